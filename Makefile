@@ -1,0 +1,29 @@
+# make demo   everything that is missing, then stock Horovod beside every strategy on real data
+# make test   the same set-up, then all tests
+# make setup | lint | clean
+# CUDA=1 builds for GPUs (NCCL); PYTHON=... names the Python (3.11 or newer) that .venv is made from.
+
+PYTHON ?= python3
+CUDA ?= 0
+VENV := .venv
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+
+.PHONY: demo test setup lint clean
+
+demo: setup
+	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
+
+test: setup
+	$(VENV)/bin/python -m pytest $(PYTEST)
+
+setup:
+	@$(PYTHON) docker/setup_env.py $(if $(filter 1,$(CUDA)),--cuda)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

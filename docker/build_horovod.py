@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Build, install and check Horovod for the Python that runs this script.
+
+This is the one recipe: ``make demo``, ``make test`` and the Docker images all call it. It needs
+torch, TensorFlow, an MPI with its compiler wrappers, CMake and a C++ compiler to be installed, and
+nothing outside the standard library. The wheel is kept in a cache folder, under a name made of all
+that it depends on, so a second machine state that agrees takes seconds.
+
+    python docker/build_horovod.py [--cuda] [--cache DIR]
+
+Horovod 0.28.1 is its newest release and predates the C++ standard of today's torch and the header
+layout of today's TensorFlow; ``edits`` lists the smallest changes that make it build, and each
+must apply exactly once or the build stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from steps import SetupError, run, say
+
+VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One textual change to the source: ``old`` must occur exactly once in ``path``."""
+
+    path: str
+    old: str
+    new: str
+
+
+def edits(cxx_standard: int, tensorflow: tuple[int, int]) -> list[Edit]:
+    """Return the source edits that this torch and this TensorFlow need."""
+    standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
+    needed = [Edit("CMakeLists.txt", *standard), Edit("horovod/torch/CMakeLists.txt", *standard)]
+    if tensorflow >= (2, 16):
+        # These wheels no longer ship the compiler headers that Horovod's XLA operations include.
+        guard = "#if TENSORFLOW_VERSION >= 2006000000"
+        needed.append(Edit("horovod/tensorflow/xla_mpi_ops.cc", guard, "#if 0"))
+    return needed
+
+
+def apply(edit: Edit, root: Path) -> None:
+    path = root / edit.path
+    text = path.read_text() if path.is_file() else ""
+    found = text.count(edit.old)
+    if found != 1:
+        raise SetupError(
+            f"the source edit of {edit.path} does not apply: {edit.old!r} occurs {found} times, "
+            f"expected 1. Adapt edits() in docker/build_horovod.py to this Horovod."
+        )
+    path.write_text(text.replace(edit.old, edit.new))
+
+
+def version_of(*names: str) -> str:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise SetupError(f"{names[0]} is not installed for {sys.executable}: run `make setup`.")
+
+
+def torch_cxx_standard() -> int:
+    """Return the C++ standard with which the installed torch compiles extensions (17, 20, ...)."""
+    path = importlib.metadata.distribution("torch").locate_file("torch/utils/cpp_extension.py")
+    standards = re.findall(r"std[=:]c\+\+(\d\d)", Path(str(path)).read_text())
+    if not standards:
+        raise SetupError("torch does not say which C++ standard it needs: set it in this script.")
+    return max(int(standard) for standard in standards)
+
+
+def first_line(command: list[str]) -> str:
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"`{' '.join(command)}` failed: {error}. Run `make setup`.") from error
+    return answer.strip().splitlines()[0]
+
+
+def cuda_environment(layout: Path) -> dict[str, str]:
+    """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
+
+    Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the pip package has ``libnccl.so.2``
+    only, so ``layout`` gets links to what is there.
+    """
+    home = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda"))
+    if not (home / "bin" / "nvcc").exists():
+        raise SetupError(f"no nvcc in {home}: install the CUDA toolkit or set HOROVOD_CUDA_HOME.")
+    variables = {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CUDA_HOME": str(home),
+        "HOROVOD_NCCL_LINK": "SHARED",
+    }
+    if "HOROVOD_NCCL_HOME" not in os.environ:
+        packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "nccl"
+        library = packages / "lib" / "libnccl.so.2"
+        if not library.exists():
+            raise SetupError("no NCCL: pip install nvidia-nccl-cu13 or set HOROVOD_NCCL_HOME.")
+        (layout / "lib").mkdir(parents=True)
+        (layout / "include").symlink_to(packages / "include")
+        for name in ("libnccl.so", "libnccl.so.2"):
+            (layout / "lib" / name).symlink_to(library)
+        variables["HOROVOD_NCCL_HOME"] = str(layout)
+    return variables
+
+
+def cache_key(cuda: bool, cxx_standard: int, tensorflow: str) -> str:
+    """Return a readable folder name; its last part hashes everything that the wheel depends on."""
+    mpi = first_line(["mpirun", "--version"])
+    torch = version_of("torch")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    parts = [
+        VERSION,
+        SDIST_SHA256,
+        torch,
+        tensorflow,
+        sys.version,
+        platform.machine(),
+        " ".join(platform.libc_ver()),
+        mpi,
+        first_line(["c++", "--version"]),
+        str(cxx_standard),
+        repr(edits(cxx_standard, release(tensorflow))),
+    ]
+    if cuda:
+        home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
+        parts.append(first_line([f"{home}/bin/nvcc", "--version"]))
+        parts.append(os.environ.get("HOROVOD_NCCL_HOME") or version_of("nvidia-nccl-cu13"))
+    parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_"))
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    mpi_version = (re.search(r"\d+(\.\d+)+", mpi) or [mpi])[0]
+    kind = "cuda" if cuda else "cpu"
+    return f"{VERSION}-{tag}-{kind}-torch{torch}-tf{tensorflow}-mpi{mpi_version}-{digest}"
+
+
+def release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def fetch_source(folder: Path) -> Path:
+    """Download the sdist, check its hash and unpack it; return the source's root."""
+    run(
+        f"download Horovod {VERSION}",
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+            "-d",
+            folder,
+            f"horovod=={VERSION}",
+        ],
+        folder / "download.log",
+        "Check the network and pip's configuration, then run the same command again.",
+    )
+    archive = folder / f"horovod-{VERSION}.tar.gz"
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SDIST_SHA256:
+        raise SetupError(f"{archive.name} has SHA-256 {digest}, not {SDIST_SHA256}: not built.")
+    with tarfile.open(archive) as source:
+        source.extractall(folder, filter="data")
+    return folder / f"horovod-{VERSION}"
+
+
+def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
+    """Build the wheel and put it into ``target`` in one atomic move; return its path."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log = target.parent / f"{target.name}.log"
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
+        folder = Path(name)
+        root = fetch_source(folder)
+        for edit in edits(cxx_standard, release(tensorflow)):
+            apply(edit, root)
+        environment = {
+            **os.environ,
+            "HOROVOD_WITH_MPI": "1",
+            "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITH_PYTORCH": "1",
+            "HOROVOD_WITH_TENSORFLOW": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            **(cuda_environment(folder / "nccl") if cuda else {}),
+        }
+        # Horovod defaults to -j8: on a small host that is more memory than there is.
+        environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")
+        run(
+            "build Horovod (5 to 20 min, once)",
+            [sys.executable, "setup.py", "--quiet", "bdist_wheel", "-d", folder / "dist"],
+            log,
+            "Mend what it names, then run the same command again.",
+            env=environment,
+            cwd=root,
+        )
+        (wheel,) = (folder / "dist").glob("horovod-*.whl")
+        staged = folder / "wheel"
+        staged.mkdir()
+        shutil.move(str(wheel), staged / wheel.name)
+        if target.exists():
+            shutil.rmtree(target)
+        staged.replace(target)
+    return target / wheel.name
+
+
+CHECK = """
+import sys
+import torch, horovod.torch as hvd
+hvd.init()
+total = hvd.allreduce(torch.full((1000,), float(hvd.rank() + 1)), op=hvd.Sum)
+assert hvd.size() == 2 and bool((total == 3).all()), (hvd.size(), total[:3])
+"""
+
+
+def check(cache: Path) -> None:
+    """Show what was built and all-reduce over two ranks, with MPI and with Gloo."""
+    horovodrun = Path(sys.executable).parent / "horovodrun"
+    answer = subprocess.run(
+        [horovodrun, "--check-build"], capture_output=True, text=True, check=False
+    ).stdout
+    wanted = ("PyTorch", "TensorFlow", "MPI", "Gloo")
+    missing = [name for name in wanted if f"[X] {name}" not in answer]
+    if missing:
+        raise SetupError(f"horovodrun --check-build lacks {', '.join(missing)}: logs in {cache}.")
+    say("  horovodrun --check-build: " + ", ".join(re.findall(r"\[X\] (.+)", answer)))
+    for controller in ("mpi", "gloo"):
+        run(
+            f"all-reduce over 2 ranks ({controller})",
+            [horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", CHECK],
+            cache / f"check-{controller}.log",
+            "Two local processes could not talk: check that the loopback interface is up.",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cuda", action="store_true", help="build for CUDA with NCCL")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="keep wheels here")
+    arguments = parser.parse_args()
+    standard, tensorflow = torch_cxx_standard(), version_of("tensorflow-cpu", "tensorflow")
+    target = arguments.cache / cache_key(arguments.cuda, standard, tensorflow)
+    wheels = list(target.glob("horovod-*.whl"))
+    if wheels:
+        say(f"  Horovod {VERSION}: cached wheel {target.name}")
+    wheel = wheels[0] if wheels else build(target, arguments.cuda, standard, tensorflow)
+    run(
+        "install the Horovod wheel",
+        [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel],
+        arguments.cache / "install.log",
+        f"Delete {target} and run the same command again.",
+    )
+    check(arguments.cache)
+
+
+def default_cache() -> Path:
+    """Return where built wheels are kept, outside any checkout (``HVD_PIPE_CACHE`` moves it)."""
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HVD_PIPE_CACHE") or Path(user) / "hvd_pipe")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit(f"build_horovod: {error}")

@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Make the environment that ``make demo`` and ``make test`` run in: everything, or a clear line.
+
+System packages (installed when root, named otherwise), a virtual environment, the pinned Python
+packages, Horovod (docker/build_horovod.py) and this project. A second run takes no time.
+
+    python3 docker/setup_env.py [--venv .venv] [--cuda]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from steps import SetupError, run, say
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "docker" / "constraints.txt"
+AGAIN = "Check the network, then run the same command again."
+
+# What must be there -> the Debian/Ubuntu package that brings it.
+TOOLS = {
+    "mpirun": "openmpi-bin",
+    "mpicxx": "libopenmpi-dev",
+    "cmake": "cmake",
+    "g++": "g++",
+    "make": "make",
+}
+
+
+def missing_packages() -> list[str]:
+    packages = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        packages.append("python3-dev")
+    probe = "import venv, ensurepip"
+    if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
+        packages.append("python3-venv")
+    return packages
+
+
+def system_packages(log: Path) -> None:
+    packages = missing_packages()
+    if not packages:
+        say("  system packages: all there")
+        return
+    install = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    if shutil.which("apt-get") is None:
+        raise SetupError(f"missing what Debian calls {' '.join(packages)}: install these first.")
+    if os.geteuid() != 0:
+        raise SetupError(f"missing system packages. Run: sudo {' '.join(install)}")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    run("apt-get update", ["apt-get", "update"], log, AGAIN, env=environment)
+    run(f"apt-get install {' '.join(packages)}", install, log, AGAIN, env=environment)
+    still = missing_packages()
+    if still:
+        raise SetupError(f"still missing after apt-get: {' '.join(still)}: install by hand.")
+
+
+def pin(name: str) -> str:
+    """Return ``name==version`` as docker/constraints.txt has it."""
+    for line in CONSTRAINTS.read_text().splitlines():
+        if line.startswith(f"{name}=="):
+            return line.strip()
+    raise SetupError(f"docker/constraints.txt does not pin {name}.")
+
+
+def install_torch(python: Path, cuda: bool, log: Path) -> None:
+    """Install the pinned torch; on a CPU machine never the gigabytes of CUDA packages.
+
+    pip is asked first what it would take. Where that is a CPU build (it requires no CUDA package),
+    it is taken; otherwise uv, which knows where PyTorch keeps its CPU builds, fetches one.
+    """
+    requirement = pin("torch")
+    command = [os.fspath(python), "-m", "pip", "install", requirement]
+    if not cuda:
+        asked = subprocess.run(
+            [*command, "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if asked.returncode != 0:
+            reason = (asked.stderr.strip().splitlines() or ["no answer"])[-1]
+            raise SetupError(f"pip finds no {requirement}: {reason}. {AGAIN}")
+        metadata = json.loads(asked.stdout)["install"][0]["metadata"]
+        needs = " ".join(metadata.get("requires_dist", []))
+        if "nvidia-" in needs or "cuda-" in needs:
+            run(
+                "install uv (it finds torch's CPU build)",
+                [python, "-m", "pip", "install", "uv", "-c", CONSTRAINTS],
+                log,
+                AGAIN,
+            )
+            command = [
+                os.fspath(python),
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--torch-backend",
+                "cpu",
+                "--python",
+                os.fspath(python),
+                requirement,
+            ]
+    run(
+        f"install {requirement}",
+        command,
+        log,
+        "Put a CPU wheel where pip finds it (PIP_FIND_LINKS), or run with CUDA=1.",
+    )
+
+
+def python_packages(python: Path, cuda: bool, log: Path) -> None:
+    pip = [os.fspath(python), "-m", "pip", "install", "-c", os.fspath(CONSTRAINTS)]
+    run("install build tools", [*pip, "pip", "setuptools", "wheel", "packaging"], log, AGAIN)
+    install_torch(python, cuda, log)
+    tensorflow = pin("tensorflow-cpu")
+    if cuda:
+        tensorflow = tensorflow.replace("tensorflow-cpu", "tensorflow[and-cuda]")
+    run(
+        f"install {tensorflow}, mpi4py and the rest",
+        [
+            *pip,
+            "--no-build-isolation",
+            tensorflow,
+            "cffi",
+            "cloudpickle",
+            "psutil",
+            "pyyaml",
+            "-e",
+            f"{ROOT}[mpi,plot,dev]",
+        ],
+        log,
+        AGAIN,
+    )
+
+
+def fingerprint(cuda: bool) -> str:
+    """Hash the files that decide what gets installed; the stamp in the environment holds it."""
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda}".encode())
+    for path in [
+        *sorted((ROOT / "docker").glob("*.py")),
+        CONSTRAINTS,
+        ROOT / "pyproject.toml",
+        ROOT / "setup.py",
+    ]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where it goes")
+    parser.add_argument("--cuda", action="store_true", help="CUDA builds, Horovod with NCCL")
+    arguments = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036 - this script meets any Python
+        raise SetupError(
+            f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: "
+            "make PYTHON=python3.11 ..."
+        )
+    venv, cuda = arguments.venv.resolve(), arguments.cuda
+    stamp = venv / "hvd_pipe-setup"
+    if stamp.is_file() and stamp.read_text() == fingerprint(cuda) and not missing_packages():
+        say(f"environment {venv.name}: ready")
+        return
+    log, python = venv / "log" / "setup.log", venv / "bin" / "python"
+    stamp.unlink(missing_ok=True)
+    say("[1/4] system packages")
+    system_packages(log)
+    say("[2/4] virtual environment")
+    if not python.exists():
+        run(
+            f"create {venv.name}",
+            [sys.executable, "-m", "venv", venv],
+            log,
+            "Is python3-venv installed?",
+        )
+    say("[3/4] Python packages")
+    python_packages(python, cuda, log)
+    say("[4/4] Horovod")
+    recipe = [python, ROOT / "docker" / "build_horovod.py", *(["--cuda"] if cuda else [])]
+    if subprocess.run(recipe, check=False).returncode != 0:
+        sys.exit(1)  # the recipe has said why
+    stamp.write_text(fingerprint(cuda))
+    say(f"environment {venv.name}: ready")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit(f"setup: {error}")
