@@ -1,0 +1,7 @@
+"""Data-parallel training that does not wait for the network.
+
+Change ``import horovod.torch as hvd`` to ``import hvd_pipe.torch as hvd`` and keep the rest.
+Importing this package imports no framework, no Horovod and no MPI.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,388 @@
+"""Which gradients travel together: a plan of buckets from ready times, sizes and a network.
+
+Tensors 1..L are ready at ``R_1 <= ... <= R_L`` seconds after backward starts, and ``P`` are the
+prefix sums of their sizes. One link carries one message at a time, first in, first out, so buckets
+are runs of neighbours: a bucket of tensors i+1..j is sent once tensor j is ready and the link is
+free, ``finish = max(previous finish, R_j) + T(P_j - P_i)``. Every ``sizes`` here is an int64 array
+of how many tensors each bucket holds, in the order in which they are sent.
+
+Source: MG-WFBP, arXiv 1912.09268. Its Theorem 1 is :func:`greedy`, which is not
+optimal; :func:`exact` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.plan import Plan
+
+__all__ = [
+    "METHODS",
+    "Plan",
+    "brute_force",
+    "by_bytes",
+    "coalesce",
+    "exact",
+    "finish_times",
+    "greedy",
+    "plan",
+    "single",
+    "wfbp",
+]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def exact(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """The buckets whose last message finishes first.
+
+    ``f(0) = 0; f(j) = min over i < j of max(f(i), R_j) + T(P_j - P_i)``. With i* the last i that
+    is free in time, ``f(i*) <= R_j``, an earlier i only makes the message longer, so i* and those
+    after it are all that matter. After i* the max is f(i), and within one segment of T the best i
+    is the argmin of ``f(i) - slope * P_i`` over a slice. ``f(first) + T(shortest)`` bounds a slice
+    from below; most are never looked at.
+
+    Args:
+        ready: 1-D, L times in seconds, not decreasing.
+        bytes: 1-D, L sizes, not negative.
+        comm: all-reduce time of a message.
+
+    Returns:
+        Sizes of the buckets of one best plan (several may finish together). O(L^2) at worst, but
+        only O(L) of it outside numpy.
+
+    Raises:
+        ValueError: the arrays are malformed.
+
+    Example:
+        >>> ready, sizes = [0.1, 1.0, 1.9, 2.8], [1, 0.01, 0.01, 0.01]
+        >>> exact(ready, sizes, CommModel.linear(1.0, 1.0)).tolist()
+        [1, 3]
+
+    Source: ours, for the problem of MG-WFBP, arXiv 1912.09268.
+    """
+    ready, bytes = _checked(ready, bytes)
+    count = len(ready)
+    total = np.concatenate(([0.0], np.cumsum(bytes)))
+    finish = np.zeros(count + 1)
+    previous = np.zeros(count + 1, dtype=np.int64)
+    starts, intercepts, slopes = (
+        np.array(values) for values in (comm.starts, comm.intercepts, comm.slopes)
+    )
+    free = 0  # i*; it only grows, because both f and R do
+    for j in range(1, count + 1):
+        while free + 1 < j and finish[free + 1] <= ready[j - 1]:
+            free += 1
+        best = max(finish[free], ready[j - 1]) + comm(total[j] - total[free])
+        best_i = free
+        first = free + 1
+        if first < j:
+            # Messages total[j] - total[i] of segment k: low[k] <= i < high[k], low[k] = high[k+1].
+            high = first + np.searchsorted(total[first:j], total[j] - starts, side="right")
+            low = np.append(high[1:], first)
+            used = np.flatnonzero(low < high)
+            shortest = total[j] - total[high[used] - 1]
+            bound = finish[low[used]] + intercepts[used] + slopes[used] * shortest
+            for at in np.argsort(bound):
+                if bound[at] >= best:
+                    break
+                k = used[at]
+                part = slice(low[k], high[k])
+                i = int(low[k] + np.argmin(finish[part] - slopes[k] * total[part]))
+                value = finish[i] + comm(total[j] - total[i])
+                if value < best:
+                    best, best_i = value, i
+        finish[j], previous[j] = best, best_i
+    ends = [count]
+    while ends[-1]:
+        ends.append(int(previous[ends[-1]]))
+    return _sizes(reversed(ends))
+
+
+def coalesce(
+    sizes: npt.ArrayLike, ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel
+) -> IntArray:
+    """Merge neighbouring buckets where that makes the last message no later.
+
+    :func:`exact` minimises the finish alone; where backward hides everything it may send a bucket a
+    tensor, and each message costs processor time that the model does not see. From the last bucket
+    on, each takes in as many before it as its deadline allows: the last one's deadline is its own
+    finish, an earlier one's the moment at which the next must start.
+
+    Args:
+        sizes: 1-D, tensors of each bucket.
+        ready, bytes, comm: as :func:`exact`.
+
+    Returns:
+        Sizes of as many buckets or fewer, finished at the same time.
+
+    Raises:
+        ValueError: the arrays are malformed or do not belong together.
+
+    Example:
+        >>> ready, net = [1.0, 2.0, 9.0], CommModel.linear(0.5, 0.1)
+        >>> coalesce([1, 1, 1], ready, [1, 1, 1], net).tolist()
+        [2, 1]
+    """
+    finish = np.concatenate(([0.0], finish_times(sizes, ready, bytes, comm)))
+    ready, bytes = _checked(ready, bytes)
+    ends = np.concatenate(([0], np.cumsum(sizes)))
+    total = np.concatenate(([0.0], np.cumsum(bytes)))[ends]
+    last, deadline = len(ends) - 1, finish[-1]
+    kept = [int(ends[-1])]
+    while last:
+        cost = comm(total[last] - total[:last])
+        # A bucket alone always meets its deadline; rounding must not talk it out of that.
+        done = np.maximum(finish[:last], ready[ends[last] - 1]) + cost
+        first = int(np.argmax(done <= deadline)) if (done[:-1] <= deadline).any() else last - 1
+        deadline -= cost[first]
+        last = first
+        kept.append(int(ends[last]))
+    return _sizes(reversed(kept))
+
+
+def greedy(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """The buckets of the paper's Theorem 1, in O(L): merge what is ready within one latency.
+
+    With ``a`` the latency and ``c`` when the bucket so far could start, tensor j+1 joins while
+    ``R_{j+1} < c + a``; then ``c`` becomes ``max(previous finish, R_{j+1})``. The test looks at
+    neighbours only, so many small gaps chain everything into one bucket: use :func:`exact`.
+
+    Args, Returns, Raises: as :func:`exact`.
+
+    Example:
+        >>> ready, sizes = [0.1, 1.0, 1.9, 2.8], [1, 0.01, 0.01, 0.01]
+        >>> greedy(ready, sizes, CommModel.linear(1.0, 1.0)).tolist()
+        [4]
+
+    Source: MG-WFBP, arXiv 1912.09268, Theorem 1 and Algorithm 1 (there in O(L^2)).
+    """
+    ready, bytes = _checked(ready, bytes)
+    sizes = [1]
+    finished, begin, size = 0.0, ready[0], bytes[0]
+    for at, more in zip(ready[1:], bytes[1:], strict=True):
+        if at < begin + comm.latency:
+            sizes[-1] += 1
+            size += more
+        else:
+            finished = begin + comm(size)
+            sizes.append(1)
+            size = more
+        begin = max(finished, at)
+    return np.array(sizes, dtype=np.int64)
+
+
+def wfbp(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """Each gradient alone, as soon as it is ready (wait-free backpropagation).
+
+    Example:
+        >>> wfbp([1.0, 2.0], [8, 8], CommModel.linear(0.0, 1.0)).tolist()
+        [1, 1]
+
+    Source: Poseidon, arXiv 1706.03292.
+    """
+    ready, _ = _checked(ready, bytes)
+    return np.ones(len(ready), dtype=np.int64)
+
+
+def single(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """All gradients in one message, after backward.
+
+    Example:
+        >>> single([1.0, 2.0], [8, 8], CommModel.linear(0.0, 1.0)).tolist()
+        [2]
+
+    Source: SyncEASGD, as MG-WFBP, arXiv 1912.09268, compares with it.
+    """
+    ready, _ = _checked(ready, bytes)
+    return np.array([len(ready)], dtype=np.int64)
+
+
+def by_bytes(bytes: npt.ArrayLike, bucket_bytes: int) -> IntArray:
+    """Buckets of at most ``bucket_bytes``; a larger tensor is a bucket of its own.
+
+    Args:
+        bytes: 1-D, L sizes, not negative.
+        bucket_bytes: limit of a bucket, at least 1.
+
+    Raises:
+        ValueError: the sizes are malformed or the limit is below 1.
+
+    Example:
+        >>> by_bytes([4, 4, 4, 20, 1], bucket_bytes=8).tolist()
+        [2, 1, 1, 1]
+
+    Source: the rule of PyTorch DDP's ``bucket_cap_mb`` and Horovod's fusion threshold.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    _, checked = _checked(np.zeros(np.shape(bytes)), bytes)
+    sizes: list[int] = []
+    room = -1.0
+    for more in checked:
+        if more > room:
+            sizes.append(0)
+            room = float(bucket_bytes)
+        sizes[-1] += 1
+        room -= more
+    return np.array(sizes, dtype=np.int64)
+
+
+def brute_force(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """The best of all 2^(L-1) plans, found by trying each: what tests hold against :func:`exact`.
+
+    Args, Returns: as :func:`exact`.
+
+    Raises:
+        ValueError: the arrays are malformed, or L > 20.
+
+    Example:
+        >>> brute_force([1.0, 2.0], [8, 8], CommModel.linear(0.0, 0.1)).tolist()
+        [1, 1]
+    """
+    ready, bytes = _checked(ready, bytes)
+    count = len(ready)
+    if count > 20:
+        raise ValueError(f"brute_force tries 2^(L-1) plans: L must be at most 20, got {count}")
+    plans = np.arange(2 ** (count - 1))  # bit j set: a bucket ends after tensor j
+    finish, size = np.zeros(len(plans)), np.zeros(len(plans))
+    for j in range(count):
+        size += bytes[j]
+        ends = (plans >> j) & 1 == 1 if j < count - 1 else np.full(len(plans), True)
+        finish = np.where(ends, np.maximum(finish, ready[j]) + comm(size), finish)
+        size = np.where(ends, 0.0, size)
+    best = int(np.argmin(finish))
+    return _sizes([0, *(j + 1 for j in range(count - 1) if best >> j & 1), count])
+
+
+def finish_times(
+    sizes: npt.ArrayLike, ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel
+) -> FloatArray:
+    """When each bucket's message finishes on a link that is first in, first out.
+
+    Args:
+        sizes: 1-D, tensors of each bucket; positive integers that add up to L.
+        ready, bytes, comm: as :func:`exact`.
+
+    Returns:
+        Seconds after backward starts, one a bucket; float64.
+
+    Raises:
+        ValueError: the arrays are malformed or do not belong together.
+
+    Example:
+        >>> finish_times([1, 1], [1.0, 2.0], [4, 4], CommModel.linear(0.5, 1.0)).tolist()
+        [5.5, 10.0]
+    """
+    ready, bytes = _checked(ready, bytes)
+    groups = np.asarray(sizes)
+    if groups.ndim != 1 or groups.dtype.kind not in "iu" or not (groups > 0).all():
+        raise ValueError(f"sizes must be a 1-D array of positive integers, got {sizes!r}")
+    if groups.sum() != len(ready):
+        raise ValueError(f"the buckets hold {groups.sum()} tensors, but there are {len(ready)}")
+    ends = np.cumsum(groups)
+    total = np.concatenate(([0.0], np.cumsum(bytes)))
+    cost = comm(np.diff(total[np.concatenate(([0], ends))]))
+    finish = np.empty(len(groups))
+    last = 0.0
+    for group, begin in enumerate(ready[ends - 1]):
+        last = max(last, begin) + cost[group]
+        finish[group] = last
+    return finish
+
+
+_PLANNERS: dict[str, Callable[[FloatArray, FloatArray, CommModel], IntArray]] = {
+    "exact": exact,
+    "greedy": greedy,
+    "wfbp": wfbp,
+    "single": single,
+}
+METHODS = (*_PLANNERS, "bytes")
+
+
+def plan(
+    names: Sequence[str],
+    ready: npt.ArrayLike,
+    bytes: npt.ArrayLike,
+    comm: CommModel,
+    method: str = "exact",
+    bucket_bytes: int | None = None,
+) -> Plan:
+    """The plan for gradients with these names, and how long it is predicted to take.
+
+    Args:
+        names: L names, in the order in which the gradients become ready.
+        ready: 1-D, L times in seconds after backward starts, not decreasing.
+        bytes: 1-D, L sizes, not negative.
+        comm: all-reduce time of a message.
+        method: one of :data:`METHODS`; "exact" is coalesced.
+        bucket_bytes: limit of a bucket, for the method "bytes" and no other.
+
+    Raises:
+        ValueError: the arguments are malformed or do not belong together.
+
+    Example:
+        >>> net = CommModel.linear(alpha=1e-3, beta=1e-9)
+        >>> print(plan(["fc", "conv2", "conv1"], [0.001, 0.0012, 0.009], [4e6, 1e5, 1e5], net))
+        exact: 3 tensors in 2 buckets, finished after 10.100 ms, 1.100 ms of it exposed
+        bucket  tensors  names
+             0        2  fc .. conv2
+             1        1  conv1
+
+    Source: MG-WFBP, arXiv 1912.09268.
+    """
+    ready, bytes = _checked(ready, bytes)
+    if len(names) != len(ready):
+        raise ValueError(
+            f"names, ready and bytes must agree: {len(names)} names, {len(ready)} times"
+        )
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    if (bucket_bytes is not None) != (method == "bytes"):
+        raise ValueError(
+            f"bucket_bytes belongs to the method 'bytes', got method {method!r} and "
+            f"bucket_bytes {bucket_bytes}"
+        )
+    if bucket_bytes is not None:
+        sizes = by_bytes(bytes, bucket_bytes)
+    else:
+        sizes = _PLANNERS[method](ready, bytes, comm)
+    if method == "exact":
+        sizes = coalesce(sizes, ready, bytes, comm)
+    ends = np.cumsum(sizes)
+    finish = float(finish_times(sizes, ready, bytes, comm)[-1])
+    buckets = tuple(tuple(names[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    return Plan(buckets, method, finish, finish - float(ready[-1]))
+
+
+def _sizes(ends: Iterable[int]) -> IntArray:
+    return np.array([end - start for start, end in pairwise(ends)], dtype=np.int64)
+
+
+def _checked(ready: npt.ArrayLike, bytes: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+    times, sizes = np.asarray(ready, dtype=np.float64), np.asarray(bytes, dtype=np.float64)
+    if times.ndim != 1 or times.shape != sizes.shape or times.size == 0:
+        raise ValueError(
+            "ready and bytes must be 1-D, of one length and not empty, "
+            f"got shapes {times.shape} and {sizes.shape}"
+        )
+    bad = times[~(np.isfinite(times) & (times >= 0.0))]
+    if bad.size:
+        raise ValueError(f"ready times must be finite and not negative, got {bad[0]:g} s")
+    drops = np.flatnonzero(np.diff(times) < 0.0)
+    if drops.size:
+        at = int(drops[0])
+        raise ValueError(
+            f"ready times must not decrease, but tensor {at} is ready at {times[at]:g} s and "
+            f"tensor {at + 1} at {times[at + 1]:g} s; sort the tensors by ready time"
+        )
+    bad = sizes[~(np.isfinite(sizes) & (sizes >= 0.0))]
+    if bad.size:
+        raise ValueError(f"bytes must be finite and not negative, got {bad[0]:g}")
+    return times, sizes

@@ -1,0 +1,115 @@
+"""The plan: which gradients travel together, in which order, as every rank carries it out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvd_pipe.planning._files import read_object
+
+__all__ = ["Plan"]
+
+SCHEMA = "hvd_pipe.plan/1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The buckets of one backward pass.
+
+    Args:
+        buckets: names of the tensors of each bucket, in the order in which they are sent.
+        method: what made the plan: a method of :func:`hvd_pipe.planning.merge.plan`, or "given".
+        predicted_s: finish of the last message, seconds after backward starts.
+        exposed_s: the part of it after the last gradient is ready.
+
+    Raises:
+        ValueError: no buckets, an empty one, a name twice, or a negative time.
+
+    Example:
+        >>> print(Plan((("fc",), ("conv2", "conv1")), "exact", predicted_s=0.01, exposed_s=0.002))
+        exact: 3 tensors in 2 buckets, finished after 10.000 ms, 2.000 ms of it exposed
+        bucket  tensors  names
+             0        1  fc
+             1        2  conv2 .. conv1
+    """
+
+    buckets: tuple[tuple[str, ...], ...]
+    method: str
+    predicted_s: float | None = None
+    exposed_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
+        if not self.buckets:
+            raise ValueError("a plan needs at least one bucket, got none")
+        empty = [number for number, bucket in enumerate(self.buckets) if not bucket]
+        if empty:
+            raise ValueError(f"buckets must not be empty, but these are: {empty}; leave them out")
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise ValueError(f"a tensor travels once, but these are planned twice: {twice}")
+        for field in ("predicted_s", "exposed_s"):
+            value = getattr(self, field)
+            if value is not None and not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{field} must be finite and at least 0 seconds, got {value}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors in the order in which they are sent."""
+        return tuple(name for bucket in self.buckets for name in bucket)
+
+    def __str__(self) -> str:
+        head = f"{self.method}: {len(self.names)} tensors in {len(self.buckets)} buckets"
+        if self.predicted_s is not None:
+            head += f", finished after {self.predicted_s * 1e3:.3f} ms"
+        if self.exposed_s is not None:
+            head += f", {self.exposed_s * 1e3:.3f} ms of it exposed"
+        lines = [head, "bucket  tensors  names"]
+        for number, bucket in enumerate(self.buckets):
+            names = bucket[0] if len(bucket) == 1 else f"{bucket[0]} .. {bucket[-1]}"
+            lines.append(f"{number:6d}  {len(bucket):7d}  {names}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """A JSON document; :meth:`from_json` reads it back exactly."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan in a JSON document; ValueError says what makes it none.
+
+        Example:
+            >>> plan = Plan((("fc",), ("conv2", "conv1")), "given")
+            >>> Plan.from_json(plan.to_json()) == plan
+            True
+        """
+        data = read_object(text, SCHEMA, {"buckets", "method", "predicted_s", "exposed_s"})
+        buckets, method = data["buckets"], data["method"]
+        if not (
+            isinstance(buckets, list)
+            and all(isinstance(bucket, list) for bucket in buckets)
+            and all(isinstance(name, str) for bucket in buckets for name in bucket)
+        ):
+            raise ValueError('"buckets" is a list of lists of tensor names')
+        if not isinstance(method, str):
+            raise ValueError(f'"method" is a string, got {method!r}')
+        for key in ("predicted_s", "exposed_s"):
+            if not (data[key] is None or isinstance(data[key], int | float)):
+                raise ValueError(f'"{key}" is a number of seconds or null, got {data[key]!r}')
+        return cls(tuple(map(tuple, buckets)), method, data["predicted_s"], data["exposed_s"])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file that :meth:`save` wrote; ValueError names the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
