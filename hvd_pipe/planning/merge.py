@@ -110,10 +110,10 @@ def coalesce(
 ) -> IntArray:
     """Merge neighbouring buckets where that makes the last message no later.
 
-    :func:`exact` minimises the finish alone; where backward hides everything it may send a bucket a
-    tensor, and each message costs processor time that the model does not see. From the last bucket
-    on, each takes in as many before it as its deadline allows: the last one's deadline is its own
-    finish, an earlier one's the moment at which the next must start.
+    :func:`exact` minimises the finish alone; where backward hides everything it may send a bucket
+    a tensor, and each message costs processor time that the model does not see. From the last
+    bucket on, each takes in as many before it as its deadline allows: the last one's deadline is
+    its own finish, an earlier one's the moment at which the next must start.
 
     Args:
         sizes: 1-D, tensors of each bucket.
