@@ -1,0 +1,216 @@
+"""Which published method moves the gradients: one small validated object, or its name as a string.
+
+=================  ==================================================  ==================
+class              what it does                                        string
+=================  ==================================================  ==================
+`MergedGradient`   exact synchronous SGD in merged messages (MG-WFBP)  "merged-gradient"
+`PipeSGD`          applies last step's average, sent behind this step  "pipe-sgd"
+`CoCoD`            averages models behind ``period`` local steps       "cocod"
+=================  ==================================================  ==================
+
+Options follow a colon: ``"cocod:period=8,warmup_steps=100"``. The environment variable
+``HVD_PIPE_STRATEGY`` holds such a string for scripts that pass no strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hvd_pipe.planning.merge import Plan
+
+__all__ = ["ENVIRONMENT_VARIABLE", "CoCoD", "MergedGradient", "PipeSGD", "Strategy", "parse"]
+
+ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
+
+_PLANS = ("auto", "greedy", "wfbp", "single")
+
+
+def _require_int(owner: object, field: str, least: int) -> None:
+    value = getattr(owner, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(owner).__name__}: {field} must be an int, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{type(owner).__name__}: {field} must be >= {least}, got {value}.")
+
+
+@dataclass(frozen=True)
+class MergedGradient:
+    """Exact synchronous SGD; gradients travel in the groups that finish first.
+
+    ``w[t+1] = w[t] - lr * mean_i g_i(w[t])``, as stock Horovod computes it. What changes is which
+    gradients share a message: after some measured steps, the grouping with the earliest finish.
+
+    Args:
+        plan: ``"auto"`` measures, then takes the exact optimum; ``"greedy"`` takes the paper's
+            rule instead; ``"wfbp"`` sends one message a tensor; ``"single"`` one message in all; a
+            `Plan` or the path of a saved one is used as it is.
+        bucket_bytes: Fill buckets up to this many bytes instead of planning.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or range, or both given.
+
+    Example:
+        >>> MergedGradient(plan="wfbp")
+        MergedGradient(plan='wfbp', bucket_bytes=None)
+
+    Source: Shi, Chu, Li, "MG-WFBP" (INFOCOM 2019, TPDS 2021).
+    """
+
+    name: ClassVar[str] = "merged-gradient"
+    plan: str | Path | Plan = "auto"
+    bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.plan, (str, Path, Plan)):
+            raise TypeError(
+                f"MergedGradient: plan must be one of {', '.join(map(repr, _PLANS))}, a Plan or "
+                f"the path of a saved plan, got {self.plan!r}."
+            )
+        if self.bucket_bytes is not None:
+            _require_int(self, "bucket_bytes", 1)
+            if self.plan != "auto":
+                raise ValueError(
+                    f"MergedGradient: plan={self.plan!r} and bucket_bytes={self.bucket_bytes} "
+                    "contradict each other: give one of them."
+                )
+        if isinstance(self.plan, str) and self.plan not in _PLANS and not _is_path(self.plan):
+            raise ValueError(
+                f"MergedGradient: unknown plan {self.plan!r}{_nearest(self.plan, _PLANS)}: use "
+                f"one of {', '.join(map(repr, _PLANS))}, a Plan, or a saved plan's path (*.json)."
+            )
+
+    def load_plan(self) -> Plan | None:
+        """Return the plan that was given (read from its file), None when one is to be made."""
+        if isinstance(self.plan, Plan):
+            return self.plan
+        return None if self.plan in _PLANS else Plan.load(self.plan)
+
+
+@dataclass(frozen=True)
+class PipeSGD:
+    """Apply the averaged gradient of the step before; this step's average travels meanwhile.
+
+    ``w[t+1] = w[t] - lr * mean_i g_i(w[t-1])``: staleness is exactly 1 on every worker, so
+    replicas stay identical. With momentum mu it is stable only while ``lr * curvature < 1 - mu``.
+
+    Args:
+        warmup_steps: Synchronous steps before the pipeline starts.
+        bucket_bytes: Fill buckets up to this many bytes (default 8 MiB).
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or range.
+
+    Example:
+        >>> parse("pipe-sgd:warmup_steps=100")
+        PipeSGD(warmup_steps=100, bucket_bytes=None)
+
+    Source: Li et al., "Pipe-SGD" (NeurIPS 2018).
+    """
+
+    name: ClassVar[str] = "pipe-sgd"
+    warmup_steps: int = 0
+    bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int(self, "warmup_steps", 0)
+        if self.bucket_bytes is not None:
+            _require_int(self, "bucket_bytes", 1)
+
+
+@dataclass(frozen=True)
+class CoCoD:
+    """Take ``period`` local steps while the models that they started from are averaged.
+
+    ``x_i[s+1] = mean_j x_j[s] + (x_i after period local steps - x_i[s])``. Replicas differ in
+    between and are equal after ``synchronize()``; momentum stays local.
+
+    Args:
+        period: Local steps a round, the paper's k; more than all-reduce time over step time buys
+            nothing.
+        warmup_steps: Synchronous steps before the first round.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or range.
+
+    Example:
+        >>> parse("cocod:period=8").period
+        8
+
+    Source: Shen et al., "CoCoD-SGD" (IJCAI 2019).
+    """
+
+    name: ClassVar[str] = "cocod"
+    period: int = 4
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _require_int(self, "period", 1)
+        _require_int(self, "warmup_steps", 0)
+
+
+Strategy = MergedGradient | PipeSGD | CoCoD
+
+_STRATEGIES: dict[str, type[Strategy]] = {
+    cls.name: cls for cls in (MergedGradient, PipeSGD, CoCoD)
+}
+
+
+def parse(strategy: str | Strategy | None = None) -> Strategy:
+    """Return the strategy that a string, a strategy or (for None) the environment names.
+
+    Args:
+        strategy: A strategy (returned as it is), a string like ``"cocod:period=8"``, or None for
+            ``HVD_PIPE_STRATEGY``, which defaults to ``"merged-gradient"``.
+
+    Raises:
+        TypeError, ValueError: An unknown name or option; the message lists what there is.
+
+    Example:
+        >>> parse("merged-gradient:bucket_bytes=1048576").bucket_bytes
+        1048576
+    """
+    if isinstance(strategy, MergedGradient | PipeSGD | CoCoD):
+        return strategy
+    if strategy is None:
+        text, source = os.environ.get(ENVIRONMENT_VARIABLE, ""), f"{ENVIRONMENT_VARIABLE}="
+        text = text.strip() or MergedGradient.name
+    elif isinstance(strategy, str):
+        text, source = strategy.strip(), "strategy="
+    else:
+        raise TypeError(
+            "strategy must be a string or one of "
+            f"{', '.join(cls.__name__ for cls in _STRATEGIES.values())}, got {strategy!r}."
+        )
+    name, _, tail = text.partition(":")
+    cls = _STRATEGIES.get(name.strip().lower().replace("_", "-"))
+    if cls is None:
+        raise ValueError(
+            f"{source}{text!r}: unknown strategy{_nearest(name, _STRATEGIES)}: use one of "
+            f"{', '.join(map(repr, _STRATEGIES))}."
+        )
+    options: dict[str, str | int] = {}
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for part in filter(None, (part.strip() for part in tail.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key not in fields or not equals or key in options:
+            raise ValueError(
+                f"{source}{text!r}: {part!r} is not an option of {cls.name}"
+                f"{_nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "
+                f"{', '.join(fields)}."
+            )
+        options[key] = int(value) if value.lstrip("-").isdigit() else value
+    return cls(**options)  # type: ignore[arg-type]
+
+
+def _is_path(text: str) -> bool:
+    return text.endswith(".json") or os.sep in text
+
+
+def _nearest(word: str, known: object) -> str:
+    close = difflib.get_close_matches(word, list(known), 1, 0.6)  # type: ignore[call-overload]
+    return f" (did you mean {close[0]!r}?)" if close else ""

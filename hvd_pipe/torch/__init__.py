@@ -1,0 +1,36 @@
+"""All of ``horovod.torch`` by the same names, with our `DistributedOptimizer`.
+
+Change ``import horovod.torch as hvd`` to ``import hvd_pipe.torch as hvd``.
+"""
+
+try:
+    import horovod.torch as _horovod
+
+    _horovod.DistributedOptimizer  # noqa: B018 - absent when its extension is missing
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        "hvd_pipe.torch needs Horovod built for this torch: run `make setup` in hvd_pipe's "
+        "checkout, or `python docker/build_horovod.py` with this Python."
+    ) from error
+
+from horovod.torch import *  # noqa: F403
+
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.torch.optimizer import DistributedOptimizer
+from hvd_pipe.torch.overrides import broadcast_optimizer_state, init, shutdown
+
+__all__ = [  # noqa: PLE0604
+    *[name for name in dir(_horovod) if not name.startswith("_")],
+    "CoCoD",
+    "DistributedOptimizer",
+    "HvdPipeError",
+    "MergedGradient",
+    "PipeSGD",
+    "Plan",
+    "RanksDisagreeError",
+    "broadcast_optimizer_state",
+    "init",
+    "shutdown",
+]

@@ -1,0 +1,232 @@
+"""MG-WFBP: gradients travel in the groups that finish first, found from the job's own times.
+
+Steps of a run with ``plan="auto"``::
+
+    0 .. SKIP-1                 safe default buckets; nothing is recorded (caches, lazy set-up)
+    SKIP .. SKIP+RECORD-1       the same buckets; ready times are recorded
+    end of the last of these    all-reduces are measured, rank 0 plans, all ranks take the plan
+    after                       the plan, until gradients keep coming in another order
+
+All ranks count the same steps, so they measure and change buckets at the same moment. A rank whose
+gradients come in another order says so in the control word; all ranks then record anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_pipe.planning import merge
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.torch.agree import from_first, largest
+from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, kinds
+from hvd_pipe.torch.profiler import ReadyTimes, measure_comm
+
+__all__ = ["MergedGradientEngine", "default_groups", "plan_groups"]
+
+SKIP_STEPS = 3
+RECORD_STEPS = 10
+PATIENCE_STEPS = 5
+
+FloatArray = npt.NDArray[np.float64]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class MergedGradientEngine(Engine):
+    """Synchronous SGD: all buckets of a step are averaged before its update."""
+
+    def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
+        super().__init__(settings)
+        self._bucket_bytes = strategy.bucket_bytes
+        self._method = _method(strategy, settings)
+        self._comm: CommModel | None = None
+        self._times: ReadyTimes | None = None
+        self._record_from: int | None = None if self._method is None else SKIP_STEPS
+        self._patience = PATIENCE_STEPS
+        self._drifted_steps = 0
+        self._version = 0
+        self._count = self._usual_count = len(settings.parameters)
+        if plan is None:
+            plan = _first_plan(strategy, settings)
+        self._adopt(plan)
+
+    @property
+    def current(self) -> BucketSet:
+        return self._buckets
+
+    def on_gradient(self, place: int) -> None:
+        super().on_gradient(place)
+        if self._times is not None:
+            self._times.mark(place)
+
+    def prepare(self) -> bool:
+        if self._times is not None:
+            self._times.end_step()
+        self._note_order()
+        self._buckets.launch_rest(control=float(self._drifted_steps >= self._patience))
+        self._buckets.wait()
+        self._buckets.show()
+        return True
+
+    def drain(self) -> None:
+        # A rank without a gradient still takes part, as in Horovod: others may have one.
+        self._prepare()
+        self.synchronized = True
+
+    def after_update(self) -> None:
+        super().after_update()
+        if self._method is None or self.settings.reduction.alone:
+            return
+        if self._times is not None:
+            if self._times.steps >= RECORD_STEPS:
+                self._plan_anew(self._times.seconds())
+                self._times = None
+            return
+        if self._record_from is None and self._buckets.control() != 0.0:
+            _log.info("gradients come in another order: measuring again for a new plan")
+            self._patience *= 2  # a model whose order never settles must not measure for ever
+            self._record_from = self.rounds
+        if self._record_from is not None and self.rounds >= self._record_from:
+            self._record_from = None
+            self._times = ReadyTimes(
+                len(self.settings.parameters), self.settings.parameters[0].device
+            )
+
+    def _note_order(self) -> None:
+        """Count the steps in a row in which buckets filled in another order than planned."""
+        filled = [self._bucket_of[place] for place in self._buckets.completed]
+        order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
+        self._count = len(filled)
+        as_planned = order == sorted(order) and self._count == self._usual_count
+        self._drifted_steps = 0 if as_planned else self._drifted_steps + 1
+
+    def _plan_anew(self, seconds: Sequence[float]) -> None:
+        settings, process_set = self.settings, self.settings.reduction.process_set
+        # A bucket leaves when the slowest rank has filled it, so that rank's times count.
+        ready = np.array(largest(seconds, f"{settings.tag}.ready", process_set))
+        if self._method != "bytes" and self._comm is None:
+            total = sum(settings.nbytes(place) for place in range(len(settings.names)))
+            device = settings.parameters[0].device
+            self._comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
+        answer = self._best(ready).to_json() if process_set.rank() == 0 else None
+        plan = Plan.from_json(from_first(answer, f"{settings.tag}.plan", process_set))
+        if self.plan is not None and plan.buckets == self.plan.buckets:
+            self.plan = plan
+        else:
+            self._adopt(plan)
+        self._drifted_steps = 0
+        self._usual_count = self._count  # some parameters may never get a gradient
+        _log.info("plan after step %d:\n%s", self.rounds, plan)
+
+    def _best(self, ready: FloatArray) -> Plan:
+        """Plan each kind of gradient (dtype, device) by itself; send in order of readiness."""
+        settings = self.settings
+        comm = self._comm or CommModel.linear(0.0, 0.0)
+        plans = []
+        for places in kinds(settings.parameters):
+            order = sorted(places, key=lambda place: (float(ready[place]), -place))
+            plans.append(
+                merge.plan(
+                    [settings.names[place] for place in order],
+                    ready[order],
+                    np.array([settings.nbytes(place) for place in order], dtype=np.float64),
+                    comm,
+                    method=self._method or "exact",
+                    bucket_bytes=self._bucket_bytes,
+                )
+            )
+        moment = dict(zip(settings.names, ready.tolist(), strict=True))
+        buckets = sorted(
+            (bucket for plan in plans for bucket in plan.buckets),
+            key=lambda bucket: max(moment[name] for name in bucket),
+        )
+        predicted = None
+        if self._comm is not None:
+            predicted = max(plan.predicted_s or 0.0 for plan in plans)
+        return Plan(
+            buckets=tuple(buckets),
+            method=plans[0].method,
+            predicted_s=predicted,
+            exposed_s=None if predicted is None else predicted - float(ready.max()),
+        )
+
+    def _adopt(self, plan: Plan) -> None:
+        """Take the plan's buckets; gradients that users can see move over with their values."""
+        groups = plan_groups(plan, self.settings)
+        buckets = self.settings.make_buckets(groups, f"gradients.{self._version}")
+        if self._version:
+            buckets.move_in()
+        self._version += 1
+        self._buckets, self.plan = buckets, plan
+        self._bucket_of = {place: i for i, group in enumerate(groups) for place in group}
+
+
+def _method(strategy: MergedGradient, settings: Settings) -> str | None:
+    """Return how plans are made from measured times; None where the plan is fixed."""
+    if settings.groups is not None:
+        return None
+    if strategy.bucket_bytes is not None:
+        return "bytes"
+    return {"auto": "exact", "greedy": "greedy"}.get(str(strategy.plan))
+
+
+def _first_plan(strategy: MergedGradient, settings: Settings) -> Plan:
+    """Return the plan that needs no measurement."""
+    if settings.groups is not None:
+        return settings.as_plan(settings.groups, "given")
+    if strategy.plan in ("wfbp", "single"):
+        limit = 1 if strategy.plan == "wfbp" else None
+        return settings.as_plan(default_groups(settings, limit), str(strategy.plan))
+    limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+    return settings.as_plan(default_groups(settings, limit), "bytes")
+
+
+def default_groups(settings: Settings, bucket_bytes: int | None) -> list[list[int]]:
+    """Fill buckets in reverse order of registration, about the order in which backward goes.
+
+    Args:
+        settings: The parameters.
+        bucket_bytes: Size of a bucket at most; 1 for one tensor a bucket, None for one bucket.
+    """
+    groups: list[list[int]] = []
+    for places in kinds(settings.parameters):
+        order = places[::-1]
+        sizes = [settings.nbytes(place) for place in order]
+        start = 0
+        for count in merge.by_bytes(sizes, bucket_bytes or sum(sizes)).tolist():
+            groups.append(order[start : start + count])
+            start += count
+    return groups
+
+
+def plan_groups(plan: Plan, settings: Settings) -> list[list[int]]:
+    """Return the plan in terms of places.
+
+    Raises:
+        ValueError: The plan is not about these parameters, or mixes dtypes in one bucket.
+    """
+    place = {name: i for i, name in enumerate(settings.names)}
+    unknown = [name for name in plan.names if name not in place]
+    absent = [name for name in place if name not in set(plan.names)]
+    if unknown or absent:
+        what = f"names {unknown[0]!r}, no parameter" if unknown else f"lacks {absent[0]!r}, one"
+        raise ValueError(
+            f"the plan {what} of this optimizer's ({len(plan.names)} names in the plan, "
+            f"{len(place)} trainable parameters): make a new one with plan='auto', or pass "
+            "named_parameters=model.named_parameters() as when it was made."
+        )
+    groups = [[place[name] for name in bucket] for bucket in plan.buckets]
+    for bucket, group in zip(plan.buckets, groups, strict=True):
+        if len(kinds([settings.parameters[i] for i in group])) > 1:
+            raise ValueError(
+                f"the plan's bucket {bucket[0]!r} .. {bucket[-1]!r} mixes dtypes or devices: "
+                "split it so that each bucket has one of each."
+            )
+    return groups

@@ -1,0 +1,73 @@
+"""Find the buffers (BatchNorm statistics) of the model whose parameters an optimizer holds.
+
+An optimizer sees parameters only. The first forward pass shows which module they belong to: until
+the first step, a hook on all modules looks at the outermost one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import broadcast_
+
+from hvd_pipe.torch.agree import check_alike, members
+from hvd_pipe.torch.buckets import Reduction
+
+__all__ = ["ModelBuffers"]
+
+
+class ModelBuffers:
+    """The buffers of every model that has run forward with some of ``parameters``."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._wanted = {id(parameter) for parameter in parameters}
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+        finder = weakref.ref(self)
+
+        def look(module: torch.nn.Module, _: Any) -> None:
+            owner = finder()
+            if owner is None:
+                handle.remove()
+            else:
+                owner._claim(module)
+
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+        self._look = handle
+
+    def _claim(self, module: torch.nn.Module) -> None:
+        """Take the model if it has parameters that are still wanted."""
+        found = self._wanted.intersection(map(id, module.parameters()))
+        if found:
+            self._models.append(weakref.ref(module))
+            self._wanted -= found
+        if not self._wanted:
+            self.found()
+
+    def found(self) -> None:
+        """Look no further."""
+        self._look.remove()
+
+    def average(self, reduction: Reduction, name: str) -> None:
+        """Average floating buffers over the ranks; other buffers take the first rank's values.
+
+        Raises:
+            RanksDisagreeError: The ranks' buffers differ in name, shape or dtype.
+        """
+        if reduction.alone:
+            return
+        buffers = [
+            (f"{i}.{label}", buffer)
+            for i, model in enumerate(filter(None, (reference() for reference in self._models)))
+            for label, buffer in model.named_buffers()
+        ]
+        lines = [(f"buffer {n}", f"{b.dtype} {tuple(b.shape)}") for n, b in buffers]
+        check_alike(lines, f"{name}.check", reduction.process_set)
+        first = members(reduction.process_set)[0]
+        for label, buffer in buffers:
+            if buffer.is_floating_point():
+                reduction.reduce(buffer, f"{name}.{label}")
+            else:
+                broadcast_(buffer, first, f"{name}.{label}", process_set=reduction.process_set)

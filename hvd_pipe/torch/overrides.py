@@ -1,0 +1,84 @@
+"""Horovod's functions that need another body here."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import broadcast_async_, rank
+from horovod.torch.mpi_ops import synchronize as wait_for
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hvd_pipe.torch import in_flight
+
+__all__ = ["broadcast_optimizer_state", "init", "shutdown"]
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Initialise Horovod, with its own fusion of messages off unless the user has set it.
+
+    Our buckets are merged already; fusing them again would copy every byte twice more. Set
+    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Arguments as Horovod's ``init``.
+    """
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    result = mpi_ops.init(*args, **kwargs)
+    atexit.register(in_flight.settle)  # after Horovod's own, so it is called before it
+    return result
+
+
+def shutdown(*args: Any, **kwargs: Any) -> Any:
+    """Shut Horovod down when the other ranks no longer need what this one has sent."""
+    in_flight.settle()
+    return mpi_ops.shutdown(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a state dict that travels without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return cls(tuple(leaf.shape), leaf.dtype, leaf.device.type)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the state of ``root_rank``'s optimizer: momenta, counters and options.
+
+    Works for every optimizer, whatever the state of the other ranks' ones (Horovod's waits for
+    ever when one rank alone has loaded a checkpoint into a wrapped one); touches no gradient.
+
+    Args:
+        optimizer: A plain or distributed optimizer, with the same parameters on all ranks.
+        root_rank: The rank whose state counts.
+        model: Accepted for Horovod's sake; not needed.
+    """
+    is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"
+    state = optimizer.state_dict() if is_root else None
+    skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)
+    slots = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Slot)]
+    if is_root:
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+    else:
+        tensors = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in slots]
+    handles = [broadcast_async_(t, root_rank, f"{name}.{i}") for i, t in enumerate(tensors)]
+    for handle in handles:
+        wait_for(handle)
+    if not is_root:
+        arrived = iter(tensors)
+        optimizer.load_state_dict(
+            tree_map(lambda leaf: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
+        )

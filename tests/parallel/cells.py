@@ -1,0 +1,64 @@
+"""The cells of test_equations.py: each a strategy as a user writes it, beside its equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+from problem import OPTIMIZERS
+from reference import Trajectory, cocod, pipe_sgd, synchronous
+
+STOCK = "stock horovod"
+
+EQUATIONS: dict[str, Callable[..., Trajectory]] = {
+    STOCK: synchronous,  # shows that the reference, too, is right
+    "merged-gradient": synchronous,
+    "merged-gradient:plan=wfbp": synchronous,
+    "merged-gradient:plan=single": synchronous,
+    "merged-gradient:plan=greedy": synchronous,
+    "merged-gradient:bucket_bytes=64": synchronous,
+    "pipe-sgd": partial(pipe_sgd, warmup=0),
+    "pipe-sgd:warmup_steps=5": partial(pipe_sgd, warmup=5),
+    "pipe-sgd:bucket_bytes=64": partial(pipe_sgd, warmup=0),
+    "cocod:period=1": partial(cocod, period=1, warmup=0),
+    "cocod:period=4": partial(cocod, period=4, warmup=0),
+    "cocod:period=3,warmup_steps=4": partial(cocod, period=3, warmup=4),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: ``passes`` backward passes a step; ``synchronize()`` after the steps in drains."""
+
+    strategy: str
+    optimizer: str
+    passes: int = 1
+    drains: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        passes = f", {self.passes} passes" if self.passes > 1 else ""
+        drains = f", drained after {self.drains}" if self.drains else ""
+        return f"{self.strategy}, {self.optimizer}{passes}{drains}"
+
+    def expected(self, n: int) -> Trajectory:
+        return _expected(self, n)
+
+
+@cache
+def _expected(cell: Cell, n: int) -> Trajectory:
+    return EQUATIONS[cell.strategy](n, OPTIMIZERS[cell.optimizer], cell.passes, cell.drains)
+
+
+CELLS = [
+    *(Cell(strategy, optimizer) for strategy in EQUATIONS for optimizer in OPTIMIZERS),
+    Cell("merged-gradient", "momentum", passes=2),
+    Cell("pipe-sgd:warmup_steps=5", "momentum", passes=2),
+    Cell("cocod:period=4", "momentum", passes=2),
+    # In the middle of things: step 13 is one that launches no round and ends none.
+    Cell("merged-gradient", "momentum", drains=(13, 14)),
+    Cell("pipe-sgd", "momentum", drains=(13, 14)),
+    Cell("pipe-sgd:warmup_steps=5", "adam", drains=(2, 13)),
+    Cell("cocod:period=4", "momentum", drains=(13, 14)),
+    Cell("cocod:period=3,warmup_steps=4", "adam", drains=(2, 13)),
+]

@@ -1,0 +1,48 @@
+"""One rank's entry: ``python rank_main.py DIRECTORY``; `ranks.run_ranks` is the other side."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+
+PATIENCE = 3.0  # seconds a failed rank gives the others to report as well
+
+
+def main(directory: Path) -> None:
+    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
+    rank, size = (os.environ[f"{launcher}_{key}"] for key in ("RANK", "SIZE"))
+    log = os.open(directory / f"log.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    module, name, args, timeout = pickle.loads((directory / "call.pickle").read_bytes())
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    try:
+        outcome = True, getattr(importlib.import_module(module), name)(*args)
+    except BaseException:
+        outcome = False, traceback.format_exc()
+    _write(directory / f"outcome.{rank}", pickle.dumps(outcome))
+    if not outcome[0]:
+        # Leaving makes the launcher end every other rank, the ones that wait for this one
+        # included, so ranks that fail for the same reason get a moment to say so.
+        patience = time.monotonic() + PATIENCE
+        while len(list(directory.glob("outcome.*"))) < int(size) and time.monotonic() < patience:
+            time.sleep(0.05)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a file that either is not there or is whole."""
+    part = file.with_name(f"part.{file.name}")
+    part.write_bytes(content)
+    part.replace(file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

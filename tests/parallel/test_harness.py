@@ -1,0 +1,139 @@
+"""The harness itself: what it does with ranks that fail, die, hang or are interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import workers_harness
+import workers_launchers
+from ranks import once, run_ranks, run_script
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    assert run_ranks(3, workers_harness.ten_times_rank, 4) == [4, 14, 24]
+
+
+def test_a_failing_rank_is_reported_with_its_traceback() -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, workers_harness.fail_on_rank_1)
+    rank_0, rank_1 = str(caught.value).split("--- rank ")[1:]
+    assert rank_0.startswith("0: ended well")
+    assert rank_1.startswith("1: Traceback")
+    assert "in fail_on_rank_1" in rank_1
+    assert "ZeroDivisionError: only here" in rank_1
+
+
+def test_a_rank_that_dies_is_reported_with_its_output() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1: ended without a result(?s:.*)last words"):
+        run_ranks(2, workers_harness.die_on_rank_1)
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
+def test_a_hanging_rank_is_ended(tmp_path: Path, deaf: bool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=3)
+    assert "--- rank 1: ended without a result" in str(caught.value)
+    if not deaf:  # its deadline has it say where it hung
+        assert "in hang_on_rank_1" in str(caught.value)
+    _assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "test_hang.py").write_text(
+        "import ranks, workers_harness\n"
+        f"def test(): ranks.run_ranks(2, workers_harness.hang_on_rank_1, {str(tmp_path)!r}, True)"
+    )
+    here = Path(__file__).parent
+    # "-p conftest": the project's conftest.py does not reach a file outside the project.
+    pytest_process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
+        assert _is_rank(_pids(tmp_path)[1])
+        pytest_process.send_signal(number)
+        assert pytest_process.wait(30) == pytest.ExitCode.INTERRUPTED
+    finally:
+        pytest_process.kill()
+        pytest_process.wait()
+    _assert_gone(tmp_path)
+
+
+def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", "of the developer's shell")
+    variable = workers_harness.variable
+    assert run_ranks(1, variable, "HVD_PIPE_STRATEGY") == [None]
+    given = {"HVD_PIPE_STRATEGY": "of the test"}
+    assert run_ranks(1, variable, "HVD_PIPE_STRATEGY", env=given) == ["of the test"]
+
+
+@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+def test_both_launchers_carry_an_allreduce(launcher: str) -> None:
+    results = run_ranks(2, workers_launchers.sum_of_ranks, launcher=launcher)
+    assert results == [(2, 1.0), (2, 1.0)]
+
+
+def test_a_failed_job_is_not_run_again() -> None:
+    runs = []
+
+    @once
+    def job(n: int) -> int:
+        runs.append(n)
+        assert n != 2, "two is bad"
+        return 10 * n
+
+    assert [job(1), job(1), job(3)] == [10, 10, 30]
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="two is bad"):
+            job(2)
+    assert runs == [1, 3, 2]
+
+
+def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text(
+        "import os, time\n"
+        f"open({str(tmp_path)!r} + '/rank' + os.environ['OMPI_COMM_WORLD_RANK'], 'w')"
+        ".write(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    with pytest.raises(AssertionError, match=r"sleep.py on 2 ranks: exit status"):
+        run_script(2, str(script), timeout=5)
+    _assert_gone(tmp_path, script.name)
+
+
+def _pids(directory: Path) -> list[int]:
+    """The pids that ranks left, rank 0 first; it may end by itself, the others hang."""
+    return [int(file.read_text()) for file in sorted(directory.glob("rank*"))]
+
+
+def _is_rank(pid: int, script: str = "rank_main.py") -> bool:
+    """Whether the process lives and runs the script: its pid may be another's by now."""
+    with suppress(OSError):
+        return script in Path(f"/proc/{pid}/cmdline").read_text()
+    return False
+
+
+def _assert_gone(directory: Path, script: str = "rank_main.py") -> None:
+    pids = _pids(directory)
+    assert len(pids) == 2
+    # A killed process may take a moment to go.
+    _wait_for(lambda: not any(_is_rank(pid, script) for pid in pids))
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,92 @@
+"""Gradients are views into one buffer a bucket, and the buckets are those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import workers_plans
+from cases import of_case
+from cells import Cell
+from ranks import once, run_ranks
+from workers_merged_gradient import SWITCH
+from workers_plans import BUCKETS, PLANS, Buckets, Plans
+
+TENSORS = 6  # of the model
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    return once(lambda: run_ranks(2, workers_plans.run, str(path)))
+
+
+def part(results: Any, number: int) -> list[Mapping[str, Any]]:
+    return [rank[number] for rank in results()]
+
+
+@pytest.mark.parametrize("strategy", BUCKETS)
+def test_gradients_are_views_into_one_buffer_a_bucket(results: Any, strategy: str) -> None:
+    for rank in of_case(part(results, 0), strategy):
+        for step in rank:
+            assert isinstance(step, Buckets)
+            assert step.found == step.planned
+            assert step.storages == len(step.planned)
+
+
+@pytest.mark.parametrize("strategy", BUCKETS)
+def test_one_allreduce_a_bucket(results: Any, strategy: str) -> None:
+    for rank in of_case(part(results, 0), strategy):
+        assert [step.allreduces for step in rank] == [len(step.planned) for step in rank]
+
+
+def test_the_number_of_buckets(results: Any) -> None:
+    def count(strategy: str) -> int:
+        return len(of_case(part(results, 0), "merged-gradient:" + strategy)[0][0].planned)
+
+    assert count("plan=single") == 1
+    assert count("plan=wfbp") == TENSORS
+    # 64 bytes: 2.bias (32) and 4.bias (24) may share one, every other tensor exceeds it with them.
+    assert TENSORS - 1 <= count("bucket_bytes=64") <= TENSORS
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_all_ranks_have_the_same_plan_at_the_same_step(results: Any, case: str) -> None:
+    ranks: list[Plans] = of_case(part(results, 1), case)
+    assert ranks[0].plans == ranks[1].plans
+    assert len(ranks[0].plans) == len(ranks[0].weights)
+
+
+@pytest.mark.parametrize("case", ["even", "a slow rank", "branches that change places"])
+def test_the_default_plan_ends_as_the_exact_one(results: Any, case: str) -> None:
+    for rank in of_case(part(results, 1), case):
+        assert rank.plans[0].method != "exact"
+        assert rank.plans[29].method == rank.plans[-1].method == "exact"
+        assert rank.plans[-1].predicted_s > 0
+
+
+@pytest.mark.parametrize("case", ["even", "a slow rank"])
+def test_the_equation_holds_whatever_the_plan(results: Any, case: str) -> None:
+    expected = Cell("merged-gradient", "momentum").expected(2)
+    for rank, actual in enumerate(of_case(part(results, 1), case)):
+        np.testing.assert_allclose(actual.weights, expected[rank][:-1], rtol=0, atol=1e-12)
+
+
+def test_another_order_of_gradients_leads_to_another_plan(results: Any) -> None:
+    for rank in of_case(part(results, 1), "branches that change places, in small buckets"):
+        before, after = rank.plans[SWITCH - 1].names, rank.plans[-1].names
+        assert set(before) == set(after)
+        # Backward reaches the later layer first.
+        assert before.index("b.weight") < before.index("a.weight")
+        assert after.index("a.weight") < after.index("b.weight")
+
+
+def test_a_plan_is_printed_saved_and_given_back(results: Any) -> None:
+    for rank in of_case(part(results, 2), "saved"):
+        measured, from_file, given = rank
+        assert from_file.buckets == given.buckets == measured.buckets
+        text = str(measured)
+        assert text.startswith(f"exact: {TENSORS} tensors in {len(measured.buckets)} buckets")
+        assert all(bucket[0] in text for bucket in measured.buckets)

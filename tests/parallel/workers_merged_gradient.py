@@ -1,0 +1,150 @@
+"""Side by side with stock Horovod, in float32: test_merged_gradient.py looks at the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import horovod.torch as stock
+import torch
+from cases import Raised, run_cases
+from problem import STEPS, Loss, Weights, batch, loss_of, make_model, train
+from torch import nn
+
+import hvd_pipe.torch as hvd
+
+SWITCH = 40  # the step after which the branches of `Branches` change places
+
+
+class Both(NamedTuple):
+    """The weights after every step."""
+
+    stock: Weights
+    ours: Weights
+
+
+class Heads(nn.Module):
+    """Two heads, of which a forward pass uses those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = (nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3))
+
+    def forward(self, inputs: torch.Tensor, left: bool, right: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(inputs))
+        return sum(
+            (head(hidden) for head, used in ((self.left, left), (self.right, right)) if used),
+            start=hidden[:, :3],
+        )
+
+
+class Branches(nn.Module):
+    """Two layers, either of which may come first; gradients come in the opposite order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor, a_first: bool) -> torch.Tensor:
+        first, second = (self.a, self.b) if a_first else (self.b, self.a)
+        hidden: torch.Tensor = self.out(torch.tanh(second(torch.tanh(first(inputs)))))
+        return hidden
+
+
+def heads_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The right head: used by all ranks, by rank 0 only, by rank 1 only, by none, and so on."""
+    inputs, targets = batch(rank, step, torch.float32)
+    users: tuple[tuple[int, ...], ...] = ((0, 1), (0,), (1,), ())
+    right = rank in users[step % len(users)]
+    return nn.functional.mse_loss(model(inputs, left=True, right=right), targets)
+
+
+def never_right_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """A parameter without a gradient on any rank at any step, as in a model partly in use."""
+    inputs, targets = batch(rank, step, torch.float32)
+    return nn.functional.mse_loss(model(inputs, left=True, right=False), targets)
+
+
+def branches_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step, torch.float32)
+    return nn.functional.mse_loss(model(inputs, a_first=step < SWITCH), targets)
+
+
+def opposite_branches_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """On no step do the two ranks' gradients come in the same order."""
+    inputs, targets = batch(rank, step, torch.float32)
+    return nn.functional.mse_loss(model(inputs, a_first=rank == 0), targets)
+
+
+def mixed_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step, torch.float32)
+    head, tail = model.children()
+    return nn.functional.mse_loss(tail(torch.tanh(head(inputs)).double()), targets.double())
+
+
+def mixed_dtypes() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3).double())
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    loss: Loss = loss_of,
+    options: Callable[[ModuleType], dict[str, Any]] = lambda _: {},
+    steps: int = STEPS,
+    **strategy: str,
+) -> Both:
+    """Train by stock Horovod, then by us, from the same weights on the same data."""
+    both = []
+    for module in (stock, hvd):
+        torch.manual_seed(1)
+        model = make()
+        plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        given = options(module)
+        optimizer = module.DistributedOptimizer(
+            plain, model.named_parameters(), **given, **(strategy if module is hvd else {})
+        )
+        passes = given.get("backward_passes_per_step", 1)
+        both.append(train(model, optimizer, module.rank(), loss=loss, steps=steps, passes=passes))
+    return Both(*both)
+
+
+MLP = partial(make_model, torch.float32)
+
+CASES: dict[str, Callable[[], Both]] = {
+    "as it is": partial(compare, MLP),
+    "two passes": partial(compare, MLP, options=lambda _: {"backward_passes_per_step": 2}),
+    "sum": partial(compare, MLP, options=lambda module: {"op": module.Sum}),
+    "predivide": partial(compare, MLP, options=lambda _: {"gradient_predivide_factor": 2.0}),
+    "fp16": partial(compare, MLP, options=lambda module: {"compression": module.Compression.fp16}),
+    "groups": partial(compare, MLP, options=lambda _: {"groups": 2}),
+    "a head that only some ranks use": partial(compare, Heads, heads_loss),
+    "a head that only some ranks use, one message a tensor": partial(
+        compare, Heads, heads_loss, strategy="merged-gradient:plan=wfbp"
+    ),
+    "a head that nobody uses": partial(compare, Heads, never_right_loss),
+    "two dtypes": partial(compare, mixed_dtypes, mixed_loss),
+    "two dtypes, one message": partial(
+        compare, mixed_dtypes, mixed_loss, strategy="merged-gradient:plan=single"
+    ),
+    "branches that change places": partial(compare, Branches, branches_loss, steps=3 * SWITCH),
+    "ranks with opposite orders": partial(
+        compare, Branches, opposite_branches_loss, steps=2 * STEPS
+    ),
+}
+
+
+def against_stock() -> dict[str, Both | Raised]:
+    hvd.init()
+    return run_cases(CASES)
+
+
+def in_a_process_set() -> Both:
+    """Ranks 0 and 2 of three together; rank 1 is outside and trains alone, as with Horovod."""
+    hvd.init()
+    some = hvd.add_process_set([0, 2])
+    both = compare(MLP, options=lambda _: {"process_set": some})
+    # Rank 1 waits for nobody; a rank that left now would shut Horovod down under the others.
+    hvd.barrier()
+    return both

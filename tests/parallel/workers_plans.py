@@ -1,0 +1,160 @@
+"""Buckets and the plans behind them, as the ranks see them, for test_plans.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from cases import Raised, run_cases
+from problem import OPTIMIZERS, STEPS, Loss, Weights, loss_of, make_model, train
+from torch import nn
+from workers_merged_gradient import SWITCH, Branches, branches_loss
+
+import hvd_pipe.torch as hvd
+import hvd_pipe.torch.buckets
+
+AFTER_SWITCH = 100  # steps within which another order of gradients must have led to another plan
+
+
+class Buckets(NamedTuple):
+    """One step: who shares a buffer, how many there are, and how many all-reduces it took."""
+
+    planned: set[frozenset[str]]
+    found: set[frozenset[str]]
+    storages: int
+    allreduces: int
+
+
+class Plans(NamedTuple):
+    """The weights and the plan after every step."""
+
+    weights: Weights
+    plans: list[hvd.Plan]
+
+
+def wrap(model: nn.Module, strategy: Any) -> Any:
+    plain = OPTIMIZERS["momentum"](model)
+    return hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+
+
+def buckets_of(strategy: str) -> list[Buckets]:
+    """What `Buckets` says of the last three steps, by each of three ways to clear gradients."""
+    model = make_model()
+    optimizer = wrap(model, strategy)
+    train(model, optimizer, hvd.rank())
+    return [
+        _buckets_of_a_step(model, optimizer, clear)
+        for clear in (
+            optimizer.zero_grad,
+            partial(optimizer.zero_grad, set_to_none=False),
+            model.zero_grad,
+        )
+    ]
+
+
+def _buckets_of_a_step(model: nn.Module, optimizer: Any, clear: Callable[[], None]) -> Buckets:
+    calls = []
+    allreduce = hvd_pipe.torch.buckets.allreduce_async_
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor)
+        return allreduce(tensor, *args, **kwargs)
+
+    hvd_pipe.torch.buckets.allreduce_async_ = counted
+    try:
+        clear()
+        loss_of(model, hvd.rank(), STEPS).backward()
+        optimizer.step()
+    finally:
+        hvd_pipe.torch.buckets.allreduce_async_ = allreduce
+    sharing: dict[int, set[str]] = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        sharing.setdefault(p.grad.untyped_storage().data_ptr(), set()).add(name)
+    return Buckets(
+        {frozenset(bucket) for bucket in optimizer.plan.buckets},
+        {frozenset(names) for names in sharing.values()},
+        len(sharing),
+        len(calls),
+    )
+
+
+def plans_of(
+    make: Callable[[], nn.Module] = make_model,
+    loss: Loss = loss_of,
+    steps: int = STEPS,
+    strategy: str = "merged-gradient",
+    slow_rank: int | None = None,
+) -> Plans:
+    """Train; one rank may take 4 ms more for each gradient than the others."""
+    torch.manual_seed(2)
+    model = make()
+    optimizer = wrap(model, strategy)
+    if hvd.rank() == slow_rank:
+        for p in model.parameters():
+            p.register_hook(lambda _: time.sleep(0.004))
+    noted = _PlanEachStep(optimizer)
+    weights = train(model, noted, hvd.rank(), loss=loss, steps=steps)
+    return Plans(weights, noted.plans)
+
+
+class _PlanEachStep:
+    """An optimizer that notes the plan after every step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.zero_grad = optimizer.zero_grad
+        self.plans: list[hvd.Plan] = []
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self.plans.append(self._optimizer.plan)
+
+
+def saved_and_given_back(path: str) -> list[hvd.Plan]:
+    """The plan that was measured, then those of optimizers that got it as a file and an object."""
+    model = make_model()
+    optimizer = wrap(model, hvd.MergedGradient())
+    train(model, optimizer, hvd.rank())
+    if hvd.rank() == 0:
+        optimizer.plan.save(path)
+    hvd.barrier()
+    plans = [optimizer.plan]
+    for given in (path, hvd.Plan.load(path)):
+        model = make_model()
+        optimizer = wrap(model, hvd.MergedGradient(plan=given))
+        train(model, optimizer, hvd.rank())
+        plans.append(optimizer.plan)
+    return plans
+
+
+BUCKETS = [
+    "merged-gradient",
+    "merged-gradient:plan=wfbp",
+    "merged-gradient:plan=single",
+    "merged-gradient:plan=greedy",
+    "merged-gradient:bucket_bytes=64",
+]
+branches = partial(plans_of, Branches, branches_loss, SWITCH + AFTER_SWITCH)
+PLANS: dict[str, Callable[[], Plans]] = {
+    "even": plans_of,
+    "a slow rank": partial(plans_of, slow_rank=1),
+    "branches that change places": branches,
+    # Which plan is the exact one is the machine's to say, and in a single bucket no order shows.
+    # Of these buckets, none can hold the weights (144 bytes each) of both branches.
+    "branches that change places, in small buckets": partial(
+        branches, strategy="merged-gradient:bucket_bytes=168"
+    ),
+}
+
+
+def run(path: str) -> tuple[dict[str, Any | Raised], ...]:
+    hvd.init()
+    return (
+        run_cases({strategy: partial(buckets_of, strategy) for strategy in BUCKETS}),
+        run_cases(PLANS),
+        run_cases({"saved": partial(saved_and_given_back, path)}),
+    )
