@@ -242,7 +242,8 @@ def check(cache: Path) -> None:
     missing = [name for name in wanted if f"[X] {name}" not in answer]
     if missing:
         raise SetupError(f"horovodrun --check-build lacks {', '.join(missing)}: logs in {cache}.")
-    say("  horovodrun --check-build: " + ", ".join(re.findall(r"\[X\] (.+)", answer)))
+    found = dict.fromkeys(part.strip() for part in re.findall(r"\[X\] (.+)", answer))
+    say(f"  horovodrun --check-build: {', '.join(found)}")
     for controller in ("mpi", "gloo"):
         run(
             f"all-reduce over 2 ranks ({controller})",

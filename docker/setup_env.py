@@ -121,7 +121,7 @@ def install_torch(python: Path, cuda: bool, log: Path) -> None:
 
 def python_packages(python: Path, cuda: bool, log: Path) -> None:
     pip = [os.fspath(python), "-m", "pip", "install", "-c", os.fspath(CONSTRAINTS)]
-    run("install build tools", [*pip, "pip", "setuptools", "wheel", "packaging"], log, AGAIN)
+    run("install build tools", [*pip, "setuptools", "wheel", "packaging"], log, AGAIN)
     install_torch(python, cuda, log)
     tensorflow = pin("tensorflow-cpu")
     if cuda:

@@ -1,0 +1,116 @@
+"""The set-up scripts: an edit that does not apply stops the build; a failure is one clear line."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCKER = Path(__file__).parent.parent.parent / "docker"
+
+
+def script(name: str) -> ModuleType:
+    sys.path.insert(0, str(DOCKER))
+    try:
+        spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(DOCKER))
+    return module
+
+
+steps = script("steps")
+recipe = script("build_horovod")
+setup_env = script("setup_env")
+
+
+def test_the_edits_follow_torch_and_tensorflow() -> None:
+    old = recipe.edits(17, (2, 15))
+    assert [edit.path for edit in old] == ["CMakeLists.txt", "horovod/torch/CMakeLists.txt"]
+    assert all(edit.new == "set(CMAKE_CXX_STANDARD 17)" for edit in old)
+    new = recipe.edits(20, (2, 21))
+    assert new[0].new == "set(CMAKE_CXX_STANDARD 20)"
+    assert [edit.path for edit in new][2:] == ["horovod/tensorflow/xla_mpi_ops.cc"]
+
+
+def test_an_edit_applies_once_or_not_at_all(tmp_path: Path) -> None:
+    edit = recipe.Edit("a.txt", "14", "17")
+    (tmp_path / "a.txt").write_text("standard 14\n")
+    recipe.apply(edit, tmp_path)
+    assert (tmp_path / "a.txt").read_text() == "standard 17\n"
+    for text, found in (("standard 17\n", 0), ("14 and 14\n", 2)):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(steps.SetupError, match=rf"a.txt does not apply: '14' occurs {found}"):
+            recipe.apply(edit, tmp_path)
+        assert (tmp_path / "a.txt").read_text() == text
+    with pytest.raises(steps.SetupError, match="occurs 0 times"):
+        recipe.apply(recipe.Edit("absent.txt", "14", "17"), tmp_path)
+
+
+def test_a_failing_step_says_why_and_what_to_do(tmp_path: Path) -> None:
+    log = tmp_path / "log" / "step.log"
+    program = "print('fine'); print('fatal error: mpi.h: No such file'); raise SystemExit(3)"
+    with pytest.raises(steps.SetupError) as caught:
+        steps.run("build it", [sys.executable, "-c", program], log, "Install libopenmpi-dev.")
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "build it failed: fatal error: mpi.h: No such file" in said
+    assert str(log) in said
+    assert said.endswith("Install libopenmpi-dev.")
+    with pytest.raises(steps.SetupError, match=r"build it failed: .*no-such-program.*Do that\."):
+        steps.run("build it", ["no-such-program"], log, "Do that.")
+
+
+def test_a_step_that_works_keeps_its_output_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps.run("count", [sys.executable, "-c", "print('[ 50%] half')"], tmp_path / "log", "")
+    assert (tmp_path / "log").read_text() == "[ 50%] half\n"
+    assert "count: done in" in capsys.readouterr().out
+
+
+def test_every_pin_is_exact_and_torch_is_the_one_that_has_a_cpu_build() -> None:
+    pins = [
+        line
+        for line in setup_env.CONSTRAINTS.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(line.count("==") == 1 for line in pins)
+    assert setup_env.pin("torch") == "torch==2.13.0"
+    with pytest.raises(steps.SetupError, match="does not pin nothing-such"):
+        setup_env.pin("nothing-such")
+
+
+def test_without_root_the_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "missing_packages", lambda: ["openmpi-bin", "libopenmpi-dev"])
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: "/usr/bin/apt-get")
+    with pytest.raises(steps.SetupError, match=r"sudo apt-get install .* openmpi-bin libopenmpi"):
+        setup_env.system_packages(tmp_path / "log")
+
+
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_a_cpu_machine_never_gets_the_cuda_build_of_torch(
+    nvidia: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's own report decides: a build that requires nvidia packages is fetched by uv instead."""
+    needs = ["filelock", *(["nvidia-nccl-cu13==2.29"] if nvidia else [])]
+    report = f'{{"install": [{{"metadata": {{"requires_dist": {needs!r}}}}}]}}'.replace("'", '"')
+    commands: list[list[str]] = []
+
+    class Answer:
+        returncode, stdout, stderr = 0, report, ""
+
+    monkeypatch.setattr(setup_env.subprocess, "run", lambda *_, **__: Answer)
+    monkeypatch.setattr(setup_env, "run", lambda _, command, *__: commands.append(command))
+    setup_env.install_torch(Path("python"), False, tmp_path / "log")
+    last = " ".join(commands[-1])
+    assert ("--torch-backend cpu" in last) == nvidia
+    assert last.endswith("torch==2.13.0")
