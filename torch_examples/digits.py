@@ -20,7 +20,7 @@ from tqdm import tqdm
 import hvd_pipe.torch as hvd  # hvd_pipe: was "import horovod.torch as hvd"
 from data import Data, load
 from models import DigitsNet
-from report import Epoch, Run, epoch_header, epoch_line, picture, plot, table
+from report import Epoch, Run, epoch_header, epoch_line, picture, plot, progress, table
 
 # pipe-sgd applies gradients that are one step old. While the weights still move fast that can
 # diverge (with momentum m it asks for lr * curvature < 1 - m), so its first steps are synchronous.
@@ -93,16 +93,12 @@ def batches(n: int, size: int, epoch: int, seed: int) -> Iterator[Tensor]:
 
 
 def train_epoch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Data,
-    steps: list[Tensor],
-    title: str,
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Data, steps: list[Tensor], title: str
 ) -> float:
     """One epoch; returns this rank's mean loss."""
     model.train()
     total = torch.zeros(())
-    # A bar on one rank, and only on a terminal (disable=None): in a log it would be noise.
+    # This bar is for `python digits.py`: horovodrun keeps lines back until they end.
     for index in tqdm(steps, title, leave=False, disable=None if hvd.rank() == 0 else True):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(data.train_x[index]), data.train_y[index])
@@ -158,13 +154,20 @@ class Training:
 
 
 def warm_up(data: Data, args: argparse.Namespace) -> None:
-    """A few steps nobody counts, or the first strategy would pay for what torch sets up once."""
+    """Steps nobody counts, or the first strategy would pay for what is set up once a process."""
     model = DigitsNet(data.num_classes, data.image[0])
-    for _ in range(10):
-        loss = nn.functional.cross_entropy(
-            model(data.train_x[: args.batch_size]), data.train_y[: args.batch_size]
-        )
-        loss.backward()
+    optimizer = build_optimizer(model, "horovod", args)
+    for _ in range(20):
+        optimizer.zero_grad()
+        index = torch.arange(args.batch_size) % len(data.train_x)
+        nn.functional.cross_entropy(model(data.train_x[index]), data.train_y[index]).backward()
+        optimizer.step()
+
+
+def say(text: str) -> None:
+    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
+    if hvd.rank() == 0:
+        tqdm.write(f"{text}\n", end="")
 
 
 def main() -> None:
@@ -184,22 +187,25 @@ def main() -> None:
     trainings = [Training(strategy, data, args) for strategy in strategies]
     runs = [training.run for training in trainings]
     width = max(len(run.strategy) for run in runs)
-    if hvd.rank() == 0:
-        print(epoch_header(width), flush=True)
-    # An epoch of each in turn: what else the machine does in between slows all of them alike.
-    for _ in range(args.epochs):
-        for training in trainings:
+    say(epoch_header(width))
+    start, total, done = time.monotonic(), args.epochs * len(trainings), 0
+    # An epoch of each in turn, each time from another one on: what else the machine does in
+    # between slows all of them alike.
+    for epoch in range(args.epochs):
+        first = epoch % len(trainings)
+        for training in trainings[first:] + trainings[:first]:
             training.epoch(data, args)
-            if hvd.rank() == 0:
-                print(epoch_line(training.run, args.epochs, width), flush=True)
+            done += 1
+            bar = progress(done, total, time.monotonic() - start)
+            say(f"{epoch_line(training.run, args.epochs, width)}  {bar}")
 
     if hvd.rank() == 0:
-        print(f"\n{table(runs)}")
+        say(f"\n{table(runs)}")
         if args.plot:
             workers = f"{hvd.size()} worker{'s' if hvd.size() > 1 else ''}"
             title = f"{len(data.train_x):,} images, {workers}, batch size {args.batch_size}"
             plot(runs, args.plot, f"{title}, lr {args.lr:g}, momentum {args.momentum:g}")
-            print(f"accuracy over time: {args.plot.resolve()}")
+            say(f"accuracy over time: {args.plot.resolve()}")
     hvd.shutdown()
 
 

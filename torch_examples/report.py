@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 TARGET = 0.95  # test accuracy that the table and the picture ask about
 
@@ -46,7 +47,9 @@ class Run:
 
 
 def epoch_header(width: int) -> str:
-    columns = f"{'epoch':>7}  {'loss':>7}  {'accuracy':>8}  {'images/s':>8}  {'seconds':>7}"
+    columns = (
+        f"{'epoch':>7}  {'loss':>7}  {'accuracy':>8}  {'images/s':>8}  {'seconds':>7}  progress"
+    )
     return f"{'strategy':<{width}}  {columns}"
 
 
@@ -56,6 +59,12 @@ def epoch_line(run: Run, epochs: int, width: int) -> str:
         f"{run.strategy:<{width}}  {len(run.epochs):>3}/{epochs:<3}  {e.loss:>7.4f}"
         f"  {e.accuracy:>8.2%}  {e.images / e.seconds:>8,.0f}  {e.seconds:>7.2f}"
     )
+
+
+def progress(done: int, total: int, seconds: float) -> str:
+    """A bar with elapsed and remaining time, for the end of a line."""
+    parts = "{percentage:3.0f}% |{bar:16}| {elapsed}<{remaining}"
+    return tqdm.format_meter(done, total, seconds, ascii=" #", bar_format=parts)
 
 
 def table(runs: Sequence[Run]) -> str:

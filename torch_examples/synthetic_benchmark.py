@@ -14,6 +14,7 @@ Lines marked "hvd_pipe:" are all that hvd_pipe asks for.
 
 import argparse
 import os
+import sys
 import time
 
 import horovod.torch as stock  # only for --strategy horovod
@@ -113,7 +114,9 @@ def main() -> None:
 
     def log(message: str) -> None:
         if hvd.rank() == 0:
-            print(message, flush=True)
+            # In one write, which horovodrun's prefixes leave in one piece.
+            sys.stdout.write(f"{message}\n")
+            sys.stdout.flush()
 
     torch.manual_seed(1)
     model = build_model(args.model, args.num_classes, args.image_size).to(device)

@@ -42,6 +42,12 @@ class Reduction:
         """Whether this rank has nobody to reduce with, or is no member of the process set."""
         return not self.process_set.included() or bool(self.process_set.size() == 1)
 
+    def ratio(self, like: torch.Tensor) -> float:
+        """Return the bytes that are sent over the bytes of a buffer of this dtype."""
+        sample = like.new_zeros(1024)
+        wire, _ = self.compression.compress(sample)
+        return float(wire.nbytes / sample.nbytes)
+
     def launch(self, tensor: torch.Tensor, name: str) -> int:
         """Start an all-reduce in place and return its handle."""
         factor = self.gradient_predivide_factor if self.op == Average else 1.0

@@ -54,6 +54,10 @@ class Settings:
         """Return the size of a gradient in bytes."""
         return self.parameters[place].numel() * self.parameters[place].element_size()
 
+    def wire_bytes(self, place: int) -> int:
+        """Return the size of a gradient as it is sent, after compression, in bytes."""
+        return round(self.nbytes(place) * self.reduction.ratio(self.parameters[place]))
+
     def make_buckets(self, groups: Sequence[Sequence[int]], suffix: str) -> BucketSet:
         return BucketSet(self.parameters, groups, self.reduction, f"{self.tag}.{suffix}")
 

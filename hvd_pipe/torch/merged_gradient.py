@@ -46,7 +46,7 @@ class MergedGradientEngine(Engine):
         super().__init__(settings)
         self._bucket_bytes = strategy.bucket_bytes
         self._method = _method(strategy, settings)
-        self._comm: CommModel | None = None
+        self._comm: tuple[CommModel, float] | None = None
         self._times: ReadyTimes | None = None
         self._record_from: int | None = None if self._method is None else SKIP_STEPS
         self._patience = PATIENCE_STEPS
@@ -112,7 +112,7 @@ class MergedGradientEngine(Engine):
         # A bucket leaves when the slowest rank has filled it, so that rank's times count.
         ready = np.array(largest(seconds, f"{settings.tag}.ready", process_set))
         if self._method != "bytes" and self._comm is None:
-            total = sum(settings.nbytes(place) for place in range(len(settings.names)))
+            total = sum(settings.wire_bytes(place) for place in range(len(settings.names)))
             device = settings.parameters[0].device
             self._comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
         answer = self._best(ready).to_json() if process_set.rank() == 0 else None
@@ -128,7 +128,7 @@ class MergedGradientEngine(Engine):
     def _best(self, ready: FloatArray) -> Plan:
         """Plan each kind of gradient (dtype, device) by itself; send in order of readiness."""
         settings = self.settings
-        comm = self._comm or CommModel.linear(0.0, 0.0)
+        comm, latency = self._comm or (CommModel.linear(0.0, 0.0), 0.0)
         plans = []
         for places in kinds(settings.parameters):
             order = sorted(places, key=lambda place: (float(ready[place]), -place))
@@ -136,7 +136,7 @@ class MergedGradientEngine(Engine):
                 merge.plan(
                     [settings.names[place] for place in order],
                     ready[order],
-                    np.array([settings.nbytes(place) for place in order], dtype=np.float64),
+                    np.array([settings.wire_bytes(place) for place in order], dtype=np.float64),
                     comm,
                     method=self._method or "exact",
                     bucket_bytes=self._bucket_bytes,
@@ -149,7 +149,7 @@ class MergedGradientEngine(Engine):
         )
         predicted = None
         if self._comm is not None:
-            predicted = max(plan.predicted_s or 0.0 for plan in plans)
+            predicted = latency + max(plan.predicted_s or 0.0 for plan in plans)
         return Plan(
             buckets=tuple(buckets),
             method=plans[0].method,

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 import torch
-from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_
+from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_async_, synchronize
 
 from hvd_pipe.planning.comm import CommModel, measured
 from hvd_pipe.torch.agree import largest
 
 __all__ = ["ReadyTimes", "measure_comm"]
+
+BUDGET_S = 2.0
+
+_SMALLEST = 1024
+_BURST = 8
+_REPEATS = 5
 
 
 class ReadyTimes:
@@ -69,58 +76,71 @@ class ReadyTimes:
 
 
 def measure_comm(
-    largest_bytes: int,
-    device: torch.device,
-    process_set: ProcessSet,
-    tag: str,
-    *,
-    repeats: int = 5,
-    budget_s: float = 2.0,
-) -> CommModel:
-    """Time all-reduces of growing messages and return the model that fits them.
+    largest_bytes: int, device: torch.device, process_set: ProcessSet, tag: str
+) -> tuple[CommModel, float]:
+    """Time all-reduces of growing messages; return what occupies the link, and the latency beside.
 
-    Every rank takes part and gets the same model: a sample is the slowest rank's time. Sizes grow
-    fourfold from 1 KiB; they stop at ``largest_bytes`` or when ``budget_s`` is used up.
+    A message alone takes ``latency + T(bytes)``: Horovod gathers messages for a cycle (1 ms) and
+    its caller polls for the end. Messages that follow each other share the latency, so a plan must
+    not count it once a message; a burst of the smallest messages tells the two apart.
+
+    Every rank takes part and gets the same answer: a sample is the slowest rank's time. Sizes grow
+    fourfold from 1 KiB up to ``largest_bytes``, or until ``BUDGET_S`` is used up.
 
     Args:
         largest_bytes: The size of the largest message that matters, in bytes.
         device: Where the messages lie.
         process_set: The ranks that take part.
         tag: Begins the names of the messages.
-        repeats: Timed all-reduces a size, after one that is not timed.
-        budget_s: Seconds to spend at most, give or take one size.
 
     Returns:
-        All-reduce time by message size.
+        T, the time that a message occupies the link by its size; and the latency in seconds.
     """
-    sizes: list[int] = []
+    smallest = torch.zeros(_SMALLEST // 4, device=device)
+    burst = [smallest.clone() for _ in range(_BURST)]
+    times = largest(
+        [_time(burst, f"{tag}.burst", process_set) for _ in range(_REPEATS + 1)],
+        f"{tag}.largest",
+        process_set,
+    )
+    occupied = median(times[1:]) / _BURST
+    latency = 0.0
+    sizes: list[float] = []
     seconds: list[float] = []
-    spent = 0.0
+    spent = sum(times)
     for size in _sizes(largest_bytes):
-        message = torch.zeros(max(1, size // 4), dtype=torch.float32, device=device)
-        times = [_time(message, f"{tag}.{size}", process_set) for _ in range(repeats + 1)]
+        message = [torch.zeros(size // 4, device=device)]
+        times = [_time(message, f"{tag}.{size}", process_set) for _ in range(_REPEATS + 1)]
         times = largest(times, f"{tag}.largest", process_set)
-        sizes += [message.numel() * 4] * repeats
-        seconds += times[1:]
+        if not sizes:
+            latency = max(0.0, median(times[1:]) - occupied)
+        sizes += [float(size)] * _REPEATS
+        seconds += [max(second - latency, occupied) for second in times[1:]]
         spent += sum(times)
-        if spent > budget_s and len(set(sizes)) > 1:
+        if spent > BUDGET_S and len(sizes) > _REPEATS:
             break
-    return measured(np.array(sizes, dtype=np.float64), np.array(seconds))
+    return measured(sizes, seconds), latency
 
 
-def _sizes(largest_bytes: int) -> Sequence[int]:
-    sizes = [1024]
+def _sizes(largest_bytes: int) -> list[int]:
+    sizes = [_SMALLEST]
     while sizes[-1] * 4 < largest_bytes:
         sizes.append(sizes[-1] * 4)
-    return [*sizes, max(largest_bytes, 2 * sizes[-1])]
+    return [*sizes, max(largest_bytes // 4 * 4, 2 * sizes[-1])]
 
 
-def _time(message: torch.Tensor, name: str, process_set: ProcessSet) -> float:
-    cuda = message.device.type == "cuda"
+def _time(messages: Sequence[torch.Tensor], name: str, process_set: ProcessSet) -> float:
+    """Return the seconds until all messages, sent together, have been reduced."""
+    cuda = messages[0].is_cuda
     if cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    allreduce_(message, name=name, op=Sum, process_set=process_set)
+    handles = [
+        allreduce_async_(message, name=f"{name}.{i}", op=Sum, process_set=process_set)
+        for i, message in enumerate(messages)
+    ]
+    for handle in handles:
+        synchronize(handle)
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -211,9 +211,14 @@ def test_a_table_of_one_strategy(report: ModuleType, runs: list) -> None:
     assert len(report.table(runs[:1]).splitlines()) == 3
 
 
+def test_progress_has_a_bar_and_the_time_that_remains(report: ModuleType) -> None:
+    assert report.progress(1, 4, 10.0) == " 25% |####            | 00:10<00:30"
+    assert report.progress(4, 4, 40.0) == "100% |################| 00:40<00:00"
+
+
 def test_epoch_lines_stand_under_their_header(report: ModuleType, runs: list) -> None:
     header, line = report.epoch_header(20), report.epoch_line(runs[0], epochs=3, width=20)
-    assert len(header) == len(line)
+    assert header.index("  progress") == len(line)
     assert line.split() == ["horovod", "3/3", "0.5000", "99.00%", "2,000", "0.50"]
 
 
