@@ -1,0 +1,113 @@
+"""Buckets on one rank: views, what goes into them, and what must never be written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.torch.buckets import Bucket, BucketSet, Reduction
+
+
+@pytest.fixture(autouse=True, scope="module")
+def initialised() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (4,), (), (3, 1))]
+
+
+def test_views_share_one_buffer_and_do_not_overlap() -> None:
+    some = parameters()
+    bucket = Bucket("b", some, extra=1)
+    assert [view.shape for view in bucket.views] == [p.shape for p in some]
+    assert bucket.flat.numel() == 6 + 4 + 1 + 3 + 1
+    for number, view in enumerate(bucket.views, 1):
+        view.fill_(number)
+    bucket.control.fill_(9)
+    assert bucket.flat.tolist() == [1] * 6 + [2] * 4 + [3] + [4] * 3 + [9]
+
+
+def test_a_view_has_the_memory_format_of_its_parameter() -> None:
+    weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    (view,) = Bucket("b", [nn.Parameter(weight)]).views
+    assert view.stride() == weight.stride()
+    view.copy_(weight)
+    assert torch.equal(view, weight)
+
+
+def gradients_of(some: list[nn.Parameter], scale: float = 1.0) -> None:
+    for number, parameter in enumerate(some, 1):
+        parameter.grad = torch.full_like(parameter, number * scale)
+
+
+def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
+    some = parameters()
+    buckets = BucketSet(some, [[3, 2], [0, 1]], Reduction(), "t")
+    gradients_of(some)
+    some[1].grad = None  # not computed: counts as zero
+    some[3].grad = torch.full((3, 1), 4.0).to_sparse()
+    for place in (3, 2, 0):
+        buckets.ready(place)
+    assert buckets.completed == [3, 2, 0]
+    buckets.launch_rest(control=1.0)
+    buckets.wait()
+    assert buckets.control() == 1.0
+    assert buckets.completed == []
+    buckets.show()
+    assert some[3].grad is not None
+    assert some[3].grad.is_sparse
+    assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
+    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1.0]
+
+
+def test_gradients_that_are_views_already_are_not_copied() -> None:
+    some = parameters()
+    buckets = BucketSet(some, [[0, 1, 2, 3]], Reduction(), "t")
+    buckets.show()
+    view = some[0].grad
+    (some[0].sum() * 5).backward()  # accumulates in place
+    buckets.ready(0)
+    assert some[0].grad is view
+    assert buckets.buckets[0].flat[:6].tolist() == [5] * 6
+
+
+def test_buckets_are_ready_again_after_a_wait() -> None:
+    some = parameters()
+    buckets = BucketSet(some, [[0, 1], [2, 3]], Reduction(), "t")
+    for scale in (1.0, 10.0):
+        gradients_of(some, scale)
+        for place in range(4):
+            buckets.ready(place)
+        assert [bucket.launched for bucket in buckets.buckets] == [True, False]
+        buckets.launch_rest()
+        buckets.wait()
+        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [0.0]
+
+
+def test_new_buckets_take_the_values_that_users_see() -> None:
+    some = parameters()
+    old = BucketSet(some, [[0, 1, 2, 3]], Reduction(), "old")
+    gradients_of(some)
+    old.launch_rest()
+    old.wait()
+    old.show()
+    some[2].grad = None
+    new = BucketSet(some, [[3], [2], [1], [0]], Reduction(), "new")
+    new.move_in()
+    assert some[2].grad is None
+    assert some[0].grad is new.buckets[3].views[0]
+    assert torch.equal(some[0].grad, torch.full((2, 3), 1.0))
+
+
+@pytest.mark.parametrize(("compression", "ratio"), [("none", 1.0), ("fp16", 0.5)])
+def test_the_ratio_of_a_compressor(compression: str, ratio: float) -> None:
+    reduction = Reduction(compression=getattr(hvd.Compression, compression))
+    assert reduction.ratio(torch.zeros(1)) == ratio

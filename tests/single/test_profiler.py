@@ -1,0 +1,57 @@
+"""Ready times: medians over steps, from the first gradient; one that is absent is ready last."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_pipe.torch.profiler import ReadyTimes, _sizes
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The moments that will be read, in order."""
+    moments: list[float] = []
+    monkeypatch.setattr(ReadyTimes, "_now", lambda _: moments.pop(0))
+    return moments
+
+
+def test_the_median_over_steps_from_the_first_gradient(clock: list[float]) -> None:
+    times = ReadyTimes(3, torch.device("cpu"))
+    for start, gap in ((0.0, 1.0), (50.0, 2.0), (90.0, 9.0)):
+        clock += [start + 2 * gap, start, start + gap, start + 3 * gap]
+        for place in (2, 0, 1):
+            times.mark(place)
+        times.end_step()
+    assert times.steps == 3
+    assert times.seconds() == [0.0, 2.0, 4.0]
+
+
+def test_a_gradient_that_was_not_computed_is_ready_at_the_end(clock: list[float]) -> None:
+    times = ReadyTimes(2, torch.device("cpu"))
+    clock += [1.0, 4.0]
+    times.mark(0)
+    times.end_step()
+    assert times.seconds() == [0.0, 3.0]
+
+
+def test_a_step_without_gradients_counts_but_says_nothing(clock: list[float]) -> None:
+    """Ranks count steps together, so a rank without gradients must count it too."""
+    times = ReadyTimes(2, torch.device("cpu"))
+    times.end_step()
+    assert (times.steps, times.seconds()) == (1, [0.0, 0.0])
+    clock += [5.0, 6.0, 7.0]
+    times.mark(1)
+    times.mark(0)
+    times.end_step()
+    assert (times.steps, times.seconds()) == (2, [1.0, 0.0])
+
+
+@pytest.mark.parametrize("largest", [4, 1024, 1025, 5000, 100_000_000])
+def test_sizes_grow_to_the_largest_message(largest: int) -> None:
+    sizes = _sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) >= 2
+    assert sizes[0] == 1024
+    assert sizes[-1] in (largest // 4 * 4, 2048, 2 * sizes[-2])
+    assert all(size % 4 == 0 for size in sizes)
