@@ -97,6 +97,11 @@ class Arguments:
             )
         if not isinstance(self.process_set, ProcessSet):
             raise TypeError(f"process_set must be an hvd.ProcessSet, got {self.process_set!r}.")
+        if self.process_set.process_set_id is None:
+            raise ValueError(
+                f"{self.process_set} is not registered: call hvd.add_process_set(...) on every "
+                "rank, or list it in hvd.init(process_sets=[...])."
+            )
 
     def _refuse_for_cocod(self, groups: object) -> None:
         """CoCoD sends models: say so instead of ignoring arguments about gradients."""
@@ -212,12 +217,14 @@ def named_trainable(
         raise ValueError("no parameter of this optimizer requires a gradient: nothing to train.")
     for name, parameter in trainable.items():
         kind = str(parameter.type()).replace(".", "_")
-        if not hasattr(mpi_ops.mpi_lib, f"horovod_torch_allreduce_async_{kind}"):
-            raise ValueError(
-                f"Horovod cannot all-reduce {name!r} of dtype {parameter.dtype} on "
-                f"{parameter.device.type}: keep the parameters in float32, float64 or float16 "
-                "(with autocast for the arithmetic)."
-            )
+        if hasattr(mpi_ops.mpi_lib, f"horovod_torch_allreduce_async_{kind}"):
+            continue
+        fix = "keep parameters in float32, float64 or float16, with autocast for the arithmetic"
+        if parameter.is_cuda and not mpi_ops.cuda_built():
+            fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
+        raise ValueError(
+            f"Horovod cannot all-reduce {name!r}, {parameter.dtype} on {parameter.device}: {fix}."
+        )
     return trainable
 
 

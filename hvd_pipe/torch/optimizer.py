@@ -8,6 +8,7 @@ import functools
 import itertools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,7 +28,8 @@ from hvd_pipe.torch.pipe_sgd import PipeSGDEngine
 
 __all__ = ["DistributedOptimizer"]
 
-_count = itertools.count()
+# Numbers the optimizers of each process set, whose members all count the same ones.
+_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -114,7 +116,11 @@ def _check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) ->
     A rank that finds something wrong still takes part, so that the others hear of it instead of
     waiting for it.
     """
-    tag = f"hvd_pipe.{next(_count)}"
+    process_set = arguments.process_set
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        process_set = global_process_set  # it is refused below, but all ranks must hear of it
+    number = process_set.process_set_id
+    tag = f"hvd_pipe.{number}.{next(_counts[number])}"
     failure: Exception | None = None
     description: Description
     try:
@@ -123,9 +129,6 @@ def _check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) ->
     except (TypeError, ValueError, OSError) as error:
         failure = error
         description = failed(error)
-    process_set = arguments.process_set
-    if not isinstance(process_set, ProcessSet):
-        process_set = global_process_set
     try:
         if process_set.included():
             check_alike(description, f"{tag}.construction", process_set)
