@@ -1,11 +1,11 @@
 # make demo   everything that is missing, then stock Horovod beside every strategy on real data
 # make test   the same set-up, then all tests
 # make setup | lint | clean
-# CUDA=1 builds for GPUs (NCCL); PYTHON=... names the Python (3.11 or newer) that .venv is made from.
+# CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
 
 PYTHON ?= python3
 CUDA ?= 0
-VENV := .venv
+VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
@@ -21,7 +21,7 @@ test: setup
 	$(VENV)/bin/python -m pytest $(PYTEST)
 
 setup:
-	@$(PYTHON) docker/setup_env.py $(if $(filter 1,$(CUDA)),--cuda)
+	@$(PYTHON) docker/setup_env.py --venv $(VENV) $(if $(filter 1,$(CUDA)),--cuda)
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -29,4 +29,4 @@ lint: setup
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -80,6 +80,7 @@ def version_of(*names: str) -> str:
 
 def torch_cxx_standard() -> int:
     """Return the C++ standard with which the installed torch compiles extensions (17, 20, ...)."""
+    version_of("torch")
     path = importlib.metadata.distribution("torch").locate_file("torch/utils/cpp_extension.py")
     standards = re.findall(r"std[=:]c\+\+(\d\d)", Path(str(path)).read_text())
     if not standards:
@@ -95,29 +96,38 @@ def first_line(command: list[str]) -> str:
     return answer.strip().splitlines()[0]
 
 
-def cuda_environment(layout: Path) -> dict[str, str]:
-    """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
-
-    Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the pip package has ``libnccl.so.2``
-    only, so ``layout`` gets links to what is there.
-    """
+def cuda_home() -> Path:
     home = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda"))
     if not (home / "bin" / "nvcc").exists():
         raise SetupError(f"no nvcc in {home}: install the CUDA toolkit or set HOROVOD_CUDA_HOME.")
+    return home
+
+
+def nccl_package() -> Path:
+    """Return where torch's own NCCL wheel lies."""
+    package = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "nccl"
+    if not (package / "lib" / "libnccl.so.2").exists():
+        raise SetupError("no NCCL: install torch's CUDA build, or set HOROVOD_NCCL_HOME.")
+    return package
+
+
+def cuda_environment(layout: Path) -> dict[str, str]:
+    """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
+
+    Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the wheel has ``libnccl.so.2`` only,
+    so ``layout`` gets links to what is there.
+    """
     variables = {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "HOROVOD_CUDA_HOME": str(home),
+        "HOROVOD_CUDA_HOME": str(cuda_home()),
         "HOROVOD_NCCL_LINK": "SHARED",
     }
     if "HOROVOD_NCCL_HOME" not in os.environ:
-        packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "nccl"
-        library = packages / "lib" / "libnccl.so.2"
-        if not library.exists():
-            raise SetupError("no NCCL: pip install nvidia-nccl-cu13 or set HOROVOD_NCCL_HOME.")
+        package = nccl_package()
         (layout / "lib").mkdir(parents=True)
-        (layout / "include").symlink_to(packages / "include")
+        (layout / "include").symlink_to(package / "include")
         for name in ("libnccl.so", "libnccl.so.2"):
-            (layout / "lib" / name).symlink_to(library)
+            (layout / "lib" / name).symlink_to(package / "lib" / "libnccl.so.2")
         variables["HOROVOD_NCCL_HOME"] = str(layout)
     return variables
 
@@ -141,10 +151,12 @@ def cache_key(cuda: bool, cxx_standard: int, tensorflow: str) -> str:
         repr(edits(cxx_standard, release(tensorflow))),
     ]
     if cuda:
-        home = os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
-        parts.append(first_line([f"{home}/bin/nvcc", "--version"]))
-        parts.append(os.environ.get("HOROVOD_NCCL_HOME") or version_of("nvidia-nccl-cu13"))
-    parts += sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_"))
+        parts.append(first_line([str(cuda_home() / "bin" / "nvcc"), "--version"]))
+        parts.append(os.environ.get("HOROVOD_NCCL_HOME") or str(nccl_package()))
+    compilers = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_PREFIX_PATH")
+    parts += sorted(
+        f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_") or k in compilers
+    )
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     mpi_version = (re.search(r"\d+(\.\d+)+", mpi) or [mpi])[0]
     kind = "cuda" if cuda else "cpu"
@@ -187,7 +199,6 @@ def fetch_source(folder: Path) -> Path:
 
 def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
     """Build the wheel and put it into ``target`` in one atomic move; return its path."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     log = target.parent / f"{target.name}.log"
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         folder = Path(name)
@@ -258,6 +269,14 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true", help="build for CUDA with NCCL")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="keep wheels here")
     arguments = parser.parse_args()
+    try:
+        arguments.cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=arguments.cache).close()
+    except OSError as error:
+        raise SetupError(
+            f"cannot write the cache {arguments.cache}: {error.strerror}. Set HVD_PIPE_CACHE to a "
+            "folder that can be written."
+        ) from error
     standard, tensorflow = torch_cxx_standard(), version_of("tensorflow-cpu", "tensorflow")
     target = arguments.cache / cache_key(arguments.cuda, standard, tensorflow)
     wheels = list(target.glob("horovod-*.whl"))
@@ -284,3 +303,5 @@ if __name__ == "__main__":
         main()
     except SetupError as error:
         sys.exit(f"build_horovod: {error}")
+    except KeyboardInterrupt:
+        sys.exit("build_horovod: interrupted. Run the same command again.")

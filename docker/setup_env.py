@@ -79,7 +79,8 @@ def install_torch(python: Path, cuda: bool, log: Path) -> None:
     it is taken; otherwise uv, which knows where PyTorch keeps its CPU builds, fetches one.
     """
     requirement = pin("torch")
-    command = [os.fspath(python), "-m", "pip", "install", requirement]
+    constraints = ["-c", os.fspath(CONSTRAINTS)]
+    command = [os.fspath(python), "-m", "pip", "install", *constraints, requirement]
     if not cuda:
         asked = subprocess.run(
             [*command, "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"],
@@ -109,6 +110,7 @@ def install_torch(python: Path, cuda: bool, log: Path) -> None:
                 "cpu",
                 "--python",
                 os.fspath(python),
+                *constraints,
                 requirement,
             ]
     run(
@@ -199,3 +201,5 @@ if __name__ == "__main__":
         main()
     except SetupError as error:
         sys.exit(f"setup: {error}")
+    except KeyboardInterrupt:
+        sys.exit("setup: interrupted. Run the same command again.")

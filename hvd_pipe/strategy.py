@@ -88,7 +88,14 @@ class MergedGradient:
         """Return the plan that was given (read from its file), None when one is to be made."""
         if isinstance(self.plan, Plan):
             return self.plan
-        return None if self.plan in _PLANS else Plan.load(self.plan)
+        if self.plan in _PLANS:
+            return None
+        if not Path(self.plan).is_file():
+            raise FileNotFoundError(
+                f"no plan at {str(self.plan)!r}: every host needs the file that "
+                "optimizer.plan.save(path) wrote on one rank."
+            )
+        return Plan.load(self.plan)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
         metavar="STRATEGY",
         help=f"train under each of these in turn (none named: {' '.join(COMPARED)})",
     )
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images a worker and step")
     # 95 % shall take some epochs, or there is nothing to compare; so a small lr. It is not scaled
     # by the workers: all accuracies here are reached without, on 1, 2 and 4 of them.

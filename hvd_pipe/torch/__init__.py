@@ -19,7 +19,7 @@ from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.optimizer import DistributedOptimizer
-from hvd_pipe.torch.overrides import broadcast_optimizer_state, init, shutdown
+from hvd_pipe.torch.overrides import broadcast_optimizer_state, init, join, shutdown
 
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],
@@ -32,5 +32,6 @@ __all__ = [  # noqa: PLE0604
     "RanksDisagreeError",
     "broadcast_optimizer_state",
     "init",
+    "join",
     "shutdown",
 ]

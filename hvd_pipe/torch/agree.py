@@ -70,10 +70,10 @@ def check_alike(mine: Description, name: str, process_set: ProcessSet) -> None:
 
 def failed(error: Exception) -> Description:
     """Describe a rank that has found a mistake: it differs from all ranks that have not."""
-    return [(_FAILED, f"{type(error).__name__}: {error}")]
+    return [(_REFUSED, f"{type(error).__name__}: {error}")]
 
 
-_FAILED = "what was passed"
+_REFUSED = "refused"
 
 
 def _first_difference(lines: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]) -> str:
@@ -87,12 +87,16 @@ def _first_difference(lines: Sequence[Sequence[tuple[str, str]]], ranks: Sequenc
         row = [one[index] if index < len(one) else missing for one in lines]
         if len(set(row)) > 1:
             other = next(i for i, line in enumerate(row) if line != row[0])
-            labels = [row[0][0], row[other][0]]
-            label = _FAILED if _FAILED in labels else labels[0] or labels[1]
-            first, second = (row[i][1].rstrip(".") for i in (0, other))
+            refused = [i for i, (label, _) in enumerate(row) if label == _REFUSED]
+            if refused:
+                return (
+                    f"rank {ranks[refused[0]]} was given something wrong, and rank "
+                    f"{ranks[0 if refused[0] else other]} was not: {row[refused[0]][1]}"
+                )
+            label = row[0][0] or row[other][0]
             return (
-                f"ranks disagree on {label}: rank {ranks[0]} has {first}; rank {ranks[other]} "
-                f"has {second}. Every rank must build the same model and optimizer and use "
+                f"ranks disagree on {label}: rank {ranks[0]} has {row[0][1]}; rank {ranks[other]} "
+                f"has {row[other][1]}. Every rank must build the same model and optimizer and use "
                 "the same strategy: look for a branch on the rank, or other files or versions, in "
                 "the script."
             )

@@ -19,7 +19,7 @@ from hvd_pipe.torch.buckets import Reduction
 from hvd_pipe.torch.engine import Settings, kinds
 from hvd_pipe.torch.merged_gradient import plan_groups
 
-__all__ = ["Arguments", "Checked"]
+__all__ = ["Arguments", "Checked", "check_passes"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ class Arguments:
         """
         _check_optimizer(optimizer)
         strategy = parse(self.strategy)
-        passes = self.backward_passes_per_step
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+        passes = check_passes(self.backward_passes_per_step)
         self._check_reduction()
         named = named_trainable(optimizer, self.named_parameters)
         parameters = list(named.values())
@@ -65,6 +63,7 @@ class Arguments:
             sparse_as_dense=bool(self.sparse_as_dense),
             tag=tag,
             groups=groups,
+            update=_no_update,
         )
         plan = None
         if isinstance(strategy, MergedGradient):
@@ -152,6 +151,10 @@ class Checked:
         return lines
 
 
+def _no_update() -> None:
+    raise AssertionError("the optimizer is not wrapped yet")
+
+
 _OP_NAMES = {Average: "Average", Sum: "Sum"}
 
 
@@ -173,6 +176,13 @@ def _check_optimizer(optimizer: object) -> None:
             "optimizer.step was replaced on the instance, which would bypass the all-reduce: call "
             "DistributedOptimizer first and replace step after."
         )
+
+
+def check_passes(passes: int) -> int:
+    """Return ``backward_passes_per_step`` if it is one."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+    return passes
 
 
 def named_trainable(

@@ -8,9 +8,10 @@
                         |               |
                     allreduce_async_ in place       c: the control word
 
-The bucket that is sent last ends in one more element, the control word. A rank that has something
-to say (its gradients come in another order) sets it before the bucket leaves, so all ranks learn
-of it at the same step and no extra message is sent.
+The bucket that is sent last ends in two more elements, the control words. A rank that has
+something to say (its gradients come in another order) sets the first before the bucket leaves, so
+all ranks learn of it at the same step and no extra message is sent. The second is 1 from every
+rank that takes part: one that has left by ``hvd.join()`` sends zeros.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class BucketSet:
         self._reduction = reduction
         last = len(groups) - 1
         self.buckets = [
-            Bucket(f"{tag}.{i}", [parameters[place] for place in group], extra=int(i == last))
+            Bucket(f"{tag}.{i}", [parameters[place] for place in group], extra=2 * (i == last))
             for i, group in enumerate(groups)
         ]
         self._place: dict[int, tuple[Bucket, torch.Tensor]] = {
@@ -139,9 +140,6 @@ class BucketSet:
         self._sparse: set[int] = set()
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
-
-    def is_ready(self, place: int) -> bool:
-        return self._ready[place]
 
     def ready(self, place: int) -> None:
         """Take the gradient of ``parameters[place]``; send its bucket if that was the last one.
@@ -168,7 +166,8 @@ class BucketSet:
         for place, (_, view) in self._place.items():
             if not self._ready[place]:
                 _into(self._parameters[place], view)
-        self.buckets[-1].control.fill_(control)
+        self.buckets[-1].control[0] = control
+        self.buckets[-1].control[1] = 1.0
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch(self._reduction)
@@ -180,9 +179,27 @@ class BucketSet:
         self._ready = [False] * len(self._parameters)
         self.completed = []
 
-    def control(self) -> float:
-        """Return the control word as reduced by the last `wait`: not zero if any rank set it."""
-        return float(self.buckets[-1].control)
+    def control(self) -> float | None:
+        """Return the mean control word after a `wait`: not zero if any rank set it.
+
+        None if a rank has left by ``hvd.join()``: only all-reduces are possible then.
+        """
+        control, present = (word / self._weight for word in self.buckets[-1].control.tolist())
+        return control if present > 1 - 0.5 / self._workers else None
+
+    def all_sent(self, control: float) -> bool:
+        """Return whether all ranks that took part in the last round sent this control word."""
+        reduced = self.control()
+        return reduced is None or abs(reduced - control) < 0.5 / self._workers
+
+    @property
+    def _weight(self) -> float:
+        """What ones from all ranks are reduced to."""
+        return 1.0 if self._reduction.op == Average else float(self._workers)
+
+    @property
+    def _workers(self) -> int:
+        return 1 if self._reduction.alone else int(self._reduction.process_set.size())
 
     def show(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""

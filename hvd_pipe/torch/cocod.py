@@ -11,6 +11,7 @@ import torch
 
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.buckets import BucketSet, Reduction
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, kinds
 from hvd_pipe.torch.merged_gradient import default_groups
@@ -73,11 +74,21 @@ class CoCoDEngine(Engine):
         With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
         need not be added.
         """
+        steps = [("the number of steps", str(self.rounds - self.rounds_at_join))]
+        reduction, tag = self.settings.reduction, self.settings.tag
+        if not reduction.alone:
+            check_alike(steps, f"{tag}.drain", reduction.process_set)
         for model in self._models:
             model.average_now()
         self._started = False
         self._local_steps = 0
-        self._buffers.average(self.settings.reduction, f"{self.settings.tag}.buffers")
+        self._buffers.average(reduction, f"{tag}.buffers")
+
+    def discard(self) -> None:
+        for model in self._models:
+            model.discard()
+        self._started = False
+        self._local_steps = 0
 
     def _start(self) -> None:
         for model in self._models:
@@ -87,7 +98,11 @@ class CoCoDEngine(Engine):
 
 
 class _Average:
-    """Averages the parameters of one dtype and device, in flat buffers of their size."""
+    """Averages the parameters of one dtype and device, in flat buffers of their size.
+
+    The message ends in a one that counts models: a rank that has left by ``hvd.join()`` sends
+    zeros, which would else be averaged in as a model.
+    """
 
     def __init__(self, parameters: list[torch.Tensor], reduction: Reduction, name: str) -> None:
         self._parameters = parameters
@@ -95,7 +110,8 @@ class _Average:
         numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
         self._start = torch.empty(numel, dtype=first.dtype, device=first.device)
-        self._average = torch.empty_like(self._start)
+        self._message = torch.empty(numel + 1, dtype=first.dtype, device=first.device)
+        self._average, self._count = self._message[:-1], self._message[-1:]
         self._handle: int | None = None
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -116,6 +132,10 @@ class _Average:
         self._wait()
         torch._foreach_add_(self._values(), self._views(self._average.sub_(self._start)))
 
+    def discard(self) -> None:
+        """Wait for what is in flight and forget it."""
+        self._wait()
+
     def average_now(self) -> None:
         """x = average of all ranks' x, bit for bit the same everywhere."""
         self._wait()
@@ -125,10 +145,13 @@ class _Average:
         torch._foreach_copy_(self._values(), self._views(self._average))
 
     def _launch(self) -> None:
+        self._count.fill_(1.0)
         if not self._reduction.alone:
-            self._handle = self._reduction.launch(self._average, self._name)
+            self._handle = self._reduction.launch(self._message, self._name)
 
     def _wait(self) -> None:
         if self._handle is not None:
             handle, self._handle = self._handle, None
             in_flight.wait(handle)
+            size = self._reduction.process_set.size()
+            self._average.mul_(size / (self._count * size).round())  # by 1 where all take part

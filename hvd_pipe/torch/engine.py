@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.torch.buckets import BucketSet, Reduction
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Engine", "Settings", "kinds"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Engine", "Settings", "all_joined", "kinds"]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
 
@@ -48,7 +49,7 @@ class Settings:
     sparse_as_dense: bool
     tag: str
     groups: Sequence[Sequence[int]] | None
-    update: Callable[[], None] = lambda: None
+    update: Callable[[], None]
 
     def nbytes(self, place: int) -> int:
         """Return the size of a gradient in bytes."""
@@ -76,7 +77,9 @@ class Engine(abc.ABC):
         self.settings = settings
         self.passes = settings.passes
         self.rounds = 0
-        """Gradients (or sets of local gradients) prepared so far, the same number on all ranks."""
+        """Gradients (or sets of local gradients) prepared so far; all ranks count the same."""
+        self.rounds_at_join = 0
+        """`rounds` when all ranks last met in join(), up to which they may differ in it."""
         self.fresh = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
@@ -85,11 +88,20 @@ class Engine(abc.ABC):
         """Identities of the parameters that take part."""
         self._has_update = False
         self._passes_done = [0] * len(settings.parameters)
+        # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
+        for other in list(_live):
+            if other.known == self.known:
+                other.detach()
+        _live.add(self)
         engine = weakref.ref(self)
-        for place, parameter in enumerate(settings.parameters):
+        hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _hook(engine, place)
             )
+            for place, parameter in enumerate(settings.parameters)
+        ]
+        self.detach: Callable[[], object] = weakref.finalize(self, _remove, hooks)
+        """Stop hearing of gradients."""
 
     # What a strategy defines.
 
@@ -105,6 +117,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def drain(self) -> None:
         """Finish what is in flight when no gradient waits to be applied."""
+
+    def discard(self) -> None:  # noqa: B027 - most strategies have nothing in flight here
+        """Forget what is in flight, as a state that is loaded replaces it."""
 
     def after_update(self) -> None:
         """Do what follows an update."""
@@ -125,13 +140,15 @@ class Engine(abc.ABC):
                 f"every {self.passes} backward passes, or raise backward_passes_per_step to "
                 "accumulate gradients locally."
             )
+        if self.current is None:
+            return
         gradient = self.settings.parameters[place].grad
         if gradient is not None and gradient.is_sparse and not self.settings.sparse_as_dense:
             raise HvdPipeError(
                 f"the gradient of {name!r} is sparse: pass sparse_as_dense=True to "
                 "DistributedOptimizer, or build its layer with sparse=False."
             )
-        if done == self.passes and self.current is not None:
+        if done == self.passes:
             self.current.ready(place)
 
     def before_update(self) -> bool:
@@ -155,6 +172,20 @@ class Engine(abc.ABC):
         self._passes_done = [0] * len(self._passes_done)
         self._has_update = self.prepare()
         self.rounds += 1
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def all_joined() -> None:
+    """Note that all ranks have met in ``hvd.join()``."""
+    for engine in _live:
+        engine.rounds_at_join = engine.rounds
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _hook(engine: weakref.ref[Engine], place: int) -> Callable[[torch.Tensor], None]:

@@ -5,6 +5,8 @@ a slower rank that is about to send the same message:
 
     rank 0   ... send g_t, end of script, Horovod shuts down
     rank 1   ............................................... send g_t -> HorovodInternalError
+
+Module-wide, because the optimizer that sent a message may be gone when the script ends.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import warnings
 from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
-__all__ = ["sent", "settle", "wait"]
+__all__ = ["arrive", "sent", "settle", "wait"]
 
 PATIENCE_S = 30.0
 
@@ -35,6 +37,14 @@ def wait(handle: int) -> None:
     _synchronize(handle)
 
 
+def arrive(limit_s: float = float("inf")) -> None:
+    """Block until all that was sent has been reduced, or the time is over."""
+    end = time.monotonic() + limit_s
+    while _handles and time.monotonic() < end:
+        _handles.difference_update([handle for handle in _handles if poll(handle)])
+        time.sleep(0.001)
+
+
 def settle() -> None:
     """Before Horovod shuts down, give the other ranks time to send what this one has sent.
 
@@ -47,11 +57,7 @@ def settle() -> None:
         "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",
         stacklevel=2,
     )
-    end = time.monotonic() + PATIENCE_S
-    while _handles and time.monotonic() < end:
-        for handle in [handle for handle in _handles if poll(handle)]:
-            _handles.discard(handle)
-        time.sleep(0.001)
+    arrive(PATIENCE_S)
     _handles.clear()
 
 

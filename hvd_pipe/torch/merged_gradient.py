@@ -51,6 +51,7 @@ class MergedGradientEngine(Engine):
         self._record_from: int | None = None if self._method is None else SKIP_STEPS
         self._patience = PATIENCE_STEPS
         self._drifted_steps = 0
+        self._control: float | None = 0.0
         self._version = 0
         self._count = self._usual_count = len(settings.parameters)
         if plan is None:
@@ -72,6 +73,8 @@ class MergedGradientEngine(Engine):
         self._note_order()
         self._buckets.launch_rest(control=float(self._drifted_steps >= self._patience))
         self._buckets.wait()
+        # Here the host waits anyway; after the update it would wait for the device.
+        self._control = self._buckets.control() if self._method is not None else 0.0
         self._buckets.show()
         return True
 
@@ -84,12 +87,14 @@ class MergedGradientEngine(Engine):
         super().after_update()
         if self._method is None or self.settings.reduction.alone:
             return
+        if self._control is None:
+            return  # planning asks all ranks, and one has joined
         if self._times is not None:
             if self._times.steps >= RECORD_STEPS:
                 self._plan_anew(self._times.seconds())
                 self._times = None
             return
-        if self._record_from is None and self._buckets.control() != 0.0:
+        if self._control != 0.0 and self._record_from is None:
             _log.info("gradients come in another order: measuring again for a new plan")
             self._patience *= 2  # a model whose order never settles must not measure for ever
             self._record_from = self.rounds

@@ -20,7 +20,7 @@ from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient, PipeSGD, Strategy
 from hvd_pipe.torch.agree import Description, check_alike, failed
-from hvd_pipe.torch.arguments import Arguments, Checked
+from hvd_pipe.torch.arguments import Arguments, Checked, check_passes
 from hvd_pipe.torch.cocod import CoCoDEngine
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.merged_gradient import MergedGradientEngine
@@ -120,18 +120,23 @@ def _check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) ->
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         process_set = global_process_set  # it is refused below, but all ranks must hear of it
     number = process_set.process_set_id
-    tag = f"hvd_pipe.{number}.{next(_counts[number])}"
+    count = next(_counts[number])
     failure: Exception | None = None
     description: Description
     try:
-        checked = arguments.check(optimizer, tag)
-        description = checked.describe()
-    except (TypeError, ValueError, OSError) as error:
+        checked = arguments.check(optimizer, f"hvd_pipe.{number}.{count}")
+        description = [
+            ("the number of optimizers made before", str(count)),
+            ("the optimizer", type(optimizer).__name__),
+            *checked.describe(),
+        ]
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
         description = failed(error)
     try:
         if process_set.included():
-            check_alike(description, f"{tag}.construction", process_set)
+            # One name for all, so that ranks which have made different numbers still meet here.
+            check_alike(description, f"hvd_pipe.{number}.construction", process_set)
     except RanksDisagreeError:
         if failure is None:
             raise
@@ -192,7 +197,7 @@ class DistributedMixin(torch.optim.Optimizer):
                         "once the parameters that train are settled."
                     )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; not between ``backward()`` and ``step()``: gradients travel."""
         engine = self._hvd_pipe
         if engine.fresh and not engine.synchronized and engine.current is not None:
@@ -200,7 +205,7 @@ class DistributedMixin(torch.optim.Optimizer):
                 "zero_grad() after backward() and before step() would clear gradients that are "
                 "being sent: call it before backward() or after step()."
             )
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
     def synchronize(self) -> None:
         """Finish what is in flight.
@@ -229,8 +234,30 @@ class DistributedMixin(torch.optim.Optimizer):
             self._hvd_pipe_skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate this many backward passes into one gradient from the next step on."""
-        self._hvd_pipe.passes = passes
+        """Accumulate this many backward passes into one gradient; call it after ``step()``."""
+        self._hvd_pipe.passes = check_passes(passes)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the user's class; what is in flight belongs to the old state and is dropped."""
+        self._hvd_pipe.discard()
+        super().load_state_dict(state_dict)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for this before it steps; the strategies that it would break refuse."""
+        if not isinstance(self._hvd_pipe, MergedGradientEngine):
+            raise HvdPipeError(
+                "GradScaler and this strategy do not go together: gradients of another step have "
+                "another scale, and a rank would skip a step alone. Use bfloat16 autocast without "
+                "a scaler, or strategy='merged-gradient'."
+            )
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HvdPipeError(
+            "a distributed optimizer is tied to its job and cannot be copied or pickled: save "
+            "optimizer.state_dict(), or copy the optimizer before DistributedOptimizer."
+        )
 
 
 def _wrap(optimizer: torch.optim.Optimizer, checked: Checked) -> DistributedMixin:

@@ -15,8 +15,9 @@ from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.engine import all_joined
 
-__all__ = ["broadcast_optimizer_state", "init", "shutdown"]
+__all__ = ["broadcast_optimizer_state", "init", "join", "shutdown"]
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
@@ -35,6 +36,18 @@ def shutdown(*args: Any, **kwargs: Any) -> Any:
     """Shut Horovod down when the other ranks no longer need what this one has sent."""
     in_flight.settle()
     return mpi_ops.shutdown(*args, **kwargs)
+
+
+def join(device: int = -1) -> int:
+    """Horovod's ``join``, when all that this rank has sent has been reduced.
+
+    A rank that has joined takes part with zeros, even where it had sent something, and would then
+    wait for that for ever.
+    """
+    in_flight.arrive()
+    last: int = mpi_ops.join(device)
+    all_joined()
+    return last
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,9 @@ def broadcast_optimizer_state(
         root_rank: The rank whose state counts.
         model: Accepted for Horovod's sake; not needed.
     """
+    engine = getattr(optimizer, "_hvd_pipe", None)
+    if engine is not None:
+        engine.discard()  # on all ranks alike, as the others are about to load a state
     is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"
     state = optimizer.state_dict() if is_root else None
     skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)

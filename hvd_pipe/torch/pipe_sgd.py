@@ -10,6 +10,9 @@ were as many updates as steps and every gradient was applied exactly once.
 
 from __future__ import annotations
 
+import warnings
+
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings
@@ -32,16 +35,18 @@ class PipeSGDEngine(Engine):
         self._sets = [settings.make_buckets(groups, suffix) for suffix in ("even", "odd")]
         self._filling = self._sets[0]
         self._pending: BucketSet | None = None
+        self._drains = 0
+        self._sent: dict[BucketSet, float] = {}
 
     @property
     def current(self) -> BucketSet:
         return self._filling
 
     def prepare(self) -> bool:
-        self._filling.launch_rest()
+        self._sent[self._filling] = float(self._drains % 2)
+        self._filling.launch_rest(control=self._sent[self._filling])
         if self.rounds < self._warmup_steps:
-            self._filling.wait()
-            self._filling.show()
+            self._wait(self._filling)
             return True
         due, self._pending = self._pending, self._filling
         if due is None:
@@ -50,14 +55,34 @@ class PipeSGDEngine(Engine):
             self._filling.zero()
             self._filling.show()
             return False
-        due.wait()
-        due.show()
+        self._wait(due)
         self._filling = due
         return True
 
     def drain(self) -> None:
         if self._pending is not None:
             due, self._pending = self._pending, None
-            due.wait()
-            due.show()
+            self._wait(due)
+            self._drains += 1
             self.settings.update()
+
+    def discard(self) -> None:
+        if self._pending is not None:
+            due, self._pending = self._pending, None
+            due.wait()
+            warnings.warn("the gradient in flight is dropped: a state was loaded", stacklevel=3)
+
+    def _wait(self, due: BucketSet) -> None:
+        """Wait for an average and make it the gradient.
+
+        A rank on which no gradient was computed takes synchronize() before step() for the end of
+        training, and drains. Each rank sends whether it has, so that none goes on unequal.
+        """
+        due.wait()
+        due.show()
+        if not due.all_sent(self._sent[due]):
+            raise HvdPipeError(
+                "ranks have not drained at the same steps: on some rank synchronize() came before "
+                "any gradient was computed in its step. Call backward() on every rank before "
+                "synchronize(), on an empty batch too (a loss times zero will do)."
+            )

@@ -16,17 +16,18 @@ from hvd_pipe.torch.agree import largest
 __all__ = ["ReadyTimes", "measure_comm"]
 
 BUDGET_S = 2.0
+LARGEST = 32 * 2**20
 
 _SMALLEST = 1024
-_BURST = 8
 _REPEATS = 5
+_LEAST_S = 1e-6
 
 
 class ReadyTimes:
     """Moments at which gradients become ready, over some steps.
 
-    On a CUDA device the moments are events in the stream that computes the gradients; they cost no
-    synchronisation before `seconds` is asked for.
+    On a CUDA device the moments are events in the stream that computes the gradients; the host
+    waits for them once a recorded step.
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
@@ -80,12 +81,12 @@ def measure_comm(
 ) -> tuple[CommModel, float]:
     """Time all-reduces of growing messages; return what occupies the link, and the latency beside.
 
-    A message alone takes ``latency + T(bytes)``: Horovod gathers messages for a cycle (1 ms) and
-    its caller polls for the end. Messages that follow each other share the latency, so a plan must
-    not count it once a message; a burst of the smallest messages tells the two apart.
+    Horovod gathers messages for a cycle (1 ms), and its caller polls for their end, so n messages
+    that are sent together take ``latency + n T(bytes)``. A plan must not count the latency once a
+    message: T is the difference between 2n messages and n, over n.
 
     Every rank takes part and gets the same answer: a sample is the slowest rank's time. Sizes grow
-    fourfold from 1 KiB up to ``largest_bytes``, or until ``BUDGET_S`` is used up.
+    fourfold from 1 KiB up to ``largest_bytes`` or `LARGEST`, or until ``BUDGET_S`` is used up.
 
     Args:
         largest_bytes: The size of the largest message that matters, in bytes.
@@ -96,30 +97,34 @@ def measure_comm(
     Returns:
         T, the time that a message occupies the link by its size; and the latency in seconds.
     """
-    smallest = torch.zeros(_SMALLEST // 4, device=device)
-    burst = [smallest.clone() for _ in range(_BURST)]
-    times = largest(
-        [_time(burst, f"{tag}.burst", process_set) for _ in range(_REPEATS + 1)],
-        f"{tag}.largest",
-        process_set,
-    )
-    occupied = median(times[1:]) / _BURST
-    latency = 0.0
-    sizes: list[float] = []
-    seconds: list[float] = []
-    spent = sum(times)
-    for size in _sizes(largest_bytes):
-        message = [torch.zeros(size // 4, device=device)]
-        times = [_time(message, f"{tag}.{size}", process_set) for _ in range(_REPEATS + 1)]
-        times = largest(times, f"{tag}.largest", process_set)
-        if not sizes:
-            latency = max(0.0, median(times[1:]) - occupied)
-        sizes += [float(size)] * _REPEATS
-        seconds += [max(second - latency, occupied) for second in times[1:]]
+    sizes = _sizes(min(largest_bytes, LARGEST))
+    # All memory at once, before the first message: a rank that has too little fails alone here.
+    count = max(2 * _messages(size) * size // 4 for size in sizes)
+    buffer = torch.zeros(count, device=device)
+    occupied: list[float] = []
+    latency = spent = 0.0
+    for size in sizes:
+        n = _messages(size)
+        parts = list(torch.split(buffer[: 2 * n * size // 4], size // 4))
+        mine = [
+            _time(some, f"{tag}.{size}", process_set)
+            for _ in range(_REPEATS + 1)  # the first is not counted
+            for some in (parts[:n], parts)
+        ]
+        times = largest(mine, f"{tag}.largest", process_set)
+        short, long = median(times[2::2]), median(times[3::2])
+        occupied.append(max((long - short) / n, _LEAST_S))
+        if not latency:
+            latency = max(short - n * occupied[0], 0.0)
         spent += sum(times)
-        if spent > BUDGET_S and len(sizes) > _REPEATS:
+        if spent > BUDGET_S and len(occupied) > 1:
             break
-    return measured(sizes, seconds), latency
+    return measured(sizes[: len(occupied)], occupied), latency
+
+
+def _messages(size: int) -> int:
+    """Return how many messages of a size tell its time from the noise."""
+    return 4 if size <= 2**16 else 1
 
 
 def _sizes(largest_bytes: int) -> list[int]:
@@ -136,7 +141,13 @@ def _time(messages: Sequence[torch.Tensor], name: str, process_set: ProcessSet) 
         torch.cuda.synchronize()
     start = time.perf_counter()
     handles = [
-        allreduce_async_(message, name=f"{name}.{i}", op=Sum, process_set=process_set)
+        allreduce_async_(
+            message,
+            name=f"{name}.{i}",
+            op=Sum,
+            prescale_factor=1.0 + i,  # Horovod does not fuse messages that differ in this
+            process_set=process_set,
+        )
         for i, message in enumerate(messages)
     ]
     for handle in handles:

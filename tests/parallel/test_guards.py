@@ -1,0 +1,100 @@
+"""Uneven data, loaded states, loss scales, copies, empty batches: right numbers or a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import workers_guards
+from cases import of_case
+from cells import Cell
+from problem import OPTIMIZERS, make_model, weights_of
+from ranks import once, run_ranks
+from reference import Workers, mean
+from workers_guards import EARLY, LATE, LR, STRATEGIES
+
+results = once(lambda: run_ranks(2, workers_guards.run, timeout=150))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> None:
+    """Uneven data. Gradients of a joined rank count as zero, as in Horovod; its model does not."""
+    updates = [(-b / LR, -a / LR) for b, a in of_case(results(), ("joined", strategy))]
+    half = EARLY + (LATE - EARLY) / 2
+    if strategy == "merged-gradient":
+        assert updates == [(EARLY, EARLY), (half, half)]
+    elif strategy == "pipe-sgd":  # the last gradient comes with synchronize()
+        assert updates == [(EARLY - 1, EARLY), (half - 0.5, half)]
+    else:
+        (early, first), (late, second) = updates
+        assert (early, late) == (EARLY, LATE)
+        assert first == second == (EARLY + LATE) / 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loaded_state_starts_without_what_was_in_flight(strategy: str) -> None:
+    for updates in of_case(results(), ("loaded", strategy)):
+        assert updates == ([0, 1, 2, 3] if strategy == "pipe-sgd" else [1, 2, 3, 3])
+
+
+def test_grad_scaler_with_merged_gradients() -> None:
+    """Scales are powers of two, so the numbers are those of a run without a scaler."""
+    model = make_model(torch.float32)
+    optimizer = OPTIMIZERS["momentum"](model)
+    for number in range(4):
+        optimizer.zero_grad()
+        for rank in range(2):
+            x = torch.full((2, 6), 1.0 + rank + number)
+            (model(x).pow(2).mean() / 2).backward()
+        optimizer.step()
+    for weights in of_case(results(), ("scaled", "merged-gradient")):
+        np.testing.assert_allclose(weights, weights_of(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_grad_scaler_is_refused_where_it_would_be_wrong(strategy: str) -> None:
+    for said in of_case(results(), ("scaled", strategy)):
+        assert "GradScaler" in said
+        assert "merged-gradient" in said
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_refused(how: str) -> None:
+    for said in of_case(results(), ("copied", how)):
+        assert "state_dict()" in said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_an_optimizer_whose_zero_grad_takes_nothing(strategy: str) -> None:
+    workers = Workers(2, lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+    expected, pending = [], None
+    for step in range(6):
+        average = mean(workers.gradients(step))
+        due = average if strategy == "merged-gradient" else pending
+        if due is not None:
+            workers.update(due)
+        pending = average
+        expected.append(weights_of(workers.models[0]))
+    for weights in of_case(results(), ("old", strategy)):
+        np.testing.assert_allclose(weights, np.array(expected), rtol=0, atol=1e-12)
+
+
+def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:
+    expected: Any = Cell("merged-gradient", "momentum").expected(2)
+    for weights in of_case(results(), "made anew"):
+        np.testing.assert_allclose(weights, expected[0][:6], rtol=0, atol=1e-12)
+
+
+def test_ranks_that_drain_at_different_steps_are_told() -> None:
+    """One would clip the gradient that it applies, the other not, and nobody would notice."""
+    said = run_ranks(2, workers_guards.clip_without_a_gradient, timeout=60)
+    assert all("drained at the same steps" in text for text in said), said
+
+
+def test_any_error_on_one_rank_reaches_the_others() -> None:
+    first, second = run_ranks(2, workers_guards.refused_on_one_rank, timeout=60)
+    assert first.startswith("RanksDisagreeError: rank 1 was given something wrong")
+    assert "layer 7" in first
+    assert second == "KeyError: 'layer 7'"
