@@ -74,7 +74,7 @@ class CoCoDEngine(Engine):
         With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
         need not be added.
         """
-        steps = [("the number of steps", str(self.rounds - self.rounds_at_join))]
+        steps = [("the number of steps", str(self.rounds))]
         reduction, tag = self.settings.reduction, self.settings.tag
         if not reduction.alone:
             check_alike(steps, f"{tag}.drain", reduction.process_set)
@@ -83,6 +83,11 @@ class CoCoDEngine(Engine):
         self._started = False
         self._local_steps = 0
         self._buffers.average(reduction, f"{tag}.buffers")
+
+    def after_join(self) -> None:
+        self.discard()
+        self._warmup = None
+        self.rounds = self._warmup_steps
 
     def discard(self) -> None:
         for model in self._models:

@@ -78,8 +78,6 @@ class Engine(abc.ABC):
         self.passes = settings.passes
         self.rounds = 0
         """Gradients (or sets of local gradients) prepared so far; all ranks count the same."""
-        self.rounds_at_join = 0
-        """`rounds` when all ranks last met in join(), up to which they may differ in it."""
         self.fresh = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
@@ -117,6 +115,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def drain(self) -> None:
         """Finish what is in flight when no gradient waits to be applied."""
+
+    @abc.abstractmethod
+    def after_join(self) -> None:
+        """Go to a state that all ranks share, however many steps each has taken."""
 
     def discard(self) -> None:  # noqa: B027 - most strategies have nothing in flight here
         """Forget what is in flight, as a state that is loaded replaces it."""
@@ -178,9 +180,9 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def all_joined() -> None:
-    """Note that all ranks have met in ``hvd.join()``."""
-    for engine in _live:
-        engine.rounds_at_join = engine.rounds
+    """Note that all ranks have met in ``hvd.join()``, after different numbers of steps."""
+    for engine in list(_live):
+        engine.after_join()
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -53,6 +53,7 @@ class MergedGradientEngine(Engine):
         self._drifted_steps = 0
         self._control: float | None = 0.0
         self._version = 0
+        self._planned = False
         self._count = self._usual_count = len(settings.parameters)
         if plan is None:
             plan = _first_plan(strategy, settings)
@@ -82,6 +83,12 @@ class MergedGradientEngine(Engine):
         # A rank without a gradient still takes part, as in Horovod: others may have one.
         self._prepare()
         self.synchronized = True
+
+    def after_join(self) -> None:
+        self.rounds = 0
+        self._times = None
+        # Planning needs all ranks, so either all have done it or none has.
+        self._record_from = None if self._method is None or self._planned else SKIP_STEPS
 
     def after_update(self) -> None:
         super().after_update()
@@ -126,6 +133,7 @@ class MergedGradientEngine(Engine):
             self.plan = plan
         else:
             self._adopt(plan)
+        self._planned = True
         self._drifted_steps = 0
         self._usual_count = self._count  # some parameters may never get a gradient
         _log.info("plan after step %d:\n%s", self.rounds, plan)

@@ -66,6 +66,12 @@ class PipeSGDEngine(Engine):
             self._drains += 1
             self.settings.update()
 
+    def after_join(self) -> None:
+        self.drain()
+        self._filling = self._sets[0]
+        self._drains = 0
+        self.rounds = self._warmup_steps
+
     def discard(self) -> None:
         if self._pending is not None:
             due, self._pending = self._pending, None

@@ -17,6 +17,8 @@ import hvd_pipe.torch as hvd
 
 LR = 2.0**-6
 EARLY, LATE = 5, 25  # steps of rank 0 and rank 1; a plan is due in between
+MORE = 16  # after both have joined; a plan is due, if none was made
+
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
 
 
@@ -34,15 +36,19 @@ def step(model: nn.Linear, optimizer: Any) -> None:
     optimizer.step()
 
 
-def joined(strategy: str) -> tuple[float, float]:
-    """Uneven data: rank 0 has less. The weight before all synchronize, and after."""
+def joined(strategy: str) -> tuple[float, float, float]:
+    """Uneven data: rank 0 has less. The weight after joining, synchronizing and going on."""
     model, optimizer = one_weight(strategy)
     for _ in range(LATE if hvd.rank() else EARLY):
         step(model, optimizer)
     hvd.join()
     before = model.weight.item()
     optimizer.synchronize()
-    return before, model.weight.item()
+    after = model.weight.item()
+    for _ in range(MORE):
+        step(model, optimizer)
+    optimizer.synchronize()
+    return before, after, model.weight.item()
 
 
 def loaded(strategy: str) -> list[float]:
