@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from hvd_pipe.planning.merge import Plan
+from hvd_pipe.planning.plan import Plan
 
 __all__ = ["ENVIRONMENT_VARIABLE", "CoCoD", "MergedGradient", "PipeSGD", "Strategy", "parse"]
 

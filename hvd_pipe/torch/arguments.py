@@ -17,7 +17,7 @@ from hvd_pipe.strategy import CoCoD, MergedGradient, Strategy, parse
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.buckets import Reduction
 from hvd_pipe.torch.engine import Settings, kinds
-from hvd_pipe.torch.merged_gradient import plan_groups
+from hvd_pipe.torch.plans import plan_groups
 
 __all__ = ["Arguments", "Checked", "check_passes"]
 

@@ -14,8 +14,8 @@ from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.buckets import BucketSet, Reduction
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, kinds
-from hvd_pipe.torch.merged_gradient import default_groups
 from hvd_pipe.torch.model_buffers import ModelBuffers
+from hvd_pipe.torch.plans import default_groups
 
 __all__ = ["CoCoDEngine"]
 

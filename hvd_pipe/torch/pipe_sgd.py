@@ -16,7 +16,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings
-from hvd_pipe.torch.merged_gradient import default_groups
+from hvd_pipe.torch.plans import default_groups
 
 __all__ = ["PipeSGDEngine"]
 
