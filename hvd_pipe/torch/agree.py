@@ -27,10 +27,10 @@ def members(process_set: ProcessSet) -> list[int]:
 def gather(value: Any, name: str, process_set: ProcessSet) -> list[Any]:
     """Return every rank's JSON-able ``value``, in the order of the process set's ranks."""
     data = json.dumps(value).encode()
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    count = torch.tensor([tensor.numel()])
     if process_set.size() == 1:
         return [json.loads(data)]
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    count = torch.tensor([tensor.numel()])
     counts = allgather(count, name=f"{name}.bytes", process_set=process_set).tolist()
     parts = allgather(tensor, name=f"{name}.data", process_set=process_set).split(counts)
     return [json.loads(part.numpy().tobytes()) for part in parts]
@@ -79,8 +79,10 @@ _REFUSED = "refused"
 def _first_difference(lines: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]) -> str:
     """Describe the first line on which some rank differs from the first rank.
 
-    >>> _first_difference([[("op", "Sum")], [("op", "Average")]], [0, 3])
-    'ranks disagree on op: rank 0 has Sum; rank 3 has Average. Every rank ...'
+    >>> _first_difference([[("op", "Sum")], [("op", "Average")]], [0, 3]).partition(". ")[0]
+    'ranks disagree on op: rank 0 has Sum; rank 3 has Average'
+    >>> _first_difference([[("op", "Sum")], failed(ValueError("no op"))], [0, 3])
+    'rank 3 was given something wrong, and rank 0 was not: ValueError: no op'
     """
     missing = ("", "nothing more")
     for index in range(max(len(one) for one in lines)):

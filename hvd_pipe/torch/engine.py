@@ -55,9 +55,14 @@ class Settings:
         """Return the size of a gradient in bytes."""
         return self.parameters[place].numel() * self.parameters[place].element_size()
 
-    def wire_bytes(self, place: int) -> int:
-        """Return the size of a gradient as it is sent, after compression, in bytes."""
-        return round(self.nbytes(place) * self.reduction.ratio(self.parameters[place]))
+    def wire_bytes(self) -> list[int]:
+        """Return the size of each gradient as it is sent, after compression, in bytes."""
+        sizes = [0] * len(self.parameters)
+        for places in kinds(self.parameters):
+            ratio = self.reduction.ratio(self.parameters[places[0]])
+            for place in places:
+                sizes[place] = round(self.nbytes(place) * ratio)
+        return sizes
 
     def make_buckets(self, groups: Sequence[Sequence[int]], suffix: str) -> BucketSet:
         return BucketSet(self.parameters, groups, self.reduction, f"{self.tag}.{suffix}")

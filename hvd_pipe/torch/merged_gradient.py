@@ -125,7 +125,7 @@ class MergedGradientEngine(Engine):
         # A bucket leaves when the slowest rank has filled it, so that rank's times count.
         ready = np.array(largest(seconds, f"{settings.tag}.ready", process_set))
         if self._method != "bytes" and self._comm is None:
-            total = sum(settings.wire_bytes(place) for place in range(len(settings.names)))
+            total = sum(settings.wire_bytes())
             device = settings.parameters[0].device
             self._comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
         answer = self._best(ready).to_json() if process_set.rank() == 0 else None
@@ -142,6 +142,7 @@ class MergedGradientEngine(Engine):
     def _best(self, ready: FloatArray) -> Plan:
         """Plan each kind of gradient (dtype, device) by itself; send in order of readiness."""
         settings = self.settings
+        wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
         comm, latency = self._comm or (CommModel.linear(0.0, 0.0), 0.0)
         plans = []
         for places in kinds(settings.parameters):
@@ -150,7 +151,7 @@ class MergedGradientEngine(Engine):
                 merge.plan(
                     [settings.names[place] for place in order],
                     ready[order],
-                    np.array([settings.wire_bytes(place) for place in order], dtype=np.float64),
+                    wire_bytes[order],
                     comm,
                     method=self._method or "exact",
                     bucket_bytes=self._bucket_bytes,
