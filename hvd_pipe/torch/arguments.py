@@ -15,9 +15,9 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, Strategy, parse
 from hvd_pipe.torch.agree import Description
-from hvd_pipe.torch.buckets import Reduction
 from hvd_pipe.torch.engine import Settings, kinds
 from hvd_pipe.torch.plans import plan_groups
+from hvd_pipe.torch.reduction import Reduction
 
 __all__ = ["Arguments", "Checked", "check_passes"]
 

@@ -17,63 +17,23 @@ rank that takes part: one that has left by ``hvd.join()`` sends zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
+from horovod.torch.mpi_ops import Average
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.reduction import Reduction
 
-__all__ = ["Bucket", "BucketSet", "Reduction"]
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings."""
-
-    op: Any = Average
-    gradient_predivide_factor: float = 1.0
-    compression: Any = Compression.none
-    process_set: ProcessSet = global_process_set
-
-    @property
-    def alone(self) -> bool:
-        """Whether this rank has nobody to reduce with, or is no member of the process set."""
-        return not self.process_set.included() or bool(self.process_set.size() == 1)
-
-    def ratio(self, like: torch.Tensor) -> float:
-        """Return the bytes that are sent over the bytes of a buffer of this dtype."""
-        sample = like.new_zeros(1024)
-        wire, _ = self.compression.compress(sample)
-        return float(wire.nbytes / sample.nbytes)
-
-    def launch(self, tensor: torch.Tensor, name: str) -> int:
-        """Start an all-reduce in place and return its handle."""
-        factor = self.gradient_predivide_factor if self.op == Average else 1.0
-        handle = allreduce_async_(
-            tensor,
-            name=name,
-            op=self.op,
-            prescale_factor=1.0 / factor,
-            postscale_factor=factor,
-            process_set=self.process_set,
-        )
-        return in_flight.sent(handle)
-
-    def reduce(self, tensor: torch.Tensor, name: str) -> None:
-        """All-reduce in place and wait for it."""
-        in_flight.wait(self.launch(tensor, name))
+__all__ = ["Bucket", "BucketSet"]
 
 
 class Bucket:
     """Gradients of one dtype and device that travel in one message."""
 
-    def __init__(self, name: str, parameters: Sequence[torch.Tensor], extra: int = 0) -> None:
+    def __init__(
+        self, name: str, parameters: Sequence[torch.Tensor], reduction: Reduction, extra: int = 0
+    ) -> None:
         first = parameters[0]
         numel = sum(parameter.numel() for parameter in parameters)
-        self.name = name
         self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
         self.control = self.flat[numel:]
         self.views: list[torch.Tensor] = []
@@ -82,27 +42,17 @@ class Bucket:
             self.views.append(_view_like(self.flat, offset, parameter))
             offset += parameter.numel()
         self.waiting = len(self.views)
-        self._wire: torch.Tensor | None = None
-        self._context: Any = None
-        self._handle: int | None = None
         self.launched = False
+        self._message = reduction.message(self.flat, name, exact=extra)
 
-    def launch(self, reduction: Reduction) -> None:
+    def launch(self) -> None:
         """Send the bucket; its buffer belongs to the network until `wait`."""
         self.launched = True
-        if reduction.alone:
-            return
-        self._wire, self._context = reduction.compression.compress(self.flat)
-        self._handle = reduction.launch(self._wire, self.name)
+        self._message.launch()
 
-    def wait(self, reduction: Reduction) -> None:
+    def wait(self) -> None:
         """Block until the averaged gradients are in the views; be ready for the next round."""
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            in_flight.wait(handle)
-            if self._wire is not self.flat:
-                self.flat.copy_(reduction.compression.decompress(self._wire, self._context))
-            self._wire = self._context = None
+        self._message.wait()
         self.launched = False
         self.waiting = len(self.views)
 
@@ -128,7 +78,12 @@ class BucketSet:
         self._reduction = reduction
         last = len(groups) - 1
         self.buckets = [
-            Bucket(f"{tag}.{i}", [parameters[place] for place in group], extra=2 * (i == last))
+            Bucket(
+                f"{tag}.{i}",
+                [parameters[place] for place in group],
+                reduction,
+                extra=2 * (i == last),
+            )
             for i, group in enumerate(groups)
         ]
         self._place: dict[int, tuple[Bucket, torch.Tensor]] = {
@@ -155,7 +110,7 @@ class BucketSet:
         self.completed.append(place)
         bucket.waiting -= 1
         if bucket.waiting == 0 and bucket is not self.buckets[-1]:
-            bucket.launch(self._reduction)
+            bucket.launch()
 
     def launch_rest(self, control: float = 0.0) -> None:
         """Send what has not left; a gradient that was not computed counts as zero, as in Horovod.
@@ -170,12 +125,12 @@ class BucketSet:
         self.buckets[-1].control[1] = 1.0
         for bucket in self.buckets:
             if not bucket.launched:
-                bucket.launch(self._reduction)
+                bucket.launch()
 
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
         for bucket in self.buckets:
-            bucket.wait(self._reduction)
+            bucket.wait()
         self._ready = [False] * len(self._parameters)
         self.completed = []
 
@@ -185,21 +140,17 @@ class BucketSet:
         None if a rank has left by ``hvd.join()``: only all-reduces are possible then.
         """
         control, present = (word / self._weight for word in self.buckets[-1].control.tolist())
-        return control if present > 1 - 0.5 / self._workers else None
+        return control if present > 1 - 0.5 / self._reduction.workers else None
 
     def all_sent(self, control: float) -> bool:
         """Return whether all ranks that took part in the last round sent this control word."""
         reduced = self.control()
-        return reduced is None or abs(reduced - control) < 0.5 / self._workers
+        return reduced is None or abs(reduced - control) < 0.5 / self._reduction.workers
 
     @property
     def _weight(self) -> float:
         """What ones from all ranks are reduced to."""
-        return 1.0 if self._reduction.op == Average else float(self._workers)
-
-    @property
-    def _workers(self) -> int:
-        return 1 if self._reduction.alone else int(self._reduction.process_set.size())
+        return 1.0 if self._reduction.op == Average else float(self._reduction.workers)
 
     def show(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""

@@ -12,10 +12,11 @@ import torch
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.agree import check_alike
-from hvd_pipe.torch.buckets import BucketSet, Reduction
-from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, kinds
+from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.model_buffers import ModelBuffers
 from hvd_pipe.torch.plans import default_groups
+from hvd_pipe.torch.reduction import Reduction
 
 __all__ = ["CoCoDEngine"]
 
@@ -94,6 +95,12 @@ class CoCoDEngine(Engine):
             model.discard()
         self._started = False
         self._local_steps = 0
+
+    def state(self) -> State:
+        return State({}, {})
+
+    def load(self, state: State) -> None:
+        pass
 
     def _start(self) -> None:
         for model in self._models:

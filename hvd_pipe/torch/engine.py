@@ -14,15 +14,17 @@ import abc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch.buckets import BucketSet, Reduction
+from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.reduction import Reduction
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Engine", "Settings", "all_joined", "kinds"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "Engine", "Settings", "State", "all_joined", "kinds"]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
 
@@ -70,6 +72,20 @@ class Settings:
     def as_plan(self, groups: Sequence[Sequence[int]], method: str) -> Plan:
         """Return groups of places as a plan of names."""
         return Plan(tuple(tuple(self.names[i] for i in group) for group in groups), method)
+
+
+@dataclass(frozen=True)
+class State:
+    """What an engine needs to go on bit for bit, beside the model and the user's optimizer.
+
+    Args:
+        counters: Numbers and strings by name: steps taken, a plan.
+        tensors: By name, one tensor a parameter (by place), or None where there is none: a
+            gradient in flight, a model's start of the round, what a codec has left over.
+    """
+
+    counters: dict[str, Any]
+    tensors: dict[str, list[torch.Tensor | None]]
 
 
 class Engine(abc.ABC):
@@ -124,6 +140,17 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def after_join(self) -> None:
         """Go to a state that all ranks share, however many steps each has taken."""
+
+    @abc.abstractmethod
+    def state(self) -> State:
+        """Return what is in flight, in copies, when it has arrived; training can go on after."""
+
+    @abc.abstractmethod
+    def load(self, state: State) -> None:
+        """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
+
+        A place whose tensors are None belongs to a parameter that joins now.
+        """
 
     def discard(self) -> None:  # noqa: B027 - most strategies have nothing in flight here
         """Forget what is in flight, as a state that is loaded replaces it."""

@@ -25,7 +25,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import from_first, largest
 from hvd_pipe.torch.buckets import BucketSet
-from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, kinds
+from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.plans import default_groups, plan_groups
 from hvd_pipe.torch.profiler import ReadyTimes, measure_comm
 
@@ -84,6 +84,12 @@ class MergedGradientEngine(Engine):
         # A rank without a gradient still takes part, as in Horovod: others may have one.
         self._prepare()
         self.synchronized = True
+
+    def state(self) -> State:
+        return State({}, {})
+
+    def load(self, state: State) -> None:
+        pass
 
     def after_join(self) -> None:
         self.rounds = 0

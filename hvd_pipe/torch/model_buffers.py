@@ -14,7 +14,7 @@ import torch
 from horovod.torch.mpi_ops import broadcast_
 
 from hvd_pipe.torch.agree import check_alike, members
-from hvd_pipe.torch.buckets import Reduction
+from hvd_pipe.torch.reduction import Reduction
 
 __all__ = ["ModelBuffers"]
 

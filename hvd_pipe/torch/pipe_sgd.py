@@ -15,7 +15,7 @@ import warnings
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.buckets import BucketSet
-from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings
+from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
 from hvd_pipe.torch.plans import default_groups
 
 __all__ = ["PipeSGDEngine"]
@@ -65,6 +65,12 @@ class PipeSGDEngine(Engine):
             self._wait(due)
             self._drains += 1
             self.settings.update()
+
+    def state(self) -> State:
+        return State({}, {})
+
+    def load(self, state: State) -> None:
+        pass
 
     def after_join(self) -> None:
         self.drain()

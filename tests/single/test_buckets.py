@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.buckets import Bucket, BucketSet, Reduction
+from hvd_pipe.torch.buckets import Bucket, BucketSet
+from hvd_pipe.torch.reduction import Reduction
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,7 +27,7 @@ def parameters() -> list[nn.Parameter]:
 
 def test_views_share_one_buffer_and_do_not_overlap() -> None:
     some = parameters()
-    bucket = Bucket("b", some, extra=1)
+    bucket = Bucket("b", some, Reduction(), extra=1)
     assert [view.shape for view in bucket.views] == [p.shape for p in some]
     assert bucket.flat.numel() == 6 + 4 + 1 + 3 + 1
     for number, view in enumerate(bucket.views, 1):
@@ -37,7 +38,7 @@ def test_views_share_one_buffer_and_do_not_overlap() -> None:
 
 def test_a_view_has_the_memory_format_of_its_parameter() -> None:
     weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    (view,) = Bucket("b", [nn.Parameter(weight)]).views
+    (view,) = Bucket("b", [nn.Parameter(weight)], Reduction()).views
     assert view.stride() == weight.stride()
     view.copy_(weight)
     assert torch.equal(view, weight)

@@ -1,0 +1,126 @@
+"""How one flat buffer is reduced over the ranks: in place, or by way of a compressor.
+
+A `Message` is a buffer that travels again and again under one name::
+
+    message = reduction.message(flat, "gradients.0")
+    message.launch()    the buffer belongs to the network from here
+    message.wait()      it holds the reduced values, the same bits on every rank
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
+
+from hvd_pipe.torch import in_flight
+
+__all__ = ["Message", "Reduction", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """Counts what this rank sends."""
+
+    sent_bytes: float = 0.0
+    """Bytes on the wire so far: ``2 (n-1)/n`` of each message, the least that n workers need."""
+
+    def add(self, nbytes: int, workers: int) -> None:
+        """Count a message that is ``nbytes`` long as it travels."""
+        self.sent_bytes += 2 * (workers - 1) / workers * nbytes
+
+
+class Message(abc.ABC):
+    """A flat buffer that is reduced in place; see the module's docstring."""
+
+    @abc.abstractmethod
+    def launch(self) -> None:
+        """Send the buffer; it belongs to the network until `wait`."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Block until the buffer holds the reduced values; at once if nothing was launched."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings."""
+
+    op: Any = Average
+    gradient_predivide_factor: float = 1.0
+    compression: Any = Compression.none
+    process_set: ProcessSet = global_process_set
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has nobody to reduce with, or is no member of the process set."""
+        return not self.process_set.included() or bool(self.process_set.size() == 1)
+
+    @property
+    def workers(self) -> int:
+        """How many ranks reduce."""
+        return 1 if self.alone else int(self.process_set.size())
+
+    def ratio(self, like: torch.Tensor) -> float:
+        """Return the bytes that are sent over the bytes of a buffer of this dtype."""
+        sample = like.new_zeros(1024)
+        wire, _ = self.compression.compress(sample)
+        return float(wire.nbytes / sample.nbytes)
+
+    def message(self, flat: torch.Tensor, name: str, exact: int = 0) -> Message:
+        """Return the message that carries ``flat``.
+
+        Args:
+            flat: One-dimensional, contiguous.
+            name: The same on all ranks, unique among what is in flight.
+            exact: How many elements at the end no lossy codec may touch: control words, counts.
+        """
+        return _AllReduce(self, flat, name)
+
+    def launch(self, tensor: torch.Tensor, name: str) -> int:
+        """Start an all-reduce in place and return its handle."""
+        factor = self.gradient_predivide_factor if self.op == Average else 1.0
+        handle = allreduce_async_(
+            tensor,
+            name=name,
+            op=self.op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+            process_set=self.process_set,
+        )
+        self.traffic.add(tensor.nbytes, self.workers)
+        return in_flight.sent(handle)
+
+    def reduce(self, tensor: torch.Tensor, name: str) -> None:
+        """All-reduce in place and wait for it."""
+        in_flight.wait(self.launch(tensor, name))
+
+
+class _AllReduce(Message):
+    """One Horovod all-reduce, with one of Horovod's own compressors around it."""
+
+    def __init__(self, reduction: Reduction, flat: torch.Tensor, name: str) -> None:
+        self._reduction, self._flat, self._name = reduction, flat, name
+        self._wire: torch.Tensor | None = None
+        self._context: Any = None
+        self._handle: int | None = None
+
+    def launch(self) -> None:
+        if self._reduction.alone:
+            return
+        self._wire, self._context = self._reduction.compression.compress(self._flat)
+        self._handle = self._reduction.launch(self._wire, self._name)
+
+    def wait(self) -> None:
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        in_flight.wait(handle)
+        if self._wire is not self._flat:
+            self._flat.copy_(self._reduction.compression.decompress(self._wire, self._context))
+        self._wire = self._context = None
