@@ -12,17 +12,25 @@ Module-wide, because the optimizer that sent a message may be gone when the scri
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
-__all__ = ["arrive", "sent", "settle", "wait"]
+from hvd_pipe.errors import HvdPipeError
+
+__all__ = ["arrive", "before_shutdown", "finished", "follow", "sent", "settle", "wait"]
 
 PATIENCE_S = 30.0
 
 _handles: set[int] = set()
+_exchanges: set[threading.Event] = set()
+_endings: list[Callable[[], None]] = []
 
 
 def sent(handle: int) -> int:
@@ -31,17 +39,46 @@ def sent(handle: int) -> int:
     return handle
 
 
-def wait(handle: int) -> None:
-    """Block until the message has been reduced."""
+def wait(handle: int) -> Any:
+    """Block until the message has arrived and return it.
+
+    Raises:
+        HvdPipeError: Another rank sent something else under its name.
+    """
     _handles.discard(handle)
-    _synchronize(handle)
+    try:
+        return _synchronize(handle)
+    except HorovodInternalError as error:
+        if "ismatched" not in str(error):
+            raise
+        raise HvdPipeError(
+            "ranks have sent different things at the same step: on one of them alone parameters "
+            "have joined (add_param_group, requires_grad) or synchronize() was called without a "
+            f"backward pass. Do the same on every rank. Horovod says: {error}"
+        ) from error
+
+
+def follow(done: threading.Event) -> None:
+    """Remember an exchange of several messages until it is `finished`; ``done`` is its end."""
+    _exchanges.add(done)
+
+
+def finished(done: threading.Event) -> None:
+    """Forget an exchange that was waited for."""
+    _exchanges.discard(done)
+
+
+def before_shutdown(end: Callable[[], None]) -> None:
+    """Have `settle` call ``end`` when nothing more can arrive, also after an exception."""
+    _endings.append(end)
 
 
 def arrive(limit_s: float = float("inf")) -> None:
     """Block until all that was sent has been reduced, or the time is over."""
     end = time.monotonic() + limit_s
-    while _handles and time.monotonic() < end:
+    while (_handles or _exchanges) and time.monotonic() < end:
         _handles.difference_update([handle for handle in _handles if poll(handle)])
+        _exchanges.difference_update([done for done in _exchanges if done.is_set()])
         time.sleep(0.001)
 
 
@@ -50,15 +87,17 @@ def settle() -> None:
 
     Not after an exception: the others then wait for this rank, which must go.
     """
-    if not _handles or _failing():
-        return
-    warnings.warn(
-        "training ended with averages in flight: call optimizer.synchronize() after the last "
-        "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",
-        stacklevel=2,
-    )
-    arrive(PATIENCE_S)
-    _handles.clear()
+    if (_handles or _exchanges) and not _failing():
+        warnings.warn(
+            "training ended with averages in flight: call optimizer.synchronize() after the last "
+            "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",
+            stacklevel=2,
+        )
+        arrive(PATIENCE_S)
+        _handles.clear()
+        _exchanges.clear()
+    for end in _endings:
+        end()
 
 
 def _failing() -> bool:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
 from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.compression import Compression, codec_for
+
+if TYPE_CHECKING:
+    from hvd_pipe.torch.exchange import Feedback
 
 __all__ = ["Message", "Reduction", "Traffic"]
 
@@ -37,6 +40,9 @@ class Traffic:
 class Message(abc.ABC):
     """A flat buffer that is reduced in place; see the module's docstring."""
 
+    feedback: Feedback | None = None
+    """What a lossy codec has left over, if it keeps that."""
+
     @abc.abstractmethod
     def launch(self) -> None:
         """Send the buffer; it belongs to the network until `wait`."""
@@ -44,6 +50,17 @@ class Message(abc.ABC):
     @abc.abstractmethod
     def wait(self) -> None:
         """Block until the buffer holds the reduced values; at once if nothing was launched."""
+
+    @abc.abstractmethod
+    def meet(self) -> None:
+        """Wait for all ranks to call this; nothing of this message is in flight.
+
+        What is sent has the message's name and another size. Horovod compares sizes, so a rank
+        that sends the message itself instead is told, as are the ones that wait for it here.
+
+        Raises:
+            HvdPipeError: Another rank has sent the message.
+        """
 
 
 @dataclass(frozen=True)
@@ -68,19 +85,30 @@ class Reduction:
 
     def ratio(self, like: torch.Tensor) -> float:
         """Return the bytes that are sent over the bytes of a buffer of this dtype."""
+        codec = codec_for(self.compression, like.dtype)
+        if codec is not None:
+            return codec.nbytes(2**20) / (2**20 * like.element_size())
         sample = like.new_zeros(1024)
         wire, _ = self.compression.compress(sample)
         return float(wire.nbytes / sample.nbytes)
 
-    def message(self, flat: torch.Tensor, name: str, exact: int = 0) -> Message:
+    def message(
+        self, flat: torch.Tensor, name: str, exact: int = 0, feedback: Feedback | None = None
+    ) -> Message:
         """Return the message that carries ``flat``.
 
         Args:
             flat: One-dimensional, contiguous.
             name: The same on all ranks, unique among what is in flight.
             exact: How many elements at the end no lossy codec may touch: control words, counts.
+            feedback: Another message's, if the two carry the same gradients in turn.
         """
-        return _AllReduce(self, flat, name)
+        codec = codec_for(self.compression, flat.dtype)
+        if codec is None:
+            return _AllReduce(self, flat, name)
+        from hvd_pipe.torch.exchange import Exchange  # noqa: PLC0415 - it needs Message from here
+
+        return Exchange(self, flat, name, codec, exact, feedback)
 
     def launch(self, tensor: torch.Tensor, name: str) -> int:
         """Start an all-reduce in place and return its handle."""
@@ -115,6 +143,10 @@ class _AllReduce(Message):
             return
         self._wire, self._context = self._reduction.compression.compress(self._flat)
         self._handle = self._reduction.launch(self._wire, self._name)
+
+    def meet(self) -> None:
+        if not self._reduction.alone:
+            self._reduction.reduce(torch.zeros(0, device=self._flat.device), self._name)
 
     def wait(self) -> None:
         if self._handle is None:
