@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ __all__ = ["ENVIRONMENT_VARIABLE", "CoCoD", "MergedGradient", "PipeSGD", "Strate
 ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
 
 _PLANS = ("auto", "greedy", "wfbp", "single")
+_PREDICTIONS = ("none", "local", "previous")
+_MOMENTA = ("local", "average")
 
 
 def _require_int(owner: object, field: str, least: int) -> None:
@@ -36,6 +40,15 @@ def _require_int(owner: object, field: str, least: int) -> None:
         raise TypeError(f"{type(owner).__name__}: {field} must be an int, got {value!r}.")
     if value < least:
         raise ValueError(f"{type(owner).__name__}: {field} must be >= {least}, got {value}.")
+
+
+def _require_one_of(owner: object, field: str, known: tuple[str, ...]) -> None:
+    value = getattr(owner, field)
+    if value not in known:
+        raise ValueError(
+            f"{type(owner).__name__}: {field} must be one of {', '.join(map(repr, known))}, got "
+            f"{value!r}{_nearest(str(value), known)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -103,61 +116,123 @@ class PipeSGD:
     """Apply the averaged gradient of the step before; this step's average travels meanwhile.
 
     ``w[t+1] = w[t] - lr * mean_i g_i(w[t-1])``: staleness is exactly 1 on every worker, so
-    replicas stay identical. With momentum mu it is stable only while ``lr * curvature < 1 - mu``.
+    replicas stay identical. With momentum mu it is stable only while ``lr * curvature < 1 - mu``
+    (synchronous SGD: ``< 2 (1 + mu)``). With prediction, gradients are computed where the update
+    that is still missing is expected to lead: ``"local"`` is stable up to 1 whatever the momentum
+    (on several workers), ``"previous"`` up to 0.5 at mu = 0.9, and 0.618 at 0, less than without.
 
     Args:
         warmup_steps: Synchronous steps before the pipeline starts.
         bucket_bytes: Fill buckets up to this many bytes (default 8 MiB).
+        prediction: The guess of the missing gradient: ``"none"``, this rank's own (``"local"``),
+            or the last average (``"previous"``). Costs a copy of the model and a second update a
+            step; evaluate after ``synchronize()``, which puts the true weights back.
 
     Raises:
         TypeError, ValueError: An argument of the wrong kind or range.
 
     Example:
         >>> parse("pipe-sgd:warmup_steps=100")
-        PipeSGD(warmup_steps=100, bucket_bytes=None)
+        PipeSGD(warmup_steps=100, bucket_bytes=None, prediction='none')
 
-    Source: Li et al., "Pipe-SGD" (NeurIPS 2018).
+    Source: Li et al., "Pipe-SGD" (NeurIPS 2018); Chen et al., "SAPipe" (NeurIPS 2022).
     """
 
     name: ClassVar[str] = "pipe-sgd"
     warmup_steps: int = 0
     bucket_bytes: int | None = None
+    prediction: str = "none"
 
     def __post_init__(self) -> None:
         _require_int(self, "warmup_steps", 0)
         if self.bucket_bytes is not None:
             _require_int(self, "bucket_bytes", 1)
+        _require_one_of(self, "prediction", _PREDICTIONS)
 
 
 @dataclass(frozen=True)
 class CoCoD:
     """Take ``period`` local steps while the models that they started from are averaged.
 
-    ``x_i[s+1] = mean_j x_j[s] + (x_i after period local steps - x_i[s])``. Replicas differ in
-    between and are equal after ``synchronize()``; momentum stays local.
+    With W the sum of the weights, and end_i for x_i after ``period`` local steps::
+
+        mean[s]   = sum_j (w_j / W) x_j[s]
+        x_i[s+1]  = mean[s] + (end_i - x_i[s])            CoCoD-SGD
+        x_i[s+1]  = end_i - alpha (end_i - z[s])          with pull_back=alpha: Overlap-Local-SGD
+        z[s]      = z[s-1] + v[s],  v[s] = beta v[s-1] + (mean[s] - z[s-1])
+
+    Replicas differ in between and are equal after ``synchronize()``. Pull-back keeps replicas
+    together when each worker sees other data; where CoCoD is stable at the same learning rate it
+    is slower, as a round moves the mean by (1 - alpha) / (1 - alpha beta) of CoCoD's progress.
 
     Args:
         period: Local steps a round, the paper's k; more than all-reduce time over step time buys
             nothing.
         warmup_steps: Synchronous steps before the first round.
+        weights: One positive number a rank of the process set, for workers whose batches differ in
+            size (`hvd.split_batch` makes such batches); None for equal ones. In a string,
+            ``weights=3/1``.
+        momentum: ``"local"`` leaves the optimizer's state alone; ``"average"`` lets its tensors
+            of their parameter's shape (momentum, Adam's moments) follow the parameters' rule.
+        pull_back: Overlap-Local-SGD's alpha, above 0 and below 1 (published: 0.6); None for
+            CoCoD's own rule.
+        anchor_momentum: Overlap-Local-SGD's beta, from 0 to below 1 (published: 0.7).
 
     Raises:
-        TypeError, ValueError: An argument of the wrong kind or range.
+        TypeError, ValueError: An argument of the wrong kind or range, or ``anchor_momentum``
+            without ``pull_back``.
 
     Example:
         >>> parse("cocod:period=8").period
         8
+        >>> parse("cocod:period=2,pull_back=0.6,anchor_momentum=0.7").pull_back
+        0.6
 
-    Source: Shen et al., "CoCoD-SGD" (IJCAI 2019).
+    Source: Shen et al., "CoCoD-SGD" (IJCAI 2019); Wang, Liang, Joshi, "Overlap-Local-SGD"
+    (ICASSP 2020, arXiv 2002.09539).
     """
 
     name: ClassVar[str] = "cocod"
     period: int = 4
     warmup_steps: int = 0
+    weights: tuple[float, ...] | None = None
+    momentum: str = "local"
+    pull_back: float | None = None
+    anchor_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         _require_int(self, "period", 1)
         _require_int(self, "warmup_steps", 0)
+        if self.weights is not None:
+            if not isinstance(self.weights, tuple) or not all(map(_is_number, self.weights)):
+                raise TypeError(
+                    "CoCoD: weights must be a tuple of numbers, one a rank, such as (3, 1) or "
+                    f"'3/1' in a string, got {self.weights!r}."
+                )
+            if not self.weights or not all(0 < weight < math.inf for weight in self.weights):
+                raise ValueError(
+                    f"CoCoD: weights must be positive numbers, one a rank, got {self.weights!r}: "
+                    "leave out workers with a process set."
+                )
+        _require_one_of(self, "momentum", _MOMENTA)
+        for field in ("pull_back", "anchor_momentum"):
+            value = getattr(self, field)
+            if not _is_number(value) and not (field == "pull_back" and value is None):
+                raise TypeError(f"CoCoD: {field} must be a number, got {value!r}.")
+        if self.pull_back is not None and not 0 < self.pull_back < 1:
+            raise ValueError(
+                f"CoCoD: pull_back must be above 0 and below 1, got {self.pull_back}: at 1 every "
+                "round would end where it began; None is CoCoD without it."
+            )
+        if not 0 <= self.anchor_momentum < 1:
+            raise ValueError(
+                f"CoCoD: anchor_momentum must be from 0 to below 1, got {self.anchor_momentum}."
+            )
+        if self.anchor_momentum and self.pull_back is None:
+            raise ValueError(
+                f"CoCoD: anchor_momentum={self.anchor_momentum} needs pull_back, which pulls "
+                "models towards the anchor: give pull_back=0.6, or leave both out."
+            )
 
 
 Strategy = MergedGradient | PipeSGD | CoCoD
@@ -200,7 +275,7 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
             f"{source}{text!r}: unknown strategy{_nearest(name, _STRATEGIES)}: use one of "
             f"{', '.join(map(repr, _STRATEGIES))}."
         )
-    options: dict[str, str | int] = {}
+    options: dict[str, object] = {}
     fields = [field.name for field in dataclasses.fields(cls)]
     for part in filter(None, (part.strip() for part in tail.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -210,8 +285,35 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
                 f"{_nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "
                 f"{', '.join(fields)}."
             )
-        options[key] = int(value) if value.lstrip("-").isdigit() else value
+        options[key] = _value(key, value)
     return cls(**options)  # type: ignore[arg-type]
+
+
+def _value(key: str, text: str) -> object:
+    """Return an option's value; what is no number stays a string, which its class refuses.
+
+    >>> _value("period", "8"), _value("pull_back", "0.6"), _value("weights", "3/1")
+    (8, 0.6, (3, 1))
+    """
+    if key == "weights":
+        parts = tuple(_number(part.strip()) for part in text.split("/"))
+        return parts if all(map(_is_number, parts)) else text
+    return _number(text) if key in ("pull_back", "anchor_momentum") else _int(text)
+
+
+def _int(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _number(text: str) -> float | str:
+    try:
+        return _int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        return text
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_path(text: str) -> bool:

@@ -16,16 +16,22 @@ except (ImportError, AttributeError) as error:
 from horovod.torch import *  # noqa: F403
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.torch.compression import BF16, Compression, Int8
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.overrides import broadcast_optimizer_state, init, join, shutdown
+from hvd_pipe.torch.speeds import worker_speeds
 
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],
+    "BF16",
     "CoCoD",
+    "Compression",
     "DistributedOptimizer",
     "HvdPipeError",
+    "Int8",
     "MergedGradient",
     "PipeSGD",
     "Plan",
@@ -34,4 +40,6 @@ __all__ = [  # noqa: PLE0604
     "init",
     "join",
     "shutdown",
+    "split_batch",
+    "worker_speeds",
 ]

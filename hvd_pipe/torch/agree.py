@@ -13,7 +13,15 @@ from horovod.torch.mpi_ops import ProcessSet, allgather, allreduce_, size
 
 from hvd_pipe.errors import RanksDisagreeError
 
-__all__ = ["Description", "check_alike", "failed", "from_first", "gather", "largest", "members"]
+__all__ = [
+    "Description",
+    "check_alike",
+    "failed",
+    "from_first",
+    "gather",
+    "largest",
+    "members",
+]
 
 Description = Sequence[tuple[str, str]]
 """What a rank is about to do, as (label, value) lines in an order that all ranks share."""

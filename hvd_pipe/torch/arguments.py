@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, Strategy, parse
-from hvd_pipe.torch.agree import Description
-from hvd_pipe.torch.engine import Settings, kinds
+from hvd_pipe.torch.agree import Description, members
+from hvd_pipe.torch.compression import Codec
+from hvd_pipe.torch.engine import Settings, describe, kinds
 from hvd_pipe.torch.plans import plan_groups
 from hvd_pipe.torch.reduction import Reduction
 
-__all__ = ["Arguments", "Checked", "check_passes"]
+__all__ = ["Arguments", "Checked", "check_parameter", "check_passes"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Arguments:
     sparse_as_dense: bool
     process_set: ProcessSet
     strategy: str | Strategy | None
+    for_copy: bool = False
+    """Whether the optimizer is a copy of a distributed one, and not the user's plain one."""
 
     def check(self, optimizer: torch.optim.Optimizer, tag: str) -> Checked:
         """Return the checked form; looks at this rank only and sends nothing.
@@ -42,15 +45,23 @@ class Arguments:
         Raises:
             TypeError, ValueError: What cannot be; the message says what to do.
         """
-        _check_optimizer(optimizer)
+        _check_optimizer(optimizer, self.for_copy)
         strategy = parse(self.strategy)
+        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(strategy, MergedGradient):
+            raise ValueError(
+                f"LBFGS compares losses and gradients of the same weights, which {strategy.name} "
+                "does not give it: use strategy='merged-gradient', or another optimizer."
+            )
         passes = check_passes(self.backward_passes_per_step)
         self._check_reduction()
-        named = named_trainable(optimizer, self.named_parameters)
+        names = all_names(optimizer, self.named_parameters)
+        named = trainable(optimizer, names)
         parameters = list(named.values())
         groups = user_groups(self.groups, parameters)
+        if self.op == Adasum:
+            self._check_adasum(optimizer, strategy, groups)
         if isinstance(strategy, CoCoD):
-            self._refuse_for_cocod(groups)
+            self._refuse_for_cocod(strategy, groups)
         elif groups is not None and strategy.bucket_bytes is not None:
             raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
         settings = Settings(
@@ -63,7 +74,7 @@ class Arguments:
             sparse_as_dense=bool(self.sparse_as_dense),
             tag=tag,
             groups=groups,
-            update=_no_update,
+            owner=_Nobody(),
         )
         plan = None
         if isinstance(strategy, MergedGradient):
@@ -74,25 +85,26 @@ class Arguments:
             plan = strategy.load_plan()
         if plan is not None:
             plan_groups(plan, settings)
-        return Checked(settings, strategy, plan)
+        return Checked(settings, strategy, plan, names)
 
     def _check_reduction(self) -> None:
-        if self.op == Adasum:
-            raise ValueError(
-                "op=hvd.Adasum has no merged form: use op=hvd.Average here, or "
-                "horovod.torch.DistributedOptimizer for Adasum."
-            )
-        if self.op not in (Average, Sum):
-            raise ValueError(f"op must be hvd.Average or hvd.Sum, got {self.op!r}.")
+        if self.op not in _OP_NAMES:
+            raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {self.op!r}.")
         factor = self.gradient_predivide_factor
-        if not factor > 0 or (factor != 1.0 and self.op != Average):
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"gradient_predivide_factor must be a number, got {factor!r}.")
+        if not 0 < factor < math.inf or (factor != 1.0 and self.op != Average):
             raise ValueError(
                 f"gradient_predivide_factor must be > 0 and needs op=hvd.Average, got {factor!r}."
             )
         if not all(hasattr(self.compression, part) for part in ("compress", "decompress")):
             raise TypeError(
-                "compression must be a compressor such as hvd.Compression.fp16, got "
-                f"{self.compression!r}."
+                "compression must be hvd.Compression.none, .fp16, .bf16, .int8, or another object "
+                f"with compress() and decompress(), got {self.compression!r}."
+            )
+        if not isinstance(self.sparse_as_dense, bool):
+            raise TypeError(
+                f"sparse_as_dense must be True or False, got {self.sparse_as_dense!r}."
             )
         if not isinstance(self.process_set, ProcessSet):
             raise TypeError(f"process_set must be an hvd.ProcessSet, got {self.process_set!r}.")
@@ -102,12 +114,30 @@ class Arguments:
                 "rank, or list it in hvd.init(process_sets=[...])."
             )
 
-    def _refuse_for_cocod(self, groups: object) -> None:
+    def _check_adasum(
+        self, optimizer: torch.optim.Optimizer, strategy: Strategy, groups: object
+    ) -> None:
+        """Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised."""
+        workers = int(self.process_set.size())
+        for wrong, what, fix in (
+            (strategy != MergedGradient(), f"strategy={strategy}", "'merged-gradient' as it is"),
+            (groups is not None, "groups", "groups=None"),
+            (isinstance(self.compression, Codec), f"{self.compression}", "hvd.Compression.fp16"),
+            (self.process_set.process_set_id != 0, "a process_set", "the global one"),
+            (isinstance(optimizer, torch.optim.LBFGS), "LBFGS", "another optimizer"),
+            (workers & (workers - 1) != 0, f"{workers} workers", "a power of two"),
+            (not mpi_ops.mpi_enabled(), "a job without MPI", "horovodrun --mpi"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"op=hvd.Adasum does not go with {what}: use {fix}, or op=hvd.Average."
+                )
+
+    def _refuse_for_cocod(self, strategy: CoCoD, groups: object) -> None:
         """CoCoD sends models: say so instead of ignoring arguments about gradients."""
         for wrong, what, fix in (
             (self.op != Average, "op=hvd.Sum", "op=hvd.Average"),
             (self.gradient_predivide_factor != 1.0, "gradient_predivide_factor", "1.0"),
-            (self.compression is not Compression.none, "compression", "hvd.Compression.none"),
             (groups is not None, "groups", "groups=None"),
         ):
             if wrong:
@@ -115,6 +145,12 @@ class Arguments:
                     f"{what} has no meaning under CoCoD, which averages models, not gradients: "
                     f"use {fix}, or strategy='merged-gradient' or 'pipe-sgd'."
                 )
+        ranks = len(members(self.process_set))
+        if strategy.weights is not None and len(strategy.weights) != ranks:
+            raise ValueError(
+                f"CoCoD has {len(strategy.weights)} weights, and the process set has {ranks} "
+                "ranks: give one weight a rank, or weights=None."
+            )
 
 
 @dataclass(frozen=True)
@@ -124,6 +160,8 @@ class Checked:
     settings: Settings
     strategy: Strategy
     plan: Plan | None
+    all_names: list[str]
+    """The names of all of the optimizer's parameters, frozen ones too."""
 
     def describe(self) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
@@ -136,40 +174,46 @@ class Checked:
             ("strategy", str(strategy)),
             ("op", _OP_NAMES[reduction.op]),
             ("gradient_predivide_factor", str(reduction.gradient_predivide_factor)),
-            ("compression", str(getattr(compression, "__name__", type(compression).__name__))),
+            ("compression", _name_of(compression)),
             ("backward_passes_per_step", str(settings.passes)),
             ("sparse_as_dense", str(settings.sparse_as_dense)),
             ("groups", str(settings.groups)),
         ]
-        for place, (name, parameter) in enumerate(
-            zip(settings.names, settings.parameters, strict=True)
-        ):
-            layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
-            lines.append((f"parameter {place}", f"{name!r}: {shape}{layout}"))
-        return lines
+        named = dict(zip(settings.names, settings.parameters, strict=True))
+        return [*lines, *describe(named)]
 
 
-def _no_update() -> None:
-    raise AssertionError("the optimizer is not wrapped yet")
+def _name_of(compression: Any) -> str:
+    if isinstance(compression, Codec):
+        return repr(compression)  # its options count
+    return str(getattr(compression, "__name__", type(compression).__name__))
 
 
-_OP_NAMES = {Average: "Average", Sum: "Sum"}
+class _Nobody:
+    """Stands for the owner until the optimizer is wrapped."""
+
+    def update(self) -> None: ...
+
+    def peek(self) -> None: ...
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return {}
+
+    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        return {}
 
 
-def _check_optimizer(optimizer: object) -> None:
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_OP_NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
+
+
+def _check_optimizer(optimizer: object, for_copy: bool) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
         )
-    if "_hvd_pipe" in optimizer.__dict__:
+    if "_hvd_pipe" in optimizer.__dict__ and not for_copy:
         raise ValueError("this optimizer is distributed already: wrap it once.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS evaluates the loss as often as each rank alone decides, so ranks would wait "
-            "for each other for ever: use another optimizer, or average in the closure yourself."
-        )
     step = optimizer.__dict__.get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         raise ValueError(
@@ -185,57 +229,87 @@ def check_passes(passes: int) -> int:
     return passes
 
 
-def named_trainable(
+def all_names(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters that require a gradient, by name, in group order."""
+) -> list[str]:
+    """Return the names of the optimizer's parameters in group order, frozen ones too."""
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
-        names = {
-            id(parameter): f"param.noname.{i}.{j}"
+        return [
+            f"param.noname.{i}.{j}"
             for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-        }
-    else:
+            for j in range(len(group["params"]))
+        ]
+    try:
         pairs = list(named_parameters)
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise ValueError(
-                "named_parameters must be (name, parameter) tuples: pass "
-                "model.named_parameters(), not model.parameters()."
-            )
-        words = [name for name, _ in pairs]
-        twice = (
-            sorted({name for name in words if words.count(name) > 1})
-            if len(set(words)) < len(words)
-            else []
-        )
-        if twice:
-            raise ValueError(
-                f"named_parameters has {twice[0]!r} twice: give each model a prefix, as in "
-                "model.named_parameters(prefix='generator')."
-            )
-        names = {id(parameter): name for name, parameter in reversed(pairs)}
-        unnamed = [parameter for parameter in owned if id(parameter) not in names]
-        if unnamed:
-            raise ValueError(
-                f"named_parameters lacks {len(unnamed)} of the optimizer's {len(owned)} "
-                f"parameters (the first has shape {tuple(unnamed[0].shape)}): pass the names of "
-                "every model that this optimizer updates."
-            )
-    trainable = {names[id(p)]: p for p in owned if p.requires_grad}
-    if not trainable:
-        raise ValueError("no parameter of this optimizer requires a gradient: nothing to train.")
-    for name, parameter in trainable.items():
-        kind = str(parameter.type()).replace(".", "_")
-        if hasattr(mpi_ops.mpi_lib, f"horovod_torch_allreduce_async_{kind}"):
-            continue
-        fix = "keep parameters in float32, float64 or float16, with autocast for the arithmetic"
-        if parameter.is_cuda and not mpi_ops.cuda_built():
-            fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
+    except TypeError:
+        raise TypeError(
+            "named_parameters must be (name, parameter) tuples, as model.named_parameters() "
+            f"gives them; got {type(named_parameters).__name__}."
+        ) from None
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
-            f"Horovod cannot all-reduce {name!r}, {parameter.dtype} on {parameter.device}: {fix}."
+            "named_parameters must be (name, parameter) tuples: pass "
+            "model.named_parameters(), not model.parameters()."
         )
-    return trainable
+    words = [name for name, _ in pairs]
+    strange = [name for name in words if not isinstance(name, str)]
+    if strange:
+        raise TypeError(
+            f"named_parameters has a name that is no string, {strange[0]!r}: write (name, "
+            "parameter), not (parameter, name)."
+        )
+    twice = (
+        sorted({name for name in words if words.count(name) > 1})
+        if len(set(words)) < len(words)
+        else []
+    )
+    if twice:
+        raise ValueError(
+            f"named_parameters has {twice[0]!r} twice: give each model a prefix, as in "
+            "model.named_parameters(prefix='generator')."
+        )
+    names = {id(parameter): name for name, parameter in reversed(pairs)}
+    unnamed = [parameter for parameter in owned if id(parameter) not in names]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(owned)} "
+            f"parameters (the first has shape {tuple(unnamed[0].shape)}): pass the names of "
+            "every model that this optimizer updates."
+        )
+    return [names[id(parameter)] for parameter in owned]
+
+
+def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters that require a gradient, by name, in group order."""
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
+    if not found:
+        raise ValueError("no parameter of this optimizer requires a gradient: nothing to train.")
+    for name, parameter in found.items():
+        check_parameter(name, parameter)
+    return found
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise unless gradients of this dtype and device can be sent."""
+    dtype, device = parameter.dtype, parameter.device.type
+    there = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
+    if dtype in _DTYPES and there and parameter.layout == torch.strided:
+        return
+    fix = "keep parameters in float32, float64, float16 or bfloat16"
+    if dtype.is_complex:
+        fix = "keep its real and imaginary parts as two parameters, and join them in forward()"
+    elif device == "meta":
+        fix = "give the model memory first (model.to_empty(device=...), then load its weights)"
+    elif device == "cuda" and not mpi_ops.cuda_built():
+        fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
+    elif device not in ("cpu", "cuda"):
+        fix = "move the model to the CPU or to a CUDA device"
+    raise ValueError(
+        f"Horovod cannot all-reduce {name!r}, {dtype} ({parameter.layout}) on "
+        f"{parameter.device}: {fix}."
+    )
 
 
 def user_groups(groups: Any, parameters: Sequence[torch.Tensor]) -> list[list[int]] | None:

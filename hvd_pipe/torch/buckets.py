@@ -4,57 +4,102 @@
                      |         |     |
     views          [ ---g0--- ] [-g1-][--g2--]      p.grad after backward
                         |          |
-    flat buffers   [ bucket 1 |c]  [ bucket 0 ]     each leaves when its last gradient is ready
+    flat buffers   [ bucket 1 |ccc][ bucket 0 ]     each leaves when its last gradient is ready
                         |               |
-                    allreduce_async_ in place       c: the control word
+                    launch / wait, in place         c: the control words
 
-The bucket that is sent last ends in two more elements, the control words. A rank that has
-something to say (its gradients come in another order) sets the first before the bucket leaves, so
-all ranks learn of it at the same step and no extra message is sent. The second is 1 from every
-rank that takes part: one that has left by ``hvd.join()`` sends zeros.
+The bucket that is sent last ends in three more elements, the control words, so that all ranks
+learn some things at the same step without another message:
+
+0. what the engine has to say ("my gradients come in another order", "I have drained");
+1. one from every rank that takes part: a rank that has left by ``hvd.join()`` sends zeros;
+2. not zero from a rank that has found a sparse gradient where none was known of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from horovod.torch.mpi_ops import Average
 
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.torch.agree import gather
+from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.sparse import SparseGather
 
 __all__ = ["Bucket", "BucketSet"]
 
+_SAYS, _PRESENT, _SPARSE = range(3)
+
 
 class Bucket:
-    """Gradients of one dtype and device that travel in one message."""
+    """Gradients of one dtype and device that travel in one message.
+
+    Args:
+        name: The message's name.
+        parameters: Whose gradients; of one dtype and device.
+        reduction: How they are reduced.
+        extra: How many control words follow the gradients.
+        keep_local: Whether `local` keeps this rank's own gradients.
+        like: A bucket of the same gradients, which shares what a lossy codec leaves over.
+    """
 
     def __init__(
-        self, name: str, parameters: Sequence[torch.Tensor], reduction: Reduction, extra: int = 0
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        reduction: Reduction,
+        extra: int = 0,
+        keep_local: bool = False,
+        like: Bucket | None = None,
     ) -> None:
-        first = parameters[0]
         numel = sum(parameter.numel() for parameter in parameters)
+        first = parameters[0] if parameters else torch.empty(0)  # control words alone
+        self._parameters = parameters
         self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
         self.control = self.flat[numel:]
-        self.views: list[torch.Tensor] = []
-        offset = 0
-        for parameter in parameters:
-            self.views.append(_view_like(self.flat, offset, parameter))
-            offset += parameter.numel()
+        self.views = _views(self.flat, parameters)
+        self._local = torch.zeros_like(self.flat) if keep_local else None
+        self.local = [] if self._local is None else _views(self._local, parameters)
+        """This rank's own gradients of the round in flight, if they are kept."""
         self.waiting = len(self.views)
         self.launched = False
-        self._message = reduction.message(self.flat, name, exact=extra)
+        self._filled_version: int | None = None
+        # The network writes through an alias, so that the version tells who else has written.
+        self.message: Message = reduction.message(
+            self.flat.data, name, extra, None if like is None else like.message.feedback
+        )
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a buffer of the bucket's size that belong to its parameters."""
+        return _views(flat, self._parameters)
+
+    def fill(self) -> bool:
+        """Count one gradient that is complete; return whether that was the last one."""
+        self.waiting -= 1
+        if self.waiting == 0:
+            self._filled_version = self.flat._version
+        return self.waiting == 0
+
+    @property
+    def touched(self) -> bool:
+        """Whether somebody has changed gradients in place since the bucket was full."""
+        return self._filled_version not in (None, self.flat._version)
 
     def launch(self) -> None:
         """Send the bucket; its buffer belongs to the network until `wait`."""
         self.launched = True
-        self._message.launch()
+        if self._local is not None:
+            self._local.copy_(self.flat)
+        self.message.launch()
 
     def wait(self) -> None:
         """Block until the averaged gradients are in the views; be ready for the next round."""
-        self._message.wait()
+        self.message.wait()
         self.launched = False
         self.waiting = len(self.views)
+        self._filled_version = None
 
 
 class BucketSet:
@@ -62,101 +107,220 @@ class BucketSet:
 
     Args:
         parameters: All parameters that take part, in an order that all ranks share.
+        names: Their names.
         groups: The plan: places in ``parameters``, grouped; each group of one dtype and device.
         reduction: How buffers are reduced.
         tag: Begins the messages' names; the same on all ranks, unique among what is in flight.
+        sparse: The places that all ranks know to be sparse, which this set adds to and which
+            travel by themselves; None sends all gradients as dense ones.
+        keep_local: Whether `local` keeps this rank's own gradients.
+        like: A set of the same buckets, which shares what lossy codecs leave over.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
         groups: Sequence[Sequence[int]],
         reduction: Reduction,
         tag: str,
+        sparse: set[int] | None = None,
+        keep_local: bool = False,
+        like: BucketSet | None = None,
     ) -> None:
-        self._parameters = parameters
-        self._reduction = reduction
-        last = len(groups) - 1
-        self.buckets = [
+        self._parameters, self._names, self._reduction = parameters, names, reduction
+        self._tag, self._sparse = tag, sparse
+        known = sparse or set()
+        dense = [[place for place in group if place not in known] for group in groups]
+        dense = [group for group in dense if group] or [[]]
+        last = len(dense) - 1
+        self.buckets: list[Bucket] = [
             Bucket(
                 f"{tag}.{i}",
                 [parameters[place] for place in group],
                 reduction,
-                extra=2 * (i == last),
+                extra=3 * (i == last),
+                keep_local=keep_local,
+                like=None if like is None else like.buckets[i],
             )
-            for i, group in enumerate(groups)
+            for i, group in enumerate(dense)
         ]
         self._place: dict[int, tuple[Bucket, torch.Tensor]] = {
             place: (bucket, view)
-            for group, bucket in zip(groups, self.buckets, strict=True)
+            for group, bucket in zip(dense, self.buckets, strict=True)
             for place, view in zip(group, bucket.views, strict=True)
         }
+        self.groups = dense
         self._ready = [False] * len(parameters)
-        self._sparse: set[int] = set()
+        self._as_dense: set[int] = set()
+        self._frozen: set[int] = set()
+        self._found: dict[int, torch.Tensor] = {}
+        self._gathers: dict[int, SparseGather] = {}
+        self._gathered: dict[int, torch.Tensor] = {}
+        self._words: list[float] = [0.0, 1.0, 0.0]
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether buckets hold room for gradients that are known to be sparse by now."""
+        return bool(self._sparse) and any(place in self._place for place in self._sparse or ())
+
+    @property
+    def last_message(self) -> Message:
+        """What every rank sends in every round."""
+        return self.buckets[-1].message
 
     def ready(self, place: int) -> None:
         """Take the gradient of ``parameters[place]``; send its bucket if that was the last one.
 
-        The last bucket stays until `launch_rest`, because it carries the control word.
+        The last bucket stays until `launch_rest`, because it carries the control words.
         """
-        bucket, view = self._place[place]
         parameter = self._parameters[place]
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            self._sparse.add(place)
-        _into(parameter, view)
         self._ready[place] = True
         self.completed.append(place)
-        bucket.waiting -= 1
-        if bucket.waiting == 0 and bucket is not self.buckets[-1]:
+        gradient = parameter.grad
+        is_sparse = gradient is not None and gradient.is_sparse
+        if is_sparse and self._sparse is not None:
+            self._take_sparse(place, gradient)
+        elif place not in self._place:
+            assert gradient is not None
+            self._take_sparse(place, gradient.to_sparse(1))  # dense for once; the others' are not
+        if place not in self._place:
+            return
+        bucket, view = self._place[place]
+        if place in self._found or place in self._gathers:
+            view.zero_()
+        else:
+            if is_sparse:
+                self._as_dense.add(place)
+            _into(parameter, view)
+        if bucket.fill() and bucket is not self.buckets[-1]:
             bucket.launch()
 
-    def launch_rest(self, control: float = 0.0) -> None:
+    def _take_sparse(self, place: int, gradient: torch.Tensor | None) -> None:
+        if place in (self._sparse or ()):
+            self._gathers[place] = self._gather(place, gradient)
+        elif gradient is not None:
+            self._found[place] = gradient
+
+    def _gather(self, place: int, gradient: torch.Tensor | None) -> SparseGather:
+        name = f"{self._tag}.sparse.{place}"
+        return SparseGather(self._parameters[place], gradient, self._reduction, name)
+
+    def launch_rest(self, says: float = 0.0) -> None:
         """Send what has not left; a gradient that was not computed counts as zero, as in Horovod.
 
         Args:
-            control: This rank's control word.
+            says: This rank's first control word.
+
+        Raises:
+            HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
         """
+        self._check_untouched()
         for place, (_, view) in self._place.items():
             if not self._ready[place]:
-                _into(self._parameters[place], view)
-        self.buckets[-1].control[0] = control
-        self.buckets[-1].control[1] = 1.0
+                parameter = self._parameters[place]
+                if parameter.grad is None and not parameter.requires_grad:
+                    self._frozen.add(place)
+                _into(parameter, view)
+        for place in sorted(self._sparse or ()):
+            if place not in self._gathers:
+                self._gathers[place] = self._gather(place, None)
+        control = self.buckets[-1].control
+        control[_SAYS], control[_PRESENT] = says, 1.0
+        control[_SPARSE] = float(bool(self._found))
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
 
+    def _check_untouched(self) -> None:
+        for place, (bucket, view) in self._place.items():
+            if not self._ready[place] or place in self._found:
+                continue
+            gradient, did = self._parameters[place].grad, None
+            if gradient is None:
+                did = "cleared"
+            elif gradient is not view and gradient.data_ptr() != view.data_ptr():
+                did = "replaced"
+            elif bucket.touched:
+                did = "changed"
+            if did:
+                raise HvdPipeError(
+                    f"the gradient of {self._names[place]!r} (or one beside it) was {did} after "
+                    "backward() and before step(), while it was being sent: call "
+                    "optimizer.synchronize() after backward(), change gradients then, and step "
+                    "inside `with optimizer.skip_synchronize():`."
+                )
+
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
-        for bucket in self.buckets:
+        # The last one first: if ranks have gone apart, it is the one that is sure to say so.
+        for bucket in reversed(self.buckets):
             bucket.wait()
+        weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
+        self._words = [word / weight for word in self.buckets[-1].control.tolist()]
+        if self._words[_SPARSE] != 0.0 and self._sparse is not None:
+            self._agree_on_sparse(self._sparse)
+        for place, gathering in self._gathers.items():
+            self._gathered[place] = gathering.wait()
+        self._gathers.clear()
         self._ready = [False] * len(self._parameters)
         self.completed = []
 
+    def _agree_on_sparse(self, known: set[int]) -> None:
+        """Gather what some rank has found to be sparse, and tell all of it."""
+        found = sorted(place for place in self._found if place not in self._gathers)
+        lists = gather(found, f"{self._tag}.sparse", self._reduction.process_set)
+        places = sorted({place for one in lists for place in one})
+        for place in places:
+            self._gathers[place] = self._gather(place, self._found.get(place))
+        known.update(places)
+        self._found.clear()
+
+    def arrive(self) -> None:
+        """Block until `values` are here; sends nothing, and leaves `wait` to be called.
+
+        Raises:
+            HvdPipeError: Ranks have yet to agree on a sparse gradient.
+        """
+        for bucket in self.buckets:
+            bucket.message.wait()
+        for place, gathering in self._gathers.items():
+            self._gathered[place] = gathering.wait()
+        if self._found:
+            raise HvdPipeError(
+                f"the first sparse gradient, of {self._names[min(self._found)]!r}, is on its way: "
+                "save a state one step later, or after optimizer.synchronize()."
+            )
+
     def control(self) -> float | None:
-        """Return the mean control word after a `wait`: not zero if any rank set it.
+        """Return the mean of the first control word after a `wait`.
 
         None if a rank has left by ``hvd.join()``: only all-reduces are possible then.
         """
-        control, present = (word / self._weight for word in self.buckets[-1].control.tolist())
-        return control if present > 1 - 0.5 / self._reduction.workers else None
+        present = self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers
+        return self._words[_SAYS] if present else None
 
-    def all_sent(self, control: float) -> bool:
-        """Return whether all ranks that took part in the last round sent this control word."""
-        reduced = self.control()
-        return reduced is None or abs(reduced - control) < 0.5 / self._reduction.workers
-
-    @property
-    def _weight(self) -> float:
-        """What ones from all ranks are reduced to."""
-        return 1.0 if self._reduction.op == Average else float(self._reduction.workers)
+    def all_said(self, word: float) -> bool:
+        """Return whether all ranks that took part in the last round said this."""
+        mean = self.control()
+        return mean is None or abs(mean - word) < 0.5 / self._reduction.workers
 
     def show(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""
         for place, (_, view) in self._place.items():
-            sparse = place in self._sparse
-            self._parameters[place].grad = view.to_sparse() if sparse else view
+            gradient: torch.Tensor | None = view
+            if place in self._as_dense:
+                gradient = view.to_sparse()
+            elif place in self._frozen:
+                gradient = None  # a frozen parameter must not move: no decay, no momentum
+            self._parameters[place].grad = gradient
+        for place, gathered in self._gathered.items():
+            self._parameters[place].grad = gathered
+        self._as_dense.clear()
+        self._frozen.clear()
+        self._gathered = {}
 
     def zero(self) -> None:
         """Set every gradient to zero."""
@@ -168,6 +332,60 @@ class BucketSet:
         for place, (_, view) in self._place.items():
             if self._parameters[place].grad is not None:
                 _into(self._parameters[place], view)
+
+    def values(self) -> list[torch.Tensor | None]:
+        """Return a copy of each gradient as the last `wait` has left it, by place."""
+        found: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for place, (_, view) in self._place.items():
+            found[place] = None if place in self._frozen else view.clone()
+        for place, gathered in self._gathered.items():
+            found[place] = gathered.clone()
+        return found
+
+    def local(self) -> list[torch.Tensor | None]:
+        """Return this rank's own gradients of the round in flight, where they are kept."""
+        found: list[torch.Tensor | None] = [None] * len(self._parameters)
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            for place, own in zip(group, bucket.local, strict=False):
+                found[place] = own
+        return found
+
+    def residuals(self) -> dict[str, list[torch.Tensor | None]]:
+        """Return what lossy codecs have left over of each gradient, by label and place."""
+        found: dict[str, list[torch.Tensor | None]] = {}
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            for label, flat in _leftovers(bucket).items():
+                places = found.setdefault(label, [None] * len(self._parameters))
+                for place, view in zip(group, bucket.views_of(flat), strict=True):
+                    places[place] = view.clone()
+        return found
+
+    def restore_residuals(self, residuals: Mapping[str, Sequence[torch.Tensor | None]]) -> None:
+        """Take up what `residuals` returned, in these buckets or in others of the same ranks."""
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            for label, flat in _leftovers(bucket).items():
+                for place, view in zip(group, bucket.views_of(flat), strict=True):
+                    left = residuals[label][place] if label in residuals else None
+                    if left is not None:
+                        view.copy_(left)
+
+    def restore(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Make these the result of the last round, as `values` returned them."""
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and gradient.is_sparse and self._sparse is not None:
+                self._gathered[place] = gradient
+            elif place in self._place:
+                view = self._place[place][1]
+                if gradient is None:
+                    view.zero_()
+                    self._frozen.add(place)
+                else:
+                    view.copy_(gradient)
+
+
+def _leftovers(bucket: Bucket) -> dict[str, torch.Tensor]:
+    feedback = bucket.message.feedback
+    return {} if feedback is None else {"own.sent": feedback.sent, "own.reduced": feedback.reduced}
 
 
 def _into(parameter: torch.Tensor, view: torch.Tensor) -> None:
@@ -186,6 +404,14 @@ def _into(parameter: torch.Tensor, view: torch.Tensor) -> None:
     else:
         view.copy_(gradient.detach())
     parameter.grad = view
+
+
+def _views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for parameter in parameters:
+        views.append(_view_like(flat, offset, parameter))
+        offset += parameter.numel()
+    return views
 
 
 def _view_like(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:

@@ -11,22 +11,50 @@ One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four
 from __future__ import annotations
 
 import abc
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.torch.agree import Description, check_alike, largest
 from hvd_pipe.torch.buckets import BucketSet
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.scaling import are_finite
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Engine", "Settings", "State", "all_joined", "kinds"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Engine",
+    "Owner",
+    "Settings",
+    "State",
+    "all_joined",
+    "describe",
+    "kinds",
+]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
+
+
+class Owner(Protocol):
+    """What an engine asks of the user's optimizer."""
+
+    def update(self) -> None:
+        """Make one update with the gradients as they are."""
+
+    def peek(self) -> None:
+        """Move the weights as `update` would, and leave all else as it is."""
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the optimizer's live state of a parameter; empty where there is none."""
+
+    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        """Return the parameters, by name, that train and whose identities are not ``known``."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +69,8 @@ class Settings:
         sparse_as_dense: Whether sparse gradients may travel as dense ones.
         tag: Begins the names of all messages.
         groups: Gradients that the user groups by hand (places), or None.
-        update: Makes one update of the user's optimizer with the gradients as they are.
+        owner: The user's optimizer.
+        sparse: Places of the gradients that all ranks know to be sparse.
     """
 
     names: Sequence[str]
@@ -51,7 +80,21 @@ class Settings:
     sparse_as_dense: bool
     tag: str
     groups: Sequence[Sequence[int]] | None
-    update: Callable[[], None]
+    owner: Owner
+    sparse: set[int] = field(default_factory=set)
+
+    def grown(self, joining: Mapping[str, torch.Tensor]) -> Settings:
+        """Return the settings with more parameters, behind the ones that are there."""
+        first = len(self.parameters)
+        groups = self.groups
+        if groups is not None:
+            groups = [*groups, *([first + i] for i in range(len(joining)))]
+        return dataclasses.replace(
+            self,
+            names=[*self.names, *joining],
+            parameters=[*self.parameters, *joining.values()],
+            groups=groups,
+        )
 
     def nbytes(self, place: int) -> int:
         """Return the size of a gradient in bytes."""
@@ -63,11 +106,27 @@ class Settings:
         for places in kinds(self.parameters):
             ratio = self.reduction.ratio(self.parameters[places[0]])
             for place in places:
-                sizes[place] = round(self.nbytes(place) * ratio)
+                if place not in self.sparse:
+                    sizes[place] = round(self.nbytes(place) * ratio)
         return sizes
 
-    def make_buckets(self, groups: Sequence[Sequence[int]], suffix: str) -> BucketSet:
-        return BucketSet(self.parameters, groups, self.reduction, f"{self.tag}.{suffix}")
+    def make_buckets(
+        self,
+        groups: Sequence[Sequence[int]],
+        suffix: str,
+        keep_local: bool = False,
+        like: BucketSet | None = None,
+    ) -> BucketSet:
+        return BucketSet(
+            self.parameters,
+            self.names,
+            groups,
+            self.reduction,
+            f"{self.tag}.{suffix}",
+            None if self.sparse_as_dense else self.sparse,
+            keep_local,
+            like,
+        )
 
     def as_plan(self, groups: Sequence[Sequence[int]], method: str) -> Plan:
         """Return groups of places as a plan of names."""
@@ -91,6 +150,12 @@ class State:
 class Engine(abc.ABC):
     """Carries one strategy out; see the module's docstring for who calls what."""
 
+    name: str
+    """The strategy's, as a checkpoint has it."""
+    keeps = False
+    """Whether anything is in flight between steps, which a checkpoint should hold."""
+    needs_loss_scale = True
+    """Whether gradients may have another loss scale than the step's, or stay local."""
     plan: Plan | None = None
     """The buckets in use."""
 
@@ -102,25 +167,35 @@ class Engine(abc.ABC):
         self.fresh = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
-        """Whether synchronize() has prepared the gradients of the coming step()."""
-        self.known = frozenset(map(id, settings.parameters))
+        """Whether the gradients of the coming step() are prepared."""
+        self.known: set[int] = set()
         """Identities of the parameters that take part."""
         self._has_update = False
-        self._passes_done = [0] * len(settings.parameters)
+        self._passes_done: list[int] = []
+        self._hooks: list[RemovableHandle] = []
+        self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
+        """Stop hearing of gradients."""
+        self._listen(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in list(_live):
             if other.known == self.known:
                 other.detach()
         _live.add(self)
-        engine = weakref.ref(self)
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _hook(engine, place)
+
+    def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
+        engine, first = weakref.ref(self), len(self._passes_done)
+        for place, parameter in enumerate(parameters, first):
+            hook = _hook(engine, place)
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             )
-            for place, parameter in enumerate(settings.parameters)
-        ]
-        self.detach: Callable[[], object] = weakref.finalize(self, _remove, hooks)
-        """Stop hearing of gradients."""
+        self.known.update(map(id, parameters))
+        self._passes_done += [0] * len(parameters)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are reduced."""
+        return self.settings.reduction
 
     # What a strategy defines.
 
@@ -128,6 +203,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def current(self) -> BucketSet | None:
         """The buckets that take this step's gradients; None while gradients stay local."""
+
+    @property
+    @abc.abstractmethod
+    def next_message(self) -> Message:
+        """A message that every rank sends in this step or in a coming one."""
+
+    @abc.abstractmethod
+    def build(self) -> None:
+        """Make the buffers for the parameters in ``settings``; parameters may have joined."""
 
     @abc.abstractmethod
     def prepare(self) -> bool:
@@ -152,35 +236,40 @@ class Engine(abc.ABC):
         A place whose tensors are None belongs to a parameter that joins now.
         """
 
-    def discard(self) -> None:  # noqa: B027 - most strategies have nothing in flight here
+    def discard(self) -> None:
         """Forget what is in flight, as a state that is loaded replaces it."""
+        self.abandon()
 
     def after_update(self) -> None:
         """Do what follows an update."""
         self.fresh = False
 
+    @property
+    def gradient_scale(self) -> float | None:
+        """The loss scale of the gradients that `prepare` has left; None for the step's own."""
+        return None
+
+    def note_scale(self, scale: float) -> None:  # noqa: B027 - most need not know
+        """Take down the loss scale of the gradients that were computed in this step."""
+
     # What the optimizer calls.
 
     def on_gradient(self, place: int) -> None:
         """Take a gradient that backward has just completed."""
+        if not self.fresh:
+            self.admit()
         self.fresh = True
         self.synchronized = False
         self._passes_done[place] += 1
-        done, name = self._passes_done[place], self.settings.names[place]
-        if done > self.passes and self.current is not None:
-            raise HvdPipeError(
-                f"the gradient of {name!r} was computed {done} times before step(), but "
-                f"backward_passes_per_step is {self.passes}: call step() or synchronize() after "
-                f"every {self.passes} backward passes, or raise backward_passes_per_step to "
-                "accumulate gradients locally."
-            )
+        done = self._passes_done[place]
         if self.current is None:
             return
-        gradient = self.settings.parameters[place].grad
-        if gradient is not None and gradient.is_sparse and not self.settings.sparse_as_dense:
+        if done > self.passes:
             raise HvdPipeError(
-                f"the gradient of {name!r} is sparse: pass sparse_as_dense=True to "
-                "DistributedOptimizer, or build its layer with sparse=False."
+                f"the gradient of {self.settings.names[place]!r} was computed {done} times before "
+                f"step(), but backward_passes_per_step is {self.passes}: call step() or "
+                f"synchronize() after every {self.passes} backward passes, or raise "
+                "backward_passes_per_step to accumulate gradients locally."
             )
         if done == self.passes:
             self.current.ready(place)
@@ -197,12 +286,58 @@ class Engine(abc.ABC):
         if self.synchronized:
             return
         if self.fresh:
-            self._prepare()
-            self.synchronized = True
+            self.prepare_now()
         else:
             self.drain()
 
+    def prepare_now(self) -> None:
+        """Prepare the coming update, if that has not been done."""
+        if not self.synchronized:
+            self._prepare()
+            self.synchronized = True
+
+    def abandon(self) -> None:
+        """Forget gradients that were prepared and are not to be applied."""
+        self.synchronized = self.fresh = False
+
+    def admit(self) -> None:
+        """Take in parameters that have joined: by add_param_group, or because they train now.
+
+        All ranks do this between the same two steps, or are told: first they meet under the
+        name of a message that a rank which admits nobody is about to send.
+        """
+        joining = self.settings.owner.joining(self.known)
+        if not joining:
+            return
+        state, process_set = self.state(), self.reduction.process_set
+        if not self.reduction.alone:
+            self.next_message.meet()
+            check_alike(describe(joining), f"{self.settings.tag}.joining", process_set)
+        self.settings = self.settings.grown(joining)
+        self._listen(list(joining.values()))
+        self.build()
+        nobody = [None] * len(joining)
+        tensors = {label: [*places, *nobody] for label, places in state.tensors.items()}
+        self.load(State(state.counters, tensors))
+
+    def agree_on_overflow(self) -> None:
+        """Let all ranks find a gradient that is not finite where one of them has.
+
+        An average is as finite on one rank as on all. Gradients that stay local are not, and
+        GradScaler, which looks at them, must come to the same scale and the same steps everywhere.
+        """
+        if self.current is not None or self.reduction.alone:
+            return
+        gradients = [p.grad for p in self.settings.parameters if p.grad is not None]
+        finite = are_finite(gradients)
+        tag, process_set = f"{self.settings.tag}.overflow", self.reduction.process_set
+        if largest([float(not finite)], tag, process_set) == [1.0]:
+            for gradient in gradients:
+                gradient.mul_(torch.inf)
+
     def _prepare(self) -> None:
+        if not self.fresh:
+            self.admit()
         self._passes_done = [0] * len(self._passes_done)
         self._has_update = self.prepare()
         self.rounds += 1
@@ -229,6 +364,17 @@ def _hook(engine: weakref.ref[Engine], place: int) -> Callable[[torch.Tensor], N
             owner.on_gradient(place)
 
     return on_gradient
+
+
+def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
+    """Say in a line a parameter what all ranks must have alike."""
+    lines = []
+    for name, parameter in parameters.items():
+        layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
+        lines.append(("a parameter", f"{name!r}: {shape}{layout}"))
+    return lines
 
 
 def kinds(parameters: Sequence[torch.Tensor]) -> list[list[int]]:

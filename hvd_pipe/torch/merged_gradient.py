@@ -28,6 +28,7 @@ from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.plans import default_groups, plan_groups
 from hvd_pipe.torch.profiler import ReadyTimes, measure_comm
+from hvd_pipe.torch.reduction import Message
 
 __all__ = ["MergedGradientEngine"]
 
@@ -43,6 +44,10 @@ _log = logging.getLogger("hvd_pipe")
 class MergedGradientEngine(Engine):
     """Synchronous SGD: all buckets of a step are averaged before its update."""
 
+    name = MergedGradient.name
+    needs_loss_scale = False
+    _buckets: BucketSet
+
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         super().__init__(settings)
         self._bucket_bytes = strategy.bucket_bytes
@@ -53,16 +58,33 @@ class MergedGradientEngine(Engine):
         self._patience = PATIENCE_STEPS
         self._drifted_steps = 0
         self._control: float | None = 0.0
-        self._version = 0
-        self._planned = False
-        self._count = self._usual_count = len(settings.parameters)
-        if plan is None:
-            plan = _first_plan(strategy, settings)
-        self._adopt(plan)
+        self._planned = self._adopted = False
+        self.plan = _first_plan(strategy, settings) if plan is None else plan
+        self.build()
 
     @property
     def current(self) -> BucketSet:
         return self._buckets
+
+    @property
+    def next_message(self) -> Message:
+        return self._buckets.last_message
+
+    def build(self) -> None:
+        """Parameters that have joined get buckets behind the plan's, and it is made anew."""
+        assert self.plan is not None
+        planned, names = len(self.plan.names), self.settings.names
+        if planned < len(names):
+            joined = default_groups(self.settings, DEFAULT_BUCKET_BYTES, planned)
+            buckets = [tuple(names[place] for place in group) for group in joined]
+            self.plan = Plan((*self.plan.buckets, *buckets), self.plan.method)
+            self._measure_anew()
+        self._count = self._usual_count = len(names)
+        self._adopt(self.plan)
+
+    def _measure_anew(self) -> None:
+        self._times = None
+        self._record_from = None if self._method is None else self.rounds + SKIP_STEPS
 
     def on_gradient(self, place: int) -> None:
         super().on_gradient(place)
@@ -73,11 +95,14 @@ class MergedGradientEngine(Engine):
         if self._times is not None:
             self._times.end_step()
         self._note_order()
-        self._buckets.launch_rest(control=float(self._drifted_steps >= self._patience))
+        self._buckets.launch_rest(says=float(self._drifted_steps >= self._patience))
         self._buckets.wait()
         # Here the host waits anyway; after the update it would wait for the device.
         self._control = self._buckets.control() if self._method is not None else 0.0
         self._buckets.show()
+        if self._buckets.stale:
+            assert self.plan is not None
+            self._adopt(self.plan)  # without room for what turned out to be sparse
         return True
 
     def drain(self) -> None:
@@ -86,16 +111,24 @@ class MergedGradientEngine(Engine):
         self.synchronized = True
 
     def state(self) -> State:
-        return State({}, {})
+        counters = {"plan": self.plan.to_json()} if self._planned and self.plan else {}
+        return State(counters, self._buckets.residuals())
 
     def load(self, state: State) -> None:
-        pass
+        """Take a plan that was measured: the same buckets add up in the same order."""
+        if "plan" in state.counters and self._method is not None:
+            plan = Plan.from_json(state.counters["plan"])
+            if set(plan.names) == set(self.settings.names):
+                self._planned, self._record_from, self._times = True, None, None
+                self._adopt(plan)
+        self._buckets.restore_residuals(state.tensors)
 
     def after_join(self) -> None:
         self.rounds = 0
-        self._times = None
-        # Planning needs all ranks, so either all have done it or none has.
-        self._record_from = None if self._method is None or self._planned else SKIP_STEPS
+        if self._planned:  # it needs all ranks, so either all have done it or none has
+            self._times, self._record_from = None, None
+        else:
+            self._measure_anew()
 
     def after_update(self) -> None:
         super().after_update()
@@ -120,7 +153,8 @@ class MergedGradientEngine(Engine):
 
     def _note_order(self) -> None:
         """Count the steps in a row in which buckets filled in another order than planned."""
-        filled = [self._bucket_of[place] for place in self._buckets.completed]
+        sparse = self.settings.sparse
+        filled = [self._bucket_of[p] for p in self._buckets.completed if p not in sparse]
         order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
         self._count = len(filled)
         as_planned = order == sorted(order) and self._count == self._usual_count
@@ -181,10 +215,12 @@ class MergedGradientEngine(Engine):
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""
         groups = plan_groups(plan, self.settings)
-        buckets = self.settings.make_buckets(groups, f"gradients.{self._version}")
-        if self._version:
+        # Under the same names: ranks with different plans must meet, to be told.
+        buckets = self.settings.make_buckets(groups, "gradients")
+        if self._adopted:
             buckets.move_in()
-        self._version += 1
+            buckets.restore_residuals(self._buckets.residuals())
+        self._adopted = True
         self._buckets, self.plan = buckets, plan
         self._bucket_of = {place: i for i, group in enumerate(groups) for place in group}
 

@@ -68,6 +68,8 @@ class ModelBuffers:
         first = members(reduction.process_set)[0]
         for label, buffer in buffers:
             if buffer.is_floating_point():
-                reduction.reduce(buffer, f"{name}.{label}")
+                wide = buffer.float() if buffer.dtype == torch.bfloat16 else buffer
+                reduction.reduce(wide, f"{name}.{label}")
+                buffer.copy_(wide)
             else:
                 broadcast_(buffer, first, f"{name}.{label}", process_set=reduction.process_set)

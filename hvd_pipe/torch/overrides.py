@@ -78,11 +78,8 @@ def broadcast_optimizer_state(
         root_rank: The rank whose state counts.
         model: Accepted for Horovod's sake; not needed.
     """
-    engine = getattr(optimizer, "_hvd_pipe", None)
-    if engine is not None:
-        engine.discard()  # on all ranks alike, as the others are about to load a state
     is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"
-    state = optimizer.state_dict() if is_root else None
+    state: Any = optimizer.state_dict() if is_root else None
     skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)
     slots = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Slot)]
     if is_root:
@@ -95,6 +92,6 @@ def broadcast_optimizer_state(
         wait_for(handle)
     if not is_root:
         arrived = iter(tensors)
-        optimizer.load_state_dict(
-            tree_map(lambda leaf: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
-        )
+        state = tree_map(lambda leaf: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
+    # On the root, too: what is in flight must lie in the same buffers on all ranks.
+    optimizer.load_state_dict(state)

@@ -11,12 +11,18 @@ were as many updates as steps and every gradient was applied exactly once.
 from __future__ import annotations
 
 import warnings
+from typing import Any
+
+from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
 from hvd_pipe.torch.plans import default_groups
+from hvd_pipe.torch.prediction import Prediction
+from hvd_pipe.torch.reduction import Message
+from hvd_pipe.torch.scaling import are_finite, unscale
 
 __all__ = ["PipeSGDEngine"]
 
@@ -24,27 +30,56 @@ __all__ = ["PipeSGDEngine"]
 class PipeSGDEngine(Engine):
     """Staleness one on every rank: an update applies the average of the step before."""
 
+    name = PipeSGD.name
+    keeps = True
+
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
         super().__init__(settings)
-        groups, method = settings.groups, "given"
-        if groups is None:
-            limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
-            groups, method = default_groups(settings, limit), "bytes"
-        self.plan = settings.as_plan(groups, method)
         self._warmup_steps = strategy.warmup_steps
-        self._sets = [settings.make_buckets(groups, suffix) for suffix in ("even", "odd")]
+        self._bucket_bytes = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        self._predict = strategy.prediction
+        self._drains = 0
+        self.build()
+
+    def build(self) -> None:
+        groups, method = self.settings.groups, "given"
+        if groups is None:
+            groups, method = default_groups(self.settings, self._bucket_bytes), "bytes"
+        self.plan = self.settings.as_plan(groups, method)
+        self._groups = groups
+        even = self._make("even")
+        self._sets = [even, self._make("odd", like=even)]
         self._filling = self._sets[0]
         self._pending: BucketSet | None = None
-        self._drains = 0
-        self._sent: dict[BucketSet, float] = {}
+        self._said: dict[BucketSet, float] = {}
+        self._scales: dict[BucketSet, float] = {}
+        self._shown: BucketSet | None = None
+        self._ahead = Prediction(self.settings.parameters, self.settings.owner)
+
+    def _make(self, suffix: str, like: BucketSet | None = None) -> BucketSet:
+        keep_local = self._predict == "local"
+        return self.settings.make_buckets(self._groups, suffix, keep_local, like)
 
     @property
     def current(self) -> BucketSet:
         return self._filling
 
+    @property
+    def next_message(self) -> Message:
+        return self._filling.last_message
+
+    @property
+    def gradient_scale(self) -> float | None:
+        return None if self._shown is None else self._scales.get(self._shown)
+
+    def note_scale(self, scale: float) -> None:
+        self._scales[self._pending or self._filling] = scale
+
     def prepare(self) -> bool:
-        self._sent[self._filling] = float(self._drains % 2)
-        self._filling.launch_rest(control=self._sent[self._filling])
+        self._ahead.back()
+        self._said[self._filling] = float(self._drains % 2)
+        self._scales.pop(self._filling, None)
+        self._filling.launch_rest(says=self._said[self._filling])
         if self.rounds < self._warmup_steps:
             self._wait(self._filling)
             return True
@@ -54,23 +89,42 @@ class PipeSGDEngine(Engine):
             self._filling = self._sets[self._filling is self._sets[0]]
             self._filling.zero()
             self._filling.show()
+            self._shown = None
             return False
         self._wait(due)
         self._filling = due
+        self._leave_sparse_out()
         return True
 
+    def after_update(self) -> None:
+        super().after_update()
+        if self._pending is None or self._predict == "none":
+            return
+        parameters, scale = self.settings.parameters, None
+        if self._predict == "previous":
+            guess = [p.grad for p in parameters] if self._has_update else []
+        else:
+            guess, scale = self._pending.local(), self._scales.get(self._pending)
+            if self.reduction.op == Sum:
+                scale = (scale or 1.0) / self.reduction.workers
+        present = [gradient for gradient in guess if gradient is not None]
+        if present and (not self._scales or are_finite(present)):
+            self._ahead.lead(guess, scale or 1.0)
+
     def drain(self) -> None:
-        if self._pending is not None:
-            due, self._pending = self._pending, None
-            self._wait(due)
-            self._drains += 1
-            self.settings.update()
-
-    def state(self) -> State:
-        return State({}, {})
-
-    def load(self, state: State) -> None:
-        pass
+        self._ahead.back()
+        if self._pending is None:
+            return
+        due, self._pending = self._pending, None
+        self._wait(due)
+        self._drains += 1
+        scale = self.gradient_scale
+        if scale is not None:
+            if not are_finite(p.grad for p in self.settings.parameters if p.grad is not None):
+                warnings.warn("the last gradient overflowed and is left out", stacklevel=4)
+                return
+            unscale(self.settings.parameters, scale)
+        self.settings.owner.update()
 
     def after_join(self) -> None:
         self.drain()
@@ -78,11 +132,38 @@ class PipeSGDEngine(Engine):
         self._drains = 0
         self.rounds = self._warmup_steps
 
+    def state(self) -> State:
+        counters: dict[str, Any] = {"rounds": self.rounds, "drains": self._drains}
+        if self._pending is not None:
+            self._pending.arrive()
+        tensors = self._sets[0].residuals()
+        if self._pending is not None:
+            tensors["pending"] = self._pending.values()
+            counters["scale"] = self._scales.get(self._pending)
+        if self._ahead.leading:
+            tensors["weights"] = self._ahead.weights()
+        return State(counters, tensors)
+
+    def load(self, state: State) -> None:
+        self.rounds, self._drains = state.counters["rounds"], state.counters["drains"]
+        self._filling = self._sets[0]
+        self._sets[0].restore_residuals(state.tensors)
+        if "weights" in state.tensors:
+            self._ahead.restore(state.tensors["weights"])
+        if "pending" in state.tensors:
+            self._pending, self._filling = self._sets
+            self._pending.restore(state.tensors["pending"])
+            self._said[self._pending] = 0.0
+            if state.counters["scale"] is not None:
+                self._scales[self._pending] = state.counters["scale"]
+
     def discard(self) -> None:
+        super().discard()
+        self._ahead.forget()
         if self._pending is not None:
             due, self._pending = self._pending, None
             due.wait()
-            warnings.warn("the gradient in flight is dropped: a state was loaded", stacklevel=3)
+        self._filling, self._drains = self._sets[0], 0
 
     def _wait(self, due: BucketSet) -> None:
         """Wait for an average and make it the gradient.
@@ -92,9 +173,30 @@ class PipeSGDEngine(Engine):
         """
         due.wait()
         due.show()
-        if not due.all_sent(self._sent[due]):
+        self._shown = due
+        if not due.all_said(self._said[due]):
             raise HvdPipeError(
                 "ranks have not drained at the same steps: on some rank synchronize() came before "
                 "any gradient was computed in its step. Call backward() on every rank before "
                 "synchronize(), on an empty batch too (a loss times zero will do)."
             )
+
+    def _leave_sparse_out(self) -> None:
+        """Make the free set anew, without room for what turned out to be sparse."""
+        if not self._filling.stale:
+            return
+        if self._predict != "none":
+            name = self.settings.names[min(self.settings.sparse)]
+            raise HvdPipeError(
+                f"prediction={self._predict!r} needs dense gradients, but that of {name!r} is "
+                "sparse: pass sparse_as_dense=True, or prediction='none'."
+            )
+        place = self._sets.index(self._filling)
+        other = self._sets[1 - place]
+        fresh = self._make(("even", "odd")[place], like=None if other.stale else other)
+        fresh.move_in()
+        if other.stale:
+            fresh.restore_residuals(self._filling.residuals())
+        if self._filling in self._scales:
+            self._scales[fresh] = self._scales.pop(self._filling)
+        self._sets[place] = self._filling = self._shown = fresh

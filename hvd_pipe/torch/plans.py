@@ -9,16 +9,19 @@ from hvd_pipe.torch.engine import Settings, kinds
 __all__ = ["default_groups", "plan_groups"]
 
 
-def default_groups(settings: Settings, bucket_bytes: int | None) -> list[list[int]]:
+def default_groups(
+    settings: Settings, bucket_bytes: int | None, first: int = 0
+) -> list[list[int]]:
     """Fill buckets in reverse order of registration, about the order in which backward goes.
 
     Args:
         settings: The parameters.
         bucket_bytes: Size of a bucket at most; 1 for one tensor a bucket, None for one bucket.
+        first: The first place that counts; places before it are left out.
     """
     groups: list[list[int]] = []
-    for places in kinds(settings.parameters):
-        order = places[::-1]
+    for places in kinds(settings.parameters[first:]):
+        order = [first + place for place in reversed(places)]
         sizes = [settings.nbytes(place) for place in order]
         start = 0
         for count in merge.by_bytes(sizes, bucket_bytes or sum(sizes)).tolist():

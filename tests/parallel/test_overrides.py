@@ -41,7 +41,8 @@ def test_a_state_that_rank_0_alone_has_loaded(name: str, wrapped: bool) -> None:
     optimizer.param_groups[0]["lr"] = 0.02
     ranks = of_case(results(), (name, wrapped))
     for _, state in ranks:
-        assert_same(state, optimizer.state_dict())
+        plain = {key: value for key, value in state.items() if key != "hvd_pipe"}
+        assert_same(plain, optimizer.state_dict())
     np.testing.assert_array_equal(ranks[0][0], ranks[1][0])
 
 

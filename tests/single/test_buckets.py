@@ -51,14 +51,14 @@ def gradients_of(some: list[nn.Parameter], scale: float = 1.0) -> None:
 
 def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     some = parameters()
-    buckets = BucketSet(some, [[3, 2], [0, 1]], Reduction(), "t")
+    buckets = BucketSet(some, "abcd", [[3, 2], [0, 1]], Reduction(), "t")
     gradients_of(some)
     some[1].grad = None  # not computed: counts as zero
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
     for place in (3, 2, 0):
         buckets.ready(place)
     assert buckets.completed == [3, 2, 0]
-    buckets.launch_rest(control=1.0)
+    buckets.launch_rest(says=1.0)
     buckets.wait()
     assert buckets.control() == 1.0
     assert buckets.completed == []
@@ -66,12 +66,12 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     assert some[3].grad is not None
     assert some[3].grad.is_sparse
     assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
-    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1]
+    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1, 0]
 
 
 def test_gradients_that_are_views_already_are_not_copied() -> None:
     some = parameters()
-    buckets = BucketSet(some, [[0, 1, 2, 3]], Reduction(), "t")
+    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "t")
     buckets.show()
     view = some[0].grad
     (some[0].sum() * 5).backward()  # accumulates in place
@@ -82,7 +82,7 @@ def test_gradients_that_are_views_already_are_not_copied() -> None:
 
 def test_buckets_are_ready_again_after_a_wait() -> None:
     some = parameters()
-    buckets = BucketSet(some, [[0, 1], [2, 3]], Reduction(), "t")
+    buckets = BucketSet(some, "abcd", [[0, 1], [2, 3]], Reduction(), "t")
     for scale in (1.0, 10.0):
         gradients_of(some, scale)
         for place in range(4):
@@ -90,18 +90,18 @@ def test_buckets_are_ready_again_after_a_wait() -> None:
         assert [bucket.launched for bucket in buckets.buckets] == [True, False]
         buckets.launch_rest()
         buckets.wait()
-        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [0, 1]
+        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [0, 1, 0]
 
 
 def test_new_buckets_take_the_values_that_users_see() -> None:
     some = parameters()
-    old = BucketSet(some, [[0, 1, 2, 3]], Reduction(), "old")
+    old = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "old")
     gradients_of(some)
     old.launch_rest()
     old.wait()
     old.show()
     some[2].grad = None
-    new = BucketSet(some, [[3], [2], [1], [0]], Reduction(), "new")
+    new = BucketSet(some, "abcd", [[3], [2], [1], [0]], Reduction(), "new")
     new.move_in()
     assert some[2].grad is None
     assert some[0].grad is new.buckets[3].views[0]

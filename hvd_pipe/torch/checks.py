@@ -1,0 +1,54 @@
+"""Check a `DistributedOptimizer`'s arguments on every rank before anything is built."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from horovod.torch.mpi_ops import ProcessSet, global_process_set
+
+from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.torch.agree import Description, check_alike, failed
+from hvd_pipe.torch.arguments import Arguments, Checked
+
+__all__ = ["check_everywhere"]
+
+# Numbers the optimizers of each process set, whose members all count the same ones.
+_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+
+
+def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
+    """Check the arguments on this rank, then against all others.
+
+    A rank that finds something wrong still takes part, so that the others hear of it instead of
+    waiting for it.
+    """
+    process_set = arguments.process_set
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        process_set = global_process_set  # it is refused below, but all ranks must hear of it
+    number = process_set.process_set_id
+    count = next(_counts[number])
+    failure: Exception | None = None
+    description: Description
+    try:
+        checked = arguments.check(optimizer, f"hvd_pipe.{number}.{count}")
+        description = [
+            ("the number of optimizers made before", str(count)),
+            ("the optimizer", type(optimizer).__name__),
+            *checked.describe(),
+        ]
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        failure = error
+        description = failed(error)
+    try:
+        if process_set.included():
+            # One name for all, so that ranks which have made different numbers still meet here.
+            check_alike(description, f"hvd_pipe.{number}.construction", process_set)
+    except RanksDisagreeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    return checked

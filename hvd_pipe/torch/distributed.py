@@ -1,0 +1,401 @@
+"""The class of a distributed optimizer: the user's class, with an engine that moves gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.torch import saved
+from hvd_pipe.torch.arguments import Arguments, check_passes
+from hvd_pipe.torch.checks import check_everywhere
+from hvd_pipe.torch.engine import Engine
+from hvd_pipe.torch.engines import make_engine
+from hvd_pipe.torch.scaling import unscale
+
+__all__ = ["DistributedMixin", "distribute"]
+
+
+class DistributedMixin(torch.optim.Optimizer):
+    """What a distributed optimizer does beside its user's class; the engine does the work.
+
+    A copy (``copy.deepcopy``, pickle) has no engine until its first ``step()``, which all ranks
+    make; until then it sends nothing, so that one rank alone may copy and save it.
+    """
+
+    _hvd_pipe: Engine | None
+    _hvd_pipe_arguments: Arguments
+    _hvd_pipe_names: list[str]
+    _hvd_pipe_saved: saved.Saved | None = None
+    _hvd_pipe_skip = False
+    _hvd_pipe_loss_scale: float | None = None
+    _hvd_pipe_late_scaler = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The buckets in the order in which they are sent; None where none are (CoCoD)."""
+        return None if self._hvd_pipe is None else self._hvd_pipe.plan
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes this rank has put on the wire for gradients and models so far.
+
+        Counted as ``2 (n-1)/n`` of each message in the form in which it travels (compressed, with
+        scales and padding), the least that an all-reduce over n workers needs.
+        """
+        return 0.0 if self._hvd_pipe is None else self._hvd_pipe.reduction.traffic.sent_bytes
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of the strategy; ``closure`` is called once, at the start.
+
+        LBFGS calls it as often as it likes: loss and gradients are averaged each time.
+        """
+        engine = self._engine()
+        if isinstance(self, torch.optim.LBFGS):
+            return super().step(self._averaged(engine, closure))
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if engine.synchronized and not self._hvd_pipe_skip and not self._hvd_pipe_late_scaler:
+            warnings.warn(
+                "optimizer.step() after optimizer.synchronize(): write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`.",
+                stacklevel=2,
+            )
+        if self._hvd_pipe_skip and engine.fresh and not engine.synchronized:
+            raise HvdPipeError(
+                "step() inside skip_synchronize(), but gradients were computed since the last "
+                "synchronize(): call optimizer.synchronize() after backward() and before this."
+            )
+        updating = engine.before_update()
+        if "found_inf" in self.__dict__:
+            updating = self._unscaled(engine) and updating
+        result = super().step() if updating else None
+        engine.after_update()
+        self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
+        return result if closure is None else loss
+
+    # torch wraps a class's step for its hooks; the user's class has been wrapped already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the user's class; not between ``backward()`` and ``step()``: gradients travel.
+
+        After `synchronize`, it drops the gradients that were prepared.
+        """
+        engine = self._hvd_pipe
+        if engine is not None:
+            if engine.fresh and not engine.synchronized and engine.current is not None:
+                raise HvdPipeError(
+                    "zero_grad() after backward() and before step() would clear gradients that "
+                    "are being sent: call it before backward() or after step()."
+                )
+            if engine.synchronized or engine.current is None:
+                engine.abandon()
+        super().zero_grad(*args, **kwargs)
+
+    def synchronize(self, loss_scale: float | None = None) -> None:
+        """Finish what is in flight.
+
+        After ``backward()``, the gradients become those that ``step()`` will apply: clip them,
+        then step inside `skip_synchronize`. Else it drains: Pipe-SGD applies its pending gradient;
+        CoCoD makes all replicas equal.
+
+        Args:
+            loss_scale: ``scaler.get_scale()``, before ``scaler.unscale_(optimizer)``: Pipe-SGD
+                applies gradients that may have been computed under another one, and ranks agree
+                on an overflow. ``merged-gradient`` does not need it.
+        """
+        engine = self._engine()
+        preparing = engine.fresh and not engine.synchronized
+        engine.synchronize()
+        if loss_scale is None or not preparing:
+            return
+        self._hvd_pipe_loss_scale = loss_scale
+        engine.agree_on_overflow()
+        engine.note_scale(loss_scale)
+        due = engine.gradient_scale
+        if due is not None and due != loss_scale:
+            unscale(engine.settings.parameters, due / loss_scale)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` take gradients as `synchronize` and the user have left them.
+
+        Example::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        """
+        self._hvd_pipe_skip = True
+        try:
+            yield
+        finally:
+            self._hvd_pipe_skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accumulate this many backward passes into one gradient; call it after ``step()``."""
+        self._engine().passes = check_passes(passes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the user's class, between two steps; the new parameters join at the next step."""
+        engine = self._hvd_pipe
+        if engine is not None and engine.fresh:
+            raise HvdPipeError(
+                "add_param_group() after backward() and before step(): call it after step()."
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the user's class, with what is in flight under the key ``"hvd_pipe"``.
+
+        The rest has the plain layout: torch and Horovod load it and ignore the key. Any one rank
+        may call this alone; it waits for what that rank has sent.
+        """
+        state: dict[str, Any] = super().state_dict()
+        state[saved.KEY] = self._in_flight()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the user's class; what was in flight when it was saved goes on from there.
+
+        A state without the key ``"hvd_pipe"`` (of Horovod, of plain torch) starts with nothing in
+        flight, as does one of another strategy; this warns where something is lost.
+        """
+        if self._hvd_pipe is None:
+            super().load_state_dict(state_dict)
+            self._hvd_pipe_saved = state_dict.get(saved.KEY)
+            return
+        self._hvd_pipe.discard()
+        super().load_state_dict(state_dict)
+        saved.load(self._hvd_pipe, state_dict.get(saved.KEY), self._owned())
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for this before it looks at gradients: the time to average them.
+
+        Each rank alone would else decide whether to step. It then always calls ``step()``, which
+        leaves the update out where the average has overflowed.
+        """
+        engine = self._engine()
+        if not engine.synchronized:
+            self._hvd_pipe_late_scaler = True
+            engine.prepare_now()
+            engine.agree_on_overflow()
+        return True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        base, state = type(self).__mro__[2], self.__getstate__()
+        arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
+        return _revive, (base, state, arguments, names, self._in_flight())
+
+    # What the engine asks for: see `hvd_pipe.torch.engine.Owner`.
+
+    def _update(self) -> None:
+        super().step()
+
+    def _peek(self) -> None:
+        """Make an update that moves the weights only: without hooks, on a copy of the state."""
+        kept = dict(self.state)
+        groups = [dict(group) for group in self.param_groups]
+        self.state.clear()
+        for parameter, state in kept.items():
+            self.state[parameter] = {key: _copied(value) for key, value in state.items()}
+        try:
+            step = super().step
+            plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
+            step() if plain is None else plain(self)
+        finally:
+            self.state.clear()
+            self.state.update(kept)
+            for group, before in zip(self.param_groups, groups, strict=True):
+                group.update(before)
+
+    def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        found = {}
+        for place, parameter in enumerate(self._owned()):
+            if parameter.requires_grad and id(parameter) not in known:
+                names = self._hvd_pipe_names
+                names += [f"param.joined.{i}" for i in range(len(names), place + 1)]
+                found[names[place]] = parameter
+        return found
+
+    # Within.
+
+    def _owned(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _engine(self) -> Engine:
+        """Return the engine; a copy gets its own here."""
+        if self._hvd_pipe is None:
+            named = dict(zip(self._hvd_pipe_names, self._owned(), strict=True))
+            arguments, groups = self._hvd_pipe_arguments, self._hvd_pipe_arguments.groups
+            if groups is not None:
+                groups = [[named[name] for name in group] for group in groups]
+            arguments = dataclasses.replace(
+                arguments, named_parameters=named.items(), groups=groups
+            )
+            checked = check_everywhere(self, arguments)
+            self._hvd_pipe = make_engine(checked, _Owner(weakref.ref(self)))
+            saved.load(self._hvd_pipe, self._hvd_pipe_saved, self._owned())
+            self._hvd_pipe_saved = None
+            self._hvd_pipe.fresh = any(p.grad is not None for p in self._owned())
+        return self._hvd_pipe
+
+    def _in_flight(self) -> saved.Saved | None:
+        if self._hvd_pipe is None:
+            return self._hvd_pipe_saved
+        return saved.save(self._hvd_pipe, self._owned())
+
+    def _unscaled(self, engine: Engine) -> bool:
+        """Take GradScaler's part: divide the gradients by their scale; False on an overflow."""
+        scale: torch.Tensor | None = self.__dict__["grad_scale"]
+        found_inf: torch.Tensor = self.__dict__["found_inf"]
+        if scale is None:
+            if self._hvd_pipe_late_scaler:
+                raise HvdPipeError(
+                    "scaler.unscale_(optimizer) came before the gradients were averaged: call "
+                    "optimizer.synchronize(loss_scale=scaler.get_scale()) after backward() and "
+                    "before unscale_, and scaler.step(optimizer) inside "
+                    "`with optimizer.skip_synchronize():`."
+                )
+            if engine.needs_loss_scale and self._hvd_pipe_loss_scale is None:
+                raise HvdPipeError(
+                    "with scaler.unscale_() this strategy must know the loss scale: call "
+                    "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
+                )
+        # An optimizer that knows of scales (fused=True) must not divide once more.
+        self.__dict__.update(grad_scale=None, found_inf=None)
+        if scale is not None:
+            engine.note_scale(float(scale))
+        if float(found_inf) != 0.0:
+            return False
+        if scale is not None:
+            due = engine.gradient_scale
+            unscale(engine.settings.parameters, float(scale) if due is None else due)
+        return True
+
+    def _averaged(self, engine: Engine, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """Return the closure with its loss and gradients averaged, so that ranks decide alike."""
+        if closure is None:
+            raise TypeError("LBFGS needs a closure that computes the loss: step(closure).")
+
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            mean = torch.as_tensor(loss).detach().clone().double().reshape(1)
+            engine.before_update()
+            engine.after_update()
+            if not engine.reduction.alone:
+                engine.reduction.reduce(mean, f"{engine.settings.tag}.loss")
+            return mean[0]
+
+        return averaged
+
+
+class _Owner:
+    """Leads an engine to its optimizer without keeping that alive."""
+
+    def __init__(self, reference: weakref.ref[DistributedMixin]) -> None:
+        self._reference = reference
+
+    def _optimizer(self) -> DistributedMixin:
+        owner = self._reference()
+        if owner is None:
+            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
+        return owner
+
+    def update(self) -> None:
+        self._optimizer()._update()
+
+    def peek(self) -> None:
+        self._optimizer()._peek()
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer().state.get(parameter, {})
+        return state
+
+    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        return self._optimizer()._joining(known)
+
+
+def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> DistributedMixin:
+    """Make the distributed twin; it shares the optimizer's ``__dict__``, so nothing is lost."""
+    checked = check_everywhere(optimizer, arguments)
+    names, groups = checked.settings.names, checked.settings.groups
+    if groups is not None:
+        arguments = dataclasses.replace(
+            arguments, groups=[[names[place] for place in group] for group in groups]
+        )
+    arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
+    wrapped = _twin(optimizer, arguments, checked.all_names)
+    wrapped._hvd_pipe = make_engine(checked, _Owner(weakref.ref(wrapped)))
+    return wrapped
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, arguments: Arguments, names: list[str]
+) -> DistributedMixin:
+    """Return an instance of the distributed class over the optimizer's ``__dict__``."""
+    cls = _distributed_class(type(optimizer))  # type: ignore[arg-type]
+    wrapped = cls.__new__(cls)
+    wrapped.__dict__ = optimizer.__dict__
+    wrapped._hvd_pipe = None
+    wrapped._hvd_pipe_arguments, wrapped._hvd_pipe_names = arguments, names
+    if "step" in wrapped.__dict__:
+        wrapped.__dict__["step"] = _scheduled_step(weakref.ref(wrapped))
+    return wrapped
+
+
+def _revive(
+    base: type[torch.optim.Optimizer],
+    state: dict[str, Any],
+    arguments: Arguments,
+    names: list[str],
+    in_flight: saved.Saved | None,
+) -> DistributedMixin:
+    """Make a copy, which gets its engine at its first step."""
+    plain = base.__new__(base)
+    plain.__setstate__(state)
+    wrapped = _twin(plain, arguments, names)
+    wrapped._hvd_pipe_saved = in_flight
+    return wrapped
+
+
+@functools.cache
+def _distributed_class(cls: type[torch.optim.Optimizer]) -> type[DistributedMixin]:
+    return type(cls.__name__, (DistributedMixin, cls), {})
+
+
+def _scheduled_step(reference: weakref.ref[DistributedMixin]) -> Callable[..., Any]:
+    """Return what a learning-rate scheduler made before wrapping finds as ``optimizer.step``.
+
+    The scheduler put its own step on the instance; it would call the user's class and skip ours.
+    """
+
+    @functools.wraps(DistributedMixin.step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        owner = reference()
+        if owner is None:
+            raise HvdPipeError("the DistributedOptimizer of this optimizer is gone: keep it.")
+        owner._opt_called = True  # type: ignore[attr-defined]
+        return DistributedMixin.step(owner, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -1,0 +1,92 @@
+"""What a checkpoint holds of an engine: the value under ``state_dict()["hvd_pipe"]``.
+
+Tensors are listed by the parameter's number in ``param_groups``, as torch lists its own state.
+Labels that begin with ``own.`` belong to one rank: what its codec has left over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_pipe.torch.engine import Engine, State
+
+__all__ = ["KEY", "Saved", "load", "save"]
+
+KEY = "hvd_pipe"
+VERSION = 1
+
+Saved = dict[str, Any]
+
+
+def save(engine: Engine, owned: Sequence[torch.Tensor]) -> Saved:
+    """Return what the engine has in flight.
+
+    Args:
+        engine: Of the optimizer that is saved.
+        owned: All parameters of the optimizer, in the order of its groups.
+    """
+    state, numbers = engine.state(), _numbers(engine, owned)
+    return {
+        "version": VERSION,
+        "strategy": engine.name,
+        "workers": engine.reduction.workers,
+        "rank": _rank(engine),
+        "counters": state.counters,
+        "tensors": {
+            label: {
+                number: tensor
+                for number, tensor in zip(numbers, tensors, strict=True)
+                if tensor is not None
+            }
+            for label, tensors in state.tensors.items()
+        },
+    }
+
+
+def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> None:
+    """Let the engine go on from what `save` returned; nothing is in flight.
+
+    Another number of workers is fine: averages stay averages; a plan, which was made for the
+    other number, and what a codec had left over on another rank are not taken.
+    """
+    if saved is None:
+        if engine.keeps:
+            _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")
+        return
+    if saved.get("version") != VERSION:
+        _warn(f"is of version {saved.get('version')}, not {VERSION}: nothing in flight is taken.")
+        return
+    if saved["strategy"] != engine.name:
+        if any(saved["tensors"].values()):
+            _warn(
+                f"was saved under {saved['strategy']!r}, whose {', '.join(saved['tensors'])} "
+                f"{engine.name!r} cannot go on with: call optimizer.synchronize() before saving."
+            )
+        return
+    alike = saved["workers"] == engine.reduction.workers
+    mine = alike and saved["rank"] == _rank(engine)
+    counters = {key: value for key, value in saved["counters"].items() if alike or key != "plan"}
+    tensors = {
+        label: [found.get(number) for number in _numbers(engine, owned)]
+        for label, found in saved["tensors"].items()
+        if mine or not label.startswith("own.")
+    }
+    engine.load(State(counters, tensors))
+
+
+def _numbers(engine: Engine, owned: Sequence[torch.Tensor]) -> list[int]:
+    number = {id(parameter): i for i, parameter in enumerate(owned)}
+    return [number[id(parameter)] for parameter in engine.settings.parameters]
+
+
+def _rank(engine: Engine) -> int:
+    process_set = engine.reduction.process_set
+    return int(process_set.rank()) if process_set.included() else -1
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=4)

@@ -1,0 +1,342 @@
+"""CoCoD's options, case by case: test_cocod_options.py has the equations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cases import Raised, run_cases
+from problem import OPTIMIZERS as COMMON
+from problem import STEPS, Weights, loss_of, make_model, train
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.strategy import CoCoD
+from hvd_pipe.torch.compression import Compression, Int8
+from hvd_pipe.torch.engine import State
+from hvd_pipe.torch.speeds import worker_speeds
+
+
+def _hasty_adam(model: nn.Module) -> Optimizer:
+    """Second moments that fall quickly, so that mean + (end - start) can be below zero."""
+    return Adam(model.parameters(), lr=0.01, betas=(0.9, 0.2), eps=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {**COMMON, "hasty adam": _hasty_adam}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run; ``weights`` beyond the number of ranks are left out."""
+
+    options: CoCoD
+    optimizer: str = "momentum"
+    drains: tuple[int, ...] = ()
+    compression: str = "none"
+    dtype: torch.dtype = torch.float64
+
+    def strategy(self, n: int) -> CoCoD:
+        weights = self.options.weights
+        return CoCoD(**{**vars(self.options), "weights": weights and weights[:n]})
+
+    def __str__(self) -> str:
+        what = [f"{k}={v}" for k, v in vars(self.options).items() if v != getattr(CoCoD(), k)]
+        what += [self.optimizer, self.compression, str(self.dtype).removeprefix("torch.")]
+        return ", ".join([*what, *([f"drained after {self.drains}"] if self.drains else [])])
+
+
+COMPRESSIONS: dict[str, Any] = {
+    "none": Compression.none,
+    "fp16": Compression.fp16,
+    "bf16": Compression.bf16,
+    "int8": Compression.int8,
+    "int8 with feedback": Int8(error_feedback=True),
+}
+
+_WEIGHTS = (3.0, 1.0, 2.5)
+_PULL = {"pull_back": 0.6, "anchor_momentum": 0.7}
+
+EXACT = [
+    Case(CoCoD(weights=_WEIGHTS)),
+    Case(CoCoD(weights=_WEIGHTS), "adam", drains=(13, 14)),
+    Case(CoCoD(3, 4, weights=_WEIGHTS)),
+    Case(CoCoD(3, 4, weights=_WEIGHTS), "adam", drains=(2, 13)),
+    Case(CoCoD(momentum="average")),
+    Case(CoCoD(momentum="average"), "adam"),
+    Case(CoCoD(momentum="average"), "hasty adam", drains=(13, 14)),
+    Case(CoCoD(3, 4, momentum="average", weights=_WEIGHTS), "adam", drains=(2, 13)),
+    Case(CoCoD(pull_back=0.6)),
+    Case(CoCoD(pull_back=0.6), "adam", drains=(13, 14)),
+    Case(CoCoD(**_PULL)),
+    Case(CoCoD(2, 5, **_PULL), "adam", drains=(2, 13)),
+    Case(CoCoD(momentum="average", weights=_WEIGHTS, **_PULL), "momentum", drains=(13,)),
+]
+COMPRESSED = [
+    Case(CoCoD(), compression="fp16", drains=(13,)),
+    Case(CoCoD(3, 4), "adam", compression="fp16"),
+    Case(CoCoD(weights=_WEIGHTS), compression="fp16"),
+    Case(CoCoD(momentum="average", **_PULL), "adam", compression="fp16"),
+]
+CODED = [
+    Case(CoCoD(), compression="bf16", drains=(13,)),
+    Case(CoCoD(), compression="int8"),
+    Case(CoCoD(weights=_WEIGHTS), compression="int8 with feedback", drains=(13,)),
+]
+HALF = [
+    Case(CoCoD(), dtype=torch.float16),
+    Case(CoCoD(weights=_WEIGHTS, momentum="average"), dtype=torch.float16),
+    Case(CoCoD(pull_back=0.6), dtype=torch.float16),
+    Case(CoCoD(), dtype=torch.bfloat16),
+]
+
+
+def run(n: int) -> dict[Case, Weights | Raised]:
+    hvd.init()
+    cases = [*EXACT, *COMPRESSED, *CODED, *HALF]
+    return run_cases({case: partial(trajectory, case, n) for case in cases})
+
+
+def wrap(model: nn.Module, case: Case, n: int, plain: Optimizer | None = None) -> Any:
+    return hvd.DistributedOptimizer(
+        plain or OPTIMIZERS[case.optimizer](model),
+        model.named_parameters(),
+        compression=COMPRESSIONS[case.compression],
+        strategy=case.strategy(n),
+    )
+
+
+def trajectory(case: Case, n: int) -> Weights:
+    """As `problem.train` does it, also for a dtype that numpy lacks."""
+    model = make_model(case.dtype)
+    optimizer, records = wrap(model, case, n), []
+
+    def record() -> None:
+        wide = torch.promote_types(case.dtype, torch.float32)
+        records.append(torch.cat([p.detach().flatten() for p in model.parameters()]).to(wide))
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        record()
+        if step in case.drains or step == STEPS - 1:
+            optimizer.synchronize()
+            record()
+    return torch.stack(records).numpy()
+
+
+# Going on from a state ---------------------------------------------------------------------------
+
+MORE = 6
+RESUMED = [
+    *EXACT,
+    Case(CoCoD(3, 4), "adam", compression="fp16"),
+    Case(CoCoD(momentum="average", weights=_WEIGHTS, **_PULL), "adam", compression="fp16"),
+    Case(CoCoD(2, weights=_WEIGHTS), compression="int8 with feedback", drains=(5,)),
+    Case(CoCoD(3, 4), compression="int8 with feedback", drains=(1,)),
+]
+MOMENTS = (2, 4, 7, 8, 14)
+"""Steps after which a state is taken: in warm-up, in a round, at its end, after a drain."""
+
+
+class Resumed(NamedTuple):
+    """The weights after each of ``MORE`` steps, in four ways that must be one."""
+
+    straight: Weights
+    saved: Weights
+    saved_on_rank_0: Weights
+    resumed: Weights
+
+
+def run_resumed(n: int) -> dict[tuple[Case, int], Resumed | Raised]:
+    hvd.init()
+    return run_cases(
+        {
+            (case, moment): partial(resumed, case, moment, n)
+            for case in RESUMED
+            for moment in MOMENTS
+        }
+    )
+
+
+def resumed(case: Case, moment: int, n: int) -> Resumed:
+    straight, _, _, _ = _go(case, moment, n, save=False)
+    saved, weights, momenta, state = _go(case, moment, n, save=True)
+    on_rank_0, _, _, _ = _go(case, moment, n, save=hvd.rank() == 0)
+    model = make_model()
+    model.load_state_dict(weights)
+    plain = OPTIMIZERS[case.optimizer](model)
+    plain.load_state_dict(momenta)
+    optimizer = wrap(model, case, n, plain)
+    assert state is not None
+    optimizer._hvd_pipe.load(state)
+    return Resumed(straight, saved, on_rank_0, _steps(model, optimizer, case, moment, MORE))
+
+
+def _go(case: Case, moment: int, n: int, save: bool) -> tuple[Weights, Any, Any, State | None]:
+    model = make_model()
+    plain = OPTIMIZERS[case.optimizer](model)
+    optimizer = wrap(model, case, n, plain)
+    _steps(model, optimizer, case, 0, moment)
+    state = optimizer._hvd_pipe.state() if save else None
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    momenta = torch.optim.Optimizer.state_dict(plain)
+    momenta = {
+        **momenta,
+        "state": {
+            i: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in own.items()}
+            for i, own in momenta["state"].items()
+        },
+    }
+    return _steps(model, optimizer, case, moment, MORE), weights, momenta, state
+
+
+def _steps(model: nn.Module, optimizer: Any, case: Case, first: int, count: int) -> Weights:
+    def later(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        return loss_of(model, rank, first + step)
+
+    drains = {drain - first for drain in case.drains}
+    return train(model, optimizer, hvd.rank(), loss=later, steps=count, drains=drains)
+
+
+# Ranks that leave, or lack something -------------------------------------------------------------
+
+LEAVES_AFTER = 6
+
+
+TWO = hvd.ProcessSet([0, 1])
+
+
+def run_others() -> dict[str, Any]:
+    hvd.init(process_sets=[TWO])
+    return run_cases(
+        {
+            "a rank leaves": a_rank_leaves,
+            "two of three": two_of_three,
+            "a parameter comes to life on one rank": a_parameter_comes_to_life,
+            "a parameter joins": partial(a_parameter_joins, Compression.none),
+            "a parameter joins, fp16": partial(a_parameter_joins, Compression.fp16),
+            "wrong number of weights": wrong_number_of_weights,
+            "unequal weights": unequal_weights,
+            "speeds": speeds,
+            "a step fails": a_step_fails,
+        }
+    )
+
+
+def a_rank_leaves() -> Weights:
+    """The last rank has fewer batches than the others."""
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(weights=_WEIGHTS)), hvd.size())
+    last = hvd.rank() == hvd.size() - 1
+    records = train(model, optimizer, hvd.rank(), steps=LEAVES_AFTER if last else 14)
+    hvd.join()
+    return records
+
+
+def two_of_three() -> Weights:
+    """The third rank is no member of the process set and trains alone."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        process_set=TWO,
+        strategy=CoCoD(3, 4, weights=(3.0, 1.0), momentum="average"),
+    )
+    return train(model, optimizer, hvd.rank(), drains={13, STEPS - 1})
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.b = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+
+def a_parameter_comes_to_life() -> list[tuple[float, npt.NDArray[np.float64]] | None]:
+    """On rank 1, b has gradients from step 5 on: its gradient and its momentum, step by step."""
+    model = TwoParts()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = CoCoD(period=2, momentum="average")
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=options)
+    records: list[tuple[float, npt.NDArray[np.float64]] | None] = []
+    for step in range(16):
+        optimizer.zero_grad()
+        loss = (model.a * (step + hvd.rank())).sum()
+        if hvd.rank() == 1 and step >= 5:
+            loss = loss + float(step) * model.b.sum()
+        loss.backward()
+        optimizer.step()
+        momentum = optimizer.state[model.b].get("momentum_buffer")
+        records.append(None if momentum is None else (float(step), momentum.numpy().copy()))
+    optimizer.synchronize()
+    return records
+
+
+JOINS_AT = 5
+
+
+def a_parameter_joins(compression: Any) -> list[float]:
+    """In the middle of the second round of four steps, b is unfrozen: its value after each step.
+
+    Its gradient is 1 on rank 0, 2 on rank 1, 3 on rank 2, and the learning rate 0.125.
+    """
+    model = TwoParts()
+    model.b.requires_grad_(False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.125)
+    named = model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(plain, named, compression=compression, strategy=CoCoD())
+    records = []
+    for step in range(16):
+        model.b.requires_grad_(step >= JOINS_AT)
+        optimizer.zero_grad()
+        ((model.a.sum() + model.b.sum()) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        records.append(float(model.b[0].detach()))
+    optimizer.synchronize()
+    return [*records, float(model.b[0].detach())]
+
+
+def _error(job: Callable[[], Any]) -> str:
+    try:
+        job()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrong_number_of_weights() -> str:
+    model = make_model()
+    return _error(lambda: wrap(model, Case(CoCoD(weights=(1, 2))), 2))
+
+
+def unequal_weights() -> str:
+    model = make_model()
+    weights = (1, 2, 3) if hvd.rank() else (3, 2, 1)
+    return _error(lambda: wrap(model, Case(CoCoD(weights=weights)), 3))
+
+
+def speeds() -> list[float]:
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.2 if calls == 1 else 0.02 * (hvd.rank() + 1))
+
+    return worker_speeds(step, seconds=0.0)
+
+
+def a_step_fails() -> str:
+    def step() -> None:
+        if hvd.rank() == 1:
+            raise OSError("no data")
+
+    return _error(lambda: worker_speeds(step, seconds=0.0))
