@@ -173,7 +173,8 @@ class CoCoD:
             size (`hvd.split_batch` makes such batches); None for equal ones. In a string,
             ``weights=3/1``.
         momentum: ``"local"`` leaves the optimizer's state alone; ``"average"`` lets its tensors
-            of their parameter's shape (momentum, Adam's moments) follow the parameters' rule.
+            of their parameter's shape (momentum, Adam's moments) follow the parameters' rule, for
+            a message more a round. With unlike data and large steps it diverges earlier.
         pull_back: Overlap-Local-SGD's alpha, above 0 and below 1 (published: 0.6); None for
             CoCoD's own rule.
         anchor_momentum: Overlap-Local-SGD's beta, from 0 to below 1 (published: 0.7).

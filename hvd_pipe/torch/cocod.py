@@ -110,6 +110,9 @@ class CoCoDEngine(Engine):
         steps = [("the number of steps", str(self.rounds))]
         reduction, tag = self.settings.reduction, self.settings.tag
         if not reduction.alone:
+            for average in self._averages():
+                average.arrive()
+            self.next_message.meet()  # with a rank that goes on to its next round, to be told
             check_alike(steps, f"{tag}.drain", reduction.process_set)
         if self._momenta is not None:
             self._momenta.agree()

@@ -1,0 +1,125 @@
+"""What hvd_pipe itself adds to a step, in the first steps and once the plan is made.
+
+    horovodrun -np 2 python benchmarks/overhead.py
+
+Two figures a strategy, both on rank 0, in medians:
+
+- own code: the time that the engine's functions take in a step, without waiting for messages; most
+  of it copies gradients into their buckets;
+- plan: what of it keeps the plan up to date (order of gradients, control words, planning anew),
+  which MergedGradient's other plans do not do.
+
+They are sums of the functions' own times, as differences between whole steps drown in noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.torch.buckets import Bucket
+
+OWN = ("on_gradient", "_prepare", "after_update")
+PLAN = ("_note_order", "after_update")
+
+
+class Clock:
+    """Adds up the seconds inside of functions; nested ones count once, waiting not at all."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._waited = 0.0
+
+    def watch(self, owner: Any, name: str, label: str | None = None) -> None:
+        """Time every call of ``owner.name``; without a label it is waiting."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            waited, start = self._waited, time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start - (self._waited - waited)
+                if label is None:
+                    self._waited += spent
+                else:
+                    self.seconds[label] += spent
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        """Return the sums since the last call."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+def make_model(layers: int, width: int) -> nn.Sequential:
+    """A stack of linear layers: two tensors each."""
+    torch.manual_seed(1)
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*parts)
+
+
+def measure(strategy: str, options: argparse.Namespace) -> None:
+    """Train with one strategy and print its line."""
+    model = make_model(options.layers, options.width)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.001), model.named_parameters(), strategy=strategy
+    )
+    engine, clock = optimizer._hvd_pipe, Clock()
+    wait = Bucket.wait
+    clock.watch(Bucket, "wait")
+    for name in OWN:
+        clock.watch(engine, name, "own")
+    if strategy == "merged-gradient":
+        for name in PLAN:
+            clock.watch(engine, name, "plan")
+    inputs = torch.randn(options.batch, options.width)
+    early, late = [], []
+    for step in range(options.steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+        whole = time.perf_counter() - start
+        (early if step < 20 else late).append((whole, clock.take()))
+    optimizer.synchronize()
+    Bucket.wait = wait  # type: ignore[method-assign]
+    if hvd.rank() == 0:
+        whole = median(step for step, _ in late)
+        own, plan = (
+            median(sums.get(label, 0.0) for _, sums in late) / whole for label in ("own", "plan")
+        )
+        first = sum(step for step, _ in early) - 20 * whole
+        print(
+            f"{strategy:18} {whole * 1e3:9.2f} {own:10.2%} {plan:10.3%} {first * 1e3:14.1f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=80, help="two tensors each (default 80)")
+    parser.add_argument("--width", type=int, default=256, help="of a layer (default 256)")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=120)
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    if hvd.rank() == 0:
+        print(f"{2 * options.layers} tensors, {hvd.size()} ranks", flush=True)
+        print("strategy             step ms   own code       plan  first 20: + ms", flush=True)
+    for strategy in ("merged-gradient", "pipe-sgd", "cocod"):
+        measure(strategy, options)
+
+
+if __name__ == "__main__":
+    main()
