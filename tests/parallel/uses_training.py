@@ -1,0 +1,831 @@
+"""Uses in the training loop: how gradients are made, changed, sent and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import horovod.torch as stock
+import numpy as np
+import numpy.typing as npt
+import torch
+from problem import OPTIMIZERS, Loss, batch, loss_of, make_model, weights_of
+from serial import Change, Reduce, Workers, accumulating, make_workers, mean, total
+from torch import nn
+from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.checkpoint import checkpoint
+from uses import STRATEGIES, Use
+
+import hvd_pipe.torch as hvd
+
+STEPS = 11  # of CoCoD's rounds of three steps three, and a part of one
+
+PROCESS_SETS = {2: [], 3: [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1])]}
+"""By the number of ranks in a job, what to call ``hvd.init`` with."""
+
+Array = npt.NDArray[Any]
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+MERGED, PIPE, COCOD = STRATEGIES
+FLOAT32 = 1e-6  # of weights below 1, after some roundings
+make_momentum = OPTIMIZERS["momentum"]
+make_float32 = partial(make_model, torch.float32)
+
+
+def make_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05)
+
+
+# On a rank.
+
+
+def wrap(model: nn.Module, plain: Optimizer, strategy: str, **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        plain, model.named_parameters(), strategy=strategy, **arguments
+    )
+
+
+def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Array:
+    """The weights after every step, and after a ``synchronize()`` at the end."""
+    records = []
+    for number in range(STEPS):
+        step(number)
+        records.append(weights_of(model))
+    optimizer.synchronize()
+    records.append(weights_of(model))
+    return np.array(records)
+
+
+def ordinary(
+    strategy: str,
+    *,
+    make: MakeModel = make_model,
+    make_optimizer: MakeOptimizer = make_momentum,
+    loss: Loss = loss_of,
+    **arguments: Any,
+) -> Array:
+    """The loop of every tutorial."""
+    model = make()
+    optimizer = wrap(model, make_optimizer(model), strategy, **arguments)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss(model, hvd.rank(), number).backward()
+        optimizer.step()
+
+    return rows(model, optimizer, step)
+
+
+# In a test.
+
+
+def simulate(
+    strategy: str,
+    n: int,
+    *,
+    make: MakeModel = make_model,
+    make_optimizer: MakeOptimizer = make_momentum,
+    loss: Loss = loss_of,
+    reduce: Reduce = mean,
+    change: Change | None = None,
+    before_step: Callable[[Workers, int], object] = lambda workers, number: None,
+) -> Array:
+    """The same loop for all workers of the strategy."""
+    workers = make_workers(strategy, n, make, make_optimizer, reduce)
+    for number in range(STEPS):
+        workers.backward(loss, number)
+        before_step(workers, number)
+        workers.step(change)
+        workers.record()
+    before_step(workers, STEPS)
+    workers.synchronize()
+    workers.record()
+    return workers.trajectory
+
+
+def same(**options: Any) -> dict[str, Any]:
+    """The two sides of a use whose loop is ordinary."""
+    return {"run": partial(ordinary, **options), "expected": partial(simulate, **options)}
+
+
+# Gradients are cleared in one way or another.
+
+
+def cleared(strategy: str, how: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+
+    def step(number: int) -> None:
+        if how == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=how == "None")
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+
+    return rows(model, optimizer, step)
+
+
+def cleared_after_step(strategy: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+
+    def step(number: int) -> None:
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return rows(model, optimizer, step)
+
+
+# Learning-rate schedules.
+
+
+def rate(step: int) -> float:
+    return 0.05 * 0.6 ** (step // 2)
+
+
+def scheduled(strategy: str, before: bool) -> Array:
+    model = make_model()
+    plain = make_momentum(model)
+    if before:
+        schedule: Any = StepLR(plain, step_size=2, gamma=0.6)
+        optimizer = wrap(model, plain, strategy)
+    else:
+        optimizer = wrap(model, plain, strategy)
+        schedule = LambdaLR(optimizer, lambda step: rate(step) / rate(0))
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+        schedule.step()
+
+    return rows(model, optimizer, step)
+
+
+def simulate_schedule(strategy: str, n: int) -> Array:
+    """The last gradient of Pipe-SGD is applied at the rate after the last ``schedule.step()``."""
+    return simulate(
+        strategy, n, before_step=lambda workers, step: workers.set_option("lr", rate(step))
+    )
+
+
+# Clipping.
+
+LARGEST_NORM = 0.3
+
+
+def clip(model: nn.Module) -> float:
+    return float(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM))
+
+
+def clipped(strategy: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+    norms = []
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.synchronize()
+        norms.append(clip(model))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    records = rows(model, optimizer, step)
+    assert max(norms) > LARGEST_NORM, "nothing was clipped"
+    return records
+
+
+def unprepared(strategy: str) -> Array:
+    """``skip_synchronize()`` where there was no ``synchronize()``."""
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    return rows(model, optimizer, step)
+
+
+# Accumulation.
+
+PASSES = {
+    "backward_passes_per_step=2": [2] * STEPS,
+    "set_backward_passes_per_step()": [2] * 4 + [3] * 4 + [1] * 3,
+}
+
+
+def accumulated(strategy: str, schedule: list[int]) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy, backward_passes_per_step=schedule[0])
+    numbers = accumulating(schedule)
+
+    def step(number: int) -> None:
+        if number and schedule[number] != schedule[number - 1]:
+            optimizer.set_backward_passes_per_step(schedule[number])
+        optimizer.zero_grad()
+        for each in numbers[number]:
+            loss_of(model, hvd.rank(), each).backward()
+        optimizer.step()
+
+    return rows(model, optimizer, step)
+
+
+def simulate_accumulation(strategy: str, n: int, schedule: list[int]) -> Array:
+    workers = make_workers(strategy, n, make_model, make_momentum)
+    for numbers in accumulating(schedule):
+        workers.backward(loss_of, *numbers)
+        workers.step()
+        workers.record()
+    workers.synchronize()
+    workers.record()
+    return workers.trajectory
+
+
+# Loss scaling. A row is the weights and the binary logarithm of the scale.
+
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**10, 3
+
+
+def maybe_infinite(model: nn.Module, rank: int, number: int, overflow: int | None) -> torch.Tensor:
+    """On rank 1, at the step ``overflow``, a loss whose gradient is not finite."""
+    loss = loss_of(model, rank, number)
+    return loss * torch.inf if (rank, number) == (1, overflow) else loss
+
+
+def scaled(strategy: str, *, overflow: int | None = None) -> Array:
+    """The plain loop of a GradScaler."""
+    model = make_float32()
+    optimizer = wrap(model, make_momentum(model), strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWTH_INTERVAL)
+    records = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(maybe_infinite(model, hvd.rank(), number, overflow)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        records.append([*weights_of(model), np.log2(scaler.get_scale())])
+    optimizer.synchronize()
+    records.append([*weights_of(model), np.log2(scaler.get_scale())])
+    return np.array(records)
+
+
+def scaled_and_clipped(
+    strategy: str,
+    *,
+    overflow: int | None = None,
+    says_scale: bool = True,
+    synchronizes: bool = True,
+) -> Array:
+    """The loop with ``unscale_`` and clipping, and with what it may lack."""
+    model = make_float32()
+    optimizer = wrap(model, make_momentum(model), strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWTH_INTERVAL)
+    records = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(maybe_infinite(model, hvd.rank(), number, overflow)).backward()
+        with ExitStack() as context:
+            if synchronizes:
+                optimizer.synchronize(*([scaler.get_scale()] if says_scale else []))
+                context.enter_context(optimizer.skip_synchronize())
+            scaler.unscale_(optimizer)
+            clip(model)
+            scaler.step(optimizer)
+        scaler.update()
+        records.append([*weights_of(model), np.log2(scaler.get_scale())])
+    optimizer.synchronize()
+    records.append([*weights_of(model), np.log2(scaler.get_scale())])
+    return np.array(records)
+
+
+def simulate_scaling(
+    strategy: str, n: int, *, overflow: int | None = None, change: Change | None = None
+) -> Array:
+    """A run without any scale; the scale is known by torch's rule.
+
+    It is halved when a gradient that is not finite is due: under Pipe-SGD one step after it was
+    computed, and if that was the last step, not at all. The gradient that was computed in between
+    has the old scale and is applied.
+    """
+    workers = make_workers(strategy, n, make_float32, make_momentum)
+    exponent, good_steps = int(np.log2(FIRST_SCALE)), 0
+    for number in range(STEPS):
+        workers.backward(partial(maybe_infinite, overflow=overflow), number)
+        workers.step(change)
+        good_steps = 0 if workers.overflowed else good_steps + 1
+        exponent += (good_steps == GROWTH_INTERVAL) - workers.overflowed
+        good_steps %= GROWTH_INTERVAL
+        workers.record(exponent)
+    workers.synchronize()
+    workers.record(exponent)
+    return workers.trajectory
+
+
+# Closures.
+
+
+def with_closure(strategy: str) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+
+    def step(number: int) -> None:
+        losses = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            losses.append(loss_of(model, hvd.rank(), number))
+            losses[-1].backward()
+            return losses[-1]
+
+        assert optimizer.step(closure) is losses[0]
+        assert len(losses) == 1, "the closure was called again"
+
+    return rows(model, optimizer, step)
+
+
+def make_lbfgs(model: nn.Module, line_search: str | None) -> Optimizer:
+    return LBFGS(
+        model.parameters(), lr=0.3, max_iter=4, history_size=5, line_search_fn=line_search
+    )
+
+
+def with_lbfgs(strategy: str, line_search: str | None) -> Array:
+    model = make_model()
+    optimizer = wrap(model, make_lbfgs(model, line_search), strategy)
+    records = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+        records.append(weights_of(model))
+    return np.array(records)
+
+
+def simulate_lbfgs(strategy: str, n: int, line_search: str | None) -> list[Array]:
+    """One process that has all workers' data."""
+    assert strategy == MERGED
+    model = make_model()
+    optimizer = make_lbfgs(model, line_search)
+    records = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([loss_of(model, rank, 0) for rank in range(n)]).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+        records.append(weights_of(model))
+    return [np.array(records)] * n
+
+
+# Two optimizers: a generator of six numbers out of two, and a discriminator.
+
+
+def make_generator() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 6)).double()
+
+
+def make_discriminator() -> nn.Module:
+    torch.manual_seed(12)
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def judge(generator: nn.Module, discriminator: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The discriminator's loss."""
+    real, noise = batch(rank, step)
+    fake = generator(noise[:, :2]).detach()
+    return nn.functional.softplus(torch.cat([-discriminator(real), discriminator(fake)])).mean()
+
+
+def fool(generator: nn.Module, discriminator: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The generator's loss."""
+    noise = batch(rank, step)[1]
+    return nn.functional.softplus(-discriminator(generator(noise[:, :2]))).mean()
+
+
+def adversarial(strategy: str, freeze: bool) -> Array:
+    generator, discriminator = make_generator(), make_discriminator()
+    optimizers = [
+        hvd.DistributedOptimizer(
+            make_momentum(model), model.named_parameters(prefix=prefix), strategy=strategy
+        )
+        for model, prefix in ((generator, "generator"), (discriminator, "discriminator"))
+    ]
+    records = []
+    for number in range(STEPS):
+        optimizers[1].zero_grad()
+        judge(generator, discriminator, hvd.rank(), number).backward()
+        optimizers[1].step()
+        discriminator.requires_grad_(not freeze)
+        optimizers[0].zero_grad()
+        fool(generator, discriminator, hvd.rank(), number).backward()
+        optimizers[0].step()
+        discriminator.requires_grad_(True)
+        records.append([*weights_of(generator), *weights_of(discriminator)])
+    if not freeze:
+        optimizers[1].zero_grad()  # what the generator's loss has left
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    records.append([*weights_of(generator), *weights_of(discriminator)])
+    return np.array(records)
+
+
+def simulate_adversarial(strategy: str, n: int) -> Array:
+    generators = make_workers(strategy, n, make_generator, make_momentum)
+    discriminators = make_workers(strategy, n, make_discriminator, make_momentum)
+    pairs = list(zip(generators.models, discriminators.models, strict=True))
+    for number in range(STEPS):
+        for workers, loss in ((discriminators, judge), (generators, fool)):
+            for rank, (generator, discriminator) in enumerate(pairs):
+                generator.zero_grad()
+                discriminator.zero_grad()
+                loss(generator, discriminator, rank, number).backward()
+            workers.step()
+        generators.record()
+        discriminators.record()
+    for workers in (generators, discriminators):
+        workers.synchronize()
+        workers.record()
+    return np.concatenate([generators.trajectory, discriminators.trajectory], axis=2)
+
+
+# Process sets.
+
+
+def in_process_set(strategy: str) -> Array:
+    """Ranks 0 and 2 train together, rank 1 alone."""
+    mine = next(each for each in PROCESS_SETS[3] if each.included())
+    weights = ordinary(strategy, process_set=mine)
+    hvd.barrier()  # a rank that is done first ends Horovod for all
+    return weights
+
+
+def simulate_process_sets(strategy: str, n: int) -> list[Array]:
+    together = simulate(strategy, 2, loss=lambda model, i, step: loss_of(model, 2 * i, step))
+    alone = simulate(strategy, 1, loss=lambda model, i, step: loss_of(model, 1, step))
+    trajectories = [together[0], alone[0], together[1]]
+    assert len(trajectories) == n
+    return trajectories
+
+
+# Models: of several dtypes, compiled, with recomputed or shared parts, in autocast.
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Mixed(nn.Module):
+    """A linear map of each dtype; they share nothing, so that each has its own dtype's errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.maps = nn.ModuleList(nn.Linear(6, 3).to(dtype) for dtype in DTYPES)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [next(each.parameters()).dtype for each in self.maps]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        parts = [
+            each(inputs.to(dtype)) for each, dtype in zip(self.maps, self.dtypes, strict=True)
+        ]
+        return torch.stack([part.double() for part in parts])
+
+
+def mixed_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets.expand(len(DTYPES), -1, -1))
+
+
+def mixed(strategy: str) -> Array:
+    """In units of the dtype's precision: what a rounding of a weight near 1 may change."""
+    model = Mixed()
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        for p in model.parameters():
+            assert p.grad is None or p.grad.dtype == p.dtype
+        return mixed_loss(model, rank, step)
+
+    return ordinary(strategy, make=lambda: model, loss=loss) / precisions(model)
+
+
+def simulate_mixed(strategy: str, n: int) -> Array:
+    """The same model, all of it in float64."""
+    weights = simulate(strategy, n, make=lambda: Mixed().double(), loss=mixed_loss)
+    return weights / precisions(Mixed())
+
+
+def precisions(model: nn.Module) -> Array:
+    return np.concatenate(
+        [np.full(p.numel(), torch.finfo(p.dtype).eps) for p in model.parameters()]
+    )
+
+
+def compiled(strategy: str) -> Array:
+    torch.compiler.reset()
+    return ordinary(strategy, make=lambda: torch.compile(make_model(), backend="aot_eager"))
+
+
+def checkpointed_loss(model: nn.Module, rank: int, step: int, use_reentrant: bool) -> torch.Tensor:
+    assert isinstance(model, nn.Sequential)
+    inputs, targets = batch(rank, step)
+    hidden = checkpoint(model[1:4], model[0](inputs), use_reentrant=use_reentrant)
+    return nn.functional.mse_loss(model[4](hidden), targets)
+
+
+def autocast_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, rank, step)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(14)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(inputs)))[:, :3]
+
+
+class Tokens(nn.Module):
+    """An embedding of twenty tokens and a layer."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.table = nn.Embedding(20, 4, sparse=sparse).double()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(tokens))
+
+
+def tokens_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    tokens = (inputs[:, 0].abs() * 10).long() % 20
+    return nn.functional.mse_loss(model(tokens), targets)
+
+
+# How gradients are reduced.
+
+
+def adasum(strategy: str) -> Array:
+    """Beside stock Horovod's own."""
+    ours = ordinary(strategy, op=hvd.Adasum)
+    model = make_model()
+    optimizer = stock.DistributedOptimizer(
+        make_momentum(model), model.named_parameters(), op=stock.Adasum
+    )
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+        np.testing.assert_allclose(ours[number], weights_of(model), rtol=0, atol=1e-12)
+    return ours
+
+
+def in_groups(strategy: str, groups: Callable[[list[nn.Parameter]], Any]) -> Array:
+    model = make_model()
+    return ordinary(strategy, make=lambda: model, groups=groups(list(model.parameters())))
+
+
+LARGEST_GRADIENT = 0.8
+LOSSES = {"fp16": 3 * 2.0**-11, "bf16": 2 * 2.0**-8, "int8": 2 / 254}
+"""What a compressor may lose of a gradient, as a part of the largest one in a message.
+
+float16: one rounding of each worker's, one of the sum, one of the average. Codecs: one of each
+worker's and one of the average.
+"""
+
+
+def compressed(strategy: str, kind: str) -> Array:
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        for p in model.parameters():
+            assert p.grad is None or float(p.grad.abs().max()) < LARGEST_GRADIENT
+        return loss_of(model, rank, step)
+
+    compression = getattr(hvd.Compression, kind)
+    return ordinary(strategy, make_optimizer=make_sgd, loss=loss, compression=compression)
+
+
+def compression_tolerance(kind: str) -> float:
+    """The sum of the errors of all updates; the descent does not make them larger.
+
+    Under CoCoD it is models that lose as much: of a round, a part of what it moved the model by,
+    which is the updates in it.
+    """
+    return STEPS * 0.05 * LOSSES[kind] * LARGEST_GRADIENT
+
+
+NO_GRADIENTS_SENT = "which averages models, not gradients: use"
+CHANGED = "call optimizer.synchronize() after backward(), change gradients then"
+LOSS_SCALE = "optimizer.synchronize(loss_scale=scaler.get_scale())"
+
+USES: list[Use] = [
+    Use("a plain loop", **same()),
+    Use(
+        "`optimizer.zero_grad(set_to_none=True)`",
+        run=partial(cleared, how="None"),
+        expected=simulate,
+    ),
+    Use(
+        "`optimizer.zero_grad(set_to_none=False)`",
+        run=partial(cleared, how="zero"),
+        expected=simulate,
+    ),
+    Use("`model.zero_grad()`", run=partial(cleared, how="model"), expected=simulate),
+    Use("`zero_grad()` after `step()`", run=cleared_after_step, expected=simulate),
+    Use(
+        "a learning-rate schedule made before wrapping",
+        run=partial(scheduled, before=True),
+        expected=simulate_schedule,
+    ),
+    Use(
+        "a learning-rate schedule made after wrapping",
+        run=partial(scheduled, before=False),
+        expected=simulate_schedule,
+    ),
+    Use(
+        "gradient clipping: `synchronize()`, clip, `step()` in `skip_synchronize()`",
+        run=clipped,
+        expected=partial(simulate, change=clip),
+    ),
+    Use(
+        "`skip_synchronize()` without `synchronize()`",
+        run=unprepared,
+        expected=simulate,
+        refused=dict.fromkeys(STRATEGIES, "call optimizer.synchronize() after backward()"),
+    ),
+    *(
+        Use(
+            f"accumulation: `{how}`",
+            run=partial(accumulated, schedule=schedule),
+            expected=partial(simulate_accumulation, schedule=schedule),
+        )
+        for how, schedule in PASSES.items()
+    ),
+    Use("`step(closure)`", run=with_closure, expected=simulate),
+    *(
+        Use(
+            f"LBFGS{how}",
+            run=partial(with_lbfgs, line_search=line_search),
+            expected=partial(simulate_lbfgs, line_search=line_search),
+            refused=dict.fromkeys((PIPE, COCOD), "use strategy='merged-gradient'"),
+            tolerance=1e-9,
+        )
+        for how, line_search in ((", no line search", None), (", strong Wolfe", "strong_wolfe"))
+    ),
+    Use("GradScaler", run=scaled, expected=simulate_scaling, tolerance=FLOAT32),
+    *(
+        Use(
+            f"GradScaler, one rank overflows{when}",
+            run=partial(scaled, overflow=step),
+            expected=partial(simulate_scaling, overflow=step),
+            tolerance=FLOAT32,
+        )
+        for when, step in (("", 5), (" in the last step", STEPS - 1))
+    ),
+    Use(
+        "GradScaler with clipping: `synchronize(loss_scale=...)` before `unscale_`",
+        run=scaled_and_clipped,
+        expected=partial(simulate_scaling, change=clip),
+        tolerance=FLOAT32,
+    ),
+    Use(
+        "GradScaler with clipping, one rank overflows",
+        run=partial(scaled_and_clipped, overflow=5),
+        expected=partial(simulate_scaling, overflow=5, change=clip),
+        tolerance=FLOAT32,
+    ),
+    Use(
+        "GradScaler with clipping, `synchronize()` without `loss_scale`",
+        run=partial(scaled_and_clipped, says_scale=False),
+        expected=partial(simulate_scaling, change=clip),
+        refused=dict.fromkeys((PIPE, COCOD), LOSS_SCALE),
+        tolerance=FLOAT32,
+    ),
+    Use(
+        "GradScaler with clipping, without `synchronize()`",
+        run=partial(scaled_and_clipped, synchronizes=False),
+        expected=simulate_scaling,
+        refused={MERGED: CHANGED, PIPE: CHANGED, COCOD: LOSS_SCALE},
+    ),
+    Use("autocast to bfloat16", **same(make=make_float32, loss=autocast_loss), tolerance=FLOAT32),
+    Use(
+        "two optimizers, as for a GAN; the other model is frozen",
+        run=partial(adversarial, freeze=True),
+        expected=simulate_adversarial,
+    ),
+    Use(
+        "two optimizers, as for a GAN; the other model is not frozen",
+        run=partial(adversarial, freeze=False),
+        expected=simulate_adversarial,
+        refused=dict.fromkeys((MERGED, PIPE), "zero_grad() after backward() and before step()"),
+    ),
+    Use(
+        "`process_set`",
+        run=in_process_set,
+        expected=simulate_process_sets,
+        ranks=3,
+        replicas=(0, 2),
+    ),
+    Use(
+        "float64, float32, bfloat16 and float16 in one model",
+        run=mixed,
+        expected=simulate_mixed,
+        # A step rounds a weight, which is below 1/2, by eps / 8, and an update, which is smaller.
+        tolerance=STEPS / 4,
+    ),
+    Use("`torch.compile`", run=compiled, expected=simulate),
+    *(
+        Use(
+            f"gradient checkpointing, `use_reentrant={value}`",
+            **same(loss=partial(checkpointed_loss, use_reentrant=value)),
+        )
+        for value in (False, True)
+    ),
+    Use("shared weights", **same(make=Tied)),
+    Use(
+        "sparse gradients",
+        run=partial(
+            ordinary, make=partial(Tokens, sparse=True), make_optimizer=make_sgd, loss=tokens_loss
+        ),
+        expected=partial(
+            simulate, make=partial(Tokens, sparse=False), make_optimizer=make_sgd, loss=tokens_loss
+        ),
+    ),
+    Use(
+        "sparse gradients, `sparse_as_dense=True`",
+        run=partial(
+            ordinary,
+            make=partial(Tokens, sparse=True),
+            make_optimizer=make_sgd,
+            loss=tokens_loss,
+            sparse_as_dense=True,
+        ),
+        expected=partial(
+            simulate, make=partial(Tokens, sparse=False), make_optimizer=make_sgd, loss=tokens_loss
+        ),
+    ),
+    Use(
+        "`op=hvd.Sum`",
+        run=partial(ordinary, op=hvd.Sum),
+        expected=partial(simulate, reduce=total),
+        refused={COCOD: NO_GRADIENTS_SENT},
+    ),
+    Use(
+        "`op=hvd.Adasum`",
+        run=adasum,
+        expected=lambda strategy, n: simulate("adasum", n),
+        refused=dict.fromkeys((PIPE, COCOD), "use 'merged-gradient' as it is, or op=hvd.Average"),
+    ),
+    Use(
+        "`gradient_predivide_factor`",
+        run=partial(ordinary, gradient_predivide_factor=2.0),
+        expected=simulate,
+        refused={COCOD: NO_GRADIENTS_SENT},
+    ),
+    Use(
+        "`groups`, a list",
+        run=partial(in_groups, groups=lambda p: [[p[5], p[0]], [p[2], p[3], p[4]]]),
+        expected=simulate,
+        refused={COCOD: NO_GRADIENTS_SENT},
+    ),
+    Use(
+        "`groups`, a number",
+        run=partial(in_groups, groups=lambda p: 2),
+        expected=simulate,
+        refused={COCOD: NO_GRADIENTS_SENT},
+    ),
+    *(
+        Use(
+            f"`compression=hvd.Compression.{kind}`",
+            run=partial(compressed, kind=kind),
+            expected=partial(simulate, make_optimizer=make_sgd),
+            tolerance=compression_tolerance(kind),
+        )
+        for kind in LOSSES
+    ),
+]
