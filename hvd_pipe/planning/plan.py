@@ -111,5 +111,7 @@ class Plan:
         """The plan in a file that :meth:`save` wrote; ValueError names the file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: this is no plan, but binary data") from error
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error

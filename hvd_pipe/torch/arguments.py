@@ -57,7 +57,8 @@ class Arguments:
         names = all_names(optimizer, self.named_parameters)
         named = trainable(optimizer, names)
         parameters = list(named.values())
-        groups = user_groups(self.groups, parameters)
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = user_groups(self.groups, parameters, owned)
         if self.op == Adasum:
             self._check_adasum(optimizer, strategy, groups)
         if isinstance(strategy, CoCoD):
@@ -88,7 +89,7 @@ class Arguments:
         return Checked(settings, strategy, plan, names)
 
     def _check_reduction(self) -> None:
-        if self.op not in _OP_NAMES:
+        if not isinstance(self.op, int) or self.op not in _OP_NAMES:
             raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {self.op!r}.")
         factor = self.gradient_predivide_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float):
@@ -97,6 +98,9 @@ class Arguments:
             raise ValueError(
                 f"gradient_predivide_factor must be > 0 and needs op=hvd.Average, got {factor!r}."
             )
+        if isinstance(self.compression, type) and issubclass(self.compression, Codec):
+            name = self.compression.__name__
+            raise TypeError(f"compression is the class {name}: write hvd.{name}().")
         if not all(hasattr(self.compression, part) for part in ("compress", "decompress")):
             raise TypeError(
                 "compression must be hvd.Compression.none, .fp16, .bf16, .int8, or another object "
@@ -284,8 +288,16 @@ def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[st
     """Return the parameters that require a gradient, by name, in group order."""
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
+    if not owned:
+        raise ValueError(
+            "this optimizer has no parameters: give it model.parameters() (a generator that was "
+            "read before is empty)."
+        )
     if not found:
-        raise ValueError("no parameter of this optimizer requires a gradient: nothing to train.")
+        raise ValueError(
+            f"none of this optimizer's {len(owned)} parameters requires a gradient: call "
+            "requires_grad_(True) on what shall train before DistributedOptimizer."
+        )
     for name, parameter in found.items():
         check_parameter(name, parameter)
     return found
@@ -312,8 +324,16 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
     )
 
 
-def user_groups(groups: Any, parameters: Sequence[torch.Tensor]) -> list[list[int]] | None:
-    """Return Horovod's ``groups`` argument as places in ``parameters``; None where not given."""
+def user_groups(
+    groups: Any, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
+) -> list[list[int]] | None:
+    """Return Horovod's ``groups`` argument as places in ``parameters``; None where not given.
+
+    Args:
+        groups: As the user passed it.
+        parameters: The parameters that train.
+        owned: These and the frozen ones, which groups may list.
+    """
     if groups is None or (groups == 0 and not isinstance(groups, list)):
         return None
     place = {id(parameter): i for i, parameter in enumerate(parameters)}
@@ -328,6 +348,12 @@ def user_groups(groups: Any, parameters: Sequence[torch.Tensor]) -> list[list[in
             raise ValueError("groups must be lists of parameters (tensors).")
         if len({id(parameter) for parameter in members}) < len(members):
             raise ValueError("a parameter can appear only once in groups.")
+        foreign = set(map(id, members)) - set(map(id, owned))
+        if foreign:
+            raise ValueError(
+                f"groups must list parameters of this optimizer, but {len(foreign)} of the "
+                f"{len(members)} listed are not: take them from the model that it updates."
+            )
         found = [[place[id(p)] for p in group if id(p) in place] for group in groups]
         listed = {i for group in found for i in group}
         found += [[i] for i in range(len(parameters)) if i not in listed]

@@ -278,6 +278,18 @@ class BucketSet:
         known.update(places)
         self._found.clear()
 
+    def give_up(self) -> None:
+        """Drop a round that is not complete, once what has left of it has arrived."""
+        for bucket in self.buckets:
+            bucket.wait()
+        for gathering in self._gathers.values():
+            gathering.wait()
+        self._gathers.clear()
+        self._found.clear()
+        self._frozen.clear()
+        self._ready = [False] * len(self._parameters)
+        self.completed = []
+
     def arrive(self) -> None:
         """Block until `values` are here; sends nothing, and leaves `wait` to be called.
 

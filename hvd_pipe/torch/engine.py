@@ -239,6 +239,9 @@ class Engine(abc.ABC):
     def discard(self) -> None:
         """Forget what is in flight, as a state that is loaded replaces it."""
         self.abandon()
+        self._passes_done = [0] * len(self._passes_done)
+        if self.current is not None:
+            self.current.give_up()
 
     def after_update(self) -> None:
         """Do what follows an update."""

@@ -1,4 +1,4 @@
-"""Uneven data, loaded states, loss scales, copies, empty batches: right numbers or a message."""
+"""Uneven data, loaded states, loss scales, empty batches: right numbers or a message."""
 
 from __future__ import annotations
 
@@ -32,10 +32,29 @@ def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> 
         assert updates == [(end, end, end + MORE) for end in (EARLY, half)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_loaded_state_starts_without_what_was_in_flight(strategy: str) -> None:
-    for updates in of_case(results(), ("loaded", strategy)):
-        assert updates == ([0, 1, 2, 3] if strategy == "pipe-sgd" else [1, 2, 3, 3])
+# In flight after three steps with gradients of 100 and 200: Pipe-SGD's average of 150, and
+# CoCoD's mean of the starts 200 and 400. Every gradient is applied once in the end: 454.5.
+GOES_ON: dict[tuple[str, str], list[list[float]]] = {
+    ("merged-gradient", "nothing in flight"): [[1.5, 3, 4.5, 4.5]] * 2,
+    ("merged-gradient", "in flight"): [[451.5, 453, 454.5, 454.5]] * 2,
+    ("merged-gradient", "plain"): [[451.5, 453, 454.5, 454.5]] * 2,
+    ("pipe-sgd", "nothing in flight"): [[0, 1.5, 3, 4.5]] * 2,
+    ("pipe-sgd", "in flight"): [[450, 451.5, 453, 454.5]] * 2,
+    ("pipe-sgd", "plain"): [[300, 301.5, 303, 304.5]] * 2,
+    ("cocod:period=2", "nothing in flight"): [[1, 2, 3, 4.5], [2, 4, 6, 4.5]],
+    # The first round goes on where it was: mean 300, and a third local step of 1 or 2.
+    ("cocod:period=2", "in flight"): [[401, 402, 453.5, 454.5], [502, 504, 455.5, 454.5]],
+    ("cocod:period=2", "plain"): [[301, 452, 453, 454.5], [602, 454, 456, 454.5]],
+}
+
+
+@pytest.mark.parametrize(("strategy", "saved"), GOES_ON)
+def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) -> None:
+    """And with nothing of what was in flight when it was loaded."""
+    told = of_case(results(), (f"loaded, {saved}", strategy))
+    assert [updates for updates, _ in told] == GOES_ON[strategy, saved]
+    loses = saved == "plain" and strategy != "merged-gradient"
+    assert [warnings for _, warnings in told] == [int(loses)] * 2
 
 
 def test_grad_scaler_with_merged_gradients() -> None:
@@ -48,21 +67,8 @@ def test_grad_scaler_with_merged_gradients() -> None:
             x = torch.full((2, 6), 1.0 + rank + number)
             (model(x).pow(2).mean() / 2).backward()
         optimizer.step()
-    for weights in of_case(results(), ("scaled", "merged-gradient")):
+    for weights in of_case(results(), "scaled"):
         np.testing.assert_allclose(weights, weights_of(model), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_grad_scaler_is_refused_where_it_would_be_wrong(strategy: str) -> None:
-    for said in of_case(results(), ("scaled", strategy)):
-        assert "GradScaler" in said
-        assert "merged-gradient" in said
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_are_refused(how: str) -> None:
-    for said in of_case(results(), ("copied", how)):
-        assert "state_dict()" in said
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
@@ -86,10 +92,18 @@ def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:
         np.testing.assert_allclose(weights, expected[0][:6], rtol=0, atol=1e-12)
 
 
-def test_ranks_that_drain_at_different_steps_are_told() -> None:
+DRAINED = {
+    "pipe-sgd": "drained at the same steps",
+    "cocod:period=2": "ranks have sent different things",
+    "cocod:period=2,warmup_steps=4": "ranks have sent different things",
+}
+
+
+@pytest.mark.parametrize("strategy", DRAINED)
+def test_ranks_that_drain_at_different_steps_are_told(strategy: str) -> None:
     """One would clip the gradient that it applies, the other not, and nobody would notice."""
-    said = run_ranks(2, workers_guards.clip_without_a_gradient, timeout=60)
-    assert all("drained at the same steps" in text for text in said), said
+    said = run_ranks(2, workers_guards.clip_without_a_gradient, strategy, timeout=60)
+    assert all(DRAINED[strategy] in text for text in said), said
 
 
 def test_any_error_on_one_rank_reaches_the_others() -> None:

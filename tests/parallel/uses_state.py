@@ -1,7 +1,658 @@
-"""Uses of the optimizer state."""
+"""Uses of state: parameters that come and go, sparse gradients, checkpoints, copies and hooks."""
 
 from __future__ import annotations
 
-from uses import Use
+import copy
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-USES: list[Use] = []
+import numpy as np
+import numpy.typing as npt
+import torch
+from problem import OPTIMIZERS, batch, loss_of, make_model, train, weights_of
+from serial import Change, Vectors, make_workers
+from torch import nn
+from torch.optim import SGD, Optimizer, SparseAdam
+from uses import STRATEGIES, Use
+
+import hvd_pipe.torch as hvd
+
+STEPS = 11  # of CoCoD's rounds of three steps three, and a part of one
+SAVED = 5  # steps before a checkpoint or a copy, in the middle of a round
+
+Array = npt.NDArray[Any]
+Event = Callable[[Any, Any, int], object]
+"""What a script does at a step, with a model and its optimizer, wrapped or plain."""
+
+MERGED, PIPE, COCOD = STRATEGIES
+make_momentum = OPTIMIZERS["momentum"]
+
+
+def nothing(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    """An event that is none."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training loop, which a rank runs and which workers play in one process.
+
+    Args:
+        make: Makes the model.
+        make_optimizer: Makes the plain optimizer.
+        loss: Of a model, a rank and a step; None: the rank skips ``backward()``.
+        setup: After wrapping, with -1 for the step.
+        before: Before ``zero_grad()``.
+        between: After ``backward()``, with the local gradients.
+        prepared: After ``synchronize()``, with the gradients that are applied; gets no optimizer.
+        column: One more number a row.
+    """
+
+    make: Callable[[], nn.Module] = make_model
+    make_optimizer: Callable[[nn.Module], Optimizer] = make_momentum
+    loss: Callable[[nn.Module, int, int], torch.Tensor | None] = loss_of
+    setup: Event = nothing
+    before: Event = nothing
+    between: Event = nothing
+    prepared: Event | None = None
+    column: Callable[[Any], float] | None = None
+
+    def run(self, strategy: str) -> Array:
+        """On a rank: the weights after every step, and after ``synchronize()``."""
+        model = self.make()
+        optimizer = wrap(model, self.make_optimizer(model), strategy)
+        self.setup(model, optimizer, -1)
+        records = []
+        for number in range(STEPS):
+            self._backward(model, optimizer, hvd.rank(), number)
+            if self.prepared is None:
+                optimizer.step()
+            else:
+                optimizer.synchronize()
+                self.prepared(model, None, number)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            records.append([*weights_of(model), *self._more(optimizer)])
+        optimizer.synchronize()
+        records.append([*weights_of(model), *self._more(optimizer)])
+        return np.array(records)
+
+    def expected(self, strategy: str, n: int) -> Array:
+        """In a test: the same of all workers."""
+        workers = make_workers(strategy, n, self.make, self.make_optimizer, mean)
+        pairs = list(zip(workers.models, workers.optimizers, strict=True))
+        for model, optimizer in pairs:
+            self.setup(model, optimizer, -1)
+        records: list[list[list[float]]] = [[] for _ in pairs]
+        for number in range(STEPS + 1):
+            if number == STEPS:
+                workers.synchronize()
+            else:
+                for rank, (model, optimizer) in enumerate(pairs):
+                    self._backward(model, optimizer, rank, number)
+                    if strategy != COCOD:
+                        count_as_zero(model, optimizer)
+                workers.step(self._change(number))
+            for record, (model, optimizer) in zip(records, pairs, strict=True):
+                record.append([*weights_of(model), *self._more(optimizer)])
+        return np.array(records)
+
+    def _backward(self, model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
+        self.before(model, optimizer, number)
+        optimizer.zero_grad()
+        loss = self.loss(model, rank, number)
+        if loss is not None:
+            loss.backward()
+        self.between(model, optimizer, number)
+
+    def _change(self, number: int) -> Change | None:
+        prepared = self.prepared
+        return prepared and (lambda model: prepared(model, None, number))
+
+    def _more(self, optimizer: Any) -> list[float]:
+        return [] if self.column is None else [self.column(optimizer)]
+
+    @property
+    def sides(self) -> dict[str, Any]:
+        """The two sides of a use."""
+        return {"run": self.run, "expected": self.expected}
+
+
+def wrap(model: nn.Module, plain: Optimizer, strategy: str, **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        plain, model.named_parameters(), strategy=strategy, **arguments
+    )
+
+
+def mean(vectors: Sequence[Vectors]) -> Vectors:
+    """The average over workers, to which one without a gradient contributes zero."""
+    averages: list[torch.Tensor | None] = []
+    for column in zip(*vectors, strict=True):
+        present = [gradient for gradient in column if gradient is not None]
+        averages.append(torch.stack(present).sum(0) / len(column) if present else None)
+    return averages
+
+
+def count_as_zero(model: nn.Module, optimizer: Optimizer) -> None:
+    """What an optimizer trains has a gradient in every step, as in Horovod; the rest has none."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for p in model.parameters():
+        if id(p) not in owned:
+            p.grad = None
+        elif p.grad is None and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
+def at(steps: dict[int, Event]) -> Event:
+    """An event that is another one at each of these steps."""
+    return lambda model, optimizer, number: steps.get(number, nothing)(model, optimizer, number)
+
+
+# Gradients that are not computed.
+
+
+def a_part(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    """Rank 0 leaves the first layer out in the first steps and later, all do so in two steps."""
+    assert isinstance(model, nn.Sequential)
+    inputs, targets = batch(rank, number)
+    if number in (6, 7) or (rank == 0 and number in (0, 1, 4)):
+        return nn.functional.mse_loss(model[2:](inputs[:, :5]), targets)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def not_on_rank_1(model: nn.Module, rank: int, number: int) -> torch.Tensor | None:
+    """Rank 1 has an empty batch in two steps."""
+    return None if rank == 1 and number in (0, 4) else loss_of(model, rank, number)
+
+
+class Tokens(nn.Module):
+    """An embedding of twenty tokens, with two dense layers beside it."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.table = nn.Embedding(20, 4, sparse=sparse).double()
+        self.hidden = nn.Linear(4, 5).double()
+        self.last = nn.Linear(5, 3).double()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.hidden(rows)))
+
+
+def tokens_of(rank: int, number: int) -> torch.Tensor | None:
+    """Of a batch: none on rank 0 in three steps, the first included, and none at all in one."""
+    if number == 7 or (rank == 0 and number in (0, 3)):
+        return None
+    return (batch(rank, number)[0][:, 0].abs() * 10).long() % 20
+
+
+def tokens_loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    assert isinstance(model, Tokens)
+    (inputs, targets), tokens = batch(rank, number), tokens_of(rank, number)
+    rows = inputs[:, :4] if tokens is None else model.table(tokens)
+    return nn.functional.mse_loss(model(rows), targets)
+
+
+def make_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05)
+
+
+def sparse_gradients() -> dict[str, Any]:
+    """The ranks' table is sparse, the reference's is dense: SGD makes the same of both."""
+    scripts = [
+        Script(make=partial(Tokens, sparse), make_optimizer=make_sgd, loss=tokens_loss)
+        for sparse in (True, False)
+    ]
+    return {"run": scripts[0].run, "expected": scripts[1].expected}
+
+
+def make_table(sparse: bool) -> nn.Embedding:
+    return Tokens(sparse).table
+
+
+def make_layers() -> nn.Module:
+    model = Tokens(sparse=False)
+    return nn.Sequential(model.hidden, nn.Tanh(), model.last)
+
+
+class DenseSparseAdam(SparseAdam):
+    """For the reference: takes dense gradients, whose rows of zeros nobody has looked up."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None if p.grad is None else p.grad.to_sparse(1)
+        return super().step(closure)
+
+
+def lookup_loss(table: nn.Module, layers: nn.Module, rank: int, number: int) -> torch.Tensor:
+    (inputs, targets), tokens = batch(rank, number), tokens_of(rank, number)
+    rows = inputs[:, :4] if tokens is None else table(tokens)
+    return nn.functional.mse_loss(layers(rows), targets)
+
+
+def sparse_adam(strategy: str) -> Array:
+    """An optimizer for the table alone beside one for the layers."""
+    table, layers = make_table(sparse=True), make_layers()
+    optimizers = [
+        wrap(table, SparseAdam(list(table.parameters()), lr=0.01), strategy),
+        wrap(layers, make_momentum(layers), strategy),
+    ]
+    records = []
+    for number in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        lookup_loss(table, layers, hvd.rank(), number).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        records.append([*weights_of(table), *weights_of(layers)])
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    records.append([*weights_of(table), *weights_of(layers)])
+    return np.array(records)
+
+
+def simulate_sparse_adam(strategy: str, n: int) -> Array:
+    def make_optimizer(model: nn.Module) -> Optimizer:
+        return DenseSparseAdam(list(model.parameters()), lr=0.01)
+
+    tables = make_workers(strategy, n, partial(make_table, sparse=False), make_optimizer, mean)
+    layers = make_workers(strategy, n, make_layers, make_momentum, mean)
+    for number in range(STEPS):
+        for rank, models in enumerate(zip(tables.models, layers.models, strict=True)):
+            for model in models:
+                model.zero_grad()
+            lookup_loss(*models, rank, number).backward()
+        for workers in (tables, layers):
+            if strategy != COCOD:
+                for model, optimizer in zip(workers.models, workers.optimizers, strict=True):
+                    count_as_zero(model, optimizer)
+            workers.step()
+            workers.record()
+    for workers in (tables, layers):
+        workers.synchronize()
+        workers.record()
+    return np.concatenate([tables.trajectory, layers.trajectory], axis=2)
+
+
+# Parameters that come and go.
+
+
+def freeze(model: nn.Sequential, optimizer: Any, number: int) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def unfreeze(model: nn.Sequential, optimizer: Any, number: int) -> None:
+    assert model[0].weight.grad is None, "a frozen parameter has a gradient"
+    model[0].weight.requires_grad_(True)
+
+
+def make_frozen() -> nn.Module:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def make_upper(model: nn.Module) -> Optimizer:
+    """An optimizer of all layers but the first."""
+    assert isinstance(model, nn.Sequential)
+    return SGD(model[2:].parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def add_lower(model: nn.Sequential, optimizer: Any, number: int) -> None:
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+
+
+def make_lower_frozen() -> nn.Module:
+    model = make_model()
+    model[0].requires_grad_(False)
+    return model
+
+
+def unfreeze_and_add_lower(model: nn.Sequential, optimizer: Any, number: int) -> None:
+    model[0].requires_grad_(True)
+    add_lower(model, optimizer, number)
+
+
+# Checkpoints and copies.
+
+
+def advance(model: nn.Module, optimizer: Any, numbers: Sequence[int]) -> list[Array]:
+    """The weights after each of these steps."""
+    records = []
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+        records.append(weights_of(model))
+    return records
+
+
+def finish(model: nn.Module, optimizer: Any) -> list[Array]:
+    """The steps after `SAVED` ones."""
+    records = advance(model, optimizer, range(SAVED, STEPS))
+    optimizer.synchronize()
+    return [*records, weights_of(model)]
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(strategy: str, *, before_loading: int = 0, **arguments: Any) -> tuple[Array, Array]:
+    """A run, and one that another process could have gone on with from a checkpoint.
+
+    Each rank has a checkpoint of its own; the optimizer that loads it may have stepped before.
+    """
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy, **arguments)
+    begun = advance(model, optimizer, range(SAVED))
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    whole = [*begun, *finish(model, optimizer)]
+    other = make_model()
+    second = wrap(other, make_momentum(other), strategy, **arguments)
+    advance(other, second, range(before_loading))
+    other.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    return np.array(whole), np.array([*begun, *finish(other, second)])
+
+
+def checkpointed(strategy: str, **arguments: Any) -> Array:
+    whole, again = resumed(strategy, **arguments)
+    assert np.array_equal(whole, again), "the resumed run differs"
+    return again
+
+
+def unequal(strategy: str, options: dict[str, str], **arguments: Any) -> Array:
+    """How far a resumed run is from the whole one, where there is no exact reference."""
+    name, _, option = strategy.partition(":")
+    more = ",".join(part for part in (option, options.get(name, "")) if part)
+    whole, again = resumed(f"{name}:{more}" if more else name, **arguments)
+    return np.abs(whole - again)
+
+
+def no_difference(strategy: str, n: int) -> Array:
+    return np.zeros((n, STEPS + 1, weights_of(make_model()).size))
+
+
+def copied(strategy: str, make_copy: Callable[[Any], Any], both: bool = True) -> Array:
+    """The rows of a run, and those that its copy makes after it, in one array."""
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+    begun = advance(model, optimizer, range(SAVED))
+    twin, second = make_copy((model, optimizer)) if both or hvd.rank() == 0 else (None, None)
+    rows = [*begun, *finish(model, optimizer)]
+    if both:
+        rows += finish(twin, second)
+    return np.array(rows)
+
+
+def simulate_copies(strategy: str, n: int) -> Array:
+    rows = Script().expected(strategy, n)
+    return np.concatenate([rows, rows[:, SAVED:]], axis=1)
+
+
+def copied_and_drained(strategy: str) -> Array:
+    """A copy whose first call is ``synchronize()``, to be evaluated."""
+    model = make_model()
+    optimizer = wrap(model, make_momentum(model), strategy)
+    begun = advance(model, optimizer, range(SAVED))
+    twin, second = copy.deepcopy((model, optimizer))
+    second.synchronize()
+    return np.array([*begun, weights_of(twin), *finish(model, optimizer)])
+
+
+def simulate_copy_and_drain(strategy: str, n: int) -> Array:
+    workers = make_workers(strategy, n, make_model, make_momentum, mean)
+    for number in range(SAVED):
+        workers.backward(loss_of, number)
+        workers.step()
+    workers.synchronize()
+    workers.record()
+    rows = Script().expected(strategy, n)
+    return np.concatenate([rows[:, :SAVED], workers.trajectory, rows[:, SAVED:]], axis=1)
+
+
+def state_dict_on_rank_0(model: nn.Module, optimizer: Any, number: int) -> None:
+    if hvd.is_initialized() and hvd.rank() == 0 and number > 0:
+        optimizer.state_dict()
+
+
+# Gradients that are changed.
+
+
+def halve(model: nn.Module, optimizer: Any, number: int) -> None:
+    """Put new tensors in the places of the gradients."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+
+
+def clip(model: nn.Module, optimizer: Any, number: int) -> None:
+    """Change gradients in place."""
+    nn.utils.clip_grad_value_(model.parameters(), 0.02)
+
+
+def clear(model: nn.Module, optimizer: Any, number: int) -> None:
+    model.zero_grad()
+
+
+CHANGED = "call optimizer.synchronize() after backward(), change gradients then"
+refused_where_sent = dict.fromkeys((MERGED, PIPE), CHANGED)
+
+
+# Hooks and optimizers of the user's.
+
+
+def count_steps(model: nn.Module, optimizer: Any, number: int) -> None:
+    optimizer.steps_seen = 0
+
+    def hook(*_: Any) -> None:
+        optimizer.steps_seen += 1
+
+    optimizer.register_step_post_hook(hook)
+
+
+def listen(model: nn.Module) -> nn.Module:
+    """Have a hook clip every gradient of a backward pass in place."""
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(_clip_one)
+    return model
+
+
+def _clip_one(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.02, 0.02)
+
+
+def listen_late(model: nn.Module, optimizer: Any, number: int) -> None:
+    listen(model)
+
+
+def count_gradients(model: nn.Module, optimizer: Any, number: int) -> None:
+    """A hook that only looks: how many gradients this optimizer's parameters got."""
+    optimizer.gradients_seen = 0
+
+    def hook(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        optimizer.gradients_seen += 1
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+
+
+class Signs(Optimizer):
+    """An optimizer with a step of its own: momentum of a bounded gradient, and a counter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        self.updates += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    average = self.state[p].setdefault("average", torch.zeros_like(p))
+                    average.mul_(0.8).add_(torch.tanh(p.grad))
+                    p.sub_(average, alpha=group["lr"] / self.updates)
+
+
+class Decaying(SGD):
+    """A subclass of torch's whose step does more before and after."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.95
+        return result
+
+
+def make_trained(model: nn.Module) -> Optimizer:
+    """A plain optimizer that has made steps, alike on all ranks."""
+    optimizer = make_momentum(model)
+    train(model, optimizer, rank=0, steps=3)
+    return optimizer
+
+
+USES: list[Use] = [
+    Use("sparse gradients, on some rank none in some steps", **sparse_gradients()),
+    Use(
+        "SparseAdam for an embedding, another optimizer for the rest",
+        run=sparse_adam,
+        expected=simulate_sparse_adam,
+    ),
+    Use("parameters without a gradient on some ranks or steps", **Script(loss=a_part).sides),
+    Use("a rank that skips `backward()` in some steps", **Script(loss=not_on_rank_1).sides),
+    Use(
+        "`requires_grad_(False)`, and `True` again later",
+        **Script(before=at({3: freeze, 7: unfreeze})).sides,
+    ),
+    Use(
+        "`requires_grad_(False)` from the start, `True` later",
+        **Script(make=make_frozen, before=at({4: unfreeze})).sides,
+    ),
+    Use(
+        "`add_param_group()` in the middle of training",
+        **Script(make_optimizer=make_upper, before=at({4: add_lower})).sides,
+    ),
+    Use(
+        "layers that are unfrozen and added by `add_param_group()`",
+        **Script(
+            make=make_lower_frozen,
+            make_optimizer=make_upper,
+            before=at({5: unfreeze_and_add_lower}),
+        ).sides,
+    ),
+    Use(
+        "a checkpoint: `state_dict()`, saved and loaded with `weights_only=True`",
+        run=checkpointed,
+        expected=Script().expected,
+    ),
+    Use(
+        "a checkpoint that an optimizer loads after some steps",
+        run=partial(checkpointed, before_loading=2),
+        expected=Script().expected,
+    ),
+    Use(
+        "a checkpoint with `warmup_steps`",
+        run=partial(unequal, options=dict.fromkeys(("pipe-sgd", "cocod"), "warmup_steps=3")),
+        expected=no_difference,
+        tolerance=0.0,
+        replicas=(),
+    ),
+    *(
+        Use(
+            f"a checkpoint with `{text}`",
+            run=partial(unequal, options={}, compression=compression),
+            expected=no_difference,
+            tolerance=0.0,
+            replicas=(),
+        )
+        for text, compression in (
+            ("hvd.Int8(error_feedback=True)", hvd.Int8(error_feedback=True)),
+            ("hvd.BF16(error_feedback=True)", hvd.BF16(error_feedback=True)),
+        )
+    ),
+    Use("`state_dict()` on rank 0 alone", **Script(before=state_dict_on_rank_0).sides),
+    Use(
+        "`copy.deepcopy((model, optimizer))`; both train on",
+        run=partial(copied, make_copy=copy.deepcopy),
+        expected=simulate_copies,
+    ),
+    Use(
+        "`copy.deepcopy((model, optimizer))` on rank 0 alone",
+        run=partial(copied, make_copy=copy.deepcopy, both=False),
+        expected=Script().expected,
+    ),
+    Use(
+        "a copy that is synchronized at once, to be evaluated",
+        run=copied_and_drained,
+        expected=simulate_copy_and_drain,
+        replicas=(),
+    ),
+    Use(
+        "`pickle` of (model, optimizer)",
+        run=partial(copied, make_copy=lambda pair: pickle.loads(pickle.dumps(pair))),
+        expected=simulate_copies,
+    ),
+    Use("new gradients in place of those of `synchronize()`", **Script(prepared=halve).sides),
+    Use(
+        "new gradients between `backward()` and `step()`",
+        **Script(between=at({4: halve})).sides,
+        refused=refused_where_sent,
+    ),
+    Use(
+        "clipping without `synchronize()`",
+        **Script(between=at({4: clip})).sides,
+        refused=refused_where_sent,
+    ),
+    Use(
+        "`model.zero_grad()` between `backward()` and `step()`",
+        **Script(between=at({4: clear})).sides,
+        refused=refused_where_sent,
+    ),
+    Use("momentum from before wrapping", **Script(make_optimizer=make_trained).sides),
+    Use(
+        "`register_step_post_hook()`: once an update",
+        **Script(setup=count_steps, column=lambda optimizer: optimizer.steps_seen).sides,
+    ),
+    Use(
+        "a hook on gradients that looks at them",
+        **Script(setup=count_gradients, column=lambda each: each.gradients_seen).sides,
+    ),
+    Use(
+        "a hook that changes gradients, made before wrapping",
+        **Script(make=lambda: listen(make_model())).sides,
+    ),
+    Use(
+        "a hook that changes gradients, made after wrapping",
+        **Script(setup=listen_late).sides,
+        refused=refused_where_sent,
+    ),
+    Use(
+        "an optimizer of the user's own",
+        **Script(
+            make_optimizer=lambda model: Signs(model.parameters(), lr=0.05),
+            column=lambda optimizer: optimizer.updates,
+        ).sides,
+    ),
+    Use(
+        "a subclass of torch's optimizer with its own `step()`",
+        **Script(
+            make_optimizer=lambda model: Decaying(model.parameters(), lr=0.05, momentum=0.9),
+            column=lambda optimizer: optimizer.param_groups[0]["lr"],
+        ).sides,
+    ),
+]
