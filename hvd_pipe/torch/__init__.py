@@ -21,7 +21,13 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8
 from hvd_pipe.torch.optimizer import DistributedOptimizer
-from hvd_pipe.torch.overrides import broadcast_optimizer_state, init, join, shutdown
+from hvd_pipe.torch.overrides import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    init,
+    join,
+    shutdown,
+)
 from hvd_pipe.torch.speeds import worker_speeds
 
 __all__ = [  # noqa: PLE0604
@@ -37,6 +43,7 @@ __all__ = [  # noqa: PLE0604
     "Plan",
     "RanksDisagreeError",
     "broadcast_optimizer_state",
+    "broadcast_parameters",
     "init",
     "join",
     "shutdown",

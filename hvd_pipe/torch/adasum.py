@@ -35,7 +35,7 @@ class AdasumEngine(Engine):
 
     @property
     def next_message(self) -> Message:
-        return self.reduction.message(self._start[0].view(-1), self._name_of(0))
+        return self.reduction.message(self._start[0].new_zeros(1), self._name_of(0))
 
     def build(self) -> None:
         self._start = [torch.empty_like(p) for p in self.settings.parameters]
@@ -50,7 +50,7 @@ class AdasumEngine(Engine):
             return
         compression, deltas = self.reduction.compression, []
         for place, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
-            wire, context = compression.compress(value.sub_(start))
+            wire, context = compression.compress(value.sub_(start).contiguous())
             handle = allreduce_async_(wire, name=self._name_of(place), op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((in_flight.sent(handle), context))

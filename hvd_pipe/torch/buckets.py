@@ -8,12 +8,13 @@
                         |               |
                     launch / wait, in place         c: the control words
 
-The bucket that is sent last ends in three more elements, the control words, so that all ranks
+The bucket that is sent last ends in four more elements, the control words, so that all ranks
 learn some things at the same step without another message:
 
 0. what the engine has to say ("my gradients come in another order", "I have drained");
 1. one from every rank that takes part: a rank that has left by ``hvd.join()`` sends zeros;
-2. not zero from a rank that has found a sparse gradient where none was known of.
+2. not zero from a rank that has found a sparse gradient where none was known of;
+3. not zero from a rank on which others are frozen than in the round before.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import torch
 from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch.agree import gather
+from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.sparse import SparseGather
 
 __all__ = ["Bucket", "BucketSet"]
 
-_SAYS, _PRESENT, _SPARSE = range(3)
+_SAYS, _PRESENT, _SPARSE, _FROZE = range(4)
 
 
 class Bucket:
@@ -113,6 +114,7 @@ class BucketSet:
         tag: Begins the messages' names; the same on all ranks, unique among what is in flight.
         sparse: The places that all ranks know to be sparse, which this set adds to and which
             travel by themselves; None sends all gradients as dense ones.
+        frozen: The places that were frozen in the round before, which this set keeps up to date.
         keep_local: Whether `local` keeps this rank's own gradients.
         like: A set of the same buckets, which shares what lossy codecs leave over.
     """
@@ -125,11 +127,13 @@ class BucketSet:
         reduction: Reduction,
         tag: str,
         sparse: set[int] | None = None,
+        frozen: set[int] | None = None,
         keep_local: bool = False,
         like: BucketSet | None = None,
     ) -> None:
         self._parameters, self._names, self._reduction = parameters, names, reduction
         self._tag, self._sparse = tag, sparse
+        self._last_frozen = set() if frozen is None else frozen
         known = sparse or set()
         dense = [[place for place in group if place not in known] for group in groups]
         dense = [group for group in dense if group] or [[]]
@@ -139,7 +143,7 @@ class BucketSet:
                 f"{tag}.{i}",
                 [parameters[place] for place in group],
                 reduction,
-                extra=3 * (i == last),
+                extra=4 * (i == last),
                 keep_local=keep_local,
                 like=None if like is None else like.buckets[i],
             )
@@ -157,7 +161,7 @@ class BucketSet:
         self._found: dict[int, torch.Tensor] = {}
         self._gathers: dict[int, SparseGather] = {}
         self._gathered: dict[int, torch.Tensor] = {}
-        self._words: list[float] = [0.0, 1.0, 0.0]
+        self._words: list[float] = [0.0, 1.0, 0.0, 0.0]
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
 
@@ -217,7 +221,11 @@ class BucketSet:
         Raises:
             HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
         """
-        self._check_untouched()
+        try:
+            self._check_untouched()
+        except HvdPipeError:
+            self.give_up()
+            raise
         for place, (_, view) in self._place.items():
             if not self._ready[place]:
                 parameter = self._parameters[place]
@@ -230,6 +238,9 @@ class BucketSet:
         control = self.buckets[-1].control
         control[_SAYS], control[_PRESENT] = says, 1.0
         control[_SPARSE] = float(bool(self._found))
+        control[_FROZE] = float(self._frozen != self._last_frozen)
+        self._last_frozen.clear()
+        self._last_frozen.update(self._frozen)
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
@@ -262,6 +273,9 @@ class BucketSet:
         self._words = [word / weight for word in self.buckets[-1].control.tolist()]
         if self._words[_SPARSE] != 0.0 and self._sparse is not None:
             self._agree_on_sparse(self._sparse)
+        if self._words[_FROZE] != 0.0:
+            lines = [("a frozen parameter", self._names[place]) for place in sorted(self._frozen)]
+            check_alike(lines, f"{self._tag}.frozen", self._reduction.process_set)
         for place, gathering in self._gathers.items():
             self._gathered[place] = gathering.wait()
         self._gathers.clear()
@@ -300,10 +314,10 @@ class BucketSet:
             bucket.message.wait()
         for place, gathering in self._gathers.items():
             self._gathered[place] = gathering.wait()
-        if self._found:
+        if self._sparse is not None and float(self.buckets[-1].control[_SPARSE]) != 0.0:
             raise HvdPipeError(
-                f"the first sparse gradient, of {self._names[min(self._found)]!r}, is on its way: "
-                "save a state one step later, or after optimizer.synchronize()."
+                "the first sparse gradients are on their way: save a state two steps later, or "
+                "after optimizer.synchronize()."
             )
 
     def control(self) -> float | None:

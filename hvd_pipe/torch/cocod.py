@@ -39,6 +39,7 @@ class CoCoDEngine(Engine):
         self._strategy = strategy
         self._local_steps = 0
         self._started = False
+        self._buffers = ModelBuffers()
         self.build()
 
     @property
@@ -75,10 +76,10 @@ class CoCoDEngine(Engine):
         if follow:
             # Without anchor momentum, which could carry a second moment below zero.
             self._momenta = _Momenta(settings, reduction, Rule(strategy.pull_back))
-        self._buffers = ModelBuffers(settings.parameters)
+        self._buffers.want(settings.parameters)
 
     def prepare(self) -> bool:
-        self._buffers.found()
+        self._buffers.step()
         if self._warmup is not None:
             self._warmup.launch_rest()
             self._warmup.wait()

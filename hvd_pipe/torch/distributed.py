@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -80,7 +81,13 @@ class DistributedMixin(torch.optim.Optimizer):
         updating = engine.before_update()
         if "found_inf" in self.__dict__:
             updating = self._unscaled(engine) and updating
-        result = super().step() if updating else None
+        try:
+            result = super().step() if updating else None
+        except BaseException:
+            # GradScaler removes these when step() returns, and would multiply by them after.
+            self.__dict__.pop("grad_scale", None)
+            self.__dict__.pop("found_inf", None)
+            raise
         engine.after_update()
         self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
         return result if closure is None else loss
@@ -98,7 +105,8 @@ class DistributedMixin(torch.optim.Optimizer):
             if engine.fresh and not engine.synchronized and engine.current is not None:
                 raise HvdPipeError(
                     "zero_grad() after backward() and before step() would clear gradients that "
-                    "are being sent: call it before backward() or after step()."
+                    "are being sent: call it before backward() or after step(). To give this "
+                    "step up, call synchronize() before it, on every rank."
                 )
             if engine.synchronized or engine.current is None:
                 engine.abandon()
@@ -116,6 +124,11 @@ class DistributedMixin(torch.optim.Optimizer):
                 applies gradients that may have been computed under another one, and ranks agree
                 on an overflow. ``merged-gradient`` does not need it.
         """
+        if loss_scale is not None and not 0.0 < float(loss_scale) < math.inf:
+            raise ValueError(
+                f"loss_scale must be a number above 0, got {loss_scale!r}: pass "
+                "scaler.get_scale()."
+            )
         engine = self._engine()
         preparing = engine.fresh and not engine.synchronized
         engine.synchronize()
@@ -147,7 +160,16 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate this many backward passes into one gradient; call it after ``step()``."""
-        self._engine().passes = check_passes(passes)
+        engine = self._engine()
+        if engine.fresh and engine.current is not None:
+            raise HvdPipeError(
+                "set_backward_passes_per_step() after backward() and before step(): call it after "
+                "step()."
+            )
+        engine.passes = check_passes(passes)
+        self._hvd_pipe_arguments = dataclasses.replace(
+            self._hvd_pipe_arguments, backward_passes_per_step=passes
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the user's class, between two steps; the new parameters join at the next step."""
@@ -157,6 +179,8 @@ class DistributedMixin(torch.optim.Optimizer):
                 "add_param_group() after backward() and before step(): call it after step()."
             )
         super().add_param_group(param_group)
+        names = self._hvd_pipe_names
+        names += [f"param.joined.{i}" for i in range(len(names), len(self._owned()))]
 
     def state_dict(self) -> dict[str, Any]:
         """As the user's class, with what is in flight under the key ``"hvd_pipe"``.
@@ -174,13 +198,14 @@ class DistributedMixin(torch.optim.Optimizer):
         A state without the key ``"hvd_pipe"`` (of Horovod, of plain torch) starts with nothing in
         flight, as does one of another strategy; this warns where something is lost.
         """
+        in_flight = saved.check(state_dict.get(saved.KEY))
         if self._hvd_pipe is None:
             super().load_state_dict(state_dict)
-            self._hvd_pipe_saved = state_dict.get(saved.KEY)
+            self._hvd_pipe_saved = in_flight
             return
         self._hvd_pipe.discard()
         super().load_state_dict(state_dict)
-        saved.load(self._hvd_pipe, state_dict.get(saved.KEY), self._owned())
+        saved.load(self._hvd_pipe, in_flight, self._owned())
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -227,9 +252,7 @@ class DistributedMixin(torch.optim.Optimizer):
         found = {}
         for place, parameter in enumerate(self._owned()):
             if parameter.requires_grad and id(parameter) not in known:
-                names = self._hvd_pipe_names
-                names += [f"param.joined.{i}" for i in range(len(names), place + 1)]
-                found[names[place]] = parameter
+                found[self._hvd_pipe_names[place]] = parameter
         return found
 
     # Within.
@@ -255,9 +278,15 @@ class DistributedMixin(torch.optim.Optimizer):
         return self._hvd_pipe
 
     def _in_flight(self) -> saved.Saved | None:
-        if self._hvd_pipe is None:
+        engine = self._hvd_pipe
+        if engine is None:
             return self._hvd_pipe_saved
-        return saved.save(self._hvd_pipe, self._owned())
+        if engine.fresh and engine.current is not None and engine.remembers:
+            raise HvdPipeError(
+                "a state was asked for after backward() and before step(), while gradients are on "
+                "their way: save or copy after step()."
+            )
+        return saved.save(engine, self._owned())
 
     def _unscaled(self, engine: Engine) -> bool:
         """Take GradScaler's part: divide the gradients by their scale; False on an overflow."""

@@ -24,6 +24,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.torch.agree import Description, check_alike, largest
 from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.scaling import are_finite
 
@@ -71,6 +72,7 @@ class Settings:
         groups: Gradients that the user groups by hand (places), or None.
         owner: The user's optimizer.
         sparse: Places of the gradients that all ranks know to be sparse.
+        frozen: Places of the parameters that were frozen in the last round.
     """
 
     names: Sequence[str]
@@ -82,6 +84,7 @@ class Settings:
     groups: Sequence[Sequence[int]] | None
     owner: Owner
     sparse: set[int] = field(default_factory=set)
+    frozen: set[int] = field(default_factory=set)
 
     def grown(self, joining: Mapping[str, torch.Tensor]) -> Settings:
         """Return the settings with more parameters, behind the ones that are there."""
@@ -124,6 +127,7 @@ class Settings:
             self.reduction,
             f"{self.tag}.{suffix}",
             None if self.sparse_as_dense else self.sparse,
+            self.frozen,
             keep_local,
             like,
         )
@@ -170,6 +174,8 @@ class Engine(abc.ABC):
         """Whether the gradients of the coming step() are prepared."""
         self.known: set[int] = set()
         """Identities of the parameters that take part."""
+        self.held: dict[str, dict[int, torch.Tensor]] = {}
+        """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
         self._has_update = False
         self._passes_done: list[int] = []
         self._hooks: list[RemovableHandle] = []
@@ -191,6 +197,12 @@ class Engine(abc.ABC):
             )
         self.known.update(map(id, parameters))
         self._passes_done += [0] * len(parameters)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what a step leaves behind belongs into a checkpoint."""
+        compression = self.reduction.compression
+        return self.keeps or (isinstance(compression, Codec) and compression.error_feedback)
 
     @property
     def reduction(self) -> Reduction:
@@ -319,8 +331,11 @@ class Engine(abc.ABC):
         self.settings = self.settings.grown(joining)
         self._listen(list(joining.values()))
         self.build()
-        nobody = [None] * len(joining)
-        tensors = {label: [*places, *nobody] for label, places in state.tensors.items()}
+        tensors = {}
+        for label, places in state.tensors.items():
+            loaded = self.held.get(label, {})
+            tensors[label] = [*places, *(loaded.get(id(p)) for p in joining.values())]
+        self.held.clear()
         self.load(State(state.counters, tensors))
 
     def agree_on_overflow(self) -> None:
@@ -342,7 +357,11 @@ class Engine(abc.ABC):
         if not self.fresh:
             self.admit()
         self._passes_done = [0] * len(self._passes_done)
-        self._has_update = self.prepare()
+        try:
+            self._has_update = self.prepare()
+        except HvdPipeError:
+            self.abandon()
+            raise
         self.rounds += 1
 
 

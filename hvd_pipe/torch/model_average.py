@@ -17,16 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from horovod.torch.compression import Compression
 
 from hvd_pipe.torch.exchange import Feedback
 from hvd_pipe.torch.reduction import Message, Reduction
-
-if TYPE_CHECKING:
-    from hvd_pipe.torch.exchange import Feedback
 
 __all__ = ["ModelAverage", "Rule", "Tensors", "Weighted", "weighted"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import broadcast_
+from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.torch.agree import check_alike, members
 from hvd_pipe.torch.reduction import Reduction
@@ -20,12 +21,22 @@ __all__ = ["ModelBuffers"]
 
 
 class ModelBuffers:
-    """The buffers of every model that has run forward with some of ``parameters``."""
+    """The buffers of every model that has run forward with some of the `wanted` parameters."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._wanted = {id(parameter) for parameter in parameters}
+    def __init__(self) -> None:
+        self._wanted: set[int] = set()
         self._models: list[weakref.ref[torch.nn.Module]] = []
+        self._known: set[int] = set()
+        self._look: RemovableHandle | None = None
+        self._steps = 0
+
+    def want(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Look for the models of these parameters as well."""
+        self._wanted |= {id(parameter) for parameter in parameters} - self._known
+        if self._look is not None or not self._wanted:
+            return
         finder = weakref.ref(self)
+        self._steps = 0
 
         def look(module: torch.nn.Module, _: Any) -> None:
             owner = finder()
@@ -41,14 +52,23 @@ class ModelBuffers:
         """Take the model if it has parameters that are still wanted."""
         found = self._wanted.intersection(map(id, module.parameters()))
         if found:
-            self._models.append(weakref.ref(module))
+            if all(reference() is not module for reference in self._models):
+                self._models.append(weakref.ref(module))
             self._wanted -= found
+            self._known |= found
         if not self._wanted:
-            self.found()
+            self._stop()
 
-    def found(self) -> None:
-        """Look no further."""
-        self._look.remove()
+    def step(self) -> None:
+        """Look no further at the second step, which follows a whole forward pass."""
+        self._steps += 1
+        if self._steps > 1:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._look is not None:
+            self._look.remove()
+            self._look = None
 
     def average(self, reduction: Reduction, name: str) -> None:
         """Average floating buffers over the ranks; other buffers take the first rank's values.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from horovod.torch import functions as _horovod
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import broadcast_async_, rank
@@ -16,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.engine import all_joined
+from hvd_pipe.torch.reduction import sendable
 
-__all__ = ["broadcast_optimizer_state", "init", "join", "shutdown"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "init", "join", "shutdown"]
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
@@ -50,6 +52,22 @@ def join(device: int = -1) -> int:
     return last
 
 
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the tensors of ``root_rank``, as Horovod's; bfloat16 ones as well.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
+        root_rank: The rank whose values count.
+    """
+    pairs = params.items() if isinstance(params, dict) else params
+    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    if isinstance(params, dict):
+        named.sort(key=lambda pair: str(pair[0]))
+    _horovod.broadcast_parameters(
+        [(name, sendable(p) if isinstance(p, torch.Tensor) else p) for name, p in named], root_rank
+    )
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Stands for a tensor in a state dict that travels without its tensors."""
@@ -71,7 +89,8 @@ def broadcast_optimizer_state(
     """Give every rank the state of ``root_rank``'s optimizer: momenta, counters and options.
 
     Works for every optimizer, whatever the state of the other ranks' ones (Horovod's waits for
-    ever when one rank alone has loaded a checkpoint into a wrapped one); touches no gradient.
+    ever when one rank alone has loaded a checkpoint into a wrapped one); touches no gradient. Call
+    `broadcast_parameters` beside it: what is in flight belongs to the root's weights.
 
     Args:
         optimizer: A plain or distributed optimizer, with the same parameters on all ranks.
@@ -87,7 +106,9 @@ def broadcast_optimizer_state(
         tensors = [tensor.detach().contiguous() for tensor in tensors]
     else:
         tensors = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in slots]
-    handles = [broadcast_async_(t, root_rank, f"{name}.{i}") for i, t in enumerate(tensors)]
+    handles = [
+        broadcast_async_(sendable(t), root_rank, f"{name}.{i}") for i, t in enumerate(tensors)
+    ]
     for handle in handles:
         wait_for(handle)
     if not is_root:

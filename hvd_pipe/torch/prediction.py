@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.engine import Owner
 
 __all__ = ["Prediction"]
@@ -25,6 +26,7 @@ class Prediction:
     def __init__(self, parameters: Sequence[torch.Tensor], owner: Owner) -> None:
         self._parameters, self._owner = parameters, owner
         self._true: list[torch.Tensor] | None = None
+        self._versions: list[int] | None = None
 
     @property
     def leading(self) -> bool:
@@ -46,12 +48,24 @@ class Prediction:
         self._owner.peek()
         for parameter, gradient in zip(self._parameters, shown, strict=True):
             parameter.grad = gradient
+        self._versions = self._now()
 
     def back(self) -> None:
-        """Put the true weights back."""
-        if self._true is not None:
-            torch._foreach_copy_(self._values(), self._true)
+        """Put the true weights back.
+
+        Raises:
+            HvdPipeError: Somebody has changed the weights, which would be lost.
+        """
+        if self._true is None:
+            return
+        if self._versions is not None and self._versions != self._now():
             self._true = None
+            raise HvdPipeError(
+                "weights were changed between two steps, while they were ahead of the updates "
+                "(prediction): call optimizer.synchronize() before changing them."
+            )
+        torch._foreach_copy_(self._values(), self._true)
+        self._true = None
 
     def forget(self) -> None:
         """Take the weights as they are for the true ones: others were loaded."""
@@ -63,10 +77,14 @@ class Prediction:
 
     def restore(self, weights: Sequence[torch.Tensor | None]) -> None:
         """Take these for the true weights; a parameter without one is where it should be."""
+        self._versions = None
         self._true = [
             value.clone() if true is None else true.to(value)
             for true, value in zip(weights, self._values(), strict=True)
         ]
+
+    def _now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self._parameters]

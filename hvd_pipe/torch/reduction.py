@@ -22,7 +22,7 @@ from hvd_pipe.torch.compression import Compression, codec_for
 if TYPE_CHECKING:
     from hvd_pipe.torch.exchange import Feedback
 
-__all__ = ["Message", "Reduction", "Traffic"]
+__all__ = ["Message", "Reduction", "Traffic", "sendable"]
 
 
 @dataclass
@@ -127,6 +127,11 @@ class Reduction:
     def reduce(self, tensor: torch.Tensor, name: str) -> None:
         """All-reduce in place and wait for it."""
         in_flight.wait(self.launch(tensor, name))
+
+
+def sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as Horovod can copy it: bfloat16, which it does not know, as int16."""
+    return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 class _AllReduce(Message):

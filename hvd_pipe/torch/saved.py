@@ -14,7 +14,7 @@ import torch
 
 from hvd_pipe.torch.engine import Engine, State
 
-__all__ = ["KEY", "Saved", "load", "save"]
+__all__ = ["KEY", "Saved", "check", "load", "save"]
 
 KEY = "hvd_pipe"
 VERSION = 1
@@ -47,6 +47,25 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> Saved:
     }
 
 
+def check(saved: Any) -> Saved | None:
+    """Return what a state dict has under `KEY`, if `load` can read it.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    kinds = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
+    if saved is None or (isinstance(saved, dict) and saved.get("version") not in (None, VERSION)):
+        return saved  # `load` says what it does about another version
+    if not isinstance(saved, dict) or not all(
+        isinstance(saved.get(key), kind) for key, kind in kinds.items()
+    ):
+        raise ValueError(
+            f"the state dict's {KEY!r} is not what optimizer.state_dict() puts there: delete "
+            f"state_dict[{KEY!r}] to start with nothing in flight."
+        )
+    return saved
+
+
 def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> None:
     """Let the engine go on from what `save` returned; nothing is in flight.
 
@@ -76,6 +95,11 @@ def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> 
         if mine or not label.startswith("own.")
     }
     engine.load(State(counters, tensors))
+    engine.held = {
+        label: {id(p): found[i] for i, p in enumerate(owned) if i in found}
+        for label, found in saved["tensors"].items()
+        if label in tensors
+    }
 
 
 def _numbers(engine: Engine, owned: Sequence[torch.Tensor]) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
 from hvd_pipe.torch import in_flight
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.reduction import Reduction, sendable
 
 __all__ = ["SparseGather"]
 
@@ -34,14 +34,16 @@ class SparseGather:
         name: str,
     ) -> None:
         own = _sparse(parameter, gradient).coalesce()
-        self._size = own.size()
+        self._size, self._dtype = own.size(), own.dtype
         self._reduction = reduction
         self._parts = [own.indices().t().contiguous(), own.values().contiguous()]
         self._handles: list[int] = []
         if reduction.alone:
             return
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
-            handle = allgather_async(part, f"{name}.{what}", process_set=reduction.process_set)
+            handle = allgather_async(
+                sendable(part), f"{name}.{what}", process_set=reduction.process_set
+            )
             self._handles.append(in_flight.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
@@ -52,6 +54,8 @@ class SparseGather:
             self._parts = [in_flight.wait(handle) for handle in self._handles]
             self._handles.clear()
         indices, values = self._parts
+        if values.dtype != self._dtype:
+            values = values.view(self._dtype)
         if self._reduction.op == Average:
             values = values / self._reduction.workers
         whole = torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)

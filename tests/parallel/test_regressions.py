@@ -1,0 +1,71 @@
+"""Each test opens with the story of its bug."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import workers_regressions
+from cases import of_case
+from problem import make_model, weights_of
+from ranks import once, run_ranks
+from reference import Workers, mean
+from workers_regressions import REFUSING, STEPS
+
+results = once(lambda: run_ranks(2, workers_regressions.run))
+
+
+@pytest.mark.parametrize("case", ["unfrozen", "copied"])
+def test_batchnorm_is_averaged_after_a_change_of_parameters(case: str) -> None:
+    """CoCoD looked for the model in the forward pass that was over when its engine was made."""
+    first, second = of_case(results(), case)
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("strategy", REFUSING)
+def test_a_parameter_frozen_on_one_rank(strategy: str) -> None:
+    """That rank skipped the update that the other one made, and replicas went apart in silence."""
+    for said in of_case(results(), ("frozen alone", strategy)):
+        assert "a frozen parameter" in said
+        assert "rank 1 has 0.weight" in said
+
+
+def test_bfloat16_is_broadcast_and_gathered() -> None:
+    """Horovod does not know the type: broadcasts and sparse gradients of it raised."""
+    first, second = of_case(results(), "bfloat16")
+    np.testing.assert_array_equal(first, second)
+    assert np.isfinite(first).all()
+
+
+def test_a_copy_right_after_add_param_group() -> None:
+    """The copy had fewer names than parameters, and raised in zip()."""
+    workers = Workers(2, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(STEPS):
+        gradients = mean(workers.gradients(step))
+        trained = 2 if step < 2 else 4  # tensors; the last layer never trains
+        for gradient in gradients:
+            gradient[trained:] = [torch.zeros_like(g) for g in gradient[trained:]]
+        workers.update(gradients)
+    for weights in of_case(results(), "added and copied"):
+        np.testing.assert_allclose(weights, weights_of(workers.models[0]), rtol=0, atol=1e-12)
+
+
+def test_weights_that_are_changed_while_they_are_ahead() -> None:
+    """The way back to the true weights undid the change without a word."""
+    for said in of_case(results(), "clamped"):
+        assert "call optimizer.synchronize() before changing them" in said
+
+
+@pytest.mark.parametrize("strategy", REFUSING)
+def test_training_goes_on_after_a_refused_step(strategy: str) -> None:
+    """After that error every call was refused for ever."""
+    (said, first), (_, second) = of_case(results(), ("goes on", strategy))
+    assert "was changed after backward() and before step()" in said
+    np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(first, weights_of(make_model()))
+
+
+def test_adasum_on_channels_last() -> None:
+    """The update has the weight's strides, and Horovod wants contiguous tensors."""
+    first, second = of_case(results(), "adasum")
+    np.testing.assert_array_equal(first, second)
