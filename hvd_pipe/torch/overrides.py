@@ -68,6 +68,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     )
 
 
+def _travels(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that Horovod can broadcast; sparse ones go with the skeleton."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Stands for a tensor in a state dict that travels without its tensors."""
@@ -78,7 +83,7 @@ class _Slot:
 
     @classmethod
     def of(cls, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not _travels(leaf):
             return leaf
         return cls(tuple(leaf.shape), leaf.dtype, leaf.device.type)
 
@@ -102,7 +107,7 @@ def broadcast_optimizer_state(
     skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)
     slots = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Slot)]
     if is_root:
-        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(state) if _travels(leaf)]
         tensors = [tensor.detach().contiguous() for tensor in tensors]
     else:
         tensors = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in slots]
