@@ -267,7 +267,8 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
     else:
         raise TypeError(
             "strategy must be a string or one of "
-            f"{', '.join(cls.__name__ for cls in _STRATEGIES.values())}, got {strategy!r}."
+            f"{', '.join(cls.__name__ for cls in _STRATEGIES.values())}, got {strategy!r}"
+            f"{': make one, with ()' if isinstance(strategy, type) else ''}."
         )
     name, _, tail = text.partition(":")
     cls = _STRATEGIES.get(name.strip().lower().replace("_", "-"))

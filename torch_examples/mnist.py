@@ -1,4 +1,4 @@
-"""A Horovod script as many people have it. One line of it knows about hvd_pipe: the import.
+"""A Horovod script as many people have it. Two lines know hvd_pipe: the import, and synchronize().
 
 horovodrun -np 2 python torch_examples/mnist.py
 HVD_PIPE_STRATEGY=pipe-sgd:warmup_steps=50 horovodrun -np 2 python torch_examples/mnist.py
@@ -106,6 +106,7 @@ def main() -> None:
 
     for epoch in range(1, args.epochs + 1):
         train(model, optimizer, train_loader, train_sampler, device, epoch, args.log_interval)
+        optimizer.synchronize()  # hvd_pipe: what is in flight under pipe-sgd and cocod
         test(model, test_loader, device)
         scheduler.step()
 

@@ -160,13 +160,13 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate this many backward passes into one gradient; call it after ``step()``."""
-        engine = self._engine()
+        engine, passes = self._engine(), check_passes(passes)
         if engine.fresh and engine.current is not None:
             raise HvdPipeError(
                 "set_backward_passes_per_step() after backward() and before step(): call it after "
                 "step()."
             )
-        engine.passes = check_passes(passes)
+        engine.passes = passes
         self._hvd_pipe_arguments = dataclasses.replace(
             self._hvd_pipe_arguments, backward_passes_per_step=passes
         )

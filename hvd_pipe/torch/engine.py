@@ -24,7 +24,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.torch.agree import Description, check_alike, largest
 from hvd_pipe.torch.buckets import BucketSet
-from hvd_pipe.torch.compression import Codec
+from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.scaling import are_finite
 
@@ -37,6 +37,7 @@ __all__ = [
     "all_joined",
     "describe",
     "kinds",
+    "refuse_join",
 ]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
@@ -366,6 +367,25 @@ class Engine(abc.ABC):
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def refuse_join() -> None:
+    """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
+
+    Raises:
+        HvdPipeError: An optimizer sends encoded or sparse gradients.
+    """
+    for engine in list(_live):
+        reduction = engine.reduction
+        encoded = any(
+            codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
+        )
+        if not reduction.alone and (encoded or engine.settings.sparse):
+            raise HvdPipeError(
+                "hvd.join() needs dense gradients that travel as they are: use Compression.none "
+                "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
+                "every rank the same number of steps."
+            )
 
 
 def all_joined() -> None:

@@ -30,7 +30,6 @@ PATIENCE_S = 30.0
 
 _handles: set[int] = set()
 _exchanges: set[threading.Event] = set()
-_broken: list[HorovodInternalError] = []  # after one, what is in flight may never arrive
 _endings: list[Callable[[], None]] = []
 
 
@@ -50,7 +49,8 @@ def wait(handle: int) -> Any:
     try:
         return _synchronize(handle)
     except HorovodInternalError as error:
-        _broken.append(error)
+        _handles.clear()  # what is in flight beside it may never arrive: `settle` must not wait
+        _exchanges.clear()
         if "ismatched" not in str(error):
             raise
         raise HvdPipeError(
@@ -89,7 +89,7 @@ def settle() -> None:
 
     Not after an exception: the others then wait for this rank, which must go.
     """
-    if (_handles or _exchanges) and not _broken and not _failing():
+    if (_handles or _exchanges) and not _failing():
         warnings.warn(
             "training ended with averages in flight: call optimizer.synchronize() after the last "
             "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",

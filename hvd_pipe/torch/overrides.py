@@ -16,7 +16,7 @@ from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import in_flight
-from hvd_pipe.torch.engine import all_joined
+from hvd_pipe.torch.engine import all_joined, refuse_join
 from hvd_pipe.torch.reduction import sendable
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "init", "join", "shutdown"]
@@ -44,8 +44,13 @@ def join(device: int = -1) -> int:
     """Horovod's ``join``, when all that this rank has sent has been reduced.
 
     A rank that has joined takes part with zeros, even where it had sent something, and would then
-    wait for that for ever.
+    wait for that for ever. Give collectives of your own a name: Horovod numbers unnamed ones, and
+    ranks count differently after uneven steps.
+
+    Raises:
+        HvdPipeError: An optimizer sends encoded or sparse gradients.
     """
+    refuse_join()
     in_flight.arrive()
     last: int = mpi_ops.join(device)
     all_joined()

@@ -69,3 +69,16 @@ def test_adasum_on_channels_last() -> None:
     """The update has the weight's strides, and Horovod wants contiguous tensors."""
     first, second = of_case(results(), "adasum")
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compression", "sparse"),
+    [("merged-gradient", "int8", False), ("pipe-sgd", "none", True)],
+)
+def test_join_is_refused_where_horovod_would_crash(
+    strategy: str, compression: str, sparse: bool
+) -> None:
+    """Horovod segfaulted in the rank that joined, or left the others waiting."""
+    case = workers_regressions.joined, strategy, compression, sparse
+    for said in run_ranks(2, *case, timeout=60):
+        assert "hvd.join() needs dense gradients" in said

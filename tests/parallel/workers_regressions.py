@@ -165,3 +165,25 @@ def run() -> dict[Any, Any]:
         cases["goes on", strategy] = partial(goes_on, strategy)
         cases["frozen alone", strategy] = partial(frozen_alone, strategy)
     return run_cases(cases)
+
+
+def joined(strategy: str, compression: str, sparse: bool) -> str:
+    """Uneven steps and hvd.join() where the other ranks' messages are no plain all-reduces."""
+    hvd.init()
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=sparse), nn.Linear(4, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        compression=getattr(hvd.Compression, compression),
+        strategy=strategy,
+    )
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    try:
+        hvd.join()
+    except hvd.HvdPipeError as error:
+        optimizer.synchronize()
+        return str(error)
+    return "nothing was raised"
