@@ -32,12 +32,10 @@ from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async,
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.compression import Codec, blocks
+from hvd_pipe.torch.courier import courier
 from hvd_pipe.torch.reduction import Message, Reduction
 
 __all__ = ["Exchange", "Feedback"]
-
-POLL_S = 0.0002
-"""How long the courier sleeps between two looks at what is on the wire."""
 
 
 @dataclass(eq=False)
@@ -137,7 +135,7 @@ class Exchange(Message):
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
         in_flight.follow(self.done)
-        _courier.take(self)
+        courier.take(self)
 
     def wait(self) -> None:
         """Block until the buffer holds the reduced values; at once if nothing was launched.
@@ -368,72 +366,3 @@ def _take_from_horovod(tensor: torch.Tensor) -> None:
     tensor.record_stream(stream)
     if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
         stream.wait_stream(torch.cuda.default_stream(tensor.device))
-
-
-class _Courier:
-    """The thread that carries all exchanges; started by the first one."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: list[Exchange] = []
-        self._moving: list[Exchange] = []
-        self._halting = False
-        self._thread: threading.Thread | None = None
-
-    def take(self, exchange: Exchange) -> None:
-        """Carry an exchange; returns at once."""
-        with self._changed:
-            self._queue.append(exchange)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hvd_pipe", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def halt(self) -> None:
-        """End the thread before Horovod and Python do, and with it what is still in flight.
-
-        A daemon thread that is inside C++ when Python ends would end the process with an abort.
-        """
-        thread = self._thread
-        if thread is None:
-            return
-        with self._changed:
-            self._halting = True
-            self._changed.notify()
-        thread.join()
-        for exchange in (*self._queue, *self._moving):
-            exchange.end(HvdPipeError("Horovod was shut down while this message was in flight."))
-        self._queue, self._moving = [], []
-        self._thread, self._halting = None, False
-
-    def _run(self) -> None:
-        busy = False
-        while True:
-            with self._changed:
-                if not (busy or self._queue or self._halting):
-                    self._changed.wait(POLL_S if self._moving else None)
-                if self._halting:
-                    return
-                queue, self._queue = self._queue, []
-            self._moving += [exchange for exchange in queue if exchange.advance()]
-            busy = self._hand_over_one()
-
-    def _hand_over_one(self) -> bool:
-        """Take one exchange into its next phase, so that new ones wait for no more than that.
-
-        One that shares its `Feedback` with an older one waits for it, as residuals go from step to
-        step.
-        """
-        older: set[Feedback] = set()
-        for exchange in self._moving:
-            if exchange.feedback not in older and exchange.ready():
-                if not exchange.advance():
-                    self._moving.remove(exchange)
-                return True
-            if exchange.feedback is not None:
-                older.add(exchange.feedback)
-        return False
-
-
-_courier = _Courier()
-in_flight.before_shutdown(_courier.halt)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import uses_common
 import uses_state
 import uses_training
 from cases import Raised, run_cases
@@ -28,7 +29,7 @@ class Refused:
 
 def run(ranks: int) -> dict[Cell, Any | Raised]:
     """What became of all cells that are for this number of ranks."""
-    hvd.init(process_sets=uses_training.PROCESS_SETS[ranks])
+    hvd.init(process_sets=uses_common.PROCESS_SETS[ranks])
     return run_cases(
         {
             (use.name, strategy): partial(attempt, use, strategy)
