@@ -221,11 +221,7 @@ class BucketSet:
         Raises:
             HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
         """
-        try:
-            self._check_untouched()
-        except HvdPipeError:
-            self.give_up()
-            raise
+        self._check_untouched()
         for place, (_, view) in self._place.items():
             if not self._ready[place]:
                 parameter = self._parameters[place]
@@ -261,7 +257,8 @@ class BucketSet:
                     f"the gradient of {self._names[place]!r} (or one beside it) was {did} after "
                     "backward() and before step(), while it was being sent: call "
                     "optimizer.synchronize() after backward(), change gradients then, and step "
-                    "inside `with optimizer.skip_synchronize():`."
+                    "inside `with optimizer.skip_synchronize():`. After this error, go on from a "
+                    "state (optimizer.load_state_dict) that every rank loads."
                 )
 
     def wait(self) -> None:

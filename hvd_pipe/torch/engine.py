@@ -358,11 +358,7 @@ class Engine(abc.ABC):
         if not self.fresh:
             self.admit()
         self._passes_done = [0] * len(self._passes_done)
-        try:
-            self._has_update = self.prepare()
-        except HvdPipeError:
-            self.abandon()
-            raise
+        self._has_update = self.prepare()
         self.rounds += 1
 
 

@@ -112,12 +112,13 @@ def clamped() -> str:
 
 
 def goes_on(strategy: str) -> tuple[str, Weights]:
-    """A step with gradients that were changed too early is refused; the next ones are made."""
+    """A step with gradients that were changed too early is refused; all go back to a state."""
     model, said = make_model(), ""
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
     )
     for number in range(STEPS):
+        state = copy.deepcopy(optimizer.state_dict())
         optimizer.zero_grad()
         loss_of(model, hvd.rank(), number).backward()
         if number == 3:
@@ -126,6 +127,7 @@ def goes_on(strategy: str) -> tuple[str, Weights]:
                 optimizer.step()
             except hvd.HvdPipeError as error:
                 said = str(error)
+                optimizer.load_state_dict(state)
         else:
             optimizer.step()
     optimizer.synchronize()
