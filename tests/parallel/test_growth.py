@@ -12,11 +12,14 @@ from workers_growth import VARIANTS
 # each are found; the allocator's own movements stay below.
 MEMORY = 4 * 2**20
 
+# One a step that stays would be 1,800; some are on their way at either moment.
+TENSORS = 50
+
 results = once(lambda: run_ranks(2, workers_growth.run, timeout=240))
 
 
 @pytest.mark.parametrize("strategy", VARIANTS)
 def test_a_long_run_does_not_grow(strategy: str) -> None:
     for tensors, memory in of_case(results(), strategy):
-        assert tensors <= 0
+        assert tensors < TENSORS
         assert memory < MEMORY

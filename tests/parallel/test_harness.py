@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Sig
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
         stdout=subprocess.DEVNULL,
+        # A shell's background jobs ignore SIGINT, and their children with them.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
