@@ -9,13 +9,16 @@ from typing import Any
 __all__ = ["check_keys", "read_object"]
 
 
-def read_object(text: str, schema: str, keys: Collection[str]) -> dict[str, Any]:
+def read_object(
+    text: str, schema: str, keys: Collection[str], optional: Collection[str] = ()
+) -> dict[str, Any]:
     """The JSON object in a text, checked for its schema and its keys.
 
     Args:
         text: the JSON document.
         schema: what its ``"schema"`` must say, e.g. ``"hvd_pipe.plan/1"``.
-        keys: the other keys, all of them required.
+        keys: the other keys that are required.
+        optional: keys that may be there as well.
 
     Raises:
         ValueError: no JSON object, another schema, or keys that lack or are unknown.
@@ -35,7 +38,7 @@ def read_object(text: str, schema: str, keys: Collection[str]) -> dict[str, Any]
             f"unknown schema {data['schema']!r}: this version of hvd_pipe reads {schema!r}; "
             "write the file again with the version at hand"
         )
-    check_keys(data, {"schema", *keys}, f"a {schema!r}")
+    check_keys(data, {"schema", *keys}, f"a {schema!r}", optional)
     return data
 
 

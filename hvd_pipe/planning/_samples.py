@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["by_size", "check_samples", "fit_line"]
+__all__ = ["by_size", "check_samples", "fit_line", "medians", "monotone"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -57,3 +57,27 @@ def by_size(
             "bytes; measure a small and a large one"
         )
     return sizes, np.split(y[order], first[1:])
+
+
+def medians(bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """The different sizes, increasing, and the median time of each."""
+    sizes, samples = by_size(bytes, seconds)
+    return sizes, np.array([np.median(sample) for sample in samples])
+
+
+def monotone(bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """The different sizes, increasing, and times that never drop: L1 isotonic regression.
+
+    Neighbours that violate the order are pooled and share the median of all their samples, so one
+    outlier bends nothing.
+    """
+    sizes, samples = by_size(bytes, seconds)
+    blocks: list[tuple[float, int, FloatArray]] = []  # median, how many sizes, their samples
+    for sample in samples:
+        block = (float(np.median(sample)), 1, sample)
+        while blocks and blocks[-1][0] > block[0]:
+            _, count, pooled = blocks.pop()
+            pooled = np.concatenate((pooled, block[2]))
+            block = (float(np.median(pooled)), count + block[1], pooled)
+        blocks.append(block)
+    return sizes, np.repeat([block[0] for block in blocks], [block[1] for block in blocks])

@@ -1,31 +1,29 @@
 """How long an all-reduce takes: a model of its time as a function of the message's size.
 
-Three ways lead to a :class:`CommModel`: a formula (:func:`allreduce`), a line fitted to samples
-(:func:`fit`), or the samples themselves as a monotone table (:meth:`CommModel.table`).
-:func:`measured` chooses between the last two.
+Three ways lead to a :class:`CommModel`: a formula (:mod:`hvd_pipe.planning.collectives`), lines
+fitted to samples (:mod:`hvd_pipe.planning.fit`), or the samples themselves as a monotone table
+(:meth:`CommModel.table`).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning._samples import by_size, check_samples, fit_line
+from hvd_pipe.planning._files import check_keys
+from hvd_pipe.planning._samples import medians, monotone
+from hvd_pipe.planning.codec import CodecCost
 
-__all__ = ["ALGORITHMS", "CommModel", "allreduce", "fit", "fit_error", "measured"]
+__all__ = ["CommModel"]
 
 FloatArray = npt.NDArray[np.float64]
 
-ALGORITHMS = ("ring", "recursive-doubling", "halving-doubling", "double-binary-tree")
-
-_HUBER = 1.345  # 95% efficiency on Gaussian noise
-_ROUNDS = 20
 _ROUNDING = 1e-12  # relative; segments that meet in theory may miss each other by this much
 
 
@@ -40,6 +38,10 @@ class CommModel:
         starts: where each of the K segments begins, bytes; the first is 0, then increasing.
         intercepts: seconds, K of them. Only the first has to be non-negative.
         slopes: seconds per byte, K of them, none negative.
+        delay: seconds that a message takes beside, from being handed over to being known to have
+            arrived, in which the link is free for others: messages sent together have it once.
+        error: mean relative error on the samples that it was fitted to (over the medians of their
+            sizes), or None where there were none. It plays no part in ``==``.
 
     Raises:
         ValueError: the segments do not make a non-negative, non-decreasing function.
@@ -58,6 +60,8 @@ class CommModel:
     starts: tuple[float, ...]
     intercepts: tuple[float, ...]
     slopes: tuple[float, ...]
+    delay: float = 0.0
+    error: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("starts", "intercepts", "slopes"):
@@ -65,6 +69,10 @@ class CommModel:
             if not all(math.isfinite(value) for value in values):
                 raise ValueError(f"{name} must be finite numbers, got {values}")
             object.__setattr__(self, name, values)
+        if not (math.isfinite(self.delay) and self.delay >= 0.0):
+            raise ValueError(f"delay must be finite and not negative, got {self.delay} s")
+        if self.error is not None and not (math.isfinite(self.error) and self.error >= 0.0):
+            raise ValueError(f"error must be finite and not negative, or None, got {self.error}")
         counts = len(self.starts), len(self.intercepts), len(self.slopes)
         if counts[0] == 0 or len(set(counts)) > 1:
             raise ValueError(
@@ -78,7 +86,7 @@ class CommModel:
         if self.intercepts[0] < 0.0:
             raise ValueError(
                 f"the latency must not be negative, got intercepts[0] = {self.intercepts[0]} s; "
-                "fit() finds the best line that has none"
+                "fit.fit() finds the best line that has none"
             )
         if min(self.slopes) < 0.0:
             raise ValueError(
@@ -120,7 +128,7 @@ class CommModel:
             return cast(FloatArray, time)
         if bytes < 0:
             raise ValueError(f"a message has no negative size, got {bytes} bytes")
-        segment = bisect_right(self.starts, bytes) - 1
+        segment = self._segment(bytes)
         return self.intercepts[segment] + self.slopes[segment] * float(bytes)
 
     @property
@@ -162,17 +170,7 @@ class CommModel:
 
         Source: isotonic regression as in Barlow et al. 1972; the ends are ours.
         """
-        sizes, samples = by_size(bytes, seconds)
-        blocks: list[tuple[float, int, FloatArray]] = []  # median, how many sizes, their samples
-        for sample in samples:
-            block = (float(np.median(sample)), 1, sample)
-            while blocks and blocks[-1][0] > block[0]:
-                _, count, pooled = blocks.pop()
-                pooled = np.concatenate((pooled, block[2]))
-                block = (float(np.median(pooled)), count + block[1], pooled)
-            blocks.append(block)
-        times = np.repeat([block[0] for block in blocks], [block[1] for block in blocks])
-
+        sizes, times = monotone(bytes, seconds)
         starts = sizes[:-1]
         slopes = np.diff(times) / np.diff(sizes)
         intercepts = times[:-1] - slopes * starts
@@ -186,158 +184,111 @@ class CommModel:
         x = sizes[tail] - sizes[tail].mean()
         slope = (x @ times[tail]) / (x @ x)
         slope = max(0.0, slope)  # the times rise, but their sum may round below 0
+        middle = medians(bytes, seconds)[1]
         return cls(
-            (*starts, sizes[-1]), (*intercepts, times[-1] - slope * sizes[-1]), (*slopes, slope)
+            (*starts, sizes[-1]),
+            (*intercepts, times[-1] - slope * sizes[-1]),
+            (*slopes, slope),
+            error=float(np.mean(np.abs(times - middle) / middle)),
         )
 
-    def to_json(self) -> dict[str, list[float]]:
-        """A dict of lists for ``json.dump``; :meth:`from_json` reads it back exactly.
+    def scaled(self, bytes_factor: float, seconds_factor: float = 1.0) -> CommModel:
+        """The model ``T'(x) = seconds_factor * T(bytes_factor * x)``; its starts move along.
+
+        The delay and the relative error stay what they were.
+
+        Args:
+            bytes_factor: what each byte of ``x`` becomes here, positive.
+            seconds_factor: what each second becomes, not negative.
+
+        Raises:
+            ValueError: a factor out of its range.
+
+        Example:
+            >>> jump = CommModel(starts=(0, 8192), intercepts=(1e-4, 8e-4), slopes=(1e-8, 3e-9))
+            >>> half = jump.scaled(0.5)
+            >>> half.starts, half(20_000) == jump(10_000)
+            ((0.0, 16384.0), True)
+        """
+        if not (math.isfinite(bytes_factor) and bytes_factor > 0.0):
+            raise ValueError(f"bytes_factor must be finite and positive, got {bytes_factor}")
+        if not (math.isfinite(seconds_factor) and seconds_factor >= 0.0):
+            raise ValueError(f"seconds_factor must be finite, not negative, got {seconds_factor}")
+        return replace(
+            self,
+            starts=tuple(start / bytes_factor for start in self.starts),
+            intercepts=tuple(seconds_factor * value for value in self.intercepts),
+            slopes=tuple(seconds_factor * bytes_factor * value for value in self.slopes),
+        )
+
+    def __add__(self, other: CommModel) -> CommModel:
+        """One after the other: the sum of both times and delays; ``error`` is None.
+
+        Example:
+            >>> both = CommModel.linear(1.0, 0.5) + CommModel((0, 8), (0.0, 2.0), (0.0, 0.0))
+            >>> both(7), both(8)
+            (4.5, 7.0)
+        """
+        if not isinstance(other, CommModel):
+            return NotImplemented
+        starts = sorted({*self.starts, *other.starts})
+        pieces = [(self._segment(start), other._segment(start)) for start in starts]
+        return CommModel(
+            tuple(starts),
+            tuple(self.intercepts[i] + other.intercepts[j] for i, j in pieces),
+            tuple(self.slopes[i] + other.slopes[j] for i, j in pieces),
+            self.delay + other.delay,
+        )
+
+    def compressed(self, codec: CodecCost) -> CommModel:
+        """The model for gradients that travel encoded: ``T(ratio x) + seconds_per_byte x``.
+
+        As many messages are sent as without, and coding is counted as a part of the
+        communication: this is exact where one thread codes and sends.
+
+        Args:
+            codec: sizes and times of the codec; ``x`` counts bytes before encoding.
+
+        Example:
+            >>> half = CodecCost("half", ratio=0.5, seconds_per_byte=1e-9)
+            >>> round(CommModel.linear(1.0, 1e-8).compressed(half)(1e8), 9)
+            1.6
+
+        Source: Pipe-SGD, Li et al., NeurIPS 2018: bytes over the ratio, plus time for each byte.
+        """
+        smaller = self if codec.ratio == 1.0 else self.scaled(codec.ratio)
+        if codec.seconds_per_byte == 0.0:
+            return smaller
+        return smaller + CommModel.linear(0.0, codec.seconds_per_byte)
+
+    def _segment(self, bytes: float) -> int:
+        return bisect_right(self.starts, bytes) - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict for ``json.dump``; :meth:`from_json` reads it back exactly.
 
         Example:
             >>> CommModel.linear(1.0, 0.5).to_json()
             {'starts': [0.0], 'intercepts': [1.0], 'slopes': [0.5]}
         """
-        return {name: list(values) for name, values in asdict(self).items()}
+        data: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
+        if self.delay:
+            data["delay"] = self.delay
+        if self.error is not None:
+            data["error"] = self.error
+        return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Sequence[float]]) -> CommModel:
+    def from_json(cls, data: Mapping[str, Any]) -> CommModel:
         """The model that :meth:`to_json` wrote; ValueError names keys that lack or are unknown."""
-        keys = {"starts", "intercepts", "slopes"}
-        if not isinstance(data, Mapping) or set(data) != keys:
-            found = sorted(data) if isinstance(data, Mapping) else type(data).__name__
-            raise ValueError(f"a CommModel is an object of {sorted(keys)}, got {found}")
+        check_keys(data, _LISTS, "a CommModel", optional={"delay", "error"})
+        error = data.get("error")
         try:
-            return cls(tuple(data["starts"]), tuple(data["intercepts"]), tuple(data["slopes"]))
-        except TypeError as error:
-            raise ValueError(f"a CommModel holds lists of numbers: {error}") from error
+            delay = float(data.get("delay", 0.0))
+            starts, intercepts, slopes = (tuple(map(float, data[name])) for name in _LISTS)
+            return cls(starts, intercepts, slopes, delay, None if error is None else float(error))
+        except TypeError as problem:
+            raise ValueError(f"a CommModel holds lists of numbers: {problem}") from problem
 
 
-def allreduce(
-    workers: int, alpha: float, beta: float, gamma: float = 0.0, algorithm: str = "ring"
-) -> CommModel:
-    """All-reduce time from the cost of one hop, for p workers.
-
-    ==================== ===================== =========================================
-    algorithm            latency, s            seconds per byte
-    ==================== ===================== =========================================
-    ring                 ``2 (p-1) alpha``     ``2 (p-1)/p beta + (p-1)/p gamma``
-    recursive-doubling   ``log2(p) alpha``     ``log2(p) (beta + gamma)``
-    halving-doubling     ``2 log2(p) alpha``   ``2 (p-1)/p beta + (p-1)/p gamma``
-    double-binary-tree   ``2 log2(p) alpha``   ``beta + gamma``
-    ==================== ===================== =========================================
-
-    ``log2(p)`` is rounded up where p is no power of two. One worker sends nothing: T = 0.
-
-    Args:
-        workers: p, at least 1.
-        alpha: seconds to start one point-to-point message.
-        beta: seconds to move one byte.
-        gamma: seconds to add up one byte.
-        algorithm: one of :data:`ALGORITHMS`.
-
-    Raises:
-        ValueError: no workers, or an unknown algorithm.
-
-    Example:
-        >>> allreduce(16, alpha=9.72e-4 / 30, beta=1e-9).latency
-        0.000972
-
-    Source: MG-WFBP, arXiv 1912.09268, table 2.
-    """
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
-    if workers == 1:
-        return CommModel.linear(0.0, 0.0)
-    steps = math.ceil(math.log2(workers))
-    share = (workers - 1) / workers
-    split = 2 * share * beta + share * gamma
-    latency, per_byte = {
-        "ring": (2 * (workers - 1) * alpha, split),
-        "recursive-doubling": (steps * alpha, steps * (beta + gamma)),
-        "halving-doubling": (2 * steps * alpha, split),
-        "double-binary-tree": (2 * steps * alpha, beta + gamma),
-    }[algorithm]
-    return CommModel.linear(latency, per_byte)
-
-
-def fit(
-    bytes: npt.ArrayLike, seconds: npt.ArrayLike, weights: npt.ArrayLike | None = None
-) -> CommModel:
-    """The line ``alpha + beta * x`` with the least weighted squared error, neither part negative.
-
-    Samples of one size are reduced to their median. By default a size weighs
-    ``samples / seconds**2``: then the error is relative, and the latency, which only small
-    messages show, counts as much as the bandwidth. Huber weights on the relative residuals, scaled
-    by their median, keep outliers from bending the line.
-
-    Args:
-        bytes: 1-D, N sizes, not negative; at least two of them differ.
-        seconds: 1-D, N times, positive.
-        weights: 1-D, N weights, positive, in place of the default; a size weighs their sum.
-
-    Returns:
-        A model of one segment.
-
-    Raises:
-        ValueError: the samples are malformed or all of one size.
-
-    Example:
-        >>> model = fit([1e4, 1e5, 1e6, 1e6], [1.1e-3, 2e-3, 11e-3, 11e-3])
-        >>> f"{model.latency:.2e} s + {model.slopes[0]:.2e} s/byte"
-        '1.00e-03 s + 1.00e-08 s/byte'
-
-    Source: the model of MG-WFBP, arXiv 1912.09268; the estimator is ours.
-    """
-    sizes, samples = by_size(bytes, seconds)
-    times = np.array([np.median(sample) for sample in samples])
-    if weights is None:
-        base = np.array([len(sample) for sample in samples]) / times**2
-    else:
-        _, grouped = by_size(bytes, weights, "weights")
-        base = np.array([group.sum() for group in grouped])
-    huber = np.ones_like(base)
-    for _ in range(_ROUNDS):
-        alpha, beta = fit_line(sizes, times, base * huber)
-        residual = np.abs(alpha + beta * sizes - times) / times
-        # The floor keeps exact data (median residual 0) at equal weights.
-        limit = max(_HUBER * 1.4826 * float(np.median(residual)), _ROUNDING)
-        huber = limit / np.maximum(residual, limit)
-    return CommModel.linear(alpha, beta)
-
-
-def fit_error(model: CommModel, bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> float:
-    """Mean relative error of a model: the mean of ``|T(x) - t| / t`` over the samples.
-
-    Example:
-        >>> fit_error(CommModel.linear(1.0, 0.0), [10, 20], [1.0, 2.0])
-        0.25
-    """
-    sizes, times = check_samples(bytes, seconds)
-    return float(np.mean(np.abs(model(sizes) - times) / times))
-
-
-def measured(bytes: npt.ArrayLike, seconds: npt.ArrayLike, tolerance: float = 0.10) -> CommModel:
-    """The model for measured samples: a line where a line will do, else the table.
-
-    Args:
-        bytes: 1-D, N sizes, not negative; at least two of them differ.
-        seconds: 1-D, N times, positive.
-        tolerance: mean relative error, over the medians of the sizes, up to which a line will do.
-
-    Raises:
-        ValueError: the samples are malformed or all of one size.
-
-    Example:
-        >>> len(measured([1, 2, 3, 4], [2.0, 3.0, 4.0, 5.0]).starts)
-        1
-        >>> len(measured([1, 2, 3, 4], [2.0, 2.0, 9.0, 9.0]).starts)
-        4
-    """
-    line = fit(bytes, seconds)
-    sizes, samples = by_size(bytes, seconds)
-    medians = np.array([np.median(sample) for sample in samples])
-    if fit_error(line, sizes, medians) <= tolerance:
-        return line
-    return CommModel.table(bytes, seconds)
+_LISTS = ("starts", "intercepts", "slopes")

@@ -12,6 +12,7 @@ optimal; :func:`exact` is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
@@ -32,6 +33,7 @@ __all__ = [
     "greedy",
     "plan",
     "single",
+    "sizes_of",
     "wfbp",
 ]
 
@@ -67,7 +69,7 @@ def exact(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArr
 
     Source: ours, for the problem of MG-WFBP, arXiv 1912.09268.
     """
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     count = len(ready)
     total = np.concatenate(([0.0], np.cumsum(bytes)))
     finish = np.zeros(count + 1)
@@ -131,7 +133,7 @@ def coalesce(
         [2, 1]
     """
     finish = np.concatenate(([0.0], finish_times(sizes, ready, bytes, comm)))
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     ends = np.concatenate(([0], np.cumsum(sizes)))
     total = np.concatenate(([0.0], np.cumsum(bytes)))[ends]
     last, deadline = len(ends) - 1, finish[-1]
@@ -163,7 +165,7 @@ def greedy(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntAr
 
     Source: MG-WFBP, arXiv 1912.09268, Theorem 1 and Algorithm 1 (there in O(L^2)).
     """
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     sizes = [1]
     finished, begin, size = 0.0, ready[0], bytes[0]
     for at, more in zip(ready[1:], bytes[1:], strict=True):
@@ -187,7 +189,7 @@ def wfbp(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArra
 
     Source: Poseidon, arXiv 1706.03292.
     """
-    ready, _ = _checked(ready, bytes)
+    ready, _ = checked(ready, bytes)
     return np.ones(len(ready), dtype=np.int64)
 
 
@@ -200,7 +202,7 @@ def single(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntAr
 
     Source: SyncEASGD, as MG-WFBP, arXiv 1912.09268, compares with it.
     """
-    ready, _ = _checked(ready, bytes)
+    ready, _ = checked(ready, bytes)
     return np.array([len(ready)], dtype=np.int64)
 
 
@@ -222,10 +224,10 @@ def by_bytes(bytes: npt.ArrayLike, bucket_bytes: int) -> IntArray:
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-    _, checked = _checked(np.zeros(np.shape(bytes)), bytes)
+    _, tensors = checked(np.zeros(np.shape(bytes)), bytes)
     sizes: list[int] = []
     room = -1.0
-    for more in checked:
+    for more in tensors:
         if more > room:
             sizes.append(0)
             room = float(bucket_bytes)
@@ -246,7 +248,7 @@ def brute_force(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> 
         >>> brute_force([1.0, 2.0], [8, 8], CommModel.linear(0.0, 0.1)).tolist()
         [1, 1]
     """
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     count = len(ready)
     if count > 20:
         raise ValueError(f"brute_force tries 2^(L-1) plans: L must be at most 20, got {count}")
@@ -280,7 +282,7 @@ def finish_times(
         >>> finish_times([1, 1], [1.0, 2.0], [4, 4], CommModel.linear(0.5, 1.0)).tolist()
         [5.5, 10.0]
     """
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     groups = np.asarray(sizes)
     if groups.ndim != 1 or groups.dtype.kind not in "iu" or not (groups > 0).all():
         raise ValueError(f"sizes must be a 1-D array of positive integers, got {sizes!r}")
@@ -313,8 +315,14 @@ def plan(
     comm: CommModel,
     method: str = "exact",
     bucket_bytes: int | None = None,
+    margin: float = 0.0,
 ) -> Plan:
     """The plan for gradients with these names, and how long it is predicted to take.
+
+    The best plan for a link is tight on it: coalesced messages end just when the next ones have to
+    start, and on a link 10% slower each is late. With a margin, "exact" plans for a link whose
+    messages take ``1 + margin`` times as long. As no plan finishes later on a faster link, it then
+    finishes no later than the best plan for that slower link does there, on any link in between.
 
     Args:
         names: L names, in the order in which the gradients become ready.
@@ -323,6 +331,8 @@ def plan(
         comm: all-reduce time of a message.
         method: one of :data:`METHODS`; "exact" is coalesced.
         bucket_bytes: limit of a bucket, for the method "bytes" and no other.
+        margin: how much slower a link "exact" prepares for, as a part: 0.25 for a quarter. What
+            is predicted is for ``comm`` as it is.
 
     Raises:
         ValueError: the arguments are malformed or do not belong together.
@@ -337,11 +347,33 @@ def plan(
 
     Source: MG-WFBP, arXiv 1912.09268.
     """
-    ready, bytes = _checked(ready, bytes)
+    ready, bytes = checked(ready, bytes)
     if len(names) != len(ready):
         raise ValueError(
             f"names, ready and bytes must agree: {len(names)} names, {len(ready)} times"
         )
+    sizes = sizes_of(ready, bytes, comm, method, bucket_bytes, margin)
+    ends = np.cumsum(sizes)
+    finish = float(finish_times(sizes, ready, bytes, comm)[-1]) + comm.delay
+    buckets = tuple(tuple(names[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    return Plan(buckets, method, finish, finish - float(ready[-1]))
+
+
+def sizes_of(
+    ready: npt.ArrayLike,
+    bytes: npt.ArrayLike,
+    comm: CommModel,
+    method: str = "exact",
+    bucket_bytes: int | None = None,
+    margin: float = 0.0,
+) -> IntArray:
+    """The sizes of the buckets of :func:`plan`, with its arguments but the names.
+
+    Example:
+        >>> ready, net = [1.0, 2.0, 9.0], CommModel.linear(0.5, 0.1)
+        >>> sizes_of(ready, [1, 60, 1], net), sizes_of(ready, [1, 60, 1], net, margin=0.25)
+        (array([2, 1]), array([1, 1, 1]))
+    """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if (bucket_bytes is not None) != (method == "bytes"):
@@ -349,23 +381,25 @@ def plan(
             f"bucket_bytes belongs to the method 'bytes', got method {method!r} and "
             f"bucket_bytes {bucket_bytes}"
         )
+    if not (math.isfinite(margin) and margin >= 0.0):
+        raise ValueError(
+            f"margin must be finite and at least 0, the part by which a link may be slower than "
+            f"measured (0.25 for a quarter), got {margin}"
+        )
     if bucket_bytes is not None:
-        sizes = by_bytes(bytes, bucket_bytes)
-    else:
-        sizes = _PLANNERS[method](ready, bytes, comm)
-    if method == "exact":
-        sizes = coalesce(sizes, ready, bytes, comm)
-    ends = np.cumsum(sizes)
-    finish = float(finish_times(sizes, ready, bytes, comm)[-1])
-    buckets = tuple(tuple(names[end - size : end]) for end, size in zip(ends, sizes, strict=True))
-    return Plan(buckets, method, finish, finish - float(ready[-1]))
+        return by_bytes(bytes, bucket_bytes)
+    if method != "exact":
+        return _PLANNERS[method](np.asarray(ready), np.asarray(bytes), comm)
+    slow = comm.scaled(1.0, 1.0 + margin) if margin else comm
+    return coalesce(exact(ready, bytes, slow), ready, bytes, slow)
 
 
 def _sizes(ends: Iterable[int]) -> IntArray:
     return np.array([end - start for start, end in pairwise(ends)], dtype=np.int64)
 
 
-def _checked(ready: npt.ArrayLike, bytes: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+def checked(ready: npt.ArrayLike, bytes: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
+    """Ready times and sizes as float64; ValueError says what makes them malformed."""
     times, sizes = np.asarray(ready, dtype=np.float64), np.asarray(bytes, dtype=np.float64)
     if times.ndim != 1 or times.shape != sizes.shape or times.size == 0:
         raise ValueError(

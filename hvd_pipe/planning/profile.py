@@ -10,16 +10,20 @@ import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from hvd_pipe.planning import graph
 from hvd_pipe.planning._files import check_keys, read_object
 
 __all__ = ["LayerProfile", "ModelProfile"]
 
 SCHEMA = "hvd_pipe.profile/1"
 _CSV_COLUMNS = ["layer", "parameter_bytes", "backward_us"]
+_MODEL_KEYS = {"edges", "batch", "update_s", "name"}
+_CSV_OPTIONAL = ["forward_us", "activation_bytes"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,11 @@ class LayerProfile:
         backward_s: seconds from the previous gradient being ready to this one being ready.
         forward_s: seconds of its forward pass.
         activation_bytes: bytes of its output for one minibatch.
+        description: what it is, for people: "Conv2d(3, 64, kernel_size=(3, 3))".
 
     Raises:
-        ValueError: an empty name, or a negative or non-finite number.
+        ValueError: an empty name, a description that is no string, or a negative or non-finite
+            number.
 
     Example:
         >>> LayerProfile("fc", gradient_bytes=4096, backward_s=1e-3).forward_s
@@ -46,10 +52,15 @@ class LayerProfile:
     backward_s: float
     forward_s: float = 0.0
     activation_bytes: int = 0
+    description: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a layer needs a non-empty string as its name, got {self.name!r}")
+        if not isinstance(self.description, str):
+            raise ValueError(
+                f"layer {self.name!r}: description must be a string, got {self.description!r}"
+            )
         for field in ("gradient_bytes", "activation_bytes"):
             value = getattr(self, field)
             try:
@@ -84,10 +95,16 @@ class ModelProfile:
     send nothing; the time that those take still delays what comes after them.
 
     Args:
-        layers: at least one, in forward order.
+        layers: at least one, in forward order; where ``edges`` are given, in a topological one.
+        edges: (from, to) names of layers, the second uses the output of the first; None for a
+            chain, in which each layer uses the one before it.
+        batch: samples in a minibatch of one worker, which all times are for; None if not known.
+        update_s: seconds of the optimizer's update of all parameters.
+        name: of the model, for people.
 
     Raises:
-        ValueError: no layers, or two of one name.
+        ValueError: no layers, two of one name, an edge that is unknown, given twice or against the
+            order of the layers, or a number out of its range.
 
     Example:
         >>> model = ModelProfile((
@@ -106,6 +123,10 @@ class ModelProfile:
     """
 
     layers: tuple[LayerProfile, ...]
+    edges: tuple[tuple[str, str], ...] | None = None
+    batch: int | None = None
+    update_s: float = 0.0
+    name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -114,6 +135,55 @@ class ModelProfile:
         twice = [n for n, count in Counter(x.name for x in self.layers).items() if count > 1]
         if twice:
             raise ValueError(f"layer names must be unique, but these occur twice: {twice}")
+        if self.edges is not None:
+            object.__setattr__(self, "edges", tuple((a, b) for a, b in self.edges))
+            self._check_edges(self.edges)
+        if self.batch is not None:
+            batch = operator.index(self.batch) if isinstance(self.batch, SupportsIndex) else 0
+            if batch < 1:
+                raise ValueError(f"batch is an integer of at least 1, or None, got {self.batch!r}")
+            object.__setattr__(self, "batch", batch)
+        if not (
+            isinstance(self.update_s, int | float)
+            and math.isfinite(self.update_s)
+            and self.update_s >= 0.0
+        ):
+            raise ValueError(
+                f"update_s must be finite and at least 0 seconds, got {self.update_s!r}"
+            )
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a model must be a string, got {self.name!r}")
+
+    def _check_edges(self, edges: tuple[tuple[str, str], ...]) -> None:
+        place = {layer.name: at for at, layer in enumerate(self.layers)}
+        for edge in edges:
+            unknown = [name for name in edge if name not in place]
+            if unknown:
+                raise ValueError(f"the edge {edge} names an unknown layer {unknown[0]!r}")
+            if place[edge[0]] >= place[edge[1]]:
+                raise ValueError(
+                    f"the edge {edge} leads from layer {place[edge[0]]} to layer "
+                    f"{place[edge[1]]}: list the layers so that each comes after those it uses; "
+                    "hvd_pipe.planning.graph.forward_order finds such an order"
+                )
+        twice = [edge for edge, count in Counter(edges).items() if count > 1]
+        if twice:
+            raise ValueError(f"edges must be unique, but these occur twice: {twice}")
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of the forward pass: the sum over the layers."""
+        return math.fsum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward pass: the sum over the layers."""
+        return math.fsum(layer.backward_s for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a minibatch on one worker: forward, backward and update."""
+        return self.forward_s + self.backward_s + self.update_s
 
     def gradient_order(self) -> tuple[str, ...]:
         """Names of the layers with a gradient, in the order in which backward makes them ready."""
@@ -132,14 +202,21 @@ class ModelProfile:
 
     def to_json(self) -> str:
         """A JSON document; :meth:`from_json` reads it back exactly."""
-        layers = [asdict(layer) for layer in self.layers]
-        return json.dumps({"schema": SCHEMA, "layers": layers}, indent=1) + "\n"
+        data: dict[str, Any] = {"schema": SCHEMA}
+        for field in ("name", "batch", "update_s"):
+            if getattr(self, field):
+                data[field] = getattr(self, field)
+        data["layers"] = [asdict(layer) for layer in self.layers]
+        if self.edges is not None:
+            data["edges"] = self.edges
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
         """The model in a JSON document.
 
-        ``forward_s`` and ``activation_bytes`` may be left out and are 0 then.
+        Of a layer, ``forward_s``, ``activation_bytes`` and ``description`` may be left out, and of
+        the model all but its layers; they have the defaults of the classes then.
 
         Args:
             text: ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
@@ -148,11 +225,12 @@ class ModelProfile:
             ValueError: no such document; says which key or layer is wrong.
 
         Example:
-            >>> model = ModelProfile((LayerProfile("fc", 64, 0.1),))
+            >>> model = ModelProfile((LayerProfile("fc", 64, 0.1),), batch=32)
             >>> ModelProfile.from_json(model.to_json()) == model
             True
         """
-        layers = read_object(text, SCHEMA, {"layers"})["layers"]
+        data = read_object(text, SCHEMA, {"layers"}, optional=_MODEL_KEYS)
+        layers, edges = data["layers"], data.get("edges")
         if not isinstance(layers, list):
             raise ValueError(f'"layers" is a list, got {type(layers).__name__}')
         for number, layer in enumerate(layers):
@@ -160,9 +238,19 @@ class ModelProfile:
                 layer,
                 {"name", "gradient_bytes", "backward_s"},
                 f"layer {number}",
-                optional={"forward_s", "activation_bytes"},
+                optional={"forward_s", "activation_bytes", "description"},
             )
-        return cls(tuple(LayerProfile(**layer) for layer in layers))
+        if edges is not None and not (
+            isinstance(edges, list)
+            and all(isinstance(edge, list) and len(edge) == 2 for edge in edges)
+            and all(isinstance(name, str) for edge in edges for name in edge)
+        ):
+            raise ValueError('"edges" is a list of pairs of layer names, or null for a chain')
+        return cls(
+            tuple(LayerProfile(**layer) for layer in layers),
+            None if edges is None else tuple(map(tuple, edges)),
+            **{key: data[key] for key in _MODEL_KEYS - {"edges"} if key in data},
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes :meth:`to_json` to a file."""
@@ -173,6 +261,59 @@ class ModelProfile:
         """The model in a file that :meth:`save` wrote; ValueError names the file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: this is no profile, but binary data") from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ModelProfile:
+        """The model in a file of any kind, known by its suffix.
+
+        ``.json`` is :meth:`load`, ``.csv`` :meth:`from_csv`, and ``.txt`` :meth:`from_graph`.
+
+        Raises:
+            ValueError: another suffix, or malformed contents; names the file.
+        """
+        readers = {".json": cls.load, ".csv": cls.from_csv, ".txt": cls.from_graph}
+        suffix = Path(path).suffix.lower()
+        if suffix not in readers:
+            raise ValueError(
+                f"{os.fspath(path)}: the name of a profile ends in .json (hvd_pipe's own), .csv "
+                f"(a trace of backward) or .txt (PipeDream's graph), got {suffix or 'none'!r}"
+            )
+        return readers[suffix](path)
+
+    @classmethod
+    def from_graph(cls, path: str | os.PathLike[str]) -> ModelProfile:
+        """The model in a profile of PipeDream (``graph.txt``).
+
+        Its nodes become layers in forward order, without ``Input`` nodes and without sinks
+        ``__getitem__``: see :meth:`hvd_pipe.planning.graph.Graph.pruned`. The format says neither
+        the batch nor the model, so the name is that of the file, or of its folder where the file
+        is a bare ``graph.txt``.
+
+        Raises:
+            ValueError: malformed, or a cycle; names the file and the line.
+        """
+        found = graph.read(path)
+        try:
+            pruned = found.pruned()
+            layers = tuple(
+                LayerProfile(
+                    node.name,
+                    node.parameter_bytes,
+                    node.backward_s,
+                    node.forward_s,
+                    node.activation_bytes,
+                    node.description,
+                )
+                for node in pruned.nodes
+            )
+            file = Path(path)
+            name = file.name.removesuffix(file.suffix).removesuffix(".graph")
+            name = file.absolute().parent.name if name == "graph" else name
+            return cls(layers, pruned.edges, name=name)
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
@@ -182,23 +323,44 @@ class ModelProfile:
 
         Args:
             path: CSV with the header ``layer,parameter_bytes,backward_us`` and one row a layer in
-                forward order, times in microseconds. Lines that begin with ``#`` are comments.
+                forward order, times in microseconds. Columns ``forward_us`` and
+                ``activation_bytes`` may follow. Lines that begin with ``#`` are comments.
 
         Raises:
             ValueError: another header or a malformed row; names the file and the row.
         """
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)}: this is no trace, but binary data") from error
         rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
-        if not rows or rows[0] != _CSV_COLUMNS:
+        header = rows[0] if rows else []
+        more = header[len(_CSV_COLUMNS) :]
+        if header[: len(_CSV_COLUMNS)] != _CSV_COLUMNS or (
+            more not in ([], *([column] for column in _CSV_OPTIONAL), _CSV_OPTIONAL)
+        ):
             raise ValueError(
                 f"{os.fspath(path)}: the header must be {','.join(_CSV_COLUMNS)!r}, "
-                f"got {','.join(rows[0]) if rows else 'an empty file'!r}"
+                f"got {','.join(header) if rows else 'an empty file'!r}; "
+                f"{' and '.join(_CSV_OPTIONAL)} may follow"
             )
         layers = []
         for row in rows[1:]:
             try:
-                name, size, microseconds = row
-                layers.append(LayerProfile(name, int(size), float(microseconds) * 1e-6))
+                name, size, microseconds, *rest = row
+                extra = dict(zip(more, rest, strict=True))
+                layers.append(
+                    LayerProfile(
+                        name,
+                        int(size),
+                        float(microseconds) * 1e-6,
+                        float(extra.get("forward_us", 0.0)) * 1e-6,
+                        int(extra.get("activation_bytes", 0)),
+                    )
+                )
             except ValueError as error:
                 raise ValueError(f"{os.fspath(path)}: row {','.join(row)!r}: {error}") from error
-        return cls(tuple(layers))
+        try:
+            return cls(tuple(layers))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error

@@ -38,7 +38,7 @@ def test_planning_imports_no_framework() -> None:
     code = (
         "import sys\n"
         "import hvd_pipe.planning.comm, hvd_pipe.planning.merge, hvd_pipe.planning.plan\n"
-        "import hvd_pipe.planning.profile\n"
+        "import hvd_pipe.planning.profile, hvd_pipe.planning.partition\n"
         "print(sorted({'torch', 'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -92,6 +92,7 @@ def test_googlenet_trace() -> None:
             r"'fc': backward_s must be finite and at least 0 seconds, got -0.1",
         ),
         ({"backward_s": None}, r"backward_s must be finite .*got None"),
+        ({"description": None}, r"'fc': description must be a string, got None"),
         ({"forward_s": float("nan")}, r"forward_s must be finite .*got nan; measure it again"),
     ],
 )
@@ -105,6 +106,69 @@ def test_bad_models() -> None:
         ModelProfile(())
     with pytest.raises(ValueError, match=r"unique, but these occur twice: \['fc'\]"):
         ModelProfile((LayerProfile("fc", 8, 0.1), LayerProfile("fc", 8, 0.1)))
+
+
+LAYERS = (LayerProfile("a", 8, 0.5, 0.25), LayerProfile("b", 0, 0.25, 1.0, 4, "ReLU()"))
+
+
+def test_whole_model() -> None:
+    model = ModelProfile(LAYERS, (("a", "b"),), batch=np.int64(32), update_s=0.125, name="net")
+    assert (model.forward_s, model.backward_s, model.compute_s) == (1.25, 0.75, 2.125)
+    assert type(model.batch) is int
+    assert ModelProfile.from_json(model.to_json()) == model
+    assert ModelProfile.from_json(ModelProfile(LAYERS, ()).to_json()).edges == ()
+    assert ModelProfile(LAYERS).edges is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"edges": (("a", "c"),)}, r"edge \('a', 'c'\) names an unknown layer 'c'"),
+        ({"edges": (("b", "a"),)}, r"leads from layer 1 to layer 0: list the layers so that each"),
+        ({"edges": (("a", "a"),)}, r"leads from layer 0 to layer 0"),
+        ({"edges": (("a", "b"), ("a", "b"))}, r"occur twice: \[\('a', 'b'\)\]"),
+        ({"batch": 0}, r"batch is an integer of at least 1, or None, got 0"),
+        ({"batch": 32.0}, r"batch is an integer .*got 32.0"),
+        ({"update_s": -1.0}, r"update_s must be finite and at least 0 seconds, got -1.0"),
+        ({"update_s": float("inf")}, r"update_s must be finite .*got inf"),
+        ({"update_s": "1ms"}, r"update_s must be finite .*got '1ms'"),
+        ({"name": None}, r"name of a model must be a string, got None"),
+    ],
+)
+def test_bad_extras(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelProfile(LAYERS, **arguments)
+
+
+def test_read_goes_by_the_suffix(tmp_path: Path) -> None:
+    MODEL.save(tmp_path / "model.JSON")
+    assert ModelProfile.read(tmp_path / "model.JSON") == MODEL
+    csv = DATA / "googlenet_k80_backward.csv"
+    assert ModelProfile.read(csv) == ModelProfile.from_csv(csv)
+    assert len(ModelProfile.read(DATA / "alexnet.graph.txt").layers) == 22
+    for name, found in (("model.pt", r"\.pt"), ("model", "none")):
+        with pytest.raises(ValueError, match=rf"ends in \.json .*, \.csv .* got '{found}'"):
+            ModelProfile.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "txt"])
+def test_a_picture_is_no_profile(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"model.{suffix}"
+    path.write_bytes(b"\x89PNG\xff")
+    with pytest.raises(ValueError, match=rf"model\.{suffix}: this is no .*, but binary data"):
+        ModelProfile.read(path)
+
+
+@pytest.mark.parametrize("columns", [(), (0,), (1,), (0, 1)])
+def test_a_trace_with_more_columns(columns: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    more = [("forward_us", "500000"), ("activation_bytes", "64")]
+    names, values = zip(*(more[at] for at in columns), strict=True) if columns else ((), ())
+    rows = (["layer", "parameter_bytes", "backward_us", *names], ["fc", "8", "250000", *values])
+    path.write_text("\n".join(map(",".join, rows)))
+    forward, activation = 0.5 * (0 in columns), 64 * (1 in columns)
+    expected = LayerProfile("fc", 8, 0.25, forward, activation)
+    assert ModelProfile.from_csv(path).layers == (expected,)
 
 
 def document(**changes: Any) -> str:
@@ -124,6 +188,11 @@ def document(**changes: Any) -> str:
         ),
         (document(layer=1), r"lacks the keys \[\] and has the unknown keys \['layer'\]"),
         ('{"schema": "hvd_pipe.profile/1"}', r"lacks the keys \['layers'\]"),
+        (document(edges=3), r"\"edges\" is a list of pairs of layer names"),
+        (document(edges=[["fc"]]), r"\"edges\" is a list of pairs"),
+        (document(edges=[["fc", 1]]), r"\"edges\" is a list of pairs"),
+        (document(edges=[["fc", "a"]]), r"unknown layer 'a'"),
+        (document(batch="32"), r"batch is an integer of at least 1, or None, got '32'"),
         (document(layers={}), r"\"layers\" is a list, got dict"),
         (document(layers=[3]), r"layer 0 is a JSON object, got int"),
         (document(layers=[{"name": "a"}]), r"layer 0 lacks the keys \['backward_s', 'gradient_b"),
@@ -154,6 +223,13 @@ def test_optional_keys_may_be_left_out() -> None:
             "# x\nname,bytes\n",
             r"header must be 'layer,parameter_bytes,backward_us', got 'name,bytes'",
         ),
+        (
+            "layer,parameter_bytes,backward_us,activation_bytes,forward_us\n",
+            r"backward_us', got '.*'; forward_us and activation_bytes may follow",
+        ),
+        ("layer,parameter_bytes,backward_us,forward_us\n0,1,2\n", r"row '0,1,2': .*shorter"),
+        ("layer,parameter_bytes,backward_us\n0,1,2,3\n", r"row '0,1,2,3': .*longer"),
+        ("layer,parameter_bytes,backward_us\n0,1,2\n0,1,2\n", r"trace\.csv: .*occur twice"),
         ("layer,parameter_bytes,backward_us\n0,1\n", r"trace\.csv: row '0,1': not enough values"),
         ("layer,parameter_bytes,backward_us\n0,x,1\n", r"row '0,x,1': invalid literal"),
         ("layer,parameter_bytes,backward_us\n0,1,-1\n", r"row '0,1,-1': .*at least 0 seconds"),

@@ -1,0 +1,404 @@
+"""Which strategy, with which options, how fast, at what price, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hvd_pipe.planning.balance import split_batch
+from hvd_pipe.planning.candidates import candidates
+from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.memory import memory_bytes
+from hvd_pipe.planning.methods import (
+    BASELINES,
+    Conventional,
+    HorovodFusion,
+    LocalSGD,
+    Method,
+    WidePipeSGD,
+    label,
+    parse,
+    spell,
+)
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.simulate import simulate
+from hvd_pipe.planning.stability import stable_rate
+from hvd_pipe.planning.timing import StepTime, step_time
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.units import format_bytes, format_seconds
+
+__all__ = ["MARGIN", "Advice", "Row", "advise"]
+
+SCHEMA = "hvd_pipe.advice/1"
+
+MARGIN = 0.05
+"""What changes the mathematics has to be faster by this part to be recommended."""
+
+_SIMULATED_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one codec, and what to expect of it.
+
+    Args:
+        strategy: what ``strategy=`` takes; of methods that are not hvd_pipe's, their name.
+        compression: what ``compression=`` takes.
+        codec: its name.
+        baseline: shown for comparison, not to be recommended.
+        time: seconds of a step, its limit, messages; simulated where workers jitter.
+        speedup: samples a second over those of one worker of speed 1 that computes alone.
+        samples_per_s: of all workers; None where the profile has no batch.
+        memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning.memory`).
+        staleness: how many updates old a worker's gradient is, at most, when all have it.
+        identical: whether replicas are equal after each step.
+        exact: whether it computes what synchronous SGD without compression does.
+        batches: samples a step of each worker, where that keeps unequal workers in step.
+        usable: stable and within the memory, as far as is known.
+        warnings: what to look out for.
+        reason: what its time is made of, in a sentence.
+    """
+
+    strategy: str
+    compression: str
+    codec: str
+    baseline: bool
+    time: StepTime
+    speedup: float
+    samples_per_s: float | None
+    memory_bytes: int
+    staleness: int
+    identical: bool
+    exact: bool
+    batches: tuple[int, ...] | None
+    usable: bool
+    warnings: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Rows, fastest first, and which one to take.
+
+    Args:
+        rows: all of them, baselines as well.
+        best: the one to take.
+        workers: of the cluster.
+        reason: why this one, in a sentence.
+        warnings: what no strategy changes.
+    """
+
+    rows: tuple[Row, ...]
+    best: Row
+    workers: int
+    reason: str
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict for ``json.dump``; times have ``exposed_s`` and ``of_limit`` as well."""
+
+        def row(one: Row) -> dict[str, Any]:
+            derived = {"exposed_s": one.time.exposed_s, "of_limit": one.time.of_limit}
+            return {**asdict(one), "time": {**asdict(one.time), **derived}}
+
+        return {
+            "schema": SCHEMA,
+            "workers": self.workers,
+            "best": row(self.best),
+            "reason": self.reason,
+            "warnings": list(self.warnings),
+            "rows": [row(one) for one in self.rows],
+        }
+
+
+def advise(
+    profile: ModelProfile,
+    cluster: Cluster,
+    methods: Sequence[Method | str] | None = None,
+    codecs: Sequence[CodecCost | str] = ("none",),
+    *,
+    learning_rate: float | None = None,
+    curvature: float | None = None,
+    momentum: float | None = None,
+    optimizer_ratio: float = 1.0,
+    margin: float = MARGIN,
+) -> Advice:
+    """Rank strategies for a model on a cluster, and recommend one.
+
+    An exact strategy (synchronous, uncompressed) is recommended unless another one is faster by
+    more than ``margin``; what is known to diverge or not to fit is not.
+
+    Args:
+        profile: the model on one worker of speed 1.
+        cluster: workers and network. Where speeds differ, CoCoD gets batches in proportion to
+            them, and its ``weights``; other methods wait for the slowest worker.
+        methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
+            :mod:`hvd_pipe.planning.candidates` fits them.
+        codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
+        learning_rate, curvature, momentum: of the training, as far as known; curvature is the
+            largest eigenvalue of the loss's Hessian.
+        optimizer_ratio: bytes of optimizer state a byte of weights: 1 with momentum, 2 with Adam.
+        margin: at least 0.
+
+    Returns:
+        The advice; wfbp, single and stock Horovod are shown beside, uncompressed.
+
+    Raises:
+        TypeError, ValueError: an unknown method or codec, nothing to choose from, or a number out
+            of its range.
+
+    Example:
+        >>> from hvd_pipe.planning.cluster import Link, Network
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> model = ModelProfile((LayerProfile("fc", 50_000_000, 0.020, 0.010),), batch=32)
+        >>> advice = advise(model, Cluster(8, Network(Link.of(bandwidth=3e9, latency=30e-6))))
+        >>> advice.best.strategy, round(advice.best.samples_per_s)
+        ('pipe-sgd', 8533)
+        >>> print(advice.reason)
+        pipe-sgd takes 30 ms a step, the fastest exact one (merged-gradient) 59.6 ms: 1.99 times.
+    """
+    _check_numbers(learning_rate, curvature, momentum, margin)
+    chosen = _candidates(profile, cluster) if methods is None else tuple(map(parse, methods))
+    costs = [_codec(codec) for codec in codecs]
+    if not chosen or not costs:
+        raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
+    training = _Training(learning_rate, curvature, momentum, optimizer_ratio)
+    wanted = dict.fromkeys((method, codec) for method in chosen for codec in costs)
+    beside = [(method, CODECS["none"]) for method in BASELINES]
+    beside = [pair for pair in beside if pair not in wanted]
+    rows = [_row(profile, cluster, *pair, training, baseline=False) for pair in wanted]
+    rows += [_row(profile, cluster, *pair, training, baseline=True) for pair in beside]
+    rows.sort(key=lambda row: row.time.total_s)
+    candidates = [row for row in rows if not row.baseline]
+    best, reason = _recommended(candidates, margin)
+    warnings = []
+    least = min(candidates, key=lambda row: row.time.exposed_s).time
+    if least.exposed_s > margin * least.compute_s:
+        warnings.append(
+            f"no strategy hides the communication: {least.method} leaves least, "
+            f"{format_seconds(least.exposed_s)} a step of {format_seconds(least.total_s)}; "
+            "compress, give cocod a longer period, or give each worker a larger batch"
+        )
+    return Advice(tuple(rows), best, cluster.workers, reason, tuple(warnings))
+
+
+def _candidates(profile: ModelProfile, cluster: Cluster) -> tuple[Method, ...]:
+    compute = profile.compute_s
+    if cluster.speeds is not None:
+        compute *= cluster.workers / sum(cluster.speeds)
+    return candidates(profile, cluster.comm(), compute)
+
+
+@dataclass(frozen=True)
+class _Training:
+    learning_rate: float | None
+    curvature: float | None
+    momentum: float | None
+    optimizer_ratio: float
+
+
+def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
+    usable = [row for row in rows if row.usable]
+    fastest = (usable or list(rows))[0]
+    exact = next((row for row in usable or rows if row.exact), None)
+    name, seconds = _name(fastest), format_seconds(fastest.time.total_s)
+    tail = "" if usable else " None is usable as it is: see its warnings."
+    if exact is None:
+        return fastest, f"{name} is the fastest, at {seconds} a step.{tail}"
+    if exact.time.total_s <= fastest.time.total_s * (1.0 + margin):
+        reason = f"{_name(exact)} is exact and takes {format_seconds(exact.time.total_s)} a step"
+        if fastest is not exact:
+            reason += (
+                f"; the fastest, {name}, takes {seconds}, not more than {margin:.0%} less, "
+                "and changes the mathematics"
+            )
+        return exact, f"{reason}.{tail}"
+    return fastest, (
+        f"{name} takes {seconds} a step, the fastest exact one ({_name(exact)}) "
+        f"{format_seconds(exact.time.total_s)}: "
+        f"{exact.time.total_s / fastest.time.total_s:.2f} times.{tail}"
+    )
+
+
+def _name(row: Row) -> str:
+    return row.strategy if row.codec == "none" else f"{row.strategy} with {row.codec}"
+
+
+def _row(
+    profile: ModelProfile,
+    cluster: Cluster,
+    method: Method,
+    codec: CodecCost,
+    training: _Training,
+    baseline: bool,
+) -> Row:
+    method, batches, pace = _balanced(method, profile, cluster)
+    time = step_time(method, _slowed(profile, pace), cluster.comm(), codec)
+    if cluster.jitter:
+        run = simulate(profile, cluster, method, codec, _SIMULATED_STEPS, trace_workers=())
+        time = replace(time, total_s=max(run.step_s, time.limit_s))
+    memory = memory_bytes(method, profile, codec, training.optimizer_ratio)
+    unstable, warnings = _stability(method, training)
+    fits = True
+    if cluster.memory_bytes is not None:
+        activations = sum(layer.activation_bytes for layer in profile.layers)
+        fits = memory + activations <= cluster.memory_bytes
+        if not fits:
+            warnings.append(
+                f"needs {format_bytes(memory)} and {format_bytes(activations)} of activations, "
+                f"more than a worker's {format_bytes(cluster.memory_bytes)}"
+            )
+    if cluster.speeds is not None and min(cluster.speeds) < max(cluster.speeds) and not batches:
+        warnings.append(_unbalanced(profile, cluster, pace))
+    samples = None if profile.batch is None else cluster.workers * profile.batch
+    total = time.total_s
+    return Row(
+        strategy=label(method) if _foreign(method) else spell(method),
+        compression=f"hvd.Compression.{codec.name}",
+        codec=codec.name,
+        baseline=baseline,
+        time=time,
+        speedup=cluster.workers * profile.compute_s / total if total else float(cluster.workers),
+        samples_per_s=None if samples is None or not total else samples / total,
+        memory_bytes=memory,
+        staleness=_staleness(method),
+        identical=_identical(method),
+        exact=codec.name == "none" and isinstance(method, MergedGradient | _Synchronous),
+        batches=batches,
+        usable=fits and not unstable,
+        warnings=tuple(warnings),
+        reason=_reason(time, method),
+    )
+
+
+_Synchronous = Conventional | HorovodFusion
+
+
+def _foreign(method: Method) -> bool:
+    """Whether ``strategy=`` knows no such method."""
+    return not isinstance(method, MergedGradient | PipeSGD | CoCoD)
+
+
+def _staleness(method: Method) -> int:
+    if isinstance(method, PipeSGD):
+        return 1
+    if isinstance(method, WidePipeSGD):
+        return method.width - 1
+    if isinstance(method, LocalSGD):
+        return method.period - 1
+    # A round's first gradient is in the next round's start, which arrives when that one ends.
+    return 2 * method.period - 1 if isinstance(method, CoCoD) else 0
+
+
+def _identical(method: Method) -> bool:
+    if isinstance(method, PipeSGD):
+        return method.prediction != "local"  # each rank runs ahead by its own guess
+    return not isinstance(method, LocalSGD | CoCoD)
+
+
+def _balanced(
+    method: Method, profile: ModelProfile, cluster: Cluster
+) -> tuple[Method, tuple[int, ...] | None, float]:
+    """The method with weights where it has them, its batches, the slowest worker's pace."""
+    speeds = cluster.speeds or (1.0,) * cluster.workers
+    weights = method.weights if isinstance(method, CoCoD) else None
+    if weights is not None and len(weights) != cluster.workers:
+        raise ValueError(
+            f"CoCoD's weights are one a worker: {len(weights)} weights, {cluster.workers} workers"
+        )
+    batches = None
+    if isinstance(method, CoCoD) and weights is None and min(speeds) < max(speeds):
+        weights = speeds
+        if profile.batch is not None:
+            weights = batches = tuple(split_batch(cluster.workers * profile.batch, speeds))
+        method = replace(method, weights=weights)
+    if weights is None:
+        return method, None, 1.0 / min(speeds)
+    mean = sum(weights) / len(weights)
+    pace = max(weight / mean / speed for weight, speed in zip(weights, speeds, strict=True))
+    return method, batches, pace
+
+
+def _unbalanced(profile: ModelProfile, cluster: Cluster, pace: float) -> str:
+    assert cluster.speeds is not None
+    even = profile.compute_s * cluster.workers / sum(cluster.speeds)
+    text = (
+        f"waits for the slowest worker in every step, {format_seconds(profile.compute_s * pace)} "
+        f"of computation where batches in proportion to speed take {format_seconds(even)}"
+    )
+    if profile.batch is not None and cluster.workers <= 16:
+        split = split_batch(cluster.workers * profile.batch, cluster.speeds)
+        text += f" ({'/'.join(map(str, split))}, with each loss scaled by its part of the batch)"
+    return text
+
+
+def _slowed(profile: ModelProfile, pace: float) -> ModelProfile:
+    if pace == 1.0:
+        return profile
+    layers = tuple(
+        replace(layer, forward_s=layer.forward_s * pace, backward_s=layer.backward_s * pace)
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers, update_s=profile.update_s * pace)
+
+
+def _stability(method: Method, training: _Training) -> tuple[bool, list[str]]:
+    """Whether it is known to diverge, and what to say about it."""
+    momentum = training.momentum or 0.0
+    limit, usual = stable_rate(method, momentum), 2.0 * (1.0 + momentum)
+    rate, curvature = training.learning_rate, training.curvature
+    bound = f"lr * curvature < {limit:.3g} (momentum {momentum:g}; synchronous SGD: {usual:.3g})"
+    if rate is not None and curvature is not None:
+        if rate * curvature < limit:
+            return False, []
+        most = format(limit / curvature, ".3g") if curvature else "any"
+        return True, [
+            f"diverges: it is stable only while {bound}, and {rate:g} * {curvature:g} = "
+            f"{rate * curvature:.3g}; take a learning rate below {most}"
+        ]
+    if limit == usual:
+        return False, []
+    if training.momentum is not None:
+        times = f"{usual / limit:.3g} times"
+        text = f"stable only while {bound}: the largest learning rate is {times} smaller"
+    else:
+        text = f"stable only while {bound}; momentum shrinks that: give momentum, curvature, lr"
+    if rate is not None and rate > 0.0:
+        text += f"; at {rate:g} that is a curvature below {limit / rate:.3g}"
+    return False, [text]
+
+
+def _reason(time: StepTime, method: Method) -> str:
+    compute, comm = format_seconds(time.compute_s), format_seconds(time.comm_s)
+    exposed, limit = format_seconds(time.exposed_s), format_seconds(time.limit_s)
+    every = ""
+    if isinstance(method, LocalSGD | CoCoD):
+        every = f", one average in {method.period} steps"
+    hidden = "all hidden" if time.exposed_s <= 1e-9 * time.compute_s else f"{exposed} exposed"
+    count = f"{time.messages:.3g} message{'' if time.messages == 1 else 's'}"
+    return (
+        f"{compute} of computation and {comm} of communication a step ({count}{every}), {hidden}: "
+        f"{time.of_limit:.1%} of what its limit of {limit} allows"
+    )
+
+
+def _codec(codec: CodecCost | str) -> CodecCost:
+    if isinstance(codec, CodecCost):
+        return codec
+    if codec not in CODECS:
+        raise ValueError(f"unknown codec {codec!r}: use one of {', '.join(map(repr, CODECS))}")
+    return CODECS[codec]
+
+
+def _check_numbers(
+    rate: float | None, curvature: float | None, momentum: float | None, margin: float
+) -> None:
+    numbers = {"learning_rate": rate, "curvature": curvature, "margin": margin}
+    for name, value in numbers.items():
+        if value is not None and not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")

@@ -1,0 +1,427 @@
+"""A cluster: how many workers there are, how fast, and what joins them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from hvd_pipe import units
+from hvd_pipe.planning import fit
+from hvd_pipe.planning._files import check_keys, read_object
+from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale, terms
+from hvd_pipe.planning.comm import CommModel
+
+__all__ = ["PUBLISHED", "Cluster", "Link", "Network"]
+
+SCHEMA = "hvd_pipe.cluster/1"
+
+# What jobs send: the sizes at which a measured all-reduce is asked what one link would cost.
+_SIZES = 2.0 ** np.arange(10, 27)  # 1 KiB to 64 MiB
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
+
+    Args:
+        alpha: seconds a message, not negative.
+        beta: seconds a byte, not negative.
+
+    Raises:
+        ValueError: a negative or infinite cost.
+
+    Example:
+        >>> Link.of(bandwidth=1.25e9, latency=30e-6)
+        Link(alpha=3e-05, beta=8e-10)
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name, unit in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+            value = _number(f"a link's {name}", getattr(self, name), unit)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, bandwidth: float, latency: float) -> Link:
+        """The link of a bandwidth in bytes a second and a latency in seconds."""
+        if not (math.isfinite(bandwidth) and bandwidth > 0.0):
+            raise ValueError(
+                f"a link's bandwidth is a positive number of bytes a second, got {bandwidth}"
+            )
+        return cls(latency, 1.0 / bandwidth)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second; infinite where a byte costs nothing."""
+        return 1.0 / self.beta if self.beta else math.inf
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the workers: a link and an all-reduce algorithm, or a measured all-reduce.
+
+    Args:
+        link: of one machine to the others, shared by its workers; None where only ``measured``
+            is known.
+        algorithm: of the all-reduce; one of :data:`hvd_pipe.planning.collectives.ALGORITHMS`.
+        gamma: seconds to add up one byte.
+        per_node: workers of one machine.
+        inside: a worker's link within its machine; needed where ``per_node`` is more than 1,
+            except beside ``measured``.
+        measured: an all-reduce as it was measured; it is then what counts.
+        measured_workers: on how many workers it was, at least 2.
+
+    Raises:
+        ValueError: neither a link nor a measurement, or parts that do not fit together.
+
+    Example:
+        >>> ethernet = Network(Link.of(bandwidth=1.25e9, latency=30e-6))
+        >>> round(ethernet.comm(16)(1_000_000), 6)
+        0.0024
+    """
+
+    link: Link | None
+    algorithm: str = "ring"
+    gamma: float = 0.0
+    per_node: int = 1
+    inside: Link | None = None
+    measured: CommModel | None = None
+    measured_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"algorithm must be one of {', '.join(ALGORITHMS)}; got {self.algorithm!r}"
+            )
+        object.__setattr__(self, "gamma", _number("gamma", self.gamma, "seconds a byte"))
+        _count("per_node", self.per_node)
+        for name, kind in (("link", Link), ("inside", Link), ("measured", CommModel)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+        if self.link is None and self.measured is None:
+            raise ValueError(
+                "a network needs a link (its bandwidth and latency) or a measured all-reduce"
+            )
+        if (self.measured is None) != (self.measured_workers is None):
+            raise ValueError(
+                "measured and measured_workers go together: an all-reduce, and on how many "
+                f"workers it was measured; got {self.measured} and {self.measured_workers}"
+            )
+        if self.measured_workers is not None:
+            _count("measured_workers", self.measured_workers, least=2)
+        if self.per_node > 1 and self.inside is None and self.measured is None:
+            raise ValueError(
+                f"per_node = {self.per_node} workers a machine need inside, the link within a "
+                "machine; or per_node=1 for a network that is equally fast everywhere"
+            )
+
+    def comm(self, workers: int) -> CommModel:
+        """All-reduce time over some of the workers.
+
+        A measured one is rescaled to their number. Otherwise it follows from the links: within one
+        machine over ``inside``, over several hierarchically
+        (:func:`hvd_pipe.planning.collectives.hierarchical`).
+
+        Raises:
+            ValueError: no workers, or more than a machine has that do not fill machines.
+
+        Example:
+            >>> Network(Link(1e-5, 1e-9)).comm(4) == allreduce(4, 1e-5, 1e-9)
+            True
+        """
+        nodes, each = self._nodes(workers)
+        if self.measured is not None and self.measured_workers is not None:
+            return rescale(self.measured, self.measured_workers, workers, self.algorithm)
+        link = self.link_time
+        if self.inside is None:
+            return allreduce(workers, link.alpha, link.beta, self.gamma, self.algorithm)
+        return hierarchical(nodes, each, self.inside, link, self.algorithm, self.gamma)
+
+    def levels(self, workers: int) -> list[tuple[int, float]]:
+        """How the workers are joined, from the innermost level outwards.
+
+        Returns:
+            A pair for each level: how many of the level below make one of it, and the bandwidth
+            between them in bytes a second. Their product is ``workers``.
+
+        Raises:
+            ValueError: no workers, or more than a machine has that do not fill machines.
+
+        Example:
+            >>> two = Network(Link.of(1.25e9, 0), per_node=4, inside=Link.of(1.25e10, 0))
+            >>> two.levels(16)
+            [(4, 12500000000.0), (4, 1250000000.0)]
+        """
+        nodes, each = self._nodes(workers)
+        if self.per_node == 1 or self.inside is None:
+            return [(workers, self.link_time.bandwidth)]
+        levels = [(each, self.inside.bandwidth)]
+        return levels if nodes == 1 else [*levels, (nodes, self.link_time.bandwidth)]
+
+    @property
+    def link_time(self) -> Link:
+        """The link over which two workers of different machines exchange messages.
+
+        Where only an all-reduce was measured, the formula of its algorithm is inverted for the
+        line that fits it best from 1 KiB to 64 MiB.
+
+        Example:
+            >>> ring = allreduce(8, alpha=2e-5, beta=1e-9)
+            >>> Network(None, measured=ring, measured_workers=8).link_time
+            Link(alpha=2e-05, beta=1e-09)
+        """
+        if self.link is not None:
+            return self.link
+        assert self.measured is not None  # checked at construction, as there is no link
+        assert self.measured_workers is not None
+        return _inverted(self.measured, self.measured_workers, self.algorithm, self.gamma)
+
+    def _nodes(self, workers: int) -> tuple[int, int]:
+        """Machines that so many workers fill, and workers of each."""
+        _count("workers", workers)
+        if workers <= self.per_node:
+            return 1, workers
+        if workers % self.per_node:
+            full = workers // self.per_node * self.per_node
+            raise ValueError(
+                f"{workers} workers do not fill machines of {self.per_node}: take {full} or "
+                f"{full + self.per_node} workers, or another per_node"
+            )
+        return workers // self.per_node, self.per_node
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Workers, the network between them, and what sets one worker apart from another.
+
+    Args:
+        workers: how many, at least 1.
+        network: what joins them.
+        speeds: of each worker, relative, positive; None where all are equally fast.
+        memory_bytes: of one worker; None where it is no limit.
+        jitter: standard deviation of a worker's step time over its mean.
+        name: what people call it.
+
+    Raises:
+        ValueError: numbers out of their range, or speeds of another number of workers.
+
+    Example:
+        >>> cluster = Cluster(16, Network(Link.of(bandwidth=1.25e9, latency=30e-6)))
+        >>> cluster.with_workers(64).comm().latency
+        0.00378
+        >>> Cluster.from_json(cluster.to_json()) == cluster
+        True
+    """
+
+    workers: int
+    network: Network
+    speeds: tuple[float, ...] | None = None
+    memory_bytes: int | None = None
+    jitter: float = 0.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.network, Network):
+            raise TypeError(f"network must be a Network, got {self.network!r}")
+        self.network._nodes(self.workers)
+        if self.speeds is not None:
+            speeds = tuple(_number("a worker's speed", speed, "relative") for speed in self.speeds)
+            object.__setattr__(self, "speeds", speeds)
+            if len(speeds) != self.workers:
+                raise ValueError(
+                    f"speeds has {len(speeds)} numbers for {self.workers} workers: give one each"
+                )
+            if min(speeds) <= 0.0:
+                raise ValueError(f"a worker's speed must be positive, got {min(speeds)}")
+        if self.memory_bytes is not None:
+            _count("memory_bytes", self.memory_bytes)
+        object.__setattr__(self, "jitter", _number("jitter", self.jitter, "deviation over mean"))
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a text, got {self.name!r}")
+
+    def comm(self) -> CommModel:
+        """All-reduce time over all workers."""
+        return self.network.comm(self.workers)
+
+    def with_workers(self, workers: int) -> Cluster:
+        """The same cluster with another number of workers.
+
+        Raises:
+            ValueError: the workers have speeds of their own, so more or fewer are not defined.
+        """
+        if workers == self.workers:
+            return self
+        if self.speeds is not None:
+            raise ValueError(
+                f"this cluster names the speeds of its {self.workers} workers, which says nothing "
+                f"about {workers}: use dataclasses.replace(cluster, workers=..., speeds=...)"
+            )
+        return replace(self, workers=workers)
+
+    def to_json(self) -> str:
+        """The cluster as a JSON text; :meth:`from_json` reads it back exactly."""
+        data: dict[str, Any] = {"schema": SCHEMA, "workers": self.workers}
+        data["network"] = _network_to_json(self.network)
+        for key in ("speeds", "memory_bytes", "jitter", "name"):
+            value = getattr(self, key)
+            if value not in (None, 0.0, ""):
+                data[key] = list(value) if isinstance(value, tuple) else value
+        return json.dumps(data, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """The cluster of a JSON text: :meth:`to_json` writes it, and people may.
+
+        A link is ``{"alpha": seconds, "beta": seconds a byte}`` or, in words,
+        ``{"bandwidth": "10gbit", "latency": "30us"}``; memory may be ``"16GB"``.
+
+        Raises:
+            ValueError: no such text; says the key.
+
+        Example:
+            >>> text = '''{"schema": "hvd_pipe.cluster/1", "workers": 8, "memory_bytes": "16GB",
+            ...   "network": {"link": {"bandwidth": "10gbit", "latency": "30us"}}}'''
+            >>> Cluster.from_json(text).network.link
+            Link(alpha=3e-05, beta=8e-10)
+        """
+        data = read_object(text, SCHEMA, {"workers", "network"}, optional=_OPTIONAL)
+        data.pop("schema")
+        data["network"] = _network_from_json(data["network"])
+        speeds = data.get("speeds")
+        if speeds is not None:
+            if not isinstance(speeds, list):
+                raise ValueError(f"speeds is a list of numbers, got {speeds!r}")
+            data["speeds"] = tuple(speeds)
+        if isinstance(data.get("memory_bytes"), str):
+            data["memory_bytes"] = units.parse_bytes(data["memory_bytes"])
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ValueError(f"a {SCHEMA!r}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """The cluster of a file; ValueError names the file and what is wrong in it."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+_OPTIONAL = ("speeds", "memory_bytes", "jitter", "name")
+
+
+def _inverted(comm: CommModel, workers: int, algorithm: str, gamma: float) -> Link:
+    """The link whose all-reduce by the algorithm's formula is nearest to the one measured."""
+    cost = terms(workers, algorithm)
+    if len(comm.starts) > 1 and comm(float(_SIZES[0])) > 0.0:
+        comm = fit.fit(_SIZES, comm(_SIZES))
+    per_byte = comm.slopes[-1] - cost.sums * gamma
+    return Link(comm.latency / cost.latency, max(0.0, per_byte / cost.bytes))
+
+
+def _network_to_json(network: Network) -> dict[str, Any]:
+    data: dict[str, Any] = {"algorithm": network.algorithm}
+    for key in ("link", "inside"):
+        link = getattr(network, key)
+        if link is not None:
+            data[key] = {"alpha": link.alpha, "beta": link.beta}
+    if network.gamma:
+        data["gamma"] = network.gamma
+    if network.per_node != 1:
+        data["per_node"] = network.per_node
+    if network.measured is not None:
+        data["measured"] = network.measured.to_json()
+        data["measured_workers"] = network.measured_workers
+    return data
+
+
+def _network_from_json(data: Any) -> Network:
+    keys = ("link", "algorithm", "gamma", "per_node", "inside", "measured", "measured_workers")
+    check_keys(data, (), "a network", optional=keys)
+    values = {key: value for key, value in data.items() if value is not None}
+    values.setdefault("link", None)
+    for key in ("link", "inside"):
+        if values.get(key) is not None:
+            values[key] = _link_from_json(key, values[key])
+    if "measured" in values:
+        values["measured"] = CommModel.from_json(values["measured"])
+    try:
+        return Network(**values)
+    except TypeError as error:
+        raise ValueError(f"a network: {error}") from error
+
+
+def _link_from_json(name: str, data: Any) -> Link:
+    if isinstance(data, Mapping) and "bandwidth" in data:
+        check_keys(data, ("bandwidth",), f"a network's {name} with a bandwidth", ("latency",))
+        for key, value in data.items():
+            if not isinstance(value, str):
+                raise ValueError(
+                    f'a network\'s {name}: {key} is a text with a unit, such as "10gbit" or '
+                    f'"30us", got {value!r}'
+                )
+        return Link.of(
+            units.parse_bandwidth(data["bandwidth"]),
+            units.parse_seconds(data.get("latency", "0s")),
+        )
+    check_keys(data, ("alpha", "beta"), f"a network's {name} (or bandwidth and latency)")
+    try:
+        return Link(data["alpha"], data["beta"])
+    except TypeError as error:
+        raise ValueError(f"a network's {name}: {error}") from error
+
+
+def _number(name: str, value: Any, unit: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise TypeError(f"{name} must be a number ({unit}), got {value!r}")
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{name} must be finite and not negative ({unit}), got {value}")
+    return float(value)
+
+
+def _count(name: str, value: Any, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _published(name: str, latency: float, per_byte: float) -> Cluster:
+    """16 workers whose ring all-reduce takes the published line ``latency + per_byte * x``."""
+    ring = CommModel.linear(latency, per_byte)
+    return Cluster(16, Network(_inverted(ring, 16, "ring", 0.0)), name=name)
+
+
+PUBLISHED: Mapping[str, Cluster] = MappingProxyType(
+    {
+        cluster.name: cluster
+        for cluster in (
+            _published("k80-10gbe", 9.72e-4, 1.97e-9),
+            _published("v100-10gbe", 9.08e-4, 7.4e-10),
+            _published("v100-56gbib", 2.36e-4, 4.06e-10),
+        )
+    }
+)
+"""Three clusters of 16 GPUs, whose all-reduce ``a + b x`` MG-WFBP measured.
+
+The links are what a ring of 16 makes of it: ``alpha = a / 30``, ``beta = b / (2 * 15/16)``.
+
+Source: MG-WFBP, arXiv 1912.09268v2 (its clusters 1 to 3): K80 on 10 Gbit/s Ethernet, V100 on the
+same, V100 on 56 Gbit/s InfiniBand.
+"""

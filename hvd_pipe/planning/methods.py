@@ -1,0 +1,276 @@
+"""Every method whose speed can be predicted: hvd_pipe's strategies, and what they compare with.
+
+=====================================  ==========================================================
+written                                what it is
+=====================================  ==========================================================
+"merged-gradient", "pipe-sgd",         hvd_pipe's own (`hvd_pipe.strategy`), with their options
+"cocod"
+"greedy", "wfbp", "single"             short for merged-gradient with that plan: MG-WFBP as
+                                       published, a message a tensor, one message (SyncEASGD)
+"conventional"                         synchronous SGD without any overlap
+"horovod"                              stock Horovod: tensor fusion at cycle ticks
+"local-sgd"                            models are averaged every ``period`` steps, while all wait
+"wide-pipe-sgd"                        Pipe-SGD with more than one step in flight
+=====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvd_pipe import strategy, units
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+
+__all__ = [
+    "BASELINES",
+    "DEFAULT_BUCKET_BYTES",
+    "Conventional",
+    "HorovodFusion",
+    "LocalSGD",
+    "Method",
+    "WidePipeSGD",
+    "label",
+    "parse",
+    "spell",
+]
+
+DEFAULT_BUCKET_BYTES = 8 * 2**20
+"""What the job fills Pipe-SGD's buckets to (``hvd_pipe.torch.engine`` has the same number)."""
+
+
+def _require_int(owner: object, field: str, least: int) -> None:
+    value = getattr(owner, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{type(owner).__name__}: {field} must be an int, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{type(owner).__name__}: {field} must be >= {least}, got {value}.")
+
+
+@dataclass(frozen=True)
+class Conventional:
+    """Synchronous SGD without overlap: forward, backward, then one message a tensor, update.
+
+    Example:
+        >>> label(Conventional())
+        'conventional'
+    """
+
+    name: ClassVar[str] = "conventional"
+
+
+@dataclass(frozen=True)
+class HorovodFusion:
+    """Stock Horovod: a background loop wakes every cycle and fuses what is ready.
+
+    Args:
+        threshold_bytes: a fused message holds at most this much; a larger tensor goes alone, and
+            0 fuses nothing. Horovod 0.28: 128 MiB (``HOROVOD_FUSION_THRESHOLD``).
+        cycle_s: seconds between two looks at what is ready. Horovod 0.28: 1 ms
+            (``HOROVOD_CYCLE_TIME``, there in milliseconds).
+
+    Raises:
+        TypeError, ValueError: a threshold or cycle that is no number, or negative.
+
+    Example:
+        >>> parse("horovod:threshold=64MiB,cycle=5ms")
+        HorovodFusion(threshold_bytes=67108864, cycle_s=0.005)
+
+    Source: Sergeev, Del Balso: Horovod, arXiv 1802.05799; horovod/common/operations.cc.
+    """
+
+    name: ClassVar[str] = "horovod"
+    threshold_bytes: int = 128 * 2**20
+    cycle_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _require_int(self, "threshold_bytes", 0)
+        if isinstance(self.cycle_s, bool) or not isinstance(self.cycle_s, int | float):
+            raise TypeError(f"HorovodFusion: cycle_s must be seconds, got {self.cycle_s!r}.")
+        if not 0.0 <= self.cycle_s < math.inf:
+            raise ValueError(
+                f"HorovodFusion: cycle_s must be finite and at least 0 seconds, got {self.cycle_s}"
+            )
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """``period`` local steps, then all wait while the models are averaged in one message.
+
+    Args:
+        period: local steps a round, at least 1.
+
+    Raises:
+        TypeError, ValueError: a period that is no such number.
+
+    Example:
+        >>> parse("local-sgd:period=8")
+        LocalSGD(period=8)
+
+    Source: Stich: Local SGD converges fast and communicates little, arXiv 1805.09767.
+    """
+
+    name: ClassVar[str] = "local-sgd"
+    period: int = 4
+
+    def __post_init__(self) -> None:
+        _require_int(self, "period", 1)
+
+
+@dataclass(frozen=True)
+class WidePipeSGD:
+    """Pipe-SGD of any width K: an update applies the average of K - 1 steps before.
+
+    hvd_pipe's own ``pipe-sgd`` is width 2, which is as fast as any wider one while workers keep
+    step; a wider one evens out stragglers, at more staleness.
+
+    Args:
+        width: the paper's K, at least 1; 1 is synchronous SGD, sent after backward.
+        bucket_bytes: buckets are filled up to this many bytes.
+
+    Raises:
+        TypeError, ValueError: an argument that is no such number.
+
+    Example:
+        >>> parse("wide-pipe-sgd:width=4").width
+        4
+
+    Source: Li et al., "Pipe-SGD" (NeurIPS 2018), arXiv 1811.03619.
+    """
+
+    name: ClassVar[str] = "wide-pipe-sgd"
+    width: int = 3
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        _require_int(self, "width", 1)
+        _require_int(self, "bucket_bytes", 1)
+
+
+Baseline = Conventional | HorovodFusion | LocalSGD | WidePipeSGD
+Method = MergedGradient | PipeSGD | CoCoD | Baseline
+
+BASELINES: tuple[Method, ...] = (
+    MergedGradient(plan="wfbp"),
+    MergedGradient(plan="single"),
+    HorovodFusion(),
+)
+"""What advice shows beside the strategies."""
+
+_SHORT = {plan: MergedGradient(plan=plan) for plan in ("greedy", "wfbp", "single")}
+_CLASSES: dict[str, type[Baseline]] = {
+    cls.name: cls for cls in (Conventional, HorovodFusion, LocalSGD, WidePipeSGD)
+}
+_OWN = (MergedGradient.name, PipeSGD.name, CoCoD.name)
+_FIELDS = {"threshold": "threshold_bytes", "cycle": "cycle_s"}
+
+
+def parse(text: str | Method) -> Method:
+    """The method that a string names.
+
+    Args:
+        text: a name of the module's table, options behind a colon; a method is returned as it is.
+
+    Raises:
+        TypeError, ValueError: an unknown name or option; the message lists what there is.
+
+    Example:
+        >>> parse("wfbp")
+        MergedGradient(plan='wfbp', bucket_bytes=None)
+        >>> parse("cocod:period=8").period
+        8
+    """
+    if isinstance(text, Method):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a method is a string such as 'pipe-sgd', got {text!r}")
+    name, _, tail = text.strip().partition(":")
+    name = name.strip().lower().replace("_", "-")
+    if name in _SHORT and not tail.strip():
+        return _SHORT[name]
+    if name in _CLASSES:
+        return _baseline(_CLASSES[name], text, tail)
+    if name in _OWN:
+        found = strategy.parse(text)
+        assert isinstance(found, MergedGradient | PipeSGD | CoCoD)
+        return found
+    known = (*_OWN, *_SHORT, *_CLASSES)
+    if name in _SHORT:
+        raise ValueError(
+            f"{text!r}: {name!r} takes no options: write 'merged-gradient:plan={name}'"
+        )
+    near = difflib.get_close_matches(name, known, 1, 0.6)
+    raise ValueError(
+        f"{text!r}: unknown method{f' (did you mean {near[0]!r}?)' if near else ''}: use one of "
+        f"{', '.join(map(repr, known))}"
+    )
+
+
+def label(method: Method) -> str:
+    """The method as :func:`parse` reads it, with the options that differ from their defaults.
+
+    Example:
+        >>> label(MergedGradient(plan="wfbp")), label(CoCoD(period=8)), label(PipeSGD())
+        ('wfbp', 'cocod:period=8', 'pipe-sgd')
+        >>> label(HorovodFusion(threshold_bytes=1024))
+        'horovod:threshold=1024'
+    """
+    for short, meant in _SHORT.items():
+        if method == meant:
+            return short
+    return spell(method)
+
+
+def spell(method: Method) -> str:
+    """The method's full string: of hvd_pipe's own ones, what ``strategy=`` takes.
+
+    Example:
+        >>> spell(MergedGradient(plan="wfbp"))
+        'merged-gradient:plan=wfbp'
+        >>> spell(CoCoD(period=2, weights=(3, 1)))
+        'cocod:period=2,weights=3/1'
+    """
+    options = []
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if value == field.default:
+            continue
+        key = next((key for key, name in _FIELDS.items() if name == field.name), field.name)
+        if isinstance(value, tuple):
+            value = "/".join(map(str, value))
+        elif field.name == "cycle_s":
+            value = f"{value!r}s"
+        options.append(f"{key}={value}")
+    return f"{method.name}:{','.join(options)}" if options else method.name
+
+
+def _baseline(cls: type[Baseline], text: str, tail: str) -> Baseline:
+    names = {
+        next((key for key, field in _FIELDS.items() if field == f.name), f.name): f.name
+        for f in dataclasses.fields(cls)
+    }
+    options: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in tail.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        field = names.get(key)
+        if field is None or not equals or field in options:
+            raise ValueError(
+                f"{text!r}: {part!r} is not an option of {cls.name}: write OPTION=VALUE, once "
+                f"each, with OPTION one of {', '.join(names) or '(it has none)'}"
+            )
+        options[field] = _value(text, field, value)
+    return cls(**options)  # type: ignore[arg-type]
+
+
+def _value(text: str, field: str, value: str) -> float:
+    try:
+        if field.endswith("_bytes"):
+            return units.parse_bytes(value)
+        if field.endswith("_s"):
+            return units.parse_seconds(value)
+        return int(value)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {field}: {error}") from error

@@ -1,0 +1,298 @@
+"""Which layers go on which workers in a pipeline: PipeDream's stages and their replicas.
+
+A stage is a run of layers (in a model with branches, the difference of two nested sets of layers)
+on one or more workers; replicas of a stage take the minibatches in turn. A pipeline is as fast as
+its slowest stage, or its slowest transfer between two stages. :func:`partition` finds the stages
+with the least seconds a minibatch.
+
+Source: PipeDream, SOSP 2019, section 3.1, and https://github.com/msr-fiddle/pipedream.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+
+from hvd_pipe.planning._cuts import Cuts, find_cuts
+from hvd_pipe.planning._search import Leaf, Level, Memory, Rule, Search
+from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.stages import Partition, Stage
+
+__all__ = ["CONVENTIONS", "VERSIONS", "partition"]
+
+CONVENTIONS = ("paper", "original")
+VERSIONS = ("stash", "2bw", "flush")
+
+_MOST_STEPS = 3 * 10**10  # about two minutes
+
+
+def partition(
+    profile: ModelProfile,
+    levels: Sequence[tuple[int, float]] | Cluster,
+    *,
+    convention: str = "paper",
+    latency: float | None = None,
+    memory_bytes: float | None = None,
+    straight: bool = False,
+    compression_ratio: float | None = None,
+    versions: str = "stash",
+    optimizer_bytes_per_parameter_byte: float = 1.0,
+    use_fewer: bool = False,
+    max_states: int = 1000,
+) -> Partition:
+    r"""The stages and replicas with the least seconds a minibatch.
+
+    A stage of m replicas, each of which takes A seconds for its layers (on one worker: the sum of
+    their computation; on a part of a network: the best division of them there), with parameters w
+    and outputs a, over links of bandwidth B and latency l:
+
+    =============== ====================================== ========================================
+    convention      stage                                  transfer of a
+    =============== ====================================== ========================================
+    paper           ``max(A, 2 (m-1)/m w/B) / m``          ``2 a/B``
+    original        ``(A + 4 (m-1)/m w/(B n)) / m``        ``2 a/(B m compression_ratio)``
+    =============== ====================================== ========================================
+
+    "paper" charges what a ring all-reduce sends, a round of m minibatches: the paper prints
+    ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``. The latency adds ``2 (m-1) l`` to the
+    all-reduce and 2 l to a transfer. "original" is what the published code computes: n is the
+    components of the level below where a stage is first, and 1 elsewhere; a stage after the first
+    pays for its input and its output; without ``compression_ratio`` transfers are free.
+
+    Memory of a worker: parameters times versions, gradients, optimizer state, and for each
+    minibatch in flight its stage's outputs and its input. In flight are ``ceil(workers from this
+    stage on / its replicas)``, in a hierarchy too, where that is counted over the whole pipeline.
+
+    Args:
+        profile: the model; layers of its ``edges`` None are a chain.
+        levels: (components, bandwidth in bytes/s) of each level of the network, the innermost
+            first; [(4, 1e10), (2, 1e9)] is 2 machines of 4 workers. Or a cluster, whose latency
+            and memory are then taken, too; its workers must be of one speed.
+        convention: one of :data:`CONVENTIONS`.
+        latency: seconds a message; None for the cluster's, or 0.
+        memory_bytes: bytes that a worker may hold; None for the cluster's, or no limit.
+        straight: every stage on one worker, so as many stages as workers.
+        compression_ratio: "original" only: activations shrink by this, 1 for not at all; None
+            for transfers that take no time.
+        versions: of the weights: "stash" keeps one for each minibatch in flight (PipeDream), "2bw"
+            two (PipeDream-2BW), "flush" one.
+        optimizer_bytes_per_parameter_byte: state of the optimizer; 1 for momentum, 2 for Adam.
+        use_fewer: leave components of the outermost level idle where that is faster.
+        max_states: cuts of the model to try, at most. One with branches may have very many, and
+            then the parts of it with the most give up cuts (``Partition.exact`` says so): first
+            those within a linear run of a branch, then all but those in the order of the profile,
+            then all. The answer's times are true, but another division may be faster. N cuts on M
+            components of the outermost level take ``N^2 M^2 / 2`` steps, and on m of an inner one
+            ``N^3 m^2 / 12``.
+
+    Returns:
+        One best partition (several may be equal).
+
+    Raises:
+        ValueError: an argument is out of its range, straight has more workers than layers, there
+            are too many cuts or workers to try, or nothing fits; says what would.
+
+    Example:
+        >>> from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+        >>> model = ModelProfile((
+        ...     LayerProfile("conv", 10**6, backward_s=0.03, activation_bytes=10**6),
+        ...     LayerProfile("fc", 10**8, backward_s=0.01, activation_bytes=4000),
+        ... ))
+        >>> made = partition(model, [(4, 1e9)])
+        >>> made.config, round(made.period_s, 6), made.in_flight
+        ('3-1', 0.01, (2, 1))
+
+    Source: PipeDream, SOSP 2019, section 3.1; "original": ``optimizer_graph_hierarchical.py``.
+    """
+    if not isinstance(profile, ModelProfile):
+        raise TypeError(f"profile must be a ModelProfile, got {type(profile).__name__}")
+    _choice("convention", convention, CONVENTIONS)
+    _choice("versions", versions, VERSIONS)
+    if compression_ratio is not None and convention != "original":
+        raise ValueError(
+            f"compression_ratio belongs to convention='original', got {convention!r}; scale "
+            "activation_bytes of the profile in its place"
+        )
+    network = _levels(levels, latency)
+    if memory_bytes is None and isinstance(levels, Cluster):
+        memory_bytes = levels.memory_bytes
+    if memory_bytes is not None:
+        _number("memory_bytes", memory_bytes, positive=True)
+    if compression_ratio is not None:
+        _number("compression_ratio", compression_ratio, positive=True)
+    _number("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
+    _count("max_states", max_states, 2)
+
+    cuts = find_cuts(profile, max_states)
+    _affordable(len(cuts.compute), network)
+    rule = Rule(convention, compression_ratio)
+    memory = Memory(versions, optimizer_bytes_per_parameter_byte)
+    searches = [
+        Search(cuts, part, rule, memory, memory_bytes, straight)
+        for part in (_smaller(network) if use_fewer else [network])
+    ]
+    search = min(searches, key=lambda search: search.best)
+    if not math.isfinite(search.best):
+        _refuse(searches, profile)
+    leaves = search.stages()
+    stages, in_flight = _stages(profile, cuts, leaves, memory)
+    return Partition(
+        stages=stages,
+        workers=math.prod(level.components for level in network),
+        period_s=search.best,
+        single_s=float(cuts.compute[-1]),
+        data_parallel_s=_data_parallel(cuts, network, rule),
+        convention=convention,
+        in_flight=in_flight,
+        exact=cuts.exact,
+    )
+
+
+def _stages(
+    profile: ModelProfile, cuts: Cuts, leaves: Sequence[Leaf], memory: Memory
+) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """The stages with all their figures, and the minibatches in flight of each."""
+    stages, in_flight = [], []
+    behind = sum(leaf.replicas for leaf in leaves)
+    for leaf in leaves:
+        i, j = leaf.first, leaf.last
+        held = -(-behind // leaf.replicas)
+        behind -= leaf.replicas
+        inside = cuts.members[j] & ~cuts.members[i]
+        layers = [profile.layers[at] for at in np.flatnonzero(inside)]
+        parameters = sum(layer.gradient_bytes for layer in layers)
+        received, sent = int(cuts.crossing[i]), int(cuts.crossing[j])
+        activations = sum(layer.activation_bytes for layer in layers) + received
+        stages.append(
+            Stage(
+                layers=tuple(layer.name for layer in layers),
+                replicas=leaf.replicas,
+                compute_s=float(cuts.compute[j] - cuts.compute[i]),
+                parameter_bytes=parameters,
+                activation_in_bytes=received,
+                activation_out_bytes=sent,
+                memory_bytes=math.ceil(memory(parameters, activations, held)),
+                time_s=leaf.time_s,
+            )
+        )
+        in_flight.append(held)
+    return tuple(stages), tuple(in_flight)
+
+
+def _data_parallel(cuts: Cuts, network: Sequence[Level], rule: Rule) -> float:
+    """Seconds a minibatch with the whole model on every worker, level by level."""
+    time, below = float(cuts.compute[-1]), 1
+    for level in network:
+        parameters = cuts.parameters[-1]
+        replicas = level.components
+        time = float(rule.replicated(level, below, replicas, time, parameters, whole=True))
+        below = level.components
+    return time
+
+
+def _smaller(network: list[Level]) -> list[list[Level]]:
+    """The network with 1, 2, ... of its outermost components."""
+    *inner, outer = network
+    return [
+        [*inner, Level(used, outer.bandwidth, outer.latency)]
+        for used in range(1, outer.components + 1)
+    ]
+
+
+def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
+    """Says why there is no partition at all."""
+    search = searches[-1]
+    workers = math.prod(level.components for level in search.levels)
+    least = min(search.for_memory().best for search in searches)
+    if not math.isfinite(least):
+        raise ValueError(
+            f"straight=True puts every stage on one worker, so it needs a layer for each: there "
+            f"are {workers} workers and {len(profile.layers)} layers in {search.count - 1} places "
+            "to cut; use fewer workers, or straight=False"
+        )
+    raise ValueError(
+        f"no partition on {workers} workers fits into memory_bytes = {search.limit:.0f}: the one "
+        f"that needs least takes {math.ceil(least)} bytes a worker with "
+        f"versions={search.memory.versions!r}; raise memory_bytes, add workers, take a smaller "
+        "minibatch, or keep fewer versions of the weights with versions='2bw' or 'flush'"
+    )
+
+
+def _affordable(cuts: int, network: Sequence[Level]) -> None:
+    *inner, outer = network
+    steps = cuts**2 * outer.components**2 // 2
+    steps += sum(cuts**3 * level.components**2 // 12 for level in inner)
+    if steps > _MOST_STEPS:
+        sizes = " x ".join(str(level.components) for level in network)
+        raise ValueError(
+            f"{cuts} cuts of the model on {sizes} workers "
+            f"take {steps:.1e} steps, more than {_MOST_STEPS:.0e}: give the network as levels, "
+            "such as machines of 8 workers [(8, bandwidth), (workers / 8, bandwidth)], or lower "
+            "max_states"
+        )
+
+
+def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None) -> list[Level]:
+    if latency is not None:
+        _number("latency", latency)
+    if isinstance(levels, Cluster):
+        network = levels.network
+        if levels.speeds is not None and len(set(levels.speeds)) > 1:
+            raise ValueError(
+                f"a partition is for workers of one speed, but the cluster's are {levels.speeds}; "
+                "give levels=cluster.network.levels(workers) to take them for equal"
+            )
+        pairs = network.levels(levels.workers)
+        if network.inside is None or network.per_node == 1:
+            latencies = [network.link_time.alpha]
+        elif len(pairs) == 1:
+            latencies = [network.inside.alpha]
+        else:
+            latencies = [network.inside.alpha, network.link_time.alpha]
+        if latency is not None:
+            latencies = [latency] * len(pairs)
+    else:
+        if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
+            raise ValueError(
+                "levels is a list of (components, bandwidth in bytes/s), the innermost level "
+                f"first, with at least one of them, got {levels!r}"
+            )
+        pairs = list(levels)
+        latencies = [latency or 0.0] * len(pairs)
+    found = []
+    for number, (pair, seconds) in enumerate(zip(pairs, latencies, strict=True)):
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(
+                f"levels[{number}] must be (components, bandwidth in bytes/s), got {pair!r}"
+            )
+        _count(f"the components of levels[{number}]", pair[0], 1)
+        if pair[1] != math.inf:
+            _number(f"the bandwidth of levels[{number}]", pair[1], positive=True)
+        found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
+    return found
+
+
+def _choice(name: str, value: object, among: Sequence[str]) -> None:
+    if value not in among:
+        raise ValueError(f"{name} must be one of {', '.join(among)}; got {value!r}")
+
+
+def _count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _number(name: str, value: object, positive: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"{name} must be finite and {'above' if positive else 'at least'} 0, got {value}"
+        )

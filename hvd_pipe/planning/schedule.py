@@ -1,0 +1,392 @@
+"""What each worker of a pipeline does, in order: generators of instructions, and no execution.
+
+Words: *stage* s of n is held by R_s *replicas*; a worker is a (stage, replica). A *minibatch* is
+cut into m *microbatches* (m = 1 for 1F1B), numbered throughout: microbatch k of minibatch b is
+u = b m + k, and goes to replica u mod R_s of every stage, forward and backward. A *version* of a
+stage's weights is the number of updates that made it. All numbers start at 0.
+
+==================  =====================  =======================  =============================
+generator           order of a worker      versions                 version of minibatch b
+==================  =====================  =======================  =============================
+one_f_one_b         warm-up F, then F B    stash: own newest one    b - (n - 1 - s), straight
+one_f_one_b         warm-up F, then F B    vertical-sync            b - (n - 1), straight
+one_f_one_b_flush   the same, each batch   flush: one               b
+gpipe               all F, then all B      flush: one               b
+two_bw              warm-up F, then F B    2bw: two                 b - 1
+==================  =====================  =======================  =============================
+
+A negative version stands for 0. Every schedule drains: each forward has its backward, and each
+gradient is applied once.
+
+Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeDream-Flush, arXiv
+2006.09503.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from hvd_pipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    Instruction,
+    RecvActivation,
+    RecvGradient,
+    Schedule,
+    SendActivation,
+    SendGradient,
+    Update,
+    Worker,
+    brief,
+)
+
+__all__ = [
+    "METHODS",
+    "Schedule",
+    "brief",
+    "gpipe",
+    "one_f_one_b",
+    "one_f_one_b_flush",
+    "schedule",
+    "two_bw",
+    "warm_up",
+]
+
+METHODS = ("1f1b", "1f1b-vertical-sync", "1f1b-flush", "gpipe", "2bw")
+
+
+def warm_up(stage: int, replicas: Sequence[int]) -> int:
+    """Forward passes of a worker before its first backward pass.
+
+    ``floor((N - 1 - sum of R_u over u < s) / R_s)``, N workers in all; one more are then in
+    flight. For the input stage that is NOAM = ceil(N / R_0).
+
+    Args:
+        stage: 0 for the input stage.
+        replicas: R, workers of each stage.
+
+    Raises:
+        TypeError, ValueError: No such stage, or replicas that are not positive integers.
+
+    Example:
+        >>> [warm_up(stage, [1, 1, 1, 1]) for stage in range(4)]
+        [3, 2, 1, 0]
+        >>> [warm_up(stage, [15, 1]) for stage in range(2)]
+        [1, 0]
+
+    Source: PipeDream's runtime, whose num_versions is this plus one.
+    """
+    _check_place(stage, replicas, 0)
+    return (sum(replicas[stage:]) - 1) // replicas[stage]
+
+
+def one_f_one_b(
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    versions: str = "stash",
+) -> Iterator[Instruction]:
+    """1F1B, and 1F1B-RR where stages are replicated: one forward, one backward, an update each.
+
+    With "stash", forward takes the newest weights of its own stage, which for n stages of one
+    worker gives ``w[t+1] = w[t] - lr * grad f(w_1[t-n+1], w_2[t-n+2], ..., w_n[t])``. With
+    "vertical-sync" all stages take what the input stage took, ``grad f(w[t-n+1])``; where stages
+    have unequal replicas, the newest version that has seen no minibatch that the input's has not,
+    ``floor(version R_0 / R_s)``.
+
+    Each round of R_s minibatches ends in one update. If R_s does not divide the minibatches, the
+    last round has fewer contributors, and the others bring zeros: all replicas make equally many
+    updates, and all minibatches are used.
+
+    Args:
+        stage, replicas: As :func:`warm_up`.
+        replica: Which of the stage's workers, from 0.
+        minibatches: Of all workers together, at least 1.
+        versions: "stash" or "vertical-sync".
+
+    Returns:
+        The instructions of this worker, made as they are asked for.
+
+    Raises:
+        TypeError, ValueError: No such worker, too few minibatches, or unknown versions.
+
+    Example:
+        >>> for instruction in one_f_one_b(1, [1, 1], 0, minibatches=1):
+        ...     print(instruction)
+        RecvActivation(minibatch=0, microbatch=0, peer=Worker(stage=0, replica=0))
+        Forward(minibatch=0, microbatch=0, version=0)
+        Backward(minibatch=0, microbatch=0, version=0)
+        SendGradient(minibatch=0, microbatch=0, peer=Worker(stage=0, replica=0))
+        Update(version=1)
+
+    Source: PipeDream, SOSP 2019, sections 3.2 and 3.3.
+    """
+    _check_place(stage, replicas, replica)
+    _check_count("minibatches", minibatches)
+    if versions not in {"stash", "vertical-sync"}:
+        raise ValueError(
+            f"versions of 1F1B must be 'stash' or 'vertical-sync', got {versions!r}; one version "
+            "is one_f_one_b_flush, two are two_bw"
+        )
+    width, warm = replicas[stage], warm_up(stage, replicas)
+
+    def stashed(unit: int) -> int:
+        return max(0, unit // width - warm)
+
+    def synchronised(unit: int) -> int:
+        seen = max(0, unit // replicas[0] - warm_up(0, replicas)) * replicas[0]
+        return seen // width
+
+    version = stashed if versions == "stash" else synchronised
+    passes = _alternate(0, len(range(replica, minibatches, width)), warm)
+    return _instructions(stage, replicas, replica, minibatches, 1, passes, version)
+
+
+def one_f_one_b_flush(
+    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+) -> Iterator[Instruction]:
+    """PipeDream-Flush: 1F1B within a minibatch, drained before its one update.
+
+    ``w[t+1] = w[t] - lr * grad f(w[t])``, as GPipe, but with no more microbatches in flight than
+    the pipeline is deep.
+
+    Args:
+        stage, replicas, replica, minibatches: As :func:`one_f_one_b`.
+        microbatches: Of one minibatch, a multiple of every R_s: all replicas then do equal work.
+
+    Returns, Raises: As :func:`one_f_one_b`.
+
+    Example:
+        >>> print(brief(one_f_one_b_flush(0, [1, 1], 0, 1, microbatches=3)))
+        F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U1
+
+    Source: PipeDream-2BW, arXiv 2006.09503.
+    """
+    share = _check_microbatches(stage, replicas, replica, minibatches, microbatches)
+    warm = warm_up(stage, replicas)
+    passes = (
+        step
+        for first in range(0, share * minibatches, share)
+        for step in _alternate(first, share, min(warm, share))
+    )
+    return _instructions(
+        stage, replicas, replica, minibatches, microbatches, passes, lambda u: u // microbatches
+    )
+
+
+def gpipe(
+    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+) -> Iterator[Instruction]:
+    """GPipe: all forward passes of a minibatch, its backward passes last to first, one update.
+
+    Args:
+        stage, replicas, replica, minibatches, microbatches: As :func:`one_f_one_b_flush`.
+
+    Returns, Raises: As :func:`one_f_one_b`.
+
+    Example:
+        >>> print(brief(gpipe(0, [1, 1], 0, 1, microbatches=3)))
+        F0.0 F0.1 F0.2 B0.2 B0.1 B0.0 U1
+
+    Source: GPipe, arXiv 1811.06965.
+    """
+    share = _check_microbatches(stage, replicas, replica, minibatches, microbatches)
+    passes = (
+        step
+        for first in range(0, share * minibatches, share)
+        for step in _fill_then_empty(first, share)
+    )
+    return _instructions(
+        stage, replicas, replica, minibatches, microbatches, passes, lambda u: u // microbatches
+    )
+
+
+def two_bw(
+    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+) -> Iterator[Instruction]:
+    """PipeDream-2BW: 1F1B without a flush; one update a minibatch, two versions, one late.
+
+    ``w[t+1] = w[t] - lr * grad f(w[t-1])`` at every stage. A worker's share of the microbatches
+    must cover what it has in flight, or a third version would be needed: m >= depth for stages of
+    equally many replicas, each pipeline having its own m.
+
+    Args:
+        stage, replicas, replica, minibatches: As :func:`one_f_one_b`.
+        microbatches: Of one minibatch, a multiple of every R_s, at least R_s (warm-up + 1).
+
+    Returns, Raises: As :func:`one_f_one_b`.
+
+    Example:
+        >>> print(brief(two_bw(0, [1, 1], 0, minibatches=2, microbatches=2)))
+        F0.0 F0.1 B0.0 F1.0 B0.1 U1 F1.1 B1.0 B1.1 U2
+
+    Source: PipeDream-2BW, arXiv 2006.09503.
+    """
+    share = _check_microbatches(stage, replicas, replica, minibatches, microbatches)
+    least = max(width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+    if microbatches < least:
+        step = math.lcm(*replicas)
+        raise ValueError(
+            f"2BW keeps two versions, so a minibatch must cover what is in flight: microbatches "
+            f"must be at least {least} for replicas {tuple(replicas)}, got {microbatches}; "
+            f"{-(-least // step) * step} would do"
+        )
+    passes = _alternate(0, share * minibatches, warm_up(stage, replicas))
+
+    def version(unit: int) -> int:
+        return max(0, unit // microbatches - 1)
+
+    return _instructions(stage, replicas, replica, minibatches, microbatches, passes, version)
+
+
+def schedule(
+    method: str, replicas: Sequence[int], minibatches: int, microbatches: int = 1
+) -> Schedule:
+    """The schedule of a method for all workers.
+
+    Args:
+        method: One of :data:`METHODS`; "1f1b" and "1f1b-vertical-sync" have no microbatches.
+        replicas: R, workers of each stage, the input stage first; all 1 is a straight pipeline.
+        minibatches: Of all workers together, at least 1.
+        microbatches: Of a minibatch.
+
+    Raises:
+        TypeError, ValueError: An unknown method, or numbers that it cannot do with.
+
+    Example:
+        >>> print(schedule("1f1b", [2, 1], minibatches=4))
+        stage 0 replica 0: F0 F2 B0 A1 U1 B2 A2 U2
+        stage 0 replica 1: F1 F3 B1 A1 U1 B3 A2 U2
+        stage 1 replica 0: F0 B0 U1 F1 B1 U2 F2 B2 U3 F3 B3 U4
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    one = method in {"1f1b", "1f1b-vertical-sync"}
+    if one and microbatches != 1:
+        raise ValueError(
+            f"{method} updates after every minibatch, so it has no microbatches, got "
+            f"{microbatches}; 2bw and 1f1b-flush do"
+        )
+
+    def program(worker: Worker) -> Iterator[Instruction]:
+        stage, replica = worker
+        if one:
+            versions = "stash" if method == "1f1b" else "vertical-sync"
+            return one_f_one_b(stage, replicas, replica, minibatches, versions)
+        generator = {"1f1b-flush": one_f_one_b_flush, "gpipe": gpipe, "2bw": two_bw}[method]
+        return generator(stage, replicas, replica, minibatches, microbatches)
+
+    _check_place(0, replicas, 0)
+    workers = [Worker(s, r) for s, width in enumerate(replicas) for r in range(width)]
+    programs = {worker: tuple(program(worker)) for worker in workers}
+    return Schedule(method, tuple(replicas), minibatches, microbatches, programs)
+
+
+# Steps of a worker: (True, k) is the forward pass of its k-th microbatch, (False, k) the backward.
+Passes = Iterable[tuple[bool, int]]
+
+
+def _alternate(first: int, count: int, warm: int) -> Passes:
+    # warm-up | steady            | drain      count = 5, warm = 2
+    # F0 F1   | F2 B0 F3 B1 F4 B2 | B3 B4
+    for k in range(count + warm):
+        if k < count:
+            yield True, first + k
+        if k >= warm:
+            yield False, first + k - warm
+
+
+def _fill_then_empty(first: int, count: int) -> Passes:
+    # F0 F1 F2 F3 B3 B2 B1 B0: the last forward is the first backward, as autograd would have it.
+    yield from ((True, first + k) for k in range(count))
+    yield from ((False, first + k) for k in reversed(range(count)))
+
+
+def _instructions(
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    microbatches: int,
+    passes: Passes,
+    version: Callable[[int], int],
+) -> Iterator[Instruction]:
+    """Passes with what must come before and after each: messages, all-reduces, updates."""
+    width, last = replicas[stage], len(replicas) - 1
+    # One minibatch is one round; without microbatches, each replica brings a whole one.
+    a_round = microbatches if microbatches > 1 else width
+    units = minibatches * microbatches
+    rounds, done = -(-units // a_round), 0
+    updates = 0
+
+    def update() -> Iterator[Instruction]:
+        if width > 1:
+            yield AllReduce(updates, min(width, units - (updates - 1) * a_round))
+        yield Update(updates)
+
+    for forward, k in passes:
+        unit = k * width + replica
+        where = divmod(unit, microbatches)
+        before = Worker(stage - 1, unit % replicas[stage - 1])
+        after = Worker(stage + 1, unit % replicas[min(stage + 1, last)])
+        if forward:
+            if stage > 0:
+                yield RecvActivation(*where, before)
+            yield Forward(*where, version(unit))
+            if stage < last:
+                yield SendActivation(*where, after)
+            continue
+        if stage < last:
+            yield RecvGradient(*where, after)
+        yield Backward(*where, version(unit))
+        if stage > 0:
+            yield SendGradient(*where, before)
+        done += 1
+        if done * width % a_round == 0:
+            updates += 1
+            yield from update()
+    if updates < rounds:
+        # The last round of 1F1B-RR is short, and has no minibatch for this worker.
+        updates += 1
+        yield from update()
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_place(stage: int, replicas: Sequence[int], replica: int) -> None:
+    if not replicas:
+        raise ValueError("replicas must hold the workers of each stage, got none")
+    for s, width in enumerate(replicas):
+        _check_count(f"replicas of stage {s}", width)
+    if not 0 <= stage < len(replicas):
+        raise ValueError(f"stage must be in 0..{len(replicas) - 1}, got {stage}")
+    if not 0 <= replica < replicas[stage]:
+        raise ValueError(
+            f"replica of stage {stage} must be in 0..{replicas[stage] - 1}, got {replica}"
+        )
+
+
+def _check_microbatches(
+    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+) -> int:
+    """The share of a worker of this stage in the microbatches of a minibatch."""
+    _check_place(stage, replicas, replica)
+    _check_count("minibatches", minibatches)
+    _check_count("microbatches", microbatches)
+    step = math.lcm(*replicas)
+    if microbatches % step:
+        below = microbatches // step * step
+        raise ValueError(
+            f"microbatches must be a multiple of {step}, so that all replicas of each stage "
+            f"{tuple(replicas)} do equal work, got {microbatches}; try "
+            f"{f'{below} or ' if below else ''}{below + step}"
+        )
+    return microbatches // replicas[stage]

@@ -1,0 +1,93 @@
+"""How large a learning rate each method bears, on a quadratic, with heavy-ball momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_pipe.planning.methods import Method, WidePipeSGD
+from hvd_pipe.strategy import PipeSGD
+
+__all__ = ["stable_rate"]
+
+FloatArray = npt.NDArray[np.float64]
+
+_STEPS = 50
+
+
+def stable_rate(method: Method, momentum: float = 0.0) -> float:
+    """The largest ``learning rate * curvature`` at which a method does not diverge.
+
+    With PyTorch's heavy ball, ``v = mu v + g; w -= lr v``, on a quadratic of curvature L::
+
+        gradients of the same step                          2 (1 + mu)
+        pipe-sgd                                            1 - mu
+        pipe-sgd:prediction=local (several workers)         1
+        pipe-sgd:prediction=previous, wide-pipe-sgd         where the largest eigenvalue of the
+                                                            step's matrix leaves the unit circle
+
+    Local SGD and CoCoD take gradients of the same step; unlike data on workers can make them
+    diverge earlier, which no curvature tells.
+
+    Args:
+        method: any.
+        momentum: mu, from 0 to below 1.
+
+    Raises:
+        ValueError: a momentum out of that range.
+
+    Example:
+        >>> from hvd_pipe.strategy import MergedGradient
+        >>> stable_rate(MergedGradient(), 0.9), round(stable_rate(PipeSGD(), 0.9), 3)
+        (3.8, 0.1)
+        >>> [round(stable_rate(PipeSGD(prediction="previous"), mu), 3) for mu in (0, 0.5, 0.9)]
+        [0.618, 0.522, 0.5]
+
+    Source: derived, and measured on real ranks by tests/parallel/test_prediction.py.
+    """
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+    if isinstance(method, PipeSGD):
+        if method.prediction == "none":
+            return 1.0 - momentum
+        if method.prediction == "local":
+            return 1.0
+        return _largest(lambda rate: _previous(rate, momentum))
+    if isinstance(method, WidePipeSGD) and method.width > 1:
+        return _largest(lambda rate: _delayed(rate, momentum, method.width - 1))
+    return 2.0 * (1.0 + momentum)
+
+
+def _largest(matrix: Callable[[float], FloatArray]) -> float:
+    """By bisection: where the spectral radius of a step reaches 1."""
+    low, high = 0.0, 4.0
+    for _ in range(_STEPS):
+        rate = (low + high) / 2
+        stable = np.abs(np.linalg.eigvals(matrix(rate))).max() < 1.0
+        low, high = (rate, high) if stable else (low, rate)
+    return low
+
+
+def _delayed(rate: float, momentum: float, delay: int) -> FloatArray:
+    """A step on (lr v, w, w one step ago, ...): ``v' = mu v + L w[t - delay]; w' = w - lr v'``."""
+    step = np.zeros((delay + 2, delay + 2))
+    step[0, 0], step[0, 1 + delay] = momentum, rate
+    step[1] = -step[0]
+    step[1, 1] += 1.0
+    for age in range(delay):
+        step[2 + age, 1 + age] = 1.0
+    return step
+
+
+def _previous(rate: float, momentum: float) -> FloatArray:
+    """A step on (lr v, w, lr g, lr g one step ago), gradients g taken at predicted weights.
+
+    ``v' = mu v + g[t-1]``, ``w' = w - lr v'``, and ``g' = L (w' - lr (mu v' + g[t-1]))``: the
+    prediction repeats the update with the average that came last.
+    """
+    velocity = np.array([momentum, 0.0, 0.0, 1.0])
+    weights = np.array([0.0, 1.0, 0.0, 0.0]) - velocity
+    ahead = weights - momentum * velocity - np.array([0.0, 0.0, 0.0, 1.0])
+    return np.stack([velocity, weights, rate * ahead, np.array([0.0, 0.0, 1.0, 0.0])])

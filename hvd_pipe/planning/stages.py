@@ -1,0 +1,170 @@
+"""The answer of :mod:`hvd_pipe.planning.partition`: stages of layers, and their replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hvd_pipe.planning._files import check_keys, read_object
+
+__all__ = ["Partition", "Stage"]
+
+SCHEMA = "hvd_pipe.partition/1"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Args:
+        layers: names of its layers, in forward order.
+        replicas: workers that hold it.
+        compute_s: seconds that one worker computes on a minibatch.
+        parameter_bytes: bytes of its parameters.
+        activation_in_bytes: bytes of a minibatch that it gets from stages before it, those among
+            them that it only passes on; 0 for the first.
+        activation_out_bytes: bytes of a minibatch that it sends on; 0 for the last.
+        memory_bytes: bytes that each of its workers holds.
+        time_s: seconds a minibatch, its transfers and all-reduces included.
+    """
+
+    layers: tuple[str, ...]
+    replicas: int
+    compute_s: float
+    parameter_bytes: int
+    activation_in_bytes: int
+    activation_out_bytes: int
+    memory_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model divided into the stages of a pipeline.
+
+    Args:
+        stages: first to last.
+        workers: how many there are; more than the stages use only where that was allowed.
+        period_s: seconds a minibatch once the pipeline is full: the slowest stage's ``time_s``.
+        single_s: seconds a minibatch on one worker, for comparison.
+        data_parallel_s: seconds a minibatch with the whole model on every worker, likewise.
+        convention: the objective that it minimises, ``"paper"`` or ``"original"``.
+        in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
+            first is PipeDream's NOAM, the minibatches that each of its workers admits.
+        exact: all cuts of the model were tried; else those that were are a part of them.
+
+    Raises:
+        ValueError: no stages, or not one number in flight a stage.
+    """
+
+    stages: tuple[Stage, ...]
+    workers: int
+    period_s: float
+    single_s: float
+    data_parallel_s: float
+    convention: str
+    in_flight: tuple[int, ...]
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "in_flight", tuple(self.in_flight))
+        if not self.stages or len(self.stages) != len(self.in_flight):
+            raise ValueError(
+                "a partition has at least one stage and as many numbers in flight, "
+                f"got {len(self.stages)} stages and {len(self.in_flight)}"
+            )
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def config(self) -> str:
+        """The replicas as the paper writes them: "15-1"."""
+        return "-".join(map(str, self.replicas))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.config}: {len(self.stages)} stages on {sum(self.replicas)} of {self.workers} "
+            f"workers, {self.period_s * 1e3:.3f} ms a minibatch ({self.convention} objective)",
+            f"one worker {self.single_s * 1e3:.3f} ms, data-parallel "
+            f"{self.data_parallel_s * 1e3:.3f} ms",
+        ]
+        if not self.exact:
+            lines.append("found among a part of the model's cuts: raise max_states to try more")
+        lines.append(
+            "stage  replicas  in flight   time ms  compute ms  params MB  sends MB  memory MB  "
+            "layers"
+        )
+        for number, (stage, in_flight) in enumerate(zip(self.stages, self.in_flight, strict=True)):
+            ends = stage.layers[0], stage.layers[-1]
+            lines.append(
+                f"{number:5d}  {stage.replicas:8d}  {in_flight:9d}  {stage.time_s * 1e3:8.3f}  "
+                f"{stage.compute_s * 1e3:10.3f}  {stage.parameter_bytes / 1e6:9.1f}  "
+                f"{stage.activation_out_bytes / 1e6:8.1f}  {stage.memory_bytes / 1e6:9.0f}  "
+                f"{ends[0] if len(stage.layers) == 1 else ' .. '.join(ends)}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """A JSON document; :meth:`from_json` reads it back exactly."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Partition:
+        """The partition in a JSON document; ValueError says what makes it none.
+
+        Example:
+            >>> stages = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),)
+            >>> made = Partition(stages, 1, 0.1, 0.1, 0.1, "paper", (1,))
+            >>> Partition.from_json(made.to_json()) == made
+            True
+        """
+        data = read_object(text, SCHEMA, {field.name for field in fields(cls)})
+        del data["schema"]
+        if not isinstance(data["stages"], list) or not isinstance(data["in_flight"], list):
+            raise ValueError('"stages" and "in_flight" are lists')
+        stages = []
+        for number, stage in enumerate(data["stages"]):
+            check_keys(stage, {field.name for field in fields(Stage)}, f"stage {number}")
+            if not (
+                isinstance(stage["layers"], list)
+                and stage["layers"]
+                and all(isinstance(name, str) for name in stage["layers"])
+            ):
+                raise ValueError(f'stage {number}: "layers" is a list of names and not empty')
+            numbers = {key: value for key, value in stage.items() if key != "layers"}
+            _check_numbers(numbers, f"stage {number}: ")
+            stages.append(Stage(layers=tuple(stage["layers"]), **numbers))
+        times = ("workers", "period_s", "single_s", "data_parallel_s")
+        _check_numbers({key: data[key] for key in times}, "")
+        return cls(**{**data, "stages": tuple(stages)})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Partition:
+        """The partition in a file that :meth:`save` wrote; ValueError names the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{os.fspath(path)}: this is no partition, but binary data"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def _check_numbers(values: dict[str, Any], where: str) -> None:
+    for key, value in values.items():
+        whole = not key.endswith("_s")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            kind = "an integer" if whole else "a number of seconds"
+            raise ValueError(f'{where}"{key}" is {kind}, got {value!r}')

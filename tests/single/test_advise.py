@@ -1,0 +1,260 @@
+"""Advice: what is recommended where, at what price, and what it says when nothing helps."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from planning_cases import ALL, codecs, comm_models, profiles
+
+from hvd_pipe.planning import advise as module
+from hvd_pipe.planning.advise import Advice, Row, advise
+from hvd_pipe.planning.candidates import candidates
+from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
+from hvd_pipe.planning.codec import CodecCost
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.methods import LocalSGD
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.timing import step_time
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import parse as parse_strategy
+
+DATA = Path(__file__).parent.parent / "data"
+
+# Ten equal layers: 10 ms forward, 20 ms backward, 40 MB.
+MODEL = ModelProfile(
+    tuple(LayerProfile(f"l{i}", 4_000_000, 2e-3, 1e-3, 1_000_000) for i in range(10)), batch=32
+)
+
+
+def cluster(bandwidth: float, workers: int = 8, **rest: Any) -> Cluster:
+    return Cluster(workers, Network(Link.of(bandwidth, latency=1e-5)), **rest)
+
+
+def row(advice: Advice, strategy: str, codec: str = "none") -> Row:
+    return next(r for r in advice.rows if (r.strategy, r.codec) == (strategy, codec))
+
+
+def test_doctests() -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "best"),
+    [  # a ring of 8 moves 70 MB a worker for 40 MB of gradients; c = 30 ms
+        (1e11, "merged-gradient"),  # 0.7 ms
+        (1e10, "merged-gradient"),  # 7 ms, behind backward
+        (2.5e9, "pipe-sgd"),  # 28 ms
+        (1e9, "cocod:period=3"),  # 70 ms
+        (1e8, "cocod:period=24"),  # 701 ms
+    ],
+)
+def test_what_is_best_where(bandwidth: float, best: str) -> None:
+    advice = advise(MODEL, cluster(bandwidth))
+    assert advice.best.strategy == best
+    assert advice.best in advice.rows
+    assert [r.time.total_s for r in advice.rows] == sorted(r.time.total_s for r in advice.rows)
+    assert parse_strategy(advice.best.strategy)
+    assert best in advice.reason
+    assert not advice.warnings  # cocod hides what nothing else does
+
+
+def test_the_table() -> None:
+    advice = advise(MODEL, cluster(2.5e9), codecs=("none", "bf16"))
+    own = [(r.strategy, r.codec) for r in advice.rows if not r.baseline]
+    names = ("merged-gradient", "pipe-sgd", "cocod:period=2")
+    assert sorted(own) == sorted((name, codec) for name in names for codec in ("none", "bf16"))
+    beside = {r.strategy for r in advice.rows if r.baseline}
+    assert beside == {"merged-gradient:plan=wfbp", "merged-gradient:plan=single", "horovod"}
+    pipe = row(advice, "pipe-sgd")
+    assert pipe.time == step_time(PipeSGD(), MODEL, cluster(2.5e9).comm())
+    assert pipe.samples_per_s == pytest.approx(8 * 32 / pipe.time.total_s)
+    assert pipe.speedup == pytest.approx(8 * 30e-3 / pipe.time.total_s)
+    assert pipe.memory_bytes == 4 * 40_000_000
+    assert (pipe.staleness, pipe.identical, pipe.exact, pipe.usable) == (1, True, False, True)
+    assert pipe.batches is None
+    assert "30 ms of computation and 28.7 ms of communication a step" in pipe.reason
+    assert "all hidden: 100.0% of what its limit of 30 ms allows" in pipe.reason
+    merged = row(advice, "merged-gradient", "bf16")
+    assert (merged.exact, merged.compression) == (False, "hvd.Compression.bf16")
+    assert row(advice, "merged-gradient").exact
+    rounds = row(advice, "cocod:period=2")
+    assert (rounds.staleness, rounds.identical) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "staleness", "identical", "exact"),
+    [
+        ("conventional", 0, True, True),
+        ("wfbp", 0, True, True),
+        ("horovod", 0, True, True),
+        ("pipe-sgd:prediction=local", 1, False, False),
+        ("pipe-sgd:prediction=previous", 1, True, False),
+        ("wide-pipe-sgd:width=4", 3, True, False),
+        ("local-sgd:period=4", 3, False, False),
+        ("cocod:period=1", 1, False, False),
+    ],
+)
+def test_what_an_update_applies(method: str, staleness: int, identical: bool, exact: bool) -> None:
+    found = advise(MODEL, cluster(1e9), methods=[method]).best
+    assert (found.staleness, found.identical, found.exact) == (staleness, identical, exact)
+
+
+def test_an_exact_one_is_kept_unless_another_is_faster_by_more_than_the_margin() -> None:
+    merged, pipe = (
+        step_time(m, MODEL, cluster(2.5e9).comm()).total_s for m in (MergedGradient(), PipeSGD())
+    )
+    gain = merged / pipe - 1
+    assert advise(MODEL, cluster(2.5e9), margin=gain * 0.99).best.strategy == "pipe-sgd"
+    kept = advise(MODEL, cluster(2.5e9), margin=gain * 1.01)
+    assert kept.best.strategy == "merged-gradient"
+    assert "changes the mathematics" in kept.reason
+
+
+def test_cocods_period_just_hides_its_message() -> None:
+    for bandwidth in (1e8, 5e8, 1e9, 1e10):
+        *_, rounds = candidates(MODEL, cluster(bandwidth).comm())
+        assert isinstance(rounds, CoCoD)
+        message = step_time(CoCoD(period=1), MODEL, cluster(bandwidth).comm()).comm_s
+        assert rounds.period * 30e-3 >= message * (1 - 1e-9)
+        assert rounds.period == 2 or (rounds.period - 1) * 30e-3 < message
+
+
+def test_warns_when_nothing_hides_the_communication() -> None:
+    advice = advise(MODEL, cluster(1e9), methods=["merged-gradient", "pipe-sgd"])
+    (warning,) = advice.warnings
+    assert warning.startswith("no strategy hides the communication: pipe-sgd leaves least, 40.")
+    assert "compress" in warning
+
+
+def test_instability() -> None:
+    facts = {"learning_rate": 0.1, "curvature": 2.0, "momentum": 0.9}
+    advice = advise(MODEL, cluster(2.5e9), methods=["merged-gradient", "pipe-sgd"], **facts)
+    pipe = row(advice, "pipe-sgd")
+    (warning,) = pipe.warnings
+    assert "diverges: it is stable only while lr * curvature < 0.1 (momentum 0.9" in warning
+    assert "0.1 * 2 = 0.2; take a learning rate below 0.05" in warning
+    assert not pipe.usable
+    assert advice.best.strategy == "merged-gradient"  # though it takes longer
+    ahead = advise(MODEL, cluster(2.5e9), methods=["pipe-sgd:prediction=local"], **facts)
+    assert not ahead.best.warnings
+
+
+@pytest.mark.parametrize(
+    ("facts", "parts"),
+    [
+        ({}, ["lr * curvature < 1 (momentum 0; synchronous SGD: 2)", "give momentum"]),
+        ({"momentum": 0.9}, ["< 0.1 (momentum 0.9; synchronous SGD: 3.8)", "38 times smaller"]),
+        ({"momentum": 0.5, "learning_rate": 0.25}, ["6 times smaller", "a curvature below 2"]),
+    ],
+)
+def test_stability_where_not_all_is_known(facts: dict[str, float], parts: list[str]) -> None:
+    advice = advise(MODEL, cluster(2.5e9), **facts)
+    (warning,) = row(advice, "pipe-sgd").warnings
+    for part in parts:
+        assert part in warning
+    assert row(advice, "pipe-sgd").usable
+    assert not row(advice, "merged-gradient").warnings
+
+
+def test_memory_is_a_limit() -> None:
+    """pipe-sgd needs 160 MB and 10 MB of activations; merged-gradient 120 MB."""
+    advice = advise(MODEL, cluster(2.5e9, memory_bytes=165_000_000))
+    assert advice.best.strategy == "merged-gradient"
+    (warning, _) = sorted(row(advice, "pipe-sgd").warnings)
+    assert warning == "needs 160 MB and 10 MB of activations, more than a worker's 165 MB"
+    none = advise(MODEL, cluster(2.5e9, memory_bytes=1000))
+    assert none.reason.endswith("None is usable as it is: see its warnings.")
+
+
+def test_unequal_workers_get_unequal_batches() -> None:
+    unequal = cluster(1e9, workers=4, speeds=(1.0, 1.0, 1.0, 0.2))
+    advice = advise(MODEL, unequal)
+    rounds = next(r for r in advice.rows if r.strategy.startswith("cocod"))
+    assert rounds.batches == (40, 40, 40, 8)
+    assert sum(rounds.batches) == 4 * 32
+    assert rounds.strategy == "cocod:period=2,weights=40/40/40/8"
+    assert parse_strategy(rounds.strategy)
+    # 40 of 32 samples at speed 1, and 8 of 32 at 0.2: 1.25 times a step of 30 ms.
+    assert rounds.time.compute_s == pytest.approx(37.5e-3)
+    merged = row(advice, "merged-gradient")
+    assert merged.time.compute_s == pytest.approx(150e-3)
+    (warning,) = merged.warnings
+    assert "150 ms of computation where batches in proportion to speed take 37.5 ms" in warning
+    assert "(40/40/40/8, with each loss scaled" in warning
+    unknown = advise(replace(MODEL, batch=None), unequal)
+    assert "weights=1.0/1.0/1.0/0.2" in unknown.best.strategy
+    assert unknown.best.samples_per_s is None
+
+
+def test_equally_slow_workers_are_not_unequal() -> None:
+    advice = advise(MODEL, cluster(1e11, workers=2, speeds=(0.5, 0.5)))
+    assert advice.best.time.compute_s == pytest.approx(60e-3)
+    assert not advice.best.warnings
+
+
+def test_jitter_is_simulated() -> None:
+    steady, shaken = advise(MODEL, cluster(2.5e9)), advise(MODEL, cluster(2.5e9, jitter=0.2))
+    for name in ("merged-gradient", "pipe-sgd", "horovod"):
+        assert row(shaken, name).time.total_s > row(steady, name).time.total_s
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles(), comm_models(), codecs())
+def test_any_profile_on_any_network(
+    profile: ModelProfile, comm: CommModel, codec: CodecCost
+) -> None:
+    network = Network(None, measured=comm, measured_workers=4)
+    advice = advise(profile, Cluster(4, network), methods=ALL, codecs=[codec])
+    assert len(advice.rows) >= len(ALL)
+    assert not advice.best.baseline
+    for one in advice.rows:
+        assert one.time.limit_s <= one.time.total_s * (1 + 1e-12)
+        assert one.reason
+    text = json.dumps(advice.to_json())
+    found = json.loads(text)
+    assert found["schema"] == "hvd_pipe.advice/1"
+    assert found["best"]["strategy"] == advice.best.strategy
+    assert found["rows"][0]["time"]["exposed_s"] == advice.rows[0].time.exposed_s
+
+
+def test_published_clusters() -> None:
+    model = ModelProfile.from_csv(DATA / "googlenet_k80_backward.csv")
+    for machine in PUBLISHED.values():
+        assert advise(model, machine).best.strategy == "merged-gradient"
+    assert not advise(model, PUBLISHED["k80-10gbe"].with_workers(256)).best.exact
+
+
+def test_a_method_that_is_asked_for_is_no_baseline() -> None:
+    advice = advise(MODEL, cluster(1e9), methods=["wfbp", "horovod"])
+    (beside,) = (one for one in advice.rows if one.baseline)
+    assert beside.strategy == "merged-gradient:plan=single"
+    assert row(advice, "horovod").exact
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"methods": ["magic"]}, r"unknown method"),
+        ({"methods": []}, r"nothing to choose from"),
+        ({"codecs": []}, r"nothing to choose from"),
+        ({"codecs": ["zip"]}, r"unknown codec 'zip': use one of 'none', 'fp16', 'bf16', 'int8'"),
+        ({"margin": -1.0}, r"margin must be finite and at least 0, got -1"),
+        ({"learning_rate": float("nan")}, r"learning_rate must be finite and at least 0"),
+        ({"curvature": -2.0}, r"curvature must be finite and at least 0, got -2"),
+        ({"momentum": 1.0}, r"momentum must be from 0 to below 1, got 1"),
+        ({"optimizer_ratio": -1.0}, r"bytes a byte of weights must be at least 0"),
+        ({"methods": [CoCoD(weights=(1, 2))]}, r"2 weights, 8 workers"),
+        ({"methods": [LocalSGD(), 3]}, r"a method is a string"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        advise(MODEL, cluster(1e9), **arguments)

@@ -1,0 +1,283 @@
+"""Clusters: what their networks cost, where that is known from, and the files that say so."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_pipe.planning import cluster as cluster_module
+from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
+from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.fit import measured
+
+ETHERNET = Network(Link(3e-5, 8e-10))
+DEEP = Network(Link(3e-5, 8e-10), "double-binary-tree", 1e-11, 8, Link(5e-6, 1e-11))
+JUMP = CommModel((0, 8192, 524288), (8e-5, 9e-4, 1e-3), (1.5e-8, 3e-9, 3.4e-9), error=0.03)
+MEASURED = Network(None, measured=JUMP, measured_workers=8)
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(cluster_module).failed == 0
+    assert doctest.testmod(cluster_module).attempted >= 8
+
+
+@pytest.mark.parametrize(
+    ("name", "latency", "per_byte"),
+    [
+        ("k80-10gbe", 9.72e-4, 1.97e-9),
+        ("v100-10gbe", 9.08e-4, 7.4e-10),
+        ("v100-56gbib", 2.36e-4, 4.06e-10),
+    ],
+)
+def test_published_clusters_give_back_what_was_published(
+    name: str, latency: float, per_byte: float
+) -> None:
+    cluster = PUBLISHED[name]
+    assert (cluster.name, cluster.workers) == (name, 16)
+    assert cluster.comm().latency == pytest.approx(latency, rel=1e-12)
+    assert cluster.comm().slopes[0] == pytest.approx(per_byte, rel=1e-12)
+    link = cluster.network.link_time
+    assert link.alpha == pytest.approx(latency / 30)
+    assert link.beta == pytest.approx(per_byte / (2 * 15 / 16))
+    assert cluster.with_workers(64).comm() == allreduce(64, link.alpha, link.beta)
+    assert len(PUBLISHED) == 3
+
+
+def test_an_allreduce_follows_from_the_links() -> None:
+    assert ETHERNET.comm(16) == allreduce(16, 3e-5, 8e-10)
+    assert ETHERNET.comm(1)(1e9) == 0.0
+    assert DEEP.inside is not None
+    assert DEEP.link is not None
+    expected = hierarchical(4, 8, DEEP.inside, DEEP.link, "double-binary-tree", 1e-11)
+    assert DEEP.comm(32) == expected
+    # Within one machine there is a ring over the fast links, and nothing else.
+    assert DEEP.comm(8)(1e6) == pytest.approx(allreduce(8, 5e-6, 1e-11, 1e-11)(1e6))
+    assert DEEP.comm(3)(1e6) == pytest.approx(allreduce(3, 5e-6, 1e-11, 1e-11)(1e6))
+    assert DEEP.comm(1)(1e6) == 0.0
+
+
+def test_a_measured_allreduce_counts() -> None:
+    assert MEASURED.comm(8) is JUMP
+    assert MEASURED.comm(64) == rescale(JUMP, 8, 64)
+    both = Network(Link(1.0, 1.0), measured=JUMP, measured_workers=8)
+    assert both.comm(8) is JUMP
+    assert both.link_time == Link(1.0, 1.0)
+
+
+def test_levels() -> None:
+    ethernet, fast = 1 / 8e-10, 1 / 1e-11
+    assert ETHERNET.levels(16) == [(16, ethernet)]
+    assert DEEP.levels(32) == [(8, fast), (4, ethernet)]
+    assert DEEP.levels(8) == [(8, fast)]
+    assert DEEP.levels(2) == [(2, fast)]
+    assert Network(Link(1e-5, 0.0)).levels(4) == [(4, float("inf"))]
+    ((count, bandwidth),) = MEASURED.levels(16)
+    assert count == 16
+    assert bandwidth == MEASURED.link_time.bandwidth
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(ALGORITHMS),
+    st.integers(2, 512),
+    st.floats(1e-7, 1e-3),
+    st.floats(1e-12, 1e-7),
+    st.floats(0, 1e-10),
+)
+def test_formulas_are_inverted(
+    algorithm: str, workers: int, alpha: float, beta: float, gamma: float
+) -> None:
+    comm = allreduce(workers, alpha, beta, gamma, algorithm)
+    network = Network(None, algorithm, gamma, measured=comm, measured_workers=workers)
+    assert network.link_time.alpha == pytest.approx(alpha, rel=1e-9)
+    assert network.link_time.beta == pytest.approx(beta, rel=1e-9)
+
+
+def test_a_link_is_estimated_from_real_measurements() -> None:
+    """10 Gbit/s Ethernet moves 1.25 GB/s; the all-reduce was measured on 2 and 8 nodes."""
+    for nodes in (2, 8):
+        path = Path(__file__).parent.parent / f"data/osu_allreduce_10gbe_{nodes}nodes.csv"
+        rows = np.loadtxt(path, delimiter=",", comments="#", skiprows=2)
+        comm = measured(rows[:, 0], rows[:, 1] * 1e-6)
+        link = Network(None, measured=comm, measured_workers=nodes).link_time
+        assert 0.3e9 < link.bandwidth < 1.5e9
+        assert 5e-6 < link.alpha < 1e-4
+
+
+def test_a_free_network_has_free_links() -> None:
+    free = Network(None, measured=CommModel((0, 10), (0, 0), (0, 0)), measured_workers=2)
+    assert free.link_time == Link(0.0, 0.0)
+
+
+CLUSTERS = [
+    Cluster(1, ETHERNET),
+    Cluster(32, DEEP, memory_bytes=16 * 2**30, jitter=0.1, name="deep"),
+    Cluster(3, MEASURED, speeds=(1.0, 1 / 3, 2.0)),
+    Cluster(4, Network(Link(0, 0), measured=JUMP, measured_workers=2, per_node=2)),
+    *PUBLISHED.values(),
+]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_json_comes_back_exactly(cluster: Cluster, tmp_path: Path) -> None:
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    path = tmp_path / "cluster.json"
+    cluster.save(path)
+    back = Cluster.load(path)
+    assert back == cluster
+    assert hash(back) == hash(cluster)
+    if cluster.network.measured is not None:
+        assert back.network.measured is not None
+        assert back.network.measured.error == cluster.network.measured.error
+
+
+def test_people_write_clusters_in_words() -> None:
+    text = """{
+      "schema": "hvd_pipe.cluster/1", "workers": 16, "memory_bytes": "16GiB", "speeds": null,
+      "network": {
+        "link": {"bandwidth": "10gbit", "latency": "30us"},
+        "per_node": 4, "inside": {"bandwidth": "12GB/s"}, "measured": null
+      }
+    }"""
+    inside = Link.of(12e9, 0.0)
+    expected = Network(Link(3e-5, 8e-10), per_node=4, inside=inside)
+    assert Cluster.from_json(text) == Cluster(16, expected, memory_bytes=16 * 2**30)
+
+
+def test_with_workers() -> None:
+    assert Cluster(8, DEEP, jitter=0.1).with_workers(64) == Cluster(64, DEEP, jitter=0.1)
+    uneven = Cluster(2, ETHERNET, speeds=(1, 2))
+    assert uneven.with_workers(2) is uneven
+    with pytest.raises(ValueError, match=r"names the speeds of its 2 workers, .* about 4: use"):
+        uneven.with_workers(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Link(-1.0, 0.0), ValueError, r"link's alpha must be finite and not negative"),
+        (lambda: Link(0.0, float("inf")), ValueError, r"link's beta must be finite.*got inf"),
+        (lambda: Link("1", 0.0), TypeError, r"link's alpha must be a number .*, got '1'"),
+        (lambda: Link.of(0.0, 1e-5), ValueError, r"bandwidth is a positive number of bytes a sec"),
+        (lambda: Link.of(float("nan"), 1e-5), ValueError, r"bandwidth is a positive .* got nan"),
+        (lambda: Network(None), ValueError, r"needs a link .* or a measured all-reduce"),
+        (lambda: Network((1, 2)), TypeError, r"link must be a Link, got \(1, 2\)"),
+        (lambda: Network(Link(0, 0), "star"), ValueError, r"one of ring, .*; got 'star'"),
+        (lambda: Network(Link(0, 0), gamma=-1), ValueError, r"gamma must be finite and not neg"),
+        (lambda: Network(Link(0, 0), per_node=0), ValueError, r"per_node must be at least 1, got"),
+        (lambda: Network(Link(0, 0), per_node=2.0), TypeError, r"per_node must be an int, got 2"),
+        (lambda: Network(Link(0, 0), per_node=4), ValueError, r"per_node = 4 workers .* inside"),
+        (
+            lambda: Network(None, measured=JUMP),
+            ValueError,
+            r"measured and measured_workers go tog",
+        ),
+        (lambda: Network(Link(0, 0), measured_workers=3), ValueError, r"go together.*None and 3"),
+        (
+            lambda: Network(None, measured=JUMP, measured_workers=1),
+            ValueError,
+            r"measured_workers must be at least 2, got 1",
+        ),
+        (lambda: Network(None, measured=3, measured_workers=2), TypeError, r"be a CommModel"),
+        (lambda: ETHERNET.comm(0), ValueError, r"workers must be at least 1, got 0"),
+        (lambda: ETHERNET.levels(2.5), TypeError, r"workers must be an int, got 2.5"),
+        (
+            lambda: DEEP.comm(12),
+            ValueError,
+            r"12 workers do not fill machines of 8: take 8 or 16 workers, or another per_node",
+        ),
+        (lambda: Cluster(12, DEEP), ValueError, r"12 workers do not fill machines of 8"),
+        (lambda: Cluster(0, ETHERNET), ValueError, r"workers must be at least 1, got 0"),
+        (lambda: Cluster(True, ETHERNET), TypeError, r"workers must be an int, got True"),
+        (lambda: Cluster(2, JUMP), TypeError, r"network must be a Network"),
+        (lambda: Cluster(2, ETHERNET, speeds=(1,)), ValueError, r"1 numbers for 2 workers: give"),
+        (lambda: Cluster(1, ETHERNET, speeds=(0,)), ValueError, r"speed must be positive, got 0"),
+        (lambda: Cluster(1, ETHERNET, speeds=("x",)), TypeError, r"speed must be a number"),
+        (lambda: Cluster(1, ETHERNET, memory_bytes=0), ValueError, r"memory_bytes must be at l"),
+        (lambda: Cluster(1, ETHERNET, memory_bytes=1e9), TypeError, r"memory_bytes must be an i"),
+        (lambda: Cluster(1, ETHERNET, jitter=-0.1), ValueError, r"jitter must be finite and not"),
+        (lambda: Cluster(1, ETHERNET, name=3), TypeError, r"name must be a text, got 3"),
+    ],
+)
+def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def edited(**changes: Any) -> str:
+    data = json.loads(Cluster(8, DEEP).to_json())
+    for key, value in changes.items():
+        where, _, last = key.rpartition("__")
+        place = data
+        for part in filter(None, where.split("__")):
+            place = place[part]
+        if value is ...:
+            del place[last]
+        else:
+            place[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"this is no JSON"),
+        ("[]", r'expected a JSON object with a "schema" key'),
+        (edited(schema="hvd_pipe.cluster/9"), r"unknown schema 'hvd_pipe.cluster/9'"),
+        (edited(workers=...), r"lacks the keys \['workers'\]"),
+        (edited(worker=3), r"unknown keys \['worker'\]"),
+        (edited(workers="8"), r"workers must be an int, got '8'"),
+        (edited(workers=8.5), r"workers must be an int, got 8.5"),
+        (edited(workers=0), r"workers must be at least 1, got 0"),
+        (edited(network=[]), r"a network is a JSON object, got list"),
+        (edited(network__speed=1), r"a network lacks .* unknown keys \['speed'\]"),
+        (edited(network__link=...), r"needs a link"),
+        (edited(network__link=3), r"network's link .* is a JSON object, got int"),
+        (edited(network__link={"alpha": 1}), r"network's link .* lacks the keys \['beta'\]"),
+        (edited(network__link={"bandwidth": 10}), r"bandwidth is a text with a unit, .* got 10"),
+        (edited(network__link={"bandwidth": "10GB"}), r"do you mean 10GB/s or 10gbit\?"),
+        (
+            edited(network__link={"bandwidth": "10gbit", "latency": "30"}),
+            r"'30' has no unit: add one",
+        ),
+        (edited(network__link__alpha="x"), r"link's alpha must be a number .*got 'x'"),
+        (edited(network__link__alpha=-1), r"link's alpha must be finite and not negative"),
+        (edited(network__algorithm="star"), r"algorithm must be one of ring"),
+        (edited(network__algorithm=[]), r"algorithm must be one of ring"),
+        (edited(network__inside=...), r"per_node = 8 workers a machine need inside"),
+        (edited(network__per_node=3), r"8 workers do not fill machines of 3: take 6 or 9"),
+        (edited(network__measured={}), r"a CommModel lacks the keys"),
+        (edited(network__measured=JUMP.to_json()), r"measured and measured_workers go together"),
+        (
+            edited(network__measured={**JUMP.to_json(), "slopes": 3}, network__measured_workers=2),
+            r"a CommModel holds lists of numbers",
+        ),
+        (edited(speeds=5), r"speeds is a list of numbers, got 5"),
+        (edited(speeds=[1, 2]), r"2 numbers for 8 workers"),
+        (edited(speeds=["a"] * 8), r"speed must be a number .*got 'a'"),
+        (edited(memory_bytes="16"), None),
+        (edited(memory_bytes="16gbit"), r"'16gbit' is no size"),
+        (edited(memory_bytes=1.5), r"memory_bytes must be an int, got 1.5"),
+        (edited(jitter="high"), r"jitter must be a number .*got 'high'"),
+        (edited(name=5), r"name must be a text, got 5"),
+    ],
+)
+def test_bad_files(text: str, message: str | None, tmp_path: Path) -> None:
+    """Every one is a ValueError that says the key, and the file where it came from one."""
+    if message is None:
+        Cluster.from_json(text)
+        return
+    with pytest.raises(ValueError, match=message):
+        Cluster.from_json(text)
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.json: "):
+        Cluster.load(path)

@@ -1,0 +1,193 @@
+"""Gradients of several kinds on one link: against all plans there are, and against each alone."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import accumulate, combinations, permutations, product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import comm_models
+
+from hvd_pipe.planning import kinds as module
+from hvd_pipe.planning import merge
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.kinds import plan_kinds
+from hvd_pipe.planning.plan import Plan
+
+FloatArray = npt.NDArray[np.float64]
+Case = tuple[list[str], FloatArray, FloatArray, list[str]]
+
+
+@st.composite
+def cases(draw: st.DrawFn, most: int = 6) -> Case:
+    """Names, ready times in quarters, sizes, and a kind for each."""
+    tensor = st.tuples(st.integers(0, 8), st.integers(0, 200), st.sampled_from("abc"))
+    tensors = draw(st.lists(tensor, min_size=1, max_size=most))
+    ready = np.array(list(accumulate(gap * 0.25 for gap, _, _ in tensors)))
+    sizes = np.array([float(size) for _, size, _ in tensors])
+    return [f"t{i}" for i in range(len(tensors))], ready, sizes, [kind for *_, kind in tensors]
+
+
+def finish(plan: Plan, case: Case, comm: CommModel) -> float:
+    """Carry the plan out, bucket by bucket, in its order."""
+    names, ready, sizes, _ = case
+    place = {name: i for i, name in enumerate(names)}
+    last = 0.0
+    for bucket in plan.buckets:
+        at = [place[name] for name in bucket]
+        last = max(last, float(ready[at].max())) + comm(float(sizes[at].sum()))
+    return last
+
+
+def runs(places: list[int]) -> list[list[list[int]]]:
+    """Every way to cut a kind's tensors into buckets."""
+    cuts = range(1, len(places))
+    return [
+        [places[a:b] for a, b in zip((0, *chosen), (*chosen, len(places)), strict=True)]
+        for count in range(len(places))
+        for chosen in combinations(cuts, count)
+    ]
+
+
+def best_of_all(case: Case, comm: CommModel) -> float:
+    """The earliest finish over all buckets and all orders of sending them."""
+    names, _, _, kinds = case
+    own = [[i for i, kind in enumerate(kinds) if kind == label] for label in sorted(set(kinds))]
+    best = float("inf")
+    for chosen in product(*map(runs, own)):
+        buckets = [tuple(names[i] for i in bucket) for groups in chosen for bucket in groups]
+        for order in permutations(buckets):
+            best = min(best, finish(Plan(order, "given"), case, comm))
+    return best
+
+
+def test_doctests() -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(most=5), comm_models())
+def test_no_buckets_in_no_order_are_faster(case: Case, comm: CommModel) -> None:
+    plan = plan_kinds(*case, comm)
+    assert finish(plan, case, comm) == pytest.approx(best_of_all(case, comm), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(12), comm_models(), st.sampled_from(["exact", "greedy", "wfbp", "single", "bytes"]))
+def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
+    names, ready, _, kinds = case
+    limit = 100 if method == "bytes" else None
+    plan = plan_kinds(*case, comm, method, bucket_bytes=limit)
+    kind_of = dict(zip(names, kinds, strict=True))
+    assert sorted(plan.names) == sorted(names)
+    assert all(len({kind_of[name] for name in bucket}) == 1 for bucket in plan.buckets)
+    arrival = finish(plan, case, comm) + comm.delay
+    assert plan.predicted_s == pytest.approx(arrival, rel=1e-12)
+    assert plan.exposed_s == pytest.approx(arrival - ready[-1])
+    exact = plan_kinds(*case, comm)
+    assert finish(exact, case, comm) <= finish(plan, case, comm) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases(12), comm_models())
+def test_one_kind_is_the_plain_problem(case: Case, comm: CommModel) -> None:
+    names, ready, sizes, _ = case
+    assert plan_kinds(names, ready, sizes, ["x"] * len(names), comm) == merge.plan(
+        names, ready, sizes, comm
+    )
+
+
+def mixed(count: int, seed: int = 0) -> Case:
+    """Half precision for most of the bytes, full precision for every third, small tensor."""
+    rng = np.random.default_rng(seed)
+    ready = np.cumsum(rng.exponential(1e-3, count))
+    kinds = ["full" if i % 3 == 2 else "half" for i in range(count)]
+    large = np.floor(rng.lognormal(12, 1.5, count))
+    sizes = np.where(np.array(kinds) == "full", 2048.0, large)
+    return [f"t{i}" for i in range(count)], ready, sizes, kinds
+
+
+def each_alone(case: Case, comm: CommModel) -> Plan:
+    """What planning each kind as if it had the link leads to, sent by readiness."""
+    names, ready, sizes, kinds = case
+    buckets: list[tuple[str, ...]] = []
+    for kind in dict.fromkeys(kinds):
+        at = [i for i, other in enumerate(kinds) if other == kind]
+        own = merge.plan([names[i] for i in at], ready[at], sizes[at], comm)
+        buckets += own.buckets
+    moment = dict(zip(names, ready.tolist(), strict=True))
+    return Plan(tuple(sorted(buckets, key=lambda b: max(moment[n] for n in b))), "each")
+
+
+def test_a_bucket_that_ends_just_in_time_alone_is_late_in_company() -> None:
+    comm = CommModel.linear(1e-3, 1e-9)
+    case = mixed(120)
+    joint, alone = plan_kinds(*case, comm), each_alone(case, comm)
+    assert finish(joint, case, comm) < finish(alone, case, comm)
+
+
+@pytest.mark.parametrize("latency", [1e-5, 1e-3, 1e-2])
+def test_too_many_for_the_programme_lose_little(
+    latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above MAX_STATES runs of tensors count as one: at most their span is lost."""
+    case, comm = mixed(90), CommModel.linear(latency, 1e-9)
+    best = finish(plan_kinds(*case, comm), case, comm)
+    monkeypatch.setattr(module, "MAX_STATES", 200)
+    coarse = finish(plan_kinds(*case, comm), case, comm)
+    assert best <= coarse * (1 + 1e-12)
+    assert coarse <= finish(each_alone(case, comm), case, comm) * (1 + 1e-12)
+    longest = 0.0
+    for label in ("half", "full"):
+        own = case[1][[kind == label for kind in case[3]]]
+        ends = module._within(own, 0.02)
+        assert len(ends) <= len(own)
+        starts = np.concatenate(([0], ends[:-1]))
+        longest = max(longest, float((own[ends - 1] - own[starts]).max()))
+    assert longest <= 0.02
+    assert coarse <= best + 0.03
+
+
+def test_a_large_model_of_two_kinds() -> None:
+    case, comm = mixed(900), CommModel.linear(3e-4, 1e-9)
+    plan = plan_kinds(*case, comm)
+    assert finish(plan, case, comm) <= finish(each_alone(case, comm), case, comm) * (1 + 1e-12)
+
+
+def test_margin_and_bad_arguments() -> None:
+    case, comm = mixed(60), CommModel.linear(1e-3, 1e-9)
+    slow = comm.scaled(1.0, 1.25)
+    safe = plan_kinds(*case, comm, margin=0.25)
+    assert finish(safe, case, slow) == pytest.approx(finish(plan_kinds(*case, slow), case, slow))
+    assert safe.predicted_s == pytest.approx(finish(safe, case, comm))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kinds": ["a"]}, r"2 names, 1 kinds, 2 times"),
+        ({"names": ["a"]}, r"1 names, 2 kinds, 2 times"),
+        ({"ready": [2.0, 1.0]}, r"ready times must not decrease"),
+        ({"method": "magic"}, r"method must be one of"),
+        ({"method": "bytes"}, r"bucket_bytes belongs to the method 'bytes'"),
+        ({"margin": -0.1}, r"margin must be finite and at least 0"),
+        ({"names": ["a", "a"]}, r"planned twice"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "names": ["a", "b"],
+        "ready": [1.0, 2.0],
+        "bytes": [8, 8],
+        "kinds": ["half", "full"],
+        "comm": CommModel.linear(1.0, 1.0),
+    }
+    with pytest.raises(ValueError, match=message):
+        plan_kinds(**{**good, **arguments})

@@ -1,0 +1,196 @@
+"""Methods: written and read back, refused with what there is, and what they ask of a worker."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+from hypothesis import given
+from planning_cases import ALL, methods
+
+from hvd_pipe.planning import memory, stability
+from hvd_pipe.planning import methods as module
+from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.memory import memory_bytes
+from hvd_pipe.planning.methods import (
+    Conventional,
+    HorovodFusion,
+    LocalSGD,
+    Method,
+    WidePipeSGD,
+    label,
+    parse,
+    spell,
+)
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.stability import stable_rate
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import parse as parse_strategy
+
+
+def test_doctests() -> None:
+    for one in (module, stability, memory):
+        result = doctest.testmod(one)
+        assert result.failed == 0
+        assert result.attempted > 0
+
+
+@given(methods())
+def test_what_is_written_is_read_back(method: Method) -> None:
+    assert parse(label(method)) == method
+    assert parse(spell(method)) == method
+    assert parse(method) is method
+    if isinstance(method, MergedGradient | PipeSGD | CoCoD):
+        assert parse_strategy(spell(method)) == method
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [
+        ("merged-gradient", MergedGradient()),
+        (" WFBP ", MergedGradient(plan="wfbp")),
+        ("single:", MergedGradient(plan="single")),
+        ("greedy", MergedGradient(plan="greedy")),
+        ("merged_gradient:plan=greedy", MergedGradient(plan="greedy")),
+        ("pipe-sgd:prediction=local", PipeSGD(prediction="local")),
+        ("cocod:period=8,weights=3/0.5", CoCoD(period=8, weights=(3, 0.5))),
+        ("conventional", Conventional()),
+        ("horovod", HorovodFusion(128 * 2**20, 1e-3)),
+        ("horovod: threshold = 64MB , cycle = 2ms", HorovodFusion(64_000_000, 2e-3)),
+        ("horovod:threshold=0", HorovodFusion(threshold_bytes=0)),
+        ("local_sgd:period=3", LocalSGD(3)),
+        ("wide-pipe-sgd:width=4,bucket_bytes=1MiB", WidePipeSGD(4, 2**20)),
+    ],
+)
+def test_parse(text: str, method: Method) -> None:
+    assert parse(text) == method
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("", ValueError, r"unknown method: use one of 'merged-gradient', 'pipe-sgd', 'cocod'"),
+        ("auto", ValueError, r"unknown method"),
+        ("horovood", ValueError, r"unknown method \(did you mean 'horovod'\?\)"),
+        ("wfbp:period=2", ValueError, r"takes no options: write 'merged-gradient:plan=wfbp'"),
+        ("horovod:size=1MB", ValueError, r"OPTION one of threshold, cycle"),
+        ("horovod:threshold", ValueError, r"'threshold' is not an option of horovod"),
+        ("horovod:cycle=1ms,cycle=2ms", ValueError, r"once each"),
+        ("horovod:threshold=64 lightyears", ValueError, r"threshold_bytes: .*lightyears"),
+        ("horovod:cycle=5", ValueError, r"cycle_s: "),
+        ("conventional:period=2", ValueError, r"OPTION one of \(it has none\)"),
+        ("local-sgd:period=0", ValueError, r"LocalSGD: period must be >= 1, got 0"),
+        ("local-sgd:period=two", ValueError, r"period: .*two"),
+        ("wide-pipe-sgd:width=0", ValueError, r"width must be >= 1, got 0"),
+        ("pipe-sgd:width=2", ValueError, r"not an option of pipe-sgd"),
+        (3, TypeError, r"a method is a string such as 'pipe-sgd', got 3"),
+        (None, TypeError, r"a method is a string"),
+    ],
+)
+def test_bad_text(text: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: LocalSGD(True), TypeError),
+        (lambda: LocalSGD(2.0), TypeError),  # type: ignore[arg-type]
+        (lambda: HorovodFusion(threshold_bytes=1.5), TypeError),  # type: ignore[arg-type]
+        (lambda: HorovodFusion(cycle_s="1ms"), TypeError),  # type: ignore[arg-type]
+        (lambda: HorovodFusion(cycle_s=float("nan")), ValueError),
+        (lambda: HorovodFusion(cycle_s=-1e-3), ValueError),
+        (lambda: WidePipeSGD(bucket_bytes=0), ValueError),
+    ],
+)
+def test_bad_values(make: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        make()
+
+
+MODEL = ModelProfile((LayerProfile("fc", 1000, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("method", "codec", "copies"),
+    [  # besides weights and momentum
+        ("merged-gradient", "int8", 1),
+        ("conventional", "none", 1),
+        ("horovod:threshold=5000", "none", 6),
+        ("pipe-sgd", "none", 2),
+        ("pipe-sgd:prediction=previous", "none", 3),
+        ("pipe-sgd:prediction=local", "none", 5),
+        ("wide-pipe-sgd:width=4", "none", 4),
+        ("local-sgd", "none", 2),
+        ("cocod", "none", 3),
+        ("cocod", "bf16", 4),
+        ("cocod:momentum=average", "none", 5),
+        ("cocod:pull_back=0.6", "none", 2),
+        ("cocod:pull_back=0.6,anchor_momentum=0.7", "none", 4),
+    ],
+)
+def test_memory(method: str, codec: str, copies: int) -> None:
+    assert memory_bytes(parse(method), MODEL, CODECS[codec]) == (2 + copies) * 1000
+    adam = memory_bytes(parse(method), MODEL, CODECS[codec], optimizer_ratio=2.0)
+    assert adam == (3 + copies + 2 * ("average" in method)) * 1000
+
+
+@pytest.mark.parametrize("ratio", [-1.0, float("nan")])
+def test_bad_ratio(ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"must be at least 0"):
+        memory_bytes(PipeSGD(), MODEL, optimizer_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "synchronous", "none", "previous", "local"),
+    [(0, 2, 1, 0.618, 1), (0.5, 3, 0.5, 0.522, 1), (0.9, 3.8, 0.1, 0.5, 1)],
+)
+def test_stability_is_what_was_measured(
+    momentum: float, synchronous: float, none: float, previous: float, local: float
+) -> None:
+    """The README's table, which tests/parallel/test_prediction.py finds again on real ranks."""
+    assert stable_rate(MergedGradient(), momentum) == pytest.approx(synchronous)
+    assert stable_rate(CoCoD(), momentum) == pytest.approx(synchronous)
+    assert stable_rate(PipeSGD(), momentum) == pytest.approx(none)
+    assert stable_rate(PipeSGD(prediction="local"), momentum) == local
+    found = stable_rate(PipeSGD(prediction="previous"), momentum)
+    assert found == pytest.approx(previous, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "limits"),
+    [(0.0, (2.0, 1.0, 0.618, 0.445, 0.209)), (0.9, (3.8, 0.1, 0.051, 0.035, 0.016))],
+)
+def test_stability_of_wider_pipes(momentum: float, limits: tuple[float, ...]) -> None:
+    """Delays of 0, 1, 2, 3 and 7 steps."""
+    for width, limit in zip((1, 2, 3, 4, 8), limits, strict=True):
+        assert stable_rate(WidePipeSGD(width), momentum) == pytest.approx(limit, abs=6e-4)
+
+
+def simulated(rate: float, momentum: float, delay: int) -> float:
+    """The size of w after many steps of the recurrence as it is written."""
+    weights, velocity = [1.0] * (delay + 1), 0.0
+    for _ in range(4000):
+        velocity = momentum * velocity + weights[-1 - delay]
+        weights.append(weights[-1] - rate * velocity)
+    return max(map(abs, weights[-50:]))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_below_the_limit_it_settles_and_above_it_does_not(momentum: float, width: int) -> None:
+    limit = stable_rate(WidePipeSGD(width), momentum)
+    assert simulated(0.97 * limit, momentum, width - 1) < 1e-3
+    assert simulated(1.03 * limit, momentum, width - 1) > 1e3
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
+def test_bad_momentum(momentum: float) -> None:
+    with pytest.raises(ValueError, match=r"from 0 to below 1"):
+        stable_rate(PipeSGD(), momentum)
+
+
+def test_all_have_labels_of_their_own() -> None:
+    assert len({label(method) for method in ALL}) == len(ALL)

@@ -1,0 +1,201 @@
+"""Schedules: the published tables, counts that do not divide, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_pipe.planning import instructions, schedule
+from hvd_pipe.planning.instructions import (
+    AllReduce,
+    Backward,
+    Forward,
+    RecvActivation,
+    RecvGradient,
+    Schedule,
+    SendActivation,
+    SendGradient,
+    Update,
+    Worker,
+    brief,
+)
+from hvd_pipe.planning.schedule import (
+    METHODS,
+    gpipe,
+    one_f_one_b,
+    one_f_one_b_flush,
+    two_bw,
+    warm_up,
+)
+
+make = schedule.schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any schedule of any method that is not too long."""
+    method = draw(st.sampled_from(METHODS))
+    replicas = draw(
+        st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda r: math.lcm(*r) <= 12)
+    )
+    if method in {"1f1b", "1f1b-vertical-sync"}:
+        return make(method, replicas, draw(st.integers(1, 20)))
+    turn = math.lcm(*replicas)
+    least = 1
+    if method == "2bw":
+        depth = max(width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+        least = -(-depth // turn)
+    microbatches = turn * draw(st.integers(least, least + 2))
+    return make(method, replicas, draw(st.integers(1, 4)), microbatches)
+
+
+def test_doctests() -> None:
+    for module in (schedule, instructions):
+        result = doctest.testmod(module)
+        assert result.failed == 0
+        assert result.attempted > 0
+
+
+def test_the_figure_of_1f1b() -> None:
+    # Four stages, as PipeDream draws it: the input stage admits NOAM = 4 minibatches.
+    assert str(make("1f1b", [1, 1, 1, 1], 6)).splitlines() == [
+        "stage 0 replica 0: F0 F1 F2 F3 B0 U1 F4 B1 U2 F5 B2 U3 B3 U4 B4 U5 B5 U6",
+        "stage 1 replica 0: F0 F1 F2 B0 U1 F3 B1 U2 F4 B2 U3 F5 B3 U4 B4 U5 B5 U6",
+        "stage 2 replica 0: F0 F1 B0 U1 F2 B1 U2 F3 B2 U3 F4 B3 U4 F5 B4 U5 B5 U6",
+        "stage 3 replica 0: F0 B0 U1 F1 B1 U2 F2 B2 U3 F3 B3 U4 F4 B4 U5 F5 B5 U6",
+    ]
+
+
+def test_instructions_of_a_replicated_stage() -> None:
+    # Minibatch 3 is with replica 3 mod 2 of stage 1, and goes on to replica 3 mod 3 of stage 2.
+    program = list(one_f_one_b(1, [1, 2, 3], replica=1, minibatches=4))
+    assert program == [
+        RecvActivation(1, 0, Worker(0, 0)),
+        Forward(1, 0, version=0),
+        SendActivation(1, 0, Worker(2, 1)),
+        RecvActivation(3, 0, Worker(0, 0)),
+        Forward(3, 0, version=0),
+        SendActivation(3, 0, Worker(2, 0)),
+        RecvGradient(1, 0, Worker(2, 1)),
+        Backward(1, 0, version=0),
+        SendGradient(1, 0, Worker(0, 0)),
+        AllReduce(version=1, contributors=2),
+        Update(version=1),
+        RecvGradient(3, 0, Worker(2, 0)),
+        Backward(3, 0, version=0),
+        SendGradient(3, 0, Worker(0, 0)),
+        AllReduce(version=2, contributors=2),
+        Update(version=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "warm"),
+    [([1], [0]), ([4], [0]), ([1] * 4, [3, 2, 1, 0]), ([15, 1], [1, 0]), ([8, 4, 4], [1, 1, 0])],
+)
+def test_warm_up_is_that_of_pipedreams_runtime(replicas: list[int], warm: list[int]) -> None:
+    assert [warm_up(stage, replicas) for stage in range(len(replicas))] == warm
+    assert warm[0] + 1 == math.ceil(sum(replicas) / replicas[0])  # NOAM
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_equations_of_a_straight_pipeline(stage: int) -> None:
+    # With stages from 1 to n, minibatch t takes w_s^(t-n+s); with vertical sync, w_s^(t-n+1).
+    n = 4
+    for versions, late in (("stash", n - (stage + 1)), ("vertical-sync", n - 1)):
+        steps = one_f_one_b(stage, [1] * n, 0, 20, versions)
+        forward = {step.minibatch: step.version for step in steps if isinstance(step, Forward)}
+        assert forward == {t: max(0, t - late) for t in range(20)}
+
+
+def test_equation_of_two_bw() -> None:
+    for stage in range(3):
+        for step in two_bw(stage, [1, 1, 1], 0, minibatches=6, microbatches=3):
+            if isinstance(step, Forward | Backward):
+                assert step.version == max(0, step.minibatch - 1)
+
+
+def test_two_bw_is_the_iteration_of_its_code() -> None:
+    # m times F B an iteration; the first m - warm-up forward passes are of this minibatch.
+    program = brief(two_bw(1, [1, 1, 1], 0, minibatches=2, microbatches=4))
+    assert program == (
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 F1.0 B0.3 U1 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3 U2"
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 20))
+def test_a_short_last_round_gives_all_replicas_equally_many_updates(
+    replicas: list[int], minibatches: int
+) -> None:
+    for stage, width in enumerate(replicas):
+        rounds = math.ceil(minibatches / width)
+        for replica in range(width):
+            program = list(one_f_one_b(stage, replicas, replica, minibatches))
+            updates = [step.version for step in program if isinstance(step, Update)]
+            assert updates == list(range(1, rounds + 1))
+            members = [step.contributors for step in program if isinstance(step, AllReduce)]
+            if width > 1:
+                assert sum(members) == minibatches
+                assert set(members[:-1]) <= {width}
+            else:
+                assert members == []
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_each_microbatch_is_the_work_of_one_replica_of_each_stage(plan: Schedule) -> None:
+    every = [(b, k) for b in range(plan.minibatches) for k in range(plan.microbatches)]
+    for stage in range(len(plan.replicas)):
+        for kind in (Forward, Backward):
+            done = [
+                (step.minibatch, step.microbatch)
+                for worker, program in plan.programs.items()
+                for step in program
+                if worker.stage == stage and isinstance(step, kind)
+            ]
+            assert sorted(done) == every
+
+
+def test_instructions_are_made_as_they_are_asked_for() -> None:
+    endless = 10**12
+    for program in (
+        one_f_one_b(0, [2, 1], 1, endless),
+        one_f_one_b_flush(0, [2, 1], 1, endless, 4),
+        gpipe(0, [2, 1], 1, endless, 4),
+        two_bw(0, [2, 1], 1, endless, 4),
+    ):
+        assert len(list(islice(program, 50))) == 50
+
+
+Call = Callable[[], object]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: make("pipedream", [1], 1), ValueError, "method must be one of 1f1b, .*pipedream"),
+        (lambda: make("1f1b", [], 1), ValueError, "got none"),
+        (lambda: make("1f1b", [1, 0], 1), ValueError, "stage 1 must be at least 1, got 0"),
+        (lambda: make("1f1b", [1.5], 1), TypeError, "must be an integer, got 1.5"),  # type: ignore[list-item]
+        (lambda: make("1f1b", [1], 0), ValueError, "minibatches must be at least 1, got 0"),
+        (lambda: make("1f1b", [1], True), TypeError, "minibatches must be an integer"),
+        (lambda: make("1f1b", [1], 4, 2), ValueError, "no microbatches, got 2; 2bw"),
+        (lambda: make("gpipe", [2, 3], 1, 7), ValueError, "multiple of 6.* got 7; try 6 or 12"),
+        (lambda: make("gpipe", [2, 3], 1, 5), ValueError, "try 6$"),
+        (lambda: make("2bw", [1, 1, 1], 1, 2), ValueError, "at least 3 .*got 2; 3 would do"),
+        (lambda: make("2bw", [2, 1], 1, 2), ValueError, "at least 4 .*got 2; 4 would do"),
+        (lambda: one_f_one_b(2, [1, 1], 0, 1), ValueError, "stage must be in 0..1, got 2"),
+        (lambda: one_f_one_b(0, [2, 1], 2, 1), ValueError, "must be in 0..1, got 2"),
+        (lambda: one_f_one_b(0, [1], 0, 1, "flush"), ValueError, "one version is one_f_one_b_fl"),
+    ],
+)
+def test_refuses(call: Call, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()

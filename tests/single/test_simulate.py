@@ -1,0 +1,235 @@
+"""Simulated runs: equal to the closed forms where nothing is random, and right where it is."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import ALL, codecs, comm_models, methods, profiles
+
+from hvd_pipe.planning import simulate as module
+from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.codec import NONE, CodecCost
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.methods import Conventional, Method, WidePipeSGD
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.simulate import MAX_EVENTS, simulate
+from hvd_pipe.planning.timing import step_time
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.timeline import Timeline
+
+DATA = Path(__file__).parent.parent / "data"
+
+# Forward 2, gradients at 1 (10 bytes) and 4 (2 bytes) of backward, update 1: c = 7.
+MODEL = ModelProfile(
+    (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0)), update_s=1.0
+)
+NET = CommModel.linear(0.5, 0.25)  # T(2) = 1, T(10) = 3, T(12) = 3.5
+
+
+def cluster(comm: CommModel, workers: int = 3, **rest: Any) -> Cluster:
+    """Workers whose all-reduce takes exactly what a model says."""
+    return Cluster(workers, Network(None, measured=comm, measured_workers=workers), **rest)
+
+
+def test_doctests() -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@settings(deadline=None, max_examples=400)
+@given(methods(), profiles(), comm_models(), codecs(), st.integers(2, 5))
+def test_without_jitter_it_is_the_closed_form(
+    method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost, workers: int
+) -> None:
+    expected = step_time(method, profile, comm, codec)
+    found = simulate(profile, cluster(comm, workers), method, codec, iterations=40)
+    assert found.step_s == pytest.approx(expected.total_s, rel=1e-9, abs=1e-12)
+    assert found.comm_s == pytest.approx(expected.comm_s, rel=1e-9, abs=1e-12)
+    assert found.compute_s == pytest.approx(expected.compute_s, rel=1e-9, abs=1e-12)
+    assert found.exposed_s == pytest.approx(expected.exposed_s, rel=1e-9, abs=1e-9)
+    assert (np.diff(found.iteration_ends) >= 0).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(methods(), profiles(), comm_models(), st.floats(0.01, 0.5), st.integers(0, 9))
+def test_stragglers_never_make_a_run_faster(
+    method: Method, profile: ModelProfile, comm: CommModel, jitter: float, seed: int
+) -> None:
+    """The slowest of several is slower than their mean: of each step, and so of the run."""
+    steady = cluster(comm)
+    shaken = cluster(comm, jitter=jitter)
+    found = simulate(profile, shaken, method, NONE, 40, seed)
+    again = simulate(profile, shaken, method, NONE, 40, seed)
+    assert found.step_s == again.step_s
+    assert found.timeline == again.timeline
+    assert found.step_s >= found.compute_s * (1 - 1e-9)
+    assert simulate(profile, steady, method, iterations=40).compute_s == pytest.approx(
+        step_time(method, profile, comm).compute_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "at_least", "at_most"),
+    [  # c = 7, m = 3.5; one of 64 workers is slower than the mean by about 2.4 deviations
+        ("conventional", 1.5, 2.2),
+        ("wfbp", 1.5, 2.2),
+        ("pipe-sgd", 0.1, 0.8),
+        ("wide-pipe-sgd:width=8", 0.0, 0.1),
+        ("local-sgd:period=16", 0.2, 0.8),
+        ("cocod:period=16", 0.0, 0.2),
+    ],
+)
+def test_how_much_stragglers_cost(method: str, at_least: float, at_most: float) -> None:
+    """To wait in every step costs the slowest one's; what waits later evens stragglers out."""
+    steady = simulate(MODEL, cluster(NET, 64), method, iterations=320)
+    shaken = simulate(MODEL, cluster(NET, 64, jitter=0.1), method, iterations=320)
+    assert at_least <= shaken.step_s - steady.step_s <= at_most
+
+
+def test_jitter_is_a_lognormal_of_mean_one() -> None:
+    run = simulate(MODEL, cluster(NET, 2000, jitter=0.3), Conventional(), iterations=50)
+    assert run.compute_s == pytest.approx(7.0, rel=0.01)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_the_slowest_worker_sets_the_pace(method: Method) -> None:
+    """Every method needs all workers: one of half the speed halves it where compute counts."""
+    free = CommModel.linear(0.0, 0.0)
+    run = simulate(MODEL, cluster(free, speeds=(1.0, 0.5, 2.0)), method)
+    assert run.step_s == pytest.approx(14.0, abs=1e-3)  # Horovod may wait for a tick
+    assert run.compute_s == pytest.approx(7 * (1 + 2 + 0.5) / 3)
+    assert run.exposed_s == pytest.approx(run.step_s - run.compute_s)
+
+
+def test_batches_in_proportion_to_speed_keep_workers_in_step() -> None:
+    """CoCoD's weights are the batches: with them, all take 7 * 3 / (1 + 0.5 + 1.5) = 7 s."""
+    free = CommModel.linear(0.0, 0.0)
+    unequal = cluster(free, speeds=(1.0, 0.5, 1.5))
+    assert simulate(MODEL, unequal, CoCoD(weights=(2, 1, 3))).step_s == pytest.approx(7.0)
+    with pytest.raises(ValueError, match=r"2 weights, 3 workers"):
+        simulate(MODEL, unequal, CoCoD(weights=(2, 1)))
+
+
+@pytest.mark.parametrize("method", ["pipe-sgd", "cocod:period=2", "local-sgd:period=2"])
+def test_one_straggler_delays_all(method: str) -> None:
+    """The average of all workers needs the slowest one's part, also where it travels behind."""
+    slow = cluster(NET, workers=4, speeds=(1.0, 1.0, 1.0, 0.25))
+    alone = cluster(NET, workers=4, speeds=(0.25,) * 4)
+    ours = simulate(MODEL, slow, method, iterations=100).step_s
+    assert ours == pytest.approx(simulate(MODEL, alone, method, iterations=100).step_s)
+
+
+def test_a_bottleneck_that_has_not_reached_the_workers_yet_counts() -> None:
+    """m = 7.07 against c = 7: workers feel it after a hundred steps, while messages queue up."""
+    slow = CommModel.linear(0.0, 7.07 / 12)
+    run = simulate(MODEL, cluster(slow), WidePipeSGD(5), iterations=20)
+    assert run.iteration_ends[-1] == pytest.approx(140.0)
+    assert run.step_s == pytest.approx(7.07)
+
+
+@pytest.mark.parametrize("workers", [32, 64, 128, 256])
+def test_googlenet_on_a_k80(workers: int) -> None:
+    """The printed exposed milliseconds, event by event."""
+    printed = {
+        "wfbp": {32: "32.6", 64: "167.1", 128: "433", 256: "965"},
+        "single": {32: "111.0", 64: "114.8", 128: "119.8", 256: "128.5"},
+        "greedy": {32: "2.09", 64: "4.16", 128: "88.03", 256: "105.06"},
+        "merged-gradient": {32: "2.09", 64: "4.16", 128: "8.31", 256: "17.57"},
+    }
+    link = Link(alpha=9.72e-4 / 30, beta=1.97e-9 / (2 * 15 / 16))
+    model = ModelProfile.from_csv(DATA / "googlenet_k80_backward.csv")
+    for method, figures in printed.items():
+        found = simulate(model, Cluster(workers, Network(link)), method, iterations=4)
+        digits = len(figures[workers].partition(".")[2])
+        assert f"{found.exposed_s * 1e3:.{digits}f}" == figures[workers], method
+
+
+def lanes(timeline: Timeline, worker: int) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in timeline.events:
+        if event.worker == worker and event.category != "ready":
+            found.setdefault(event.lane, []).append(
+                (event.start_s, event.start_s + event.duration_s)
+            )
+    return found
+
+
+@settings(deadline=None, max_examples=100)
+@given(methods(), profiles(), comm_models(), st.sampled_from([0.0, 0.2]))
+def test_the_timeline_is_one_that_can_happen(
+    method: Method, profile: ModelProfile, comm: CommModel, jitter: float
+) -> None:
+    """A worker does one thing at a time, the link too, and nothing leaves before all have it."""
+    run = simulate(
+        profile, cluster(comm, jitter=jitter), method, iterations=8, trace_workers=(2, 0, 1)
+    )
+    assert {event.worker for event in run.timeline.events} <= {0, 1, 2}
+    for worker in range(3):
+        for spans in lanes(run.timeline, worker).values():
+            for (_, end), (start, _) in pairwise(sorted(spans)):
+                assert start >= end - 1e-9
+    ready: dict[tuple[str, object], float] = {}
+    for event in run.timeline.events:
+        if event.category == "ready":
+            key = event.name, event.args["step"]
+            ready[key] = max(ready.get(key, 0.0), event.start_s)
+    for event in run.timeline.events:
+        if event.category == "allreduce":
+            # Horovod's loop takes what comes a billionth of a cycle late.
+            assert event.start_s >= ready.get((event.name, event.args["step"]), 0.0) - 1e-8
+
+
+def test_the_timeline_of_a_step() -> None:
+    run = simulate(MODEL, cluster(NET), "wfbp", iterations=1)
+    found = [(e.name, e.category, e.lane, e.start_s, e.duration_s) for e in run.timeline.events]
+    assert sorted(found, key=lambda event: (event[2], event[3], event[4])) == [
+        ("forward 0", "forward", "compute", 0.0, 2.0),
+        ("backward 0", "backward", "compute", 2.0, 4.0),
+        ("bucket 0", "ready", "compute", 3.0, 0.0),
+        ("bucket 1", "ready", "compute", 6.0, 0.0),
+        ("wait for the average", "wait", "compute", 6.0, 1.0),
+        ("update 0", "update", "compute", 7.0, 1.0),
+        ("bucket 0", "allreduce", "network", 3.0, 3.0),
+        ("bucket 1", "allreduce", "network", 6.0, 1.0),
+    ]
+    assert run.timeline.title == "wfbp, 3 workers"
+
+
+def test_the_timeline_is_bounded() -> None:
+    layers = tuple(LayerProfile(f"l{i}", 4, 0.01) for i in range(400))
+    model = ModelProfile(layers)
+    run = simulate(model, cluster(NET), "wfbp", iterations=100, trace_workers=(0, 1))
+    assert len(run.timeline.events) <= MAX_EVENTS
+    assert run.timeline.title == "wfbp, 3 workers: the first 12 of 100 steps"
+    with pytest.raises(ValueError, match=r"ask for fewer trace_workers"):
+        simulate(model, cluster(NET, 64), "wfbp", trace_workers=range(64))
+    assert not simulate(model, cluster(NET), "wfbp", trace_workers=()).timeline.events
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"iterations": 0}, r"iterations must be an int of at least 1, got 0"),
+        ({"iterations": 1.5}, r"iterations must be an int of at least 1, got 1.5"),
+        ({"method": "magic"}, r"unknown method"),
+        ({"trace_workers": (3,)}, r"ranks from 0 to 2, got 3"),
+        ({"trace_workers": (-1,)}, r"ranks from 0 to 2, got -1"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"profile": MODEL, "cluster": cluster(NET), "method": PipeSGD()}
+    with pytest.raises(ValueError, match=message):
+        simulate(**{**good, **arguments})
+
+
+def test_rounds_are_whole() -> None:
+    assert len(simulate(MODEL, cluster(NET), CoCoD(period=8), iterations=3).iteration_ends) == 16
+    assert len(simulate(MODEL, cluster(NET), MergedGradient(), iterations=3).iteration_ends) == 3

@@ -1,0 +1,248 @@
+"""Closed forms: worked by hand, against their limits, and against figures of the papers."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import ALL, codecs, comm_models, methods, profiles
+
+from hvd_pipe.planning import limits, messages, timing
+from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
+from hvd_pipe.planning.collectives import allreduce
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.limits import least_seconds, synchronous_limit
+from hvd_pipe.planning.merge import exact
+from hvd_pipe.planning.methods import HorovodFusion, Method
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.timing import (
+    StepTime,
+    cocod,
+    conventional,
+    horovod_fusion,
+    local_sgd,
+    merged_gradient,
+    pipe_sgd,
+    step_time,
+)
+from hvd_pipe.strategy import MergedGradient
+
+DATA = Path(__file__).parent.parent / "data"
+
+# Forward 2, gradients at 1 (10 bytes) and 4 (2 bytes) of backward, update 1: c = 7.
+MODEL = ModelProfile(
+    (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0)), update_s=1.0
+)
+NET = CommModel.linear(0.5, 0.25)  # T(2) = 1, T(10) = 3, T(12) = 3.5
+
+
+def test_doctests() -> None:
+    for module in (timing, messages, limits):
+        result = doctest.testmod(module)
+        assert result.failed == 0
+        assert result.attempted > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "total", "comm", "count", "limit"),
+    [
+        # Limit of synchronous SGD: 2 + max(1 + T(12), 4 + T(2)) + 1 = 8.
+        ("conventional", 7 + 4, 4, 2, 8),
+        ("wfbp", 2 + 5 + 1, 4, 2, 8),
+        ("greedy", 2 + 5 + 1, 4, 2, 8),
+        ("merged-gradient", 2 + 5 + 1, 4, 2, 8),
+        ("merged-gradient:bucket_bytes=12", 2 + 4 + 3.5 + 1, 3.5, 1, 8),
+        ("single", 2 + 4 + 3.5 + 1, 3.5, 1, 8),
+        ("horovod:cycle=1s", 2 + 5 + 1, 4, 2, 8),
+        ("horovod:cycle=4s", 8 + 1 + 1, 4, 2, 8),  # fc from 4 to 7, conv from 8
+        ("horovod:cycle=8s", 8 + 3.5 + 1, 3.5, 1, 8),  # both from 8
+        ("horovod:cycle=8s,threshold=11", 8 + 4 + 1, 4, 2, 8),
+        ("pipe-sgd", 7, 3.5, 1, 7),
+        ("pipe-sgd:bucket_bytes=10", 7, 4, 2, 7),
+        ("pipe-sgd:prediction=local", 8, 3.5, 1, 8),
+        ("wide-pipe-sgd:width=1", 10.5, 3.5, 1, 8),
+        ("wide-pipe-sgd:width=3", 7, 3.5, 1, 7),
+        ("local-sgd:period=2", 7 + 1.75, 1.75, 0.5, (7 + 8) / 2),
+        ("cocod:period=2", 7, 1.75, 0.5, 7),
+        ("cocod:period=2,momentum=average", 7, 3.5, 1, 7),
+    ],
+)
+def test_worked_by_hand(
+    method: str, total: float, comm: float, count: float, limit: float
+) -> None:
+    time = step_time(method, MODEL, NET)
+    compute = 8.0 if "prediction" in method else 7.0
+    assert time == StepTime(time.method, compute, comm, total, limit, count)
+    assert time.exposed_s == total - compute
+    assert time.of_limit == limit / total
+
+
+@pytest.mark.parametrize(
+    ("method", "slow_total"),
+    [("pipe-sgd", 35.0), ("cocod:period=4", 8.75), ("local-sgd:period=4", 7 + 8.75)],
+)
+def test_where_the_network_is_the_bottleneck(method: str, slow_total: float) -> None:
+    assert step_time(method, MODEL, CommModel.linear(5.0, 2.5)).total_s == slow_total
+
+
+def test_every_method_has_a_function() -> None:
+    made = {
+        "conventional": conventional(MODEL, NET),
+        "wfbp": merged_gradient(MODEL, NET, method="wfbp"),
+        "single": merged_gradient(MODEL, NET, method="single"),
+        "greedy": merged_gradient(MODEL, NET, method="greedy"),
+        "merged-gradient": merged_gradient(MODEL, NET),
+        "horovod": horovod_fusion(MODEL, NET),
+        "pipe-sgd": pipe_sgd(MODEL, NET),
+        "wide-pipe-sgd": pipe_sgd(MODEL, NET, width=3),
+        "local-sgd": local_sgd(MODEL, NET),
+        "cocod": cocod(MODEL, NET),
+    }
+    for name, time in made.items():
+        assert time == step_time(name, MODEL, NET)
+
+
+@settings(deadline=None, max_examples=400)
+@given(methods(), profiles(), comm_models(), codecs())
+def test_no_method_beats_its_limit(
+    method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost
+) -> None:
+    time = step_time(method, profile, comm, codec)
+    assert time.limit_s <= time.total_s * (1 + 1e-12)
+    assert time.compute_s <= time.total_s * (1 + 1e-12)
+    assert time.limit_s >= profile.compute_s * (1 - 1e-12)
+    assert 0.0 <= time.of_limit <= 1.0
+
+
+@settings(deadline=None, max_examples=300)
+@given(comm_models(), st.lists(st.integers(1, 300), min_size=1, max_size=9))
+def test_no_messages_take_less_than_the_least(comm: CommModel, sizes: list[int]) -> None:
+    """However many bytes are cut into messages, also where many short ones are cheaper."""
+    spent = sum(comm(size) for size in sizes)
+    assert least_seconds(comm, float(sum(sizes))) <= spent * (1 + 1e-12)
+    many = least_seconds(comm, np.array([[1.0, float(sum(sizes))]]))
+    assert many.shape == (1, 2)
+    assert many[0, 1] == least_seconds(comm, float(sum(sizes)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(profiles(), st.integers(0, 8), st.integers(0, 8))
+def test_the_limit_is_reached_where_it_can_be(profile: ModelProfile, a: int, b: int) -> None:
+    """With a line and one gradient, the one message is as fast as the limit says."""
+    comm = CommModel.linear(a / 4, b / 4)
+    if len(profile.gradient_bytes()) == 1:
+        time = merged_gradient(profile, comm)
+        assert time.total_s == pytest.approx(time.limit_s, rel=1e-12)
+    assert pipe_sgd(profile, comm, bucket_bytes=10**6).of_limit == pytest.approx(1.0)
+    assert cocod(profile, comm).of_limit == pytest.approx(1.0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(profiles(), comm_models(), codecs())
+def test_the_order_of_the_methods(
+    profile: ModelProfile, comm: CommModel, codec: CodecCost
+) -> None:
+    """Exact is the fastest plan; more freedom never costs time."""
+    total = {m: step_time(m, profile, comm, codec).total_s * (1 + 1e-12) for m in ALL}
+    best = merged_gradient(profile, comm, codec).total_s
+    for plan in ("wfbp", "greedy", "single"):
+        assert best <= total[MergedGradient(plan=plan)]
+    for cycle in (0.0, 1e-3, 2.0):
+        assert best <= horovod_fusion(profile, comm, codec, cycle_s=cycle).total_s * (1 + 1e-12)
+    periods = [cocod(profile, comm, codec, period=k).total_s for k in (1, 2, 4, 8)]
+    assert periods == sorted(periods, reverse=True)
+    widths = [pipe_sgd(profile, comm, codec, width=k).total_s for k in (1, 2, 3, 4)]
+    assert widths == sorted(widths, reverse=True)
+    if not comm.delay:
+        assert widths[1] == widths[2] == widths[3]
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_one_worker_alone_only_computes(method: Method) -> None:
+    time = step_time(method, MODEL, allreduce(1, alpha=1e-3, beta=1e-9))
+    slack = 1e-3 if isinstance(method, HorovodFusion) else 0.0  # the cycle it still waits
+    assert time.total_s == pytest.approx(7.0, abs=slack + 1e-12)
+    assert time.comm_s == 0.0
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_a_model_without_gradients_sends_nothing(method: Method) -> None:
+    frozen = ModelProfile((LayerProfile("conv", 0, 1.0, 1.0),))
+    time = step_time(method, frozen, NET, CODECS["int8"])
+    assert (time.total_s, time.comm_s, time.messages, time.limit_s) == (2.0, 0.0, 0.0, 2.0)
+
+
+def test_compression_changes_sizes_and_adds_its_own_time() -> None:
+    half = CodecCost("half", ratio=0.5, seconds_per_byte=0.125)
+    time = step_time("single", MODEL, NET, half)
+    assert time.comm_s == 0.5 + 0.25 * 6 + 0.125 * 12
+    assert step_time("single", MODEL, NET, NONE) == step_time("single", MODEL, NET)
+    # Averaged momenta go uncompressed.
+    both = step_time("cocod:period=1,momentum=average", MODEL, NET, half)
+    assert both.comm_s == time.comm_s + NET(12)
+
+
+def test_a_given_plan_is_carried_out() -> None:
+    plan = Plan((("fc",), ("conv",)), "given")
+    time = step_time(MergedGradient(plan=plan), MODEL, NET)
+    assert (time.total_s, time.messages) == (8.0, 2)
+    with pytest.raises(ValueError, match=r"1 names against 2, 'conv' is in one of them only"):
+        step_time(MergedGradient(plan=Plan((("fc",),), "given")), MODEL, NET)
+
+
+def test_ticks_follow_the_messages_they_made() -> None:
+    """Gradients at 1, 2, 3, 4, 5: the loop takes 1, is away till 3.5, takes 2 and 3, and so on."""
+    layers = tuple(LayerProfile(f"l{i}", 4, 1.0) for i in range(5))
+    time = horovod_fusion(ModelProfile(layers), CommModel.linear(2.5, 0.0), cycle_s=1.0)
+    assert (time.total_s, time.messages) == (1 + 2.5 + 2.5 + 2.5, 3)
+    free = horovod_fusion(ModelProfile(layers), CommModel.linear(2.5, 0.0), cycle_s=0.0)
+    assert free == StepTime("horovod:cycle=0.0s", 5.0, 7.5, 8.5, free.limit_s, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "exposed_ms", "groups"),
+    [  # wfbp, single, greedy, exact; groups of the last two
+        (32, ("32.6", "111.0", "2.09", "2.09"), (21, 25)),
+        (64, ("167.1", "114.8", "4.16", "4.16"), (4, 15)),
+        (128, ("433", "119.8", "88.03", "8.31"), (2, 9)),
+        (256, ("965", "128.5", "105.06", "17.57"), (2, 5)),
+    ],
+)
+def test_googlenet_on_a_k80(
+    workers: int, exposed_ms: tuple[str, ...], groups: tuple[int, int]
+) -> None:
+    """MG-WFBP's trace and constants: at 128 workers its greedy rule exposes 88 ms, the best 8."""
+    comm = allreduce(workers, alpha=9.72e-4 / 30, beta=1.97e-9 / (2 * 15 / 16))
+    model = ModelProfile.from_csv(DATA / "googlenet_k80_backward.csv")
+    times = [step_time(m, model, comm) for m in ("wfbp", "single", "greedy", "merged-gradient")]
+    for time, printed in zip(times, exposed_ms, strict=True):
+        digits = len(printed.partition(".")[2])
+        assert f"{time.exposed_s * 1e3:.{digits}f}" == printed, time.method
+    assert times[2].messages == groups[0]
+    assert len(exact(model.ready_times(), model.gradient_bytes(), comm)) == groups[1]
+    assert times[3].messages <= groups[1]
+    assert synchronous_limit(model, comm) <= times[3].total_s
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: step_time("magic", MODEL, NET), r"unknown method"),
+        (lambda: merged_gradient(MODEL, NET, method="bytes"), r"exact, greedy, wfbp or single"),
+        (lambda: horovod_fusion(MODEL, NET, cycle_s=-1.0), r"at least 0 seconds, got -1"),
+        (lambda: horovod_fusion(MODEL, NET, threshold_bytes=-1), r"must be >= 0, got -1"),
+        (lambda: pipe_sgd(MODEL, NET, width=0), r"width must be >= 1, got 0"),
+        (lambda: pipe_sgd(MODEL, NET, bucket_bytes=0), r"bucket_bytes must be >= 1, got 0"),
+        (lambda: local_sgd(MODEL, NET, period=0), r"period must be >= 1, got 0"),
+        (lambda: cocod(MODEL, NET, period=0), r"period must be >= 1, got 0"),
+    ],
+)
+def test_bad_arguments(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,194 @@
+"""The file of a running job: whole JSON at any time, within its limit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_pipe.trace_file import FLUSH_EVENTS, TraceFile
+
+LIMIT = 10**6
+
+WRITER = """
+import sys
+from hvd_pipe.trace_file import TraceFile
+file = TraceFile(sys.argv[1], 10**8)
+print("ready", flush=True)
+i = 0
+while True:
+    for _ in range(3):
+        file.add('{"i":%d,"pad":"%s"}' % (i, "x" * (i % 97)))
+        i += 1
+    file.flush()
+"""
+
+
+def events(path: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(path.read_text())["traceEvents"]
+    return found
+
+
+def number(i: int) -> str:
+    return json.dumps({"i": i})
+
+
+def test_the_file_is_whole_after_every_flush(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, LIMIT)
+    assert events(path) == []
+    for i in range(20):
+        file.add(number(i))
+        assert len(events(path)) == i
+        file.flush()
+        assert events(path) == [{"i": k} for k in range(i + 1)]
+    file.flush()
+    file.close()
+    file.close()
+    file.add(number(99))
+    file.flush()
+    assert len(events(path)) == 20
+
+
+def test_many_events_are_written_without_a_flush(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json", LIMIT)
+    for i in range(FLUSH_EVENTS + 1):
+        file.add(number(i))
+    assert len(events(file.path)) == FLUSH_EVENTS
+    file.close()
+    assert len(events(file.path)) == FLUSH_EVENTS + 1
+
+
+def test_what_was_there_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[" * 10_000)
+    TraceFile(path, LIMIT).close()
+    assert events(path) == []
+
+
+@pytest.mark.parametrize("limit", [4096, 5000, 20_000])
+@pytest.mark.parametrize("every", [1, 7, 10_000])
+def test_the_limit_holds(
+    tmp_path: Path, limit: int, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.json"
+    marker = json.dumps({"marker": "x" * 400})
+    file = TraceFile(path, limit, lambda: marker, "raise the limit")
+    with caplog.at_level(logging.WARNING, "hvd_pipe"):
+        for i in range(2000):
+            file.add(number(i))
+            if i % every == 0:
+                file.flush()
+        file.close()
+    assert path.stat().st_size <= limit
+    found = events(path)
+    assert found[-1] == json.loads(marker)
+    assert found[:-1] == [{"i": i} for i in range(len(found) - 1)]
+    assert path.stat().st_size > limit - 600
+    assert [record.message for record in caplog.records] == [
+        f"{path} is full ({limit} bytes): raise the limit"
+    ]
+
+
+def test_a_limit_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least 4096 bytes, got 100: use more"):
+        TraceFile(tmp_path / "trace.json", 100, advice="use more")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        TraceFile(tmp_path / "no" / "trace.json", LIMIT)
+
+
+def test_a_full_disk_ends_the_file_and_not_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = TraceFile(tmp_path / "trace.json", LIMIT)
+    file.add(number(0))
+    file.flush()
+    real, calls = os.pwrite, []
+
+    def part_then_full(descriptor: int, data: bytes, offset: int) -> int:
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(descriptor, data[:3], offset)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", part_then_full)
+    file.add(number(1))
+    file.flush()
+    assert events(file.path) == [{"i": 0}]
+    file.add(number(2))
+    file.close()
+    assert events(file.path) == [{"i": 0}]
+    assert "No space left on device" in caplog.text
+
+
+def test_threads_may_add_and_flush(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json", LIMIT)
+
+    def work(start: int) -> None:
+        for i in range(start, start + 1000):
+            file.add(number(i))
+            if i % 10 == 0:
+                file.flush()
+
+    threads = [threading.Thread(target=work, args=(1000 * k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert sorted(event["i"] for event in events(file.path)) == list(range(4000))  # type: ignore[type-var]
+
+
+def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "trace.json", LIMIT)
+    file.add(number(0))
+    child = os.fork()
+    if child == 0:
+        file.add(number(1))
+        file.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    file.add(number(2))
+    file.close()
+    assert events(file.path) == [{"i": 0}, {"i": 2}]
+
+
+def test_what_waits_is_written_at_exit(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    script = (
+        "import sys; from hvd_pipe.trace_file import TraceFile\n"
+        "TraceFile(sys.argv[1], 10**6).add('{\"i\":0}')\nraise KeyboardInterrupt"
+    )
+    subprocess.run([sys.executable, "-c", script, path], capture_output=True, check=False)
+    assert events(path) == [{"i": 0}]
+
+
+def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    for attempt in range(12):
+        path = tmp_path / f"trace{attempt}.json"
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        with writer, writer.stdout:
+            writer.stdout.readline()
+            time.sleep(rng.uniform(0.01, 0.1))
+            writer.send_signal(signal.SIGKILL)
+        found = events(path)
+        assert [event["i"] for event in found] == list(range(len(found)))
+        assert len(found) > 10
