@@ -6,6 +6,7 @@ class              what it does                                        string
 `MergedGradient`   exact synchronous SGD in merged messages (MG-WFBP)  "merged-gradient"
 `PipeSGD`          applies last step's average, sent behind this step  "pipe-sgd"
 `CoCoD`            averages models behind ``period`` local steps       "cocod"
+`Auto`             measures, then goes on with the fastest of these    "auto"
 =================  ==================================================  ==================
 
 Options follow a colon: ``"cocod:period=8,warmup_steps=100"``. The environment variable
@@ -25,7 +26,16 @@ from typing import ClassVar
 
 from hvd_pipe.planning.plan import Plan
 
-__all__ = ["ENVIRONMENT_VARIABLE", "CoCoD", "MergedGradient", "PipeSGD", "Strategy", "parse"]
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Auto",
+    "CoCoD",
+    "MergedGradient",
+    "Method",
+    "PipeSGD",
+    "Strategy",
+    "parse",
+]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
 
@@ -236,11 +246,61 @@ class CoCoD:
             )
 
 
-Strategy = MergedGradient | PipeSGD | CoCoD
+Method = MergedGradient | PipeSGD | CoCoD
 
-_STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (MergedGradient, PipeSGD, CoCoD)
-}
+_METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (MergedGradient, PipeSGD, CoCoD)}
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Measure the first steps, predict each allowed method's speed, go on with the fastest.
+
+    The measured steps are synchronous, as under ``merged-gradient``. Then the first rank compares
+    ``max(c, m)`` of Pipe-SGD, ``max(k c, m) / k`` of CoCoD and the planned finish of
+    merged-gradient (c: a worker's own work a step, m: its messages), and all ranks change over at
+    the same step. Exact synchronous SGD is the only one allowed unless others are named here, so
+    that measuring never changes what is computed unasked.
+
+    Args:
+        allow: Names of the methods to choose from; in a string, ``allow=pipe-sgd/cocod``.
+            A method that changes what is computed must be 5% faster to be chosen. CoCoD's period
+            is the shortest that hides the average.
+        steps: Steps that are measured, after 3 that are not.
+
+    Raises:
+        TypeError, ValueError: An argument of the wrong kind or range.
+
+    Example:
+        >>> parse("auto:allow=merged-gradient/pipe-sgd")
+        Auto(allow=('merged-gradient', 'pipe-sgd'), steps=10)
+    """
+
+    name: ClassVar[str] = "auto"
+    allow: tuple[str, ...] = (MergedGradient.name,)
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.allow, tuple) or not all(isinstance(n, str) for n in self.allow):
+            raise TypeError(
+                "Auto: allow must be a tuple of names, such as ('merged-gradient', 'pipe-sgd') or "
+                f"'merged-gradient/pipe-sgd' in a string, got {self.allow!r}."
+            )
+        if not self.allow or len(set(self.allow)) < len(self.allow):
+            raise ValueError(
+                f"Auto: allow must name each method to choose from, once, got {self.allow!r}."
+            )
+        for allowed in self.allow:
+            if allowed not in _METHODS:
+                raise ValueError(
+                    f"Auto: allow has {allowed!r}, no method{_nearest(allowed, _METHODS)}: use "
+                    f"some of {', '.join(map(repr, _METHODS))}, without options."
+                )
+        _require_int(self, "steps", 1)
+
+
+Strategy = Method | Auto
+
+_STRATEGIES: dict[str, type[Strategy]] = {**_METHODS, Auto.name: Auto}
 
 
 def parse(strategy: str | Strategy | None = None) -> Strategy:
@@ -257,7 +317,7 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
         >>> parse("merged-gradient:bucket_bytes=1048576").bucket_bytes
         1048576
     """
-    if isinstance(strategy, MergedGradient | PipeSGD | CoCoD):
+    if isinstance(strategy, Strategy):
         return strategy
     if strategy is None:
         text, source = os.environ.get(ENVIRONMENT_VARIABLE, ""), f"{ENVIRONMENT_VARIABLE}="
@@ -296,7 +356,11 @@ def _value(key: str, text: str) -> object:
 
     >>> _value("period", "8"), _value("pull_back", "0.6"), _value("weights", "3/1")
     (8, 0.6, (3, 1))
+    >>> _value("allow", "merged-gradient/pipe_sgd")
+    ('merged-gradient', 'pipe-sgd')
     """
+    if key == "allow":
+        return tuple(part.strip().lower().replace("_", "-") for part in text.split("/"))
     if key == "weights":
         parts = tuple(_number(part.strip()) for part in text.split("/"))
         return parts if all(map(_is_number, parts)) else text

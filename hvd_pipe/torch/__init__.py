@@ -18,7 +18,7 @@ from horovod.torch import *  # noqa: F403
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.overrides import (
@@ -33,6 +33,7 @@ from hvd_pipe.torch.speeds import worker_speeds
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],
     "BF16",
+    "Auto",
     "CoCoD",
     "Compression",
     "DistributedOptimizer",

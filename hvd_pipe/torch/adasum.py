@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from horovod.torch.mpi_ops import Adasum, allreduce_async_
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import Engine, Settings, State
 from hvd_pipe.torch.reduction import Message
@@ -49,15 +49,23 @@ class AdasumEngine(Engine):
         if self.reduction.alone:
             return
         compression, deltas = self.reduction.compression, []
+        trace, flights = timeline.active, []
         for place, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
             handle = allreduce_async_(wire, name=self._name_of(place), op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((in_flight.sent(handle), context))
+            if trace is not None:
+                flights.append(trace.launched(self._name_of(place), wire.nbytes, handle))
+        begun = 0.0 if trace is None else trace.now()
         for value, start, (handle, context) in zip(
             self._values(), self._start, deltas, strict=True
         ):
             value.copy_(start + compression.decompress(in_flight.wait(handle), context))
+        if trace is not None:
+            for flight in flights:
+                flight.land()
+            trace.waited(begun, f"{self.settings.tag}.deltas")
 
     def drain(self) -> None:
         """Nothing is in flight between steps."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,14 +13,15 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import CoCoD, MergedGradient, Strategy, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.torch.agree import Description, members
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.engine import Settings, describe, kinds
+from hvd_pipe.torch.parameters import all_names, owned_by, trainable
 from hvd_pipe.torch.plans import plan_groups
 from hvd_pipe.torch.reduction import Reduction
 
-__all__ = ["Arguments", "Checked", "check_parameter", "check_passes"]
+__all__ = ["Arguments", "Checked", "check_passes"]
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,20 @@ class Arguments:
         """
         _check_optimizer(optimizer, self.for_copy)
         strategy = parse(self.strategy)
-        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(strategy, MergedGradient):
-            raise ValueError(
-                f"LBFGS compares losses and gradients of the same weights, which {strategy.name} "
-                "does not give it: use strategy='merged-gradient', or another optimizer."
-            )
         passes = check_passes(self.backward_passes_per_step)
         self._check_reduction()
         names = all_names(optimizer, self.named_parameters)
         named = trainable(optimizer, names)
         parameters = list(named.values())
-        owned = [p for group in optimizer.param_groups for p in group["params"]]
-        groups = user_groups(self.groups, parameters, owned)
-        if self.op == Adasum:
-            self._check_adasum(optimizer, strategy, groups)
-        if isinstance(strategy, CoCoD):
-            self._refuse_for_cocod(strategy, groups)
-        elif groups is not None and strategy.bucket_bytes is not None:
-            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
+        groups = user_groups(self.groups, parameters, owned_by(optimizer))
+        candidates: tuple[Method, ...] = ()
+        left_out: dict[str, str] = {}
+        if isinstance(strategy, Auto):
+            candidates, left_out = self._candidates(optimizer, strategy, groups)
+            if self.op == Adasum or isinstance(optimizer, torch.optim.LBFGS):
+                (strategy,), candidates = candidates, ()  # nothing to choose from
+        else:
+            self._check_strategy(optimizer, strategy, groups)
         settings = Settings(
             names=list(named),
             parameters=parameters,
@@ -79,14 +76,49 @@ class Arguments:
         )
         plan = None
         if isinstance(strategy, MergedGradient):
-            if groups is not None and strategy.plan != "auto":
-                raise ValueError(
-                    f"groups and plan={strategy.plan!r} both say what to merge: give one of them."
-                )
             plan = strategy.load_plan()
         if plan is not None:
             plan_groups(plan, settings)
-        return Checked(settings, strategy, plan, names)
+        return Checked(settings, strategy, plan, names, candidates, left_out)
+
+    def _candidates(
+        self, optimizer: torch.optim.Optimizer, auto: Auto, groups: object
+    ) -> tuple[tuple[Method, ...], dict[str, str]]:
+        """Return the allowed methods that go with the other arguments; and why others do not."""
+        candidates: list[Method] = []
+        left_out: dict[str, str] = {}
+        for name in auto.allow:
+            method = parse(name)
+            assert not isinstance(method, Auto)
+            try:
+                self._check_strategy(optimizer, method, groups)
+                candidates.append(method)
+            except ValueError as error:
+                left_out[name] = str(error)
+        if not candidates:
+            name, why = next(iter(left_out.items()))
+            raise ValueError(f"{auto} leaves nothing to choose from. With {name!r}: {why}")
+        return tuple(candidates), left_out
+
+    def _check_strategy(
+        self, optimizer: torch.optim.Optimizer, strategy: Method, groups: object
+    ) -> None:
+        """Raise ValueError where a strategy does not go with the other arguments."""
+        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(strategy, MergedGradient):
+            raise ValueError(
+                f"LBFGS compares losses and gradients of the same weights, which {strategy.name} "
+                "does not give it: use strategy='merged-gradient', or another optimizer."
+            )
+        if self.op == Adasum:
+            self._check_adasum(optimizer, strategy, groups)
+        if isinstance(strategy, CoCoD):
+            self._refuse_for_cocod(strategy, groups)
+        elif groups is not None and strategy.bucket_bytes is not None:
+            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
+        if isinstance(strategy, MergedGradient) and groups is not None and strategy.plan != "auto":
+            raise ValueError(
+                f"groups and plan={strategy.plan!r} both say what to merge: give one of them."
+            )
 
     def _check_reduction(self) -> None:
         if not isinstance(self.op, int) or self.op not in _OP_NAMES:
@@ -166,6 +198,10 @@ class Checked:
     plan: Plan | None
     all_names: list[str]
     """The names of all of the optimizer's parameters, frozen ones too."""
+    candidates: tuple[Method, ...] = ()
+    """What `Auto` may choose from."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """By name, what it was allowed and why it may not."""
 
     def describe(self) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
@@ -207,7 +243,6 @@ class _Nobody:
         return {}
 
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _OP_NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
 
 
@@ -231,97 +266,6 @@ def check_passes(passes: int) -> int:
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
     return passes
-
-
-def all_names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> list[str]:
-    """Return the names of the optimizer's parameters in group order, frozen ones too."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return [
-            f"param.noname.{i}.{j}"
-            for i, group in enumerate(optimizer.param_groups)
-            for j in range(len(group["params"]))
-        ]
-    try:
-        pairs = list(named_parameters)
-    except TypeError:
-        raise TypeError(
-            "named_parameters must be (name, parameter) tuples, as model.named_parameters() "
-            f"gives them; got {type(named_parameters).__name__}."
-        ) from None
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters must be (name, parameter) tuples: pass "
-            "model.named_parameters(), not model.parameters()."
-        )
-    words = [name for name, _ in pairs]
-    strange = [name for name in words if not isinstance(name, str)]
-    if strange:
-        raise TypeError(
-            f"named_parameters has a name that is no string, {strange[0]!r}: write (name, "
-            "parameter), not (parameter, name)."
-        )
-    twice = (
-        sorted({name for name in words if words.count(name) > 1})
-        if len(set(words)) < len(words)
-        else []
-    )
-    if twice:
-        raise ValueError(
-            f"named_parameters has {twice[0]!r} twice: give each model a prefix, as in "
-            "model.named_parameters(prefix='generator')."
-        )
-    names = {id(parameter): name for name, parameter in reversed(pairs)}
-    unnamed = [parameter for parameter in owned if id(parameter) not in names]
-    if unnamed:
-        raise ValueError(
-            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(owned)} "
-            f"parameters (the first has shape {tuple(unnamed[0].shape)}): pass the names of "
-            "every model that this optimizer updates."
-        )
-    return [names[id(parameter)] for parameter in owned]
-
-
-def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the parameters that require a gradient, by name, in group order."""
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
-    if not owned:
-        raise ValueError(
-            "this optimizer has no parameters: give it model.parameters() (a generator that was "
-            "read before is empty)."
-        )
-    if not found:
-        raise ValueError(
-            f"none of this optimizer's {len(owned)} parameters requires a gradient: call "
-            "requires_grad_(True) on what shall train before DistributedOptimizer."
-        )
-    for name, parameter in found.items():
-        check_parameter(name, parameter)
-    return found
-
-
-def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise unless gradients of this dtype and device can be sent."""
-    dtype, device = parameter.dtype, parameter.device.type
-    there = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
-    if dtype in _DTYPES and there and parameter.layout == torch.strided:
-        return
-    fix = "keep parameters in float32, float64, float16 or bfloat16"
-    if dtype.is_complex:
-        fix = "keep its real and imaginary parts as two parameters, and join them in forward()"
-    elif device == "meta":
-        fix = "give the model memory first (model.to_empty(device=...), then load its weights)"
-    elif device == "cuda" and not mpi_ops.cuda_built():
-        fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
-    elif device not in ("cpu", "cuda"):
-        fix = "move the model to the CPU or to a CUDA device"
-    raise ValueError(
-        f"Horovod cannot all-reduce {name!r}, {dtype} ({parameter.layout}) on "
-        f"{parameter.device}: {fix}."
-    )
 
 
 def user_groups(

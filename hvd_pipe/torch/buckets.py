@@ -25,6 +25,7 @@ import torch
 from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.sparse import SparseGather
@@ -57,6 +58,7 @@ class Bucket:
     ) -> None:
         numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0] if parameters else torch.empty(0)  # control words alone
+        self.name = name
         self._parameters = parameters
         self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
         self.control = self.flat[numel:]
@@ -199,7 +201,11 @@ class BucketSet:
             if is_sparse:
                 self._as_dense.add(place)
             _into(parameter, view)
-        if bucket.fill() and bucket is not self.buckets[-1]:
+        if not bucket.fill():
+            return
+        if timeline.active is not None:
+            timeline.active.ready(bucket.name)
+        if bucket is not self.buckets[-1]:
             bucket.launch()
 
     def _take_sparse(self, place: int, gradient: torch.Tensor | None) -> None:
@@ -263,9 +269,13 @@ class BucketSet:
 
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
         # The last one first: if ranks have gone apart, it is the one that is sure to say so.
         for bucket in reversed(self.buckets):
             bucket.wait()
+        if trace is not None:
+            trace.waited(begun, self._tag)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
         self._words = [word / weight for word in self.buckets[-1].control.tolist()]
         if self._words[_SPARSE] != 0.0 and self._sparse is not None:

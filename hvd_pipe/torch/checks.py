@@ -10,6 +10,7 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.arguments import Arguments, Checked
 
@@ -38,6 +39,7 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
             ("the number of optimizers made before", str(count)),
             ("the optimizer", type(optimizer).__name__),
             *checked.describe(),
+            *timeline.describe(),
         ]
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
@@ -51,4 +53,5 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
             raise
     if failure is not None:
         raise failure
+    timeline.start(checked.settings.parameters, process_set)
     return checked

@@ -16,11 +16,15 @@ import torch
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch import saved
-from hvd_pipe.torch.arguments import Arguments, check_passes
+from hvd_pipe.strategy import Auto
+from hvd_pipe.torch import saved, timeline
+from hvd_pipe.torch.arguments import Arguments, Checked, check_passes
+from hvd_pipe.torch.auto import AutoChoice
 from hvd_pipe.torch.checks import check_everywhere
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
+from hvd_pipe.torch.job_times import JobProfile, profile_job
+from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import unscale
 
 __all__ = ["DistributedMixin", "distribute"]
@@ -37,6 +41,8 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_arguments: Arguments
     _hvd_pipe_names: list[str]
     _hvd_pipe_saved: saved.Saved | None = None
+    _hvd_pipe_auto: AutoChoice | None = None
+    _hvd_pipe_profile: JobProfile | None = None
     _hvd_pipe_skip = False
     _hvd_pipe_loss_scale: float | None = None
     _hvd_pipe_late_scaler = False
@@ -62,7 +68,10 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
-            return super().step(self._averaged(engine, closure))
+            found = super().step(self._averaged(engine, closure))
+            if timeline.active is not None:
+                timeline.active.end_step()
+            return found
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -81,6 +90,8 @@ class DistributedMixin(torch.optim.Optimizer):
         updating = engine.before_update()
         if "found_inf" in self.__dict__:
             updating = self._unscaled(engine) and updating
+        trace = timeline.active
+        begun = None if trace is None else trace.moment()
         try:
             result = super().step() if updating else None
         except BaseException:
@@ -88,7 +99,15 @@ class DistributedMixin(torch.optim.Optimizer):
             self.__dict__.pop("grad_scale", None)
             self.__dict__.pop("found_inf", None)
             raise
+        if trace is not None and begun is not None and updating:
+            trace.update(begun)
         engine.after_update()
+        if trace is not None:
+            trace.end_step()
+        if self._hvd_pipe_profile is not None and not self._hvd_pipe_profile.end_step():
+            self._hvd_pipe_profile = None
+        if self._hvd_pipe_auto is not None:
+            self._hvd_pipe = self._hvd_pipe_auto.after_step(engine)
         self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
         return result if closure is None else loss
 
@@ -205,7 +224,8 @@ class DistributedMixin(torch.optim.Optimizer):
             return
         self._hvd_pipe.discard()
         super().load_state_dict(state_dict)
-        saved.load(self._hvd_pipe, in_flight, self._owned())
+        engine, in_flight = self._resumed(self._hvd_pipe, in_flight)
+        saved.load(engine, in_flight, self._owned())
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -229,7 +249,11 @@ class DistributedMixin(torch.optim.Optimizer):
     # What the engine asks for: see `hvd_pipe.torch.engine.Owner`.
 
     def _update(self) -> None:
+        trace = timeline.active
+        begun = None if trace is None else trace.moment()
         super().step()
+        if trace is not None and begun is not None:
+            trace.update(begun)
 
     def _peek(self) -> None:
         """Make an update that moves the weights only: without hooks, on a copy of the state."""
@@ -258,7 +282,22 @@ class DistributedMixin(torch.optim.Optimizer):
     # Within.
 
     def _owned(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        return owned_by(self)
+
+    def _start(self, checked: Checked) -> Engine:
+        self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
+        if isinstance(checked.strategy, Auto):
+            self._hvd_pipe_auto = AutoChoice(checked, self, engine)
+        return engine
+
+    def _resumed(
+        self, engine: Engine, in_flight: saved.Saved | None
+    ) -> tuple[Engine, saved.Saved | None]:
+        """Go on with what `Auto` had chosen when this was saved."""
+        if self._hvd_pipe_auto is not None:
+            engine, in_flight = self._hvd_pipe_auto.resume(engine, in_flight)
+            self._hvd_pipe = engine
+        return engine, in_flight
 
     def _engine(self) -> Engine:
         """Return the engine; a copy gets its own here."""
@@ -271,10 +310,11 @@ class DistributedMixin(torch.optim.Optimizer):
                 arguments, named_parameters=named.items(), groups=groups
             )
             checked = check_everywhere(self, arguments)
-            self._hvd_pipe = make_engine(checked, _Owner(weakref.ref(self)))
-            saved.load(self._hvd_pipe, self._hvd_pipe_saved, self._owned())
+            engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
+            saved.load(engine, in_flight, self._owned())
             self._hvd_pipe_saved = None
-            self._hvd_pipe.fresh = any(p.grad is not None for p in self._owned())
+            engine.fresh = any(p.grad is not None for p in self._owned())
+            return engine
         return self._hvd_pipe
 
     def _in_flight(self) -> saved.Saved | None:
@@ -286,7 +326,8 @@ class DistributedMixin(torch.optim.Optimizer):
                 "a state was asked for after backward() and before step(), while gradients are on "
                 "their way: save or copy after step()."
             )
-        return saved.save(engine, self._owned())
+        found = saved.save(engine, self._owned())
+        return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
 
     def _unscaled(self, engine: Engine) -> bool:
         """Take GradScaler's part: divide the gradients by their scale; False on an overflow."""
@@ -370,7 +411,8 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
         )
     arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
     wrapped = _twin(optimizer, arguments, checked.all_names)
-    wrapped._hvd_pipe = make_engine(checked, _Owner(weakref.ref(wrapped)))
+    wrapped._start(checked)
+    wrapped._hvd_pipe_profile = profile_job(wrapped, checked.settings)
     return wrapped
 
 

@@ -22,9 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch.agree import Description, check_alike, largest
+from hvd_pipe.torch import timeline
+from hvd_pipe.torch.agree import Description, check_alike, failed, largest
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.compression import Codec, codec_for
+from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.scaling import are_finite
 
@@ -272,6 +274,8 @@ class Engine(abc.ABC):
 
     def on_gradient(self, place: int) -> None:
         """Take a gradient that backward has just completed."""
+        if timeline.active is not None:
+            timeline.active.gradient()
         if not self.fresh:
             self.admit()
         self.fresh = True
@@ -326,9 +330,18 @@ class Engine(abc.ABC):
         if not joining:
             return
         state, process_set = self.state(), self.reduction.process_set
+        failure: Exception | None = None
+        try:
+            for name, parameter in joining.items():
+                check_parameter(name, parameter)
+        except ValueError as error:
+            failure = error
         if not self.reduction.alone:
             self.next_message.meet()
-            check_alike(describe(joining), f"{self.settings.tag}.joining", process_set)
+            description = describe(joining) if failure is None else failed(failure)
+            check_alike(description, f"{self.settings.tag}.joining", process_set)
+        if failure is not None:
+            raise failure
         self.settings = self.settings.grown(joining)
         self._listen(list(joining.values()))
         self.build()
@@ -355,6 +368,8 @@ class Engine(abc.ABC):
                 gradient.mul_(torch.inf)
 
     def _prepare(self) -> None:
+        if timeline.active is not None:
+            timeline.active.end_backward()
         if not self.fresh:
             self.admit()
         self._passes_done = [0] * len(self._passes_done)

@@ -30,7 +30,7 @@ import torch
 from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async, poll
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.compression import Codec, blocks
 from hvd_pipe.torch.courier import courier
 from hvd_pipe.torch.reduction import Message, Reduction
@@ -112,6 +112,7 @@ class Exchange(Message):
         self._phases: Generator[int, Any, None] | None = None
         self._handle: int | None = None
         self._error: Exception | None = None
+        self._flight: timeline.Flight | None = None
         self._filled: torch.cuda.Event | None = None
         self._reduced: torch.cuda.Event | None = None
         self.done = threading.Event()
@@ -134,6 +135,9 @@ class Exchange(Message):
         workers = self._reduction.workers
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
+        if timeline.active is not None:
+            nbytes = workers * self._row_bytes
+            self._flight = timeline.active.launched(self._name, nbytes)
         in_flight.follow(self.done)
         courier.take(self)
 
@@ -177,6 +181,8 @@ class Exchange(Message):
     def advance(self) -> bool:
         """Work up to the next phase on the wire; return whether there is one."""
         assert self._phases is not None
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
         try:
             handle, self._handle = self._handle, None
             with self._stream():
@@ -187,11 +193,16 @@ class Exchange(Message):
             self.end(None)
         except Exception as error:
             self.end(self._explained(error))
+        finally:
+            if trace is not None:
+                trace.codec(begun, self._name)
         return False
 
     def end(self, error: Exception | None) -> None:
         """Let `wait` return, or raise ``error``."""
         self._error, self._phases, self._handle = error, None, None
+        if self._flight is not None:
+            self._flight.land()
         self.done.set()
 
     def _explained(self, error: Exception) -> Exception:

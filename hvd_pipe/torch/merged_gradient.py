@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning import merge
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.kinds import plan_kinds
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import from_first, largest
@@ -36,6 +37,8 @@ SKIP_STEPS = 3
 RECORD_STEPS = 10
 PATIENCE_STEPS = 5
 
+_GIVEN = "given"
+
 FloatArray = npt.NDArray[np.float64]
 
 _log = logging.getLogger("hvd_pipe")
@@ -48,11 +51,21 @@ class MergedGradientEngine(Engine):
     needs_loss_scale = False
     _buckets: BucketSet
 
-    def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        strategy: MergedGradient,
+        plan: Plan | None,
+        measure_steps: int | None = None,
+    ) -> None:
         super().__init__(settings)
         self._bucket_bytes = strategy.bucket_bytes
         self._method = _method(strategy, settings)
-        self._comm: tuple[CommModel, float] | None = None
+        if measure_steps is not None and self._method is None:
+            self._method = _GIVEN  # nothing to plan, and yet to measure
+        self._record_steps = RECORD_STEPS if measure_steps is None else measure_steps
+        self.comm: CommModel | None = None
+        """What `measure_comm` has found; the same on all ranks, from the same step on."""
         self._times: ReadyTimes | None = None
         self._record_from: int | None = None if self._method is None else SKIP_STEPS
         self._patience = PATIENCE_STEPS
@@ -137,7 +150,7 @@ class MergedGradientEngine(Engine):
         if self._control is None:
             return  # planning asks all ranks, and one has joined
         if self._times is not None:
-            if self._times.steps >= RECORD_STEPS:
+            if self._times.steps >= self._record_steps:
                 self._plan_anew(self._times.seconds())
                 self._times = None
             return
@@ -164,10 +177,10 @@ class MergedGradientEngine(Engine):
         settings, process_set = self.settings, self.settings.reduction.process_set
         # A bucket leaves when the slowest rank has filled it, so that rank's times count.
         ready = np.array(largest(seconds, f"{settings.tag}.ready", process_set))
-        if self._method != "bytes" and self._comm is None:
+        if self._method != "bytes" and self.comm is None:
             total = sum(settings.wire_bytes())
             device = settings.parameters[0].device
-            self._comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
+            self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
         answer = self._best(ready).to_json() if process_set.rank() == 0 else None
         plan = Plan.from_json(from_first(answer, f"{settings.tag}.plan", process_set))
         if self.plan is not None and plan.buckets == self.plan.buckets:
@@ -175,42 +188,33 @@ class MergedGradientEngine(Engine):
         else:
             self._adopt(plan)
         self._planned = True
+        if self._method == _GIVEN:
+            self._method = None
         self._drifted_steps = 0
         self._usual_count = self._count  # some parameters may never get a gradient
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
     def _best(self, ready: FloatArray) -> Plan:
-        """Plan each kind of gradient (dtype, device) by itself; send in order of readiness."""
+        """Plan all gradients together; those of one kind (dtype, device) may share a bucket."""
         settings = self.settings
+        if self._method == _GIVEN:
+            assert self.plan is not None
+            return self.plan
+        order = sorted(range(len(ready)), key=lambda place: (float(ready[place]), -place))
+        kind_of = {
+            p: kind for kind, places in enumerate(kinds(settings.parameters)) for p in places
+        }
         wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
-        comm, latency = self._comm or (CommModel.linear(0.0, 0.0), 0.0)
-        plans = []
-        for places in kinds(settings.parameters):
-            order = sorted(places, key=lambda place: (float(ready[place]), -place))
-            plans.append(
-                merge.plan(
-                    [settings.names[place] for place in order],
-                    ready[order],
-                    wire_bytes[order],
-                    comm,
-                    method=self._method or "exact",
-                    bucket_bytes=self._bucket_bytes,
-                )
-            )
-        moment = dict(zip(settings.names, ready.tolist(), strict=True))
-        buckets = sorted(
-            (bucket for plan in plans for bucket in plan.buckets),
-            key=lambda bucket: max(moment[name] for name in bucket),
+        plan = plan_kinds(
+            [settings.names[place] for place in order],
+            ready[order],
+            wire_bytes[order],
+            [kind_of[place] for place in order],
+            self.comm or CommModel.linear(0.0, 0.0),
+            method=self._method or "exact",
+            bucket_bytes=self._bucket_bytes,
         )
-        predicted = None
-        if self._comm is not None:
-            predicted = latency + max(plan.predicted_s or 0.0 for plan in plans)
-        return Plan(
-            buckets=tuple(buckets),
-            method=plans[0].method,
-            predicted_s=predicted,
-            exposed_s=None if predicted is None else predicted - float(ready.max()),
-        )
+        return plan if self.comm else replace(plan, predicted_s=None, exposed_s=None)
 
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from horovod.torch.compression import Compression
 
+from hvd_pipe.torch import timeline
 from hvd_pipe.torch.exchange import Feedback
 from hvd_pipe.torch.reduction import Message, Reduction
 
@@ -127,7 +128,7 @@ class ModelAverage:
         nonnegative: Sequence[bool] = (),
     ) -> None:
         self._like, self._values, self._reduction, self._rule = like, values, reduction, rule
-        self._nonnegative = nonnegative
+        self._name, self._nonnegative = name, nonnegative
         first, numel = like[0], sum(tensor.numel() for tensor in like)
         dtype = torch.float32 if first.dtype in _HALF else first.dtype
         slots = max(1, len(reduction.weights))
@@ -173,7 +174,11 @@ class ModelAverage:
         if self._sent is None:
             return
         message, self._sent = self._sent, None
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
         message.wait()
+        if trace is not None:
+            trace.waited(begun, self._name)
         if self._reduction.alone:
             return
         size = self._reduction.workers
@@ -279,6 +284,8 @@ class ModelAverage:
         mine = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
         self._present[mine] = 1.0
         self._sent = message
+        if timeline.active is not None:
+            timeline.active.ready(self._name)
         message.launch()
 
     def _move_anchor(self) -> None:

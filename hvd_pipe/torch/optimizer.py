@@ -62,6 +62,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: The workers that take part.
         strategy: ``"merged-gradient"``, ``"pipe-sgd"``, ``"cocod"``, one of these with options as
             in ``"cocod:period=8"``, or a strategy object; None takes ``HVD_PIPE_STRATEGY``.
+            ``"auto:allow=merged-gradient/pipe-sgd"`` measures the first steps and goes on with the
+            fastest of those named; ``state_dict()`` holds the choice.
 
     Returns:
         The optimizer to use from here on.

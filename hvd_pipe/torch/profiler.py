@@ -2,55 +2,102 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 import torch
 from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_async_, synchronize
 
-from hvd_pipe.planning.comm import CommModel, measured
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.fit import measured
 from hvd_pipe.torch.agree import largest
 
-__all__ = ["ReadyTimes", "measure_comm"]
+__all__ = ["Clock", "Moment", "ReadyTimes", "measure_allreduce", "measure_comm"]
 
 BUDGET_S = 2.0
-LARGEST = 32 * 2**20
+LARGEST = 64 * 2**20
 
 _SMALLEST = 1024
+_CERTAIN = 2**20
 _REPEATS = 5
 _LEAST_S = 1e-6
+
+_log = logging.getLogger("hvd_pipe")
+
+Moment = float | torch.cuda.Event
+"""Seconds of the host's clock, or an event in the stream that computes."""
+
+Progress = Callable[[int, float], None]
+"""Called with a message's size in bytes and its seconds."""
+
+
+class Clock:
+    """Reads moments without waiting for the device.
+
+    On a CUDA device a moment is an event in its current stream, which gets its time when the
+    stream comes to it; elsewhere it is the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def now(self) -> Moment:
+        """Return this moment."""
+        if self._device is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @staticmethod
+    def passed(moment: Moment) -> bool:
+        """Return whether the device has come to this moment."""
+        return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def wait(moment: Moment) -> None:
+        """Block until the device has come to this moment."""
+        if not isinstance(moment, float):
+            moment.synchronize()
+
+    @staticmethod
+    def seconds(start: Moment, end: Moment) -> float:
+        """Return the seconds from one moment to another; both have passed."""
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr, arg-type]
 
 
 class ReadyTimes:
     """Moments at which gradients become ready, over some steps.
 
-    On a CUDA device the moments are events in the stream that computes the gradients; the host
-    waits for them once a recorded step.
+    On a CUDA device the host waits for them once a recorded step.
     """
 
     def __init__(self, places: int, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._clock = Clock(device)
         self._seconds_by_step: list[list[float]] = []
-        self._moments: list[float | torch.cuda.Event | None] = [None] * places
+        self._moments: list[Moment | None] = [None] * places
         self.steps = 0
         """Backward passes closed so far, the same on all ranks."""
 
     def mark(self, place: int) -> None:
         """Note that the gradient at ``place`` is ready now."""
-        self._moments[place] = self._now()
+        self._moments[place] = self._clock.now()
 
     def end_step(self) -> None:
         """Close one backward pass; a gradient that was not computed counts as ready now."""
         self.steps += 1
         if all(moment is None for moment in self._moments):
             return
-        end = self._now()
-        if self._cuda:
-            torch.cuda.synchronize()
+        end = self._clock.now()
+        Clock.wait(end)
         moments = [end if moment is None else moment for moment in self._moments]
-        seconds = [self._seconds(moments[0], moment) for moment in moments]
+        seconds = [Clock.seconds(moments[0], moment) for moment in moments]
         first = min(seconds)
         self._seconds_by_step.append([second - first for second in seconds])
         self._moments = [None] * len(moments)
@@ -62,31 +109,14 @@ class ReadyTimes:
         medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
         return medians
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    @staticmethod
-    def _seconds(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if isinstance(start, float) and isinstance(end, float):
-            return end - start
-        return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr, arg-type]
-
 
 def measure_comm(
     largest_bytes: int, device: torch.device, process_set: ProcessSet, tag: str
-) -> tuple[CommModel, float]:
-    """Time all-reduces of growing messages; return what occupies the link, and the latency beside.
+) -> CommModel:
+    """Time all-reduces of growing messages through Horovod, as the job's own travel.
 
-    Horovod gathers messages for a cycle (1 ms), and its caller polls for their end, so n messages
-    that are sent together take ``latency + n T(bytes)``. A plan must not count the latency once a
-    message: T is the difference between 2n messages and n, over n.
-
-    Every rank takes part and gets the same answer: a sample is the slowest rank's time. Sizes grow
-    fourfold from 1 KiB up to ``largest_bytes`` or `LARGEST`, or until ``BUDGET_S`` is used up.
+    Sizes grow fourfold from 1 KiB up to ``largest_bytes`` or `LARGEST`. What `BUDGET_S` leaves no
+    time for is extrapolated from the two largest that were measured.
 
     Args:
         largest_bytes: The size of the largest message that matters, in bytes.
@@ -95,36 +125,120 @@ def measure_comm(
         tag: Begins the names of the messages.
 
     Returns:
-        T, the time that a message occupies the link by its size; and the latency in seconds.
+        T, the time that a message occupies the link by its size; its delay is what passes beside.
     """
     sizes = _sizes(min(largest_bytes, LARGEST))
+    (sizes, seconds), delay = measure_allreduce(sizes, device, process_set, tag=tag)
+    comm = replace(measured(sizes, seconds), delay=delay)
+    if comm.error is not None:
+        _log.info(
+            "all-reduce: %d sizes up to %d bytes, delay %.3f ms, mean error of the model %.1f%%",
+            len(sizes),
+            sizes[-1],
+            1e3 * delay,
+            100 * comm.error,
+        )
+    return comm
+
+
+def measure_allreduce(
+    sizes: Sequence[int],
+    device: torch.device,
+    process_set: ProcessSet,
+    budget_s: float = BUDGET_S,
+    progress: Progress | None = None,
+    tag: str = "hvd_pipe.allreduce",
+) -> tuple[tuple[list[int], list[float]], float]:
+    """Time all-reduces through Horovod, as the job's own messages travel.
+
+    Horovod gathers messages for a cycle (1 ms), and its caller polls for their end, so n messages
+    that are sent together take ``delay + n T(bytes)``. A plan must not count the delay once a
+    message: T is the difference between 2n messages and n, over n.
+
+    Every rank takes part and gets the same answer: a sample is the slowest rank's time. Where
+    delays are long, some sizes are left out; above 1 MiB a size that would not fit into the
+    budget ends the measurement.
+
+    Args:
+        sizes: Sizes of messages in bytes, growing, multiples of 4.
+        device: Where the messages lie.
+        process_set: The ranks that take part; at least two.
+        budget_s: Seconds that all this may take, about; the same on all ranks.
+        progress: Called after each size, on every rank.
+        tag: Begins the names of the messages; the same on all ranks.
+
+    Returns:
+        The sizes that were measured with T of each in seconds; and the delay in seconds.
+
+    Raises:
+        ValueError: Sizes that do not grow, or are no multiples of 4.
+    """
+    sizes = list(sizes)
+    if not sizes or sizes[0] < 4 or sizes != sorted(set(sizes)) or any(s % 4 for s in sizes):
+        raise ValueError(
+            f"sizes must grow and be multiples of 4 bytes (a float32), from 4 on; got {sizes}."
+        )
     # All memory at once, before the first message: a rank that has too little fails alone here.
     count = max(2 * _messages(size) * size // 4 for size in sizes)
     buffer = torch.zeros(count, device=device)
+    done: list[int] = []
     occupied: list[float] = []
-    latency = spent = 0.0
-    for size in sizes:
+    delay = spent = 0.0
+
+    def rounds(size: int, count: int) -> list[float]:
+        """The slowest rank's times of n messages and of 2n, in turn."""
         n = _messages(size)
         parts = list(torch.split(buffer[: 2 * n * size // 4], size // 4))
         mine = [
             _time(some, f"{tag}.{size}", process_set)
-            for _ in range(_REPEATS + 1)  # the first is not counted
+            for _ in range(count)
             for some in (parts[:n], parts)
         ]
-        times = largest(mine, f"{tag}.largest", process_set)
-        short, long = median(times[2::2]), median(times[3::2])
-        occupied.append(max((long - short) / n, _LEAST_S))
-        if not latency:
-            latency = max(short - n * occupied[0], 0.0)
+        return largest(mine, f"{tag}.largest", process_set)
+
+    while sizes:
+        size = sizes.pop(0)
+        n = _messages(size)
+        if len(done) > 1:
+            grown = 3 * n * occupied[-1] * size / done[-1]  # at most: delays do not grow
+            expected = 2 * (2 * delay + grown) if size > _CERTAIN else 0.0
+            if spent + expected > budget_s:
+                break
+        first = rounds(size, 1)  # not counted, but it says how many the budget has room for
+        if not done:
+            sizes = _spread(sizes, int(budget_s / (2 * sum(first))) - 1)
+        spent += sum(first)
+        room = int((budget_s - spent) / (1 + len(sizes)) / sum(first))
+        times = rounds(size, min(max(room, 1), _REPEATS))
         spent += sum(times)
-        if spent > BUDGET_S and len(occupied) > 1:
-            break
-    return measured(sizes[: len(occupied)], occupied), latency
+        short, long = median(times[0::2]), median(times[1::2])
+        done.append(size)
+        occupied.append(max((long - short) / n, _LEAST_S))
+        if len(done) == 1:
+            delay = max(short - n * occupied[0], 0.0)
+        if progress is not None:
+            progress(size, occupied[-1])
+    return (done, occupied), delay
+
+
+def _spread(sizes: list[int], count: int) -> list[int]:
+    """Return so many of the sizes, two at least, from the first to the last.
+
+    >>> _spread([1, 2, 3, 4, 5], 3), _spread([1, 2, 3], 0), _spread([1, 2, 3], 9)
+    ([1, 3, 5], [1, 3], [1, 2, 3])
+    """
+    if len(sizes) <= max(count, 2):
+        return sizes
+    return [sizes[round(at)] for at in np.linspace(0, len(sizes) - 1, max(count, 2))]
 
 
 def _messages(size: int) -> int:
-    """Return how many messages of a size tell its time from the noise."""
-    return 4 if size <= 2**16 else 1
+    """Return how many messages of a size tell its time from the noise, and from what buffers hide.
+
+    A network lets a burst of some 100 KB pass faster than it can go on; as that is in n messages
+    and in 2n, it is not in their difference.
+    """
+    return max(1, min(16, 2**21 // size))
 
 
 def _sizes(largest_bytes: int) -> list[int]:

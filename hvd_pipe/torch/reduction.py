@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.compression import Compression, codec_for
 
 if TYPE_CHECKING:
@@ -142,12 +142,15 @@ class _AllReduce(Message):
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._handle: int | None = None
+        self._flight: timeline.Flight | None = None
 
     def launch(self) -> None:
         if self._reduction.alone:
             return
         self._wire, self._context = self._reduction.compression.compress(self._flat)
         self._handle = self._reduction.launch(self._wire, self._name)
+        if timeline.active is not None:
+            self._flight = timeline.active.launched(self._name, self._wire.nbytes, self._handle)
 
     def meet(self) -> None:
         if not self._reduction.alone:
@@ -158,6 +161,8 @@ class _AllReduce(Message):
             return
         handle, self._handle = self._handle, None
         in_flight.wait(handle)
+        if self._flight is not None:
+            self._flight.land()
         if self._wire is not self._flat:
             self._flat.copy_(self._reduction.compression.decompress(self._wire, self._context))
         self._wire = self._context = None

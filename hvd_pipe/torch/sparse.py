@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.reduction import Reduction, sendable
 
 __all__ = ["SparseGather"]
@@ -38,6 +38,7 @@ class SparseGather:
         self._reduction = reduction
         self._parts = [own.indices().t().contiguous(), own.values().contiguous()]
         self._handles: list[int] = []
+        self._flight: timeline.Flight | None = None
         if reduction.alone:
             return
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
@@ -47,12 +48,17 @@ class SparseGather:
             self._handles.append(in_flight.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
+        if timeline.active is not None:
+            nbytes = sum(part.nbytes for part in self._parts)
+            self._flight = timeline.active.launched(name, nbytes, self._handles[-1])
 
     def wait(self) -> torch.Tensor:
         """Block until all entries are here; return the reduced gradient."""
         if self._handles:
             self._parts = [in_flight.wait(handle) for handle in self._handles]
             self._handles.clear()
+            if self._flight is not None:
+                self._flight.land()
         indices, values = self._parts
         if values.dtype != self._dtype:
             values = values.view(self._dtype)

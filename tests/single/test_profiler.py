@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
+from horovod.torch.mpi_ops import global_process_set
 
-from hvd_pipe.torch.profiler import ReadyTimes, _sizes
+from hvd_pipe.torch import profiler
+from hvd_pipe.torch.profiler import Clock, ReadyTimes, _sizes, measure_allreduce
+
+
+def test_examples() -> None:
+    found = doctest.testmod(profiler)
+    assert found.failed == 0 < found.attempted
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [6], [8, 8], [8, 4]])
+def test_sizes_that_cannot_be_measured(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="grow and be multiples of 4 bytes"):
+        measure_allreduce(sizes, torch.device("cpu"), global_process_set)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The moments that will be read, in order."""
     moments: list[float] = []
-    monkeypatch.setattr(ReadyTimes, "_now", lambda _: moments.pop(0))
+    monkeypatch.setattr(Clock, "now", lambda _: moments.pop(0))
     return moments
 
 

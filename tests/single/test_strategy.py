@@ -8,7 +8,7 @@ import pytest
 
 from hvd_pipe import strategy as module
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD, Strategy, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD, Strategy, parse
 
 PLAN = Plan((("fc.weight", "fc.bias"),), "given")
 
@@ -30,6 +30,13 @@ PLAN = Plan((("fc.weight", "fc.bias"),), "given")
         ("cocod:pull_back=0.6,anchor_momentum=0.7", CoCoD(pull_back=0.6, anchor_momentum=0.7)),
         ("cocod:pull_back=5e-1", CoCoD(pull_back=0.5)),
         (CoCoD(2), CoCoD(2)),
+        ("auto", Auto(("merged-gradient",))),
+        ("auto:allow=pipe-sgd", Auto(("pipe-sgd",))),
+        (
+            "auto:allow=merged-gradient / Pipe_SGD,steps=4",
+            Auto(("merged-gradient", "pipe-sgd"), 4),
+        ),
+        (Auto(steps=5), Auto(steps=5)),
     ],
 )
 def test_parse(written: str | Strategy, meant: Strategy) -> None:
@@ -52,9 +59,9 @@ def test_the_environment_chooses_where_the_script_does_not(
 @pytest.mark.parametrize(
     ("written", "answer"),
     [
-        ("", "unknown strategy: use one of 'merged-gradient', 'pipe-sgd', 'cocod'"),
+        ("", "unknown strategy: use one of 'merged-gradient', 'pipe-sgd', 'cocod', 'auto'"),
         ("pipe-sdg", "did you mean 'pipe-sgd'?"),
-        ("horovod", "use one of 'merged-gradient', 'pipe-sgd', 'cocod'"),
+        ("horovod", "use one of 'merged-gradient', 'pipe-sgd', 'cocod', 'auto'"),
         ("cocod:perod=4", "'perod=4' is not an option of cocod (did you mean 'period'?)"),
         ("cocod:period", "write OPTION=VALUE"),
         ("cocod:period=2,period=3", "once each"),
@@ -76,6 +83,19 @@ def test_the_environment_chooses_where_the_script_does_not(
         ("pipe-sgd:bucket_bytes=0", "bucket_bytes must be >= 1, got 0"),
         ("merged-gradient:plan=gredy", "unknown plan 'gredy' (did you mean 'greedy'?)"),
         ("merged-gradient:plan=single,bucket_bytes=9", "contradict each other"),
+        ("auto:allow=", "Auto: allow has '', no method: use some of 'merged-gradient',"),
+        (
+            "auto:allow=pipe-sdg",
+            "Auto: allow has 'pipe-sdg', no method (did you mean 'pipe-sgd'?)",
+        ),
+        (
+            "auto:allow=cocod:period=2",
+            "'cocod:period=2', no method: use some of 'merged-gradient',",
+        ),
+        ("auto:allow=cocod/cocod", "must name each method to choose from, once"),
+        ("auto:allow=auto", "without options"),
+        ("auto:steps=0", "Auto: steps must be >= 1, got 0"),
+        ("auto:step=3", "(did you mean 'steps'?)"),
     ],
 )
 def test_wrong_words(written: str, answer: str) -> None:

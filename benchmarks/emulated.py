@@ -1,0 +1,96 @@
+"""A model whose layers take the times of a profile without using the processor.
+
+Two cores cannot compute for several workers, so a benchmark of communication lets each layer sleep
+for as long as it took on the machine that was profiled. Its gradients are real: they have the
+profile's sizes, and everything after them (buckets, all-reduces, updates) is what a job does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_pipe.planning.profile import ModelProfile
+
+__all__ = ["EmulatedModel"]
+
+LEAST_SLEEP_S = 3e-4
+"""Shorter debts are carried on to the next layer: a sleep overshoots by about 0.1 ms."""
+
+
+class Device:
+    """Takes time, one piece of work after another, as an accelerator's stream does."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+
+    def work(self, seconds: float) -> None:
+        """Take this long after the work before; returns when no more than a moment is left."""
+        now = time.perf_counter()
+        self._free = max(self._free, now - LEAST_SLEEP_S) + seconds
+        if self._free - now > LEAST_SLEEP_S:
+            time.sleep(self._free - now)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, layer: Layer) -> Any:
+        ctx.layer = layer
+        layer.device.work(layer.forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.layer.device.work(ctx.layer.backward_s)
+        return gradients[0], ctx.layer.gradient, None
+
+
+class Layer(nn.Module):
+    """One layer of the profile: it takes its times, and has a gradient of its size."""
+
+    gradient: torch.Tensor | None
+
+    def __init__(self, device: Device, forward_s: float, backward_s: float, count: int) -> None:
+        super().__init__()
+        self.device, self.forward_s, self.backward_s = device, forward_s, backward_s
+        self.weight = nn.Parameter(torch.zeros(count)) if count else None
+        self.register_buffer("gradient", torch.full((count,), 1e-3) if count else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Layer.apply(x, self.weight, self)  # type: ignore[no-any-return]
+
+
+class EmulatedModel(nn.Sequential):
+    """The layers of a profile, as float32 parameters.
+
+    Args:
+        profile: The layers; names may hold dots.
+        compute_s: Seconds of forward and backward together, to which all times are scaled.
+        gradient_bytes: Bytes of all gradients, to which all sizes are scaled.
+    """
+
+    def __init__(
+        self, profile: ModelProfile, compute_s: float | None = None, gradient_bytes: int = 0
+    ) -> None:
+        whole = profile.forward_s + profile.backward_s
+        speed = 1.0 if compute_s is None else compute_s / whole
+        size = gradient_bytes / float(profile.gradient_bytes().sum()) if gradient_bytes else 1.0
+        device = Device()
+        super().__init__(
+            *(
+                Layer(
+                    device,
+                    layer.forward_s * speed,
+                    layer.backward_s * speed,
+                    max(1, round(layer.gradient_bytes * size / 4)) if layer.gradient_bytes else 0,
+                )
+                for layer in profile.layers
+            )
+        )
+
+    def step(self) -> None:
+        """One forward and backward pass."""
+        self(torch.zeros(1, requires_grad=True)).sum().backward()

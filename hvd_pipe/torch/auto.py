@@ -1,0 +1,257 @@
+"""``strategy="auto"``: measure while training synchronously, then go on with the fastest method.
+
+    first steps      merged-gradient with default buckets; it records when gradients are ready,
+                     and `JobTimes` what a worker's own work takes
+    the step after   all-reduces are measured; rank 0 predicts every method, all ranks follow it
+    from then on     merged-gradient as it is, or an engine of the chosen method in its place
+    some steps later one line says what was reached
+
+All of it happens at the end of ``step()``, where a synchronous method has nothing in flight, and
+at the step at which merged-gradient plans, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from hvd_pipe.planning.advise import MARGIN
+from hvd_pipe.planning.candidates import fitted_buckets, fitted_period
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.methods import spell
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.timing import step_time
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
+from hvd_pipe.torch.agree import from_first, largest
+from hvd_pipe.torch.arguments import Checked
+from hvd_pipe.torch.engine import Engine
+from hvd_pipe.torch.engines import succeed
+from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
+from hvd_pipe.torch.merged_gradient import MergedGradientEngine
+
+__all__ = ["AutoChoice", "Prediction", "choose", "predict"]
+
+KEY = "chosen"
+"""What a checkpoint has the choice under."""
+
+SETTLE_STEPS = 3
+REPORT_STEPS = 20
+
+_log = logging.getLogger("hvd_pipe")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A method, and the seconds of a step that it is expected to take."""
+
+    method: Method
+    seconds: float
+
+
+def predict(method: Method, profile: ModelProfile, comm: CommModel) -> Prediction:
+    """Return how long a step of a method will take, with the options that fit.
+
+    Args:
+        method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
+        profile: Of a worker's own work.
+        comm: As `hvd_pipe.torch.profiler.measure_comm` has found it.
+
+    Example:
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> profile = ModelProfile((LayerProfile("w", 10, backward_s=1.0, forward_s=1.0),))
+        >>> net = CommModel((0.0,), (0.0,), (0.5,), delay=1.0)
+        >>> for method in (MergedGradient(), PipeSGD(), CoCoD()):
+        ...     found = predict(method, profile, net)
+        ...     print(spell(found.method), found.seconds)
+        merged-gradient 8.0
+        pipe-sgd 5.0
+        cocod:period=3 2.0
+    """
+    if isinstance(method, MergedGradient):  # with the plan in use, whose engine goes on
+        return Prediction(MergedGradient(), step_time(method, profile, comm).total_s)
+    if isinstance(method, CoCoD):
+        period = fitted_period(profile, comm, profile.compute_s)
+        method = dataclasses.replace(method, period=period)
+    else:
+        method = fitted_buckets(method, profile, comm)
+    return Prediction(method, step_time(method, profile, comm).total_s)
+
+
+def choose(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the fastest; what changes the mathematics more must be faster by `MARGIN`.
+
+    Example:
+        >>> choose([Prediction(PipeSGD(), 0.96), Prediction(MergedGradient(), 1.0)]).method.name
+        'merged-gradient'
+    """
+    first, *others = sorted(predictions, key=lambda found: _ORDER.index(found.method.name))
+    best = first
+    for other in others:
+        if best.seconds > (1.0 + MARGIN) * other.seconds:
+            best = other
+    return best
+
+
+_ORDER = (MergedGradient.name, PipeSGD.name, CoCoD.name)
+
+
+class AutoChoice:
+    """Watches the steps of one optimizer, and changes its engine once.
+
+    Args:
+        checked: The arguments, with `Auto` for the strategy.
+        optimizer: The distributed optimizer; not kept.
+        engine: Its engine, the one that measures.
+    """
+
+    def __init__(self, checked: Checked, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        self._candidates = checked.candidates
+        self._watch: Callable[[Sequence[torch.Tensor]], JobTimes] = _watcher(optimizer)
+        self._times: JobTimes | None = None
+        if not engine.reduction.alone:
+            self._times = self._watch(engine.settings.parameters)
+        self._reached: _Reached | None = None
+        self.chosen: Method | None = None
+        process_set = checked.settings.reduction.process_set
+        self._speaks = bool(process_set.included() and process_set.rank() == 0)
+        for name, why in checked.left_out.items():
+            self._say("auto: %s is left out: %s", name, why)
+
+    def after_step(self, engine: Engine) -> Engine:
+        """Return the engine of the next step, at the end of ``step()``."""
+        if self._reached is not None and self._reached.end_step():
+            self._say("auto: %s", self._reached)
+            self._reached = None
+        if self._times is None or not isinstance(engine, MergedGradientEngine):
+            return engine
+        if engine.comm is None:
+            if self._times.places != len(engine.settings.parameters):  # some have joined
+                self._times.close()
+                self._times = self._watch(engine.settings.parameters)
+            self._times.end_step()
+            return engine
+        own, self._times = self._times.close(), None
+        self.chosen, predicted = self._choice(engine, own)
+        self._reached = _Reached(self.chosen, predicted)
+        return engine if isinstance(self.chosen, MergedGradient) else succeed(engine, self.chosen)
+
+    def resume(
+        self, engine: Engine, saved: dict[str, Any] | None
+    ) -> tuple[Engine, dict[str, Any] | None]:
+        """Return the engine of the choice that a checkpoint holds, and the checkpoint.
+
+        A plan without a choice is not taken: this run is to measure and to choose.
+        """
+        text = None if saved is None else saved.get(KEY)
+        if saved is None or text is None:
+            if saved is not None and self.chosen is None:
+                counters = {k: v for k, v in saved.get("counters", {}).items() if k != "plan"}
+                saved = {**saved, "counters": counters}
+            return engine, saved
+        method = parse(text)
+        if method.name not in [candidate.name for candidate in self._candidates]:
+            return engine, saved  # `saved.load` says what is lost
+        assert not isinstance(method, Auto)
+        if self._times is not None:
+            self._times.close()
+        self._times = self._reached = None
+        before, self.chosen = self.chosen or MergedGradient(), method
+        self._say("auto: goes on with %s, as chosen before", text)
+        return (engine if method == before else succeed(engine, method)), saved
+
+    def note(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint with the choice."""
+        return saved if self.chosen is None else {**saved, KEY: spell(self.chosen)}
+
+    def _choice(self, engine: MergedGradientEngine, own: OwnTimes | None) -> tuple[Method, float]:
+        """Let the first rank choose from the slowest rank's times; the same answer everywhere."""
+        settings = engine.settings
+        tag, process_set = settings.tag, settings.reduction.process_set
+        mine = [0.0] * (2 + len(settings.parameters))
+        if own is not None:
+            mine = [own.before_s, own.update_s, *own.ready_s]
+        before, update, *ready = largest(mine, f"{tag}.own", process_set)
+        answer = None
+        if self._speaks:
+            assert engine.comm is not None
+            assert engine.plan is not None
+            # A sparse gradient travels by itself, in a size that the step decides.
+            sizes = [max(1, size) for size in settings.wire_bytes()]
+            profile = profile_of(OwnTimes(before, ready, update), settings.names, sizes)
+            found = [
+                predict(
+                    MergedGradient(plan=engine.plan)
+                    if isinstance(candidate, MergedGradient)
+                    else candidate,
+                    profile,
+                    engine.comm,
+                )
+                for candidate in self._candidates
+            ]
+            best = choose(found)
+            others = [
+                f"{spell(one.method)} {_milliseconds(one.seconds)}"
+                for one in sorted(found, key=lambda one: one.seconds)
+                if one is not best
+            ]
+            self._say(
+                "auto: chose %s: predicted %s a step%s",
+                spell(best.method),
+                _milliseconds(best.seconds),
+                f" ({', '.join(others)})" if others else "",
+            )
+            answer = [spell(best.method), best.seconds]
+        text, seconds = from_first(answer, f"{tag}.choice", process_set)
+        method = parse(text)
+        assert not isinstance(method, Auto)
+        return method, float(seconds)
+
+    def _say(self, text: str, *values: object) -> None:
+        if self._speaks:
+            _log.info(text, *values)
+
+
+class _Reached:
+    """Times some steps of the chosen method."""
+
+    def __init__(self, method: Method, predicted: float) -> None:
+        self._method, self._predicted = method, predicted
+        self._ends: list[float] = []
+        self._round = method.period if isinstance(method, CoCoD) else 1
+
+    def end_step(self) -> bool:
+        """Note the end of a step; return whether there are enough."""
+        self._ends.append(time.perf_counter())
+        return len(self._ends) > SETTLE_STEPS + max(REPORT_STEPS, 2 * self._round)
+
+    def __str__(self) -> str:
+        """Medians over whole rounds; an evaluation or a checkpoint in between does not count."""
+        ends, k = self._ends[SETTLE_STEPS:], self._round
+        steps = [(end - start) / k for start, end in zip(ends, ends[k:], strict=False)]
+        return (
+            f"{spell(self._method)} reached {_milliseconds(median(steps))} a step "
+            f"(predicted {_milliseconds(self._predicted)})"
+        )
+
+
+def _watcher(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[torch.Tensor]], JobTimes]:
+    reference = weakref.ref(optimizer)
+
+    def watch(parameters: Sequence[torch.Tensor]) -> JobTimes:
+        owner = reference()
+        assert owner is not None
+        return JobTimes(owner, parameters)
+
+    return watch
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,228 @@
+"""What a worker's own part of a step takes, seen from its optimizer, which knows no layers.
+
+    end of the last step | first gradient | ... last gradient | (waits) | update | end of the step
+    ------ before_s -----|---------- ready_s -----------------|         |update_s|
+
+Forward, and what the script does between its steps (data, ``zero_grad()``), are one number. Waits
+for averages lie between the last gradient and the update, or after it, and are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.torch.engine import Settings
+from hvd_pipe.torch.profiler import Clock, Moment
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "JobProfile",
+    "JobTimes",
+    "OwnTimes",
+    "profile_job",
+    "profile_of",
+]
+
+ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
+
+SKIP_STEPS = 3
+RECORD_STEPS = 10
+MOST_STEPS = 64
+
+FORWARD = "(forward)"
+
+_log = logging.getLogger("hvd_pipe")
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """Medians over steps, in seconds.
+
+    Args:
+        before_s: From the end of a step to the first gradient of the next one.
+        ready_s: From the first gradient to each one, by place; one that was not computed is
+            ready with the last.
+        update_s: The user's optimizer.
+    """
+
+    before_s: float
+    ready_s: Sequence[float]
+    update_s: float
+
+
+class JobTimes:
+    """Measures steps of a distributed optimizer, beside whatever engine it has.
+
+    Args:
+        optimizer: Whose updates are timed.
+        parameters: Whose gradients; by place.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._clock = Clock(parameters[0].device)
+        self._ready: list[Moment | None] = [None] * len(parameters)
+        self._first: Moment | None = None
+        self._previous: Moment | None = None
+        self._begun: Moment | None = None
+        self._updated: Moment | None = None
+        self._steps: deque[tuple[Moment, list[Moment | None], Moment, Moment]] = deque(
+            maxlen=MOST_STEPS
+        )
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(lambda *_: self._begin()),
+            optimizer.register_step_post_hook(lambda *_: self._update()),
+        ]
+        for place, parameter in enumerate(parameters):
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._hook(place)
+                )
+            )
+
+    @property
+    def places(self) -> int:
+        """How many parameters are watched."""
+        return len(self._ready)
+
+    @property
+    def steps(self) -> int:
+        """Whole steps that are kept, from gradients to an update: the last ones."""
+        return len(self._steps)
+
+    def end_step(self) -> None:
+        """Note that ``optimizer.step()`` ends now."""
+        end = self._clock.now()
+        if None not in (self._previous, self._begun, self._updated) and any(
+            moment is not None for moment in self._ready
+        ):
+            self._steps.append((self._previous, self._ready, self._begun, self._updated))  # type: ignore[arg-type]
+        self._ready = [None] * len(self._ready)
+        self._previous, self._begun, self._updated = end, None, None
+
+    def close(self) -> OwnTimes | None:
+        """Take the hooks out and return medians, the first steps left out; None without steps."""
+        for handle in self._handles:
+            handle.remove()
+        steps = list(self._steps)[min(SKIP_STEPS, len(self._steps) - 1) :] if self._steps else []
+        if not steps:
+            return None
+        Clock.wait(steps[-1][-1])
+        rows = [self._seconds(*step) for step in steps]
+        before, update, *ready = np.median(np.array(rows), axis=0).tolist()
+        return OwnTimes(before, ready, update)
+
+    @staticmethod
+    def _seconds(
+        previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
+    ) -> list[float]:
+        moments = [m if m is None else Clock.seconds(previous, m) for m in ready]
+        present = [moment for moment in moments if moment is not None]
+        first, last = min(present), max(present)
+        since = [(last if moment is None else moment) - first for moment in moments]
+        return [first, Clock.seconds(begun, updated), *since]
+
+    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            self._ready[place] = self._clock.now()
+
+        return hook
+
+    def _begin(self) -> None:
+        self._begun = self._clock.now()
+
+    def _update(self) -> None:
+        self._updated = self._clock.now()
+
+
+def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
+    """Return a profile with a layer a parameter, in the reverse of the order of readiness.
+
+    Its first layer, ``(forward)``, has all that comes before the first gradient. The first
+    gradient is thus ready as backward starts.
+
+    Args:
+        own: Measured times.
+        names: The parameters' names, by place.
+        sizes: Bytes of each gradient, by place.
+
+    Example:
+        >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
+        >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
+        (('b', 'a'), [0.0, 0.25], 0.875)
+    """
+    order = sorted(range(len(names)), key=lambda place: (own.ready_s[place], -place))
+    layers, last = [], 0.0
+    for place in order:
+        seconds = max(0.0, own.ready_s[place] - last)
+        layers.append(LayerProfile(names[place], sizes[place], seconds))
+        last += seconds
+    forward = LayerProfile(FORWARD, 0, 0.0, own.before_s, 0, "all before the first gradient")
+    return ModelProfile((forward, *reversed(layers)), update_s=own.update_s)
+
+
+class JobProfile:
+    """Writes a profile of the running job to a file, for ``HVD_PIPE_PROFILE``.
+
+    Args:
+        path: Of the JSON file.
+        times: Of the optimizer.
+        names: The parameters' names, by place.
+        sizes: Bytes of each gradient, by place.
+    """
+
+    def __init__(
+        self, path: str, times: JobTimes, names: Sequence[str], sizes: Sequence[int]
+    ) -> None:
+        self._path, self._times, self._names, self._sizes = path, times, names, sizes
+
+    def end_step(self) -> bool:
+        """Note the end of a step; return whether more steps are wanted."""
+        self._times.end_step()
+        if self._times.steps < SKIP_STEPS + RECORD_STEPS:
+            return True
+        own = self._times.close()
+        assert own is not None
+        profile = profile_of(own, self._names, self._sizes)
+        try:
+            profile.save(self._path)
+        except OSError as error:  # training is worth more than its profile
+            warnings.warn(f"{ENVIRONMENT_VARIABLE}={self._path}: {error}", stacklevel=3)
+            return False
+        _log.info(
+            "profile of %d parameters written to %s: %.3f ms of a worker's own work a step",
+            len(self._names),
+            self._path,
+            1e3 * profile.compute_s,
+        )
+        return False
+
+
+_started = False
+
+
+def profile_job(optimizer: torch.optim.Optimizer, settings: Settings) -> JobProfile | None:
+    """Return what profiles the job, if ``HVD_PIPE_PROFILE`` asks for that on this rank.
+
+    The first rank profiles the first optimizer that it makes.
+    """
+    global _started  # noqa: PLW0603
+    path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    process_set = settings.reduction.process_set
+    if not path or _started or not process_set.included() or process_set.rank() != 0:
+        return None
+    _started = True
+    times = JobTimes(optimizer, settings.parameters)
+    sizes = [settings.nbytes(place) for place in range(len(settings.parameters))]
+    return JobProfile(path, times, settings.names, sizes)

@@ -1,0 +1,374 @@
+"""Times of a model's layers on the running job, from hooks that only note moments.
+
+A step is a row of moments, and each interval between two of them belongs to one layer::
+
+    forward    enter conv | enter relu | enter fc | leave model
+                ... conv ... ... relu ... ... fc ... ... (loss) ...
+    backward   gradient of fc's output | fc's parameters | of relu's output | of conv's output ...
+                ........ fc ............ ...... fc ..... ..... relu ....... ..... conv ......
+
+so the layers' times add up to the whole passes, what a container computes between two layers
+included. Nothing waits for the device: on CUDA the moments are events, read when they have passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.torch.profiler import Clock, Moment
+
+__all__ = ["LayerTimes", "measure_profile"]
+
+LOSS = "(loss)"
+"""What lies between the model's forward pass and the gradient of its output."""
+UNUSED = "(unused)"
+"""Parameters that got no gradient: `DistributedOptimizer` sends zeros for them, at the end."""
+
+
+def measure_profile(
+    model: nn.Module,
+    step: Callable[[], object],
+    batch: int | None = None,
+    steps: int = 10,
+    skip: int = 3,
+    name: str = "",
+) -> ModelProfile:
+    """Make some training steps and return what each layer of the model costs.
+
+    Args:
+        model: What ``step`` trains.
+        step: Makes one training step: forward, backward and, if it is to be measured, the update.
+        batch: Samples of a minibatch of one worker.
+        steps: Steps that count.
+        skip: Steps before them.
+        name: The model's, for people; its class's if left out.
+
+    Returns:
+        The layers that ran, in forward order, medians over the steps; see `LayerTimes.profile`.
+
+    Raises:
+        ValueError: ``steps`` or ``skip`` are too small, or no step trained the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+        >>> images = torch.ones(5, 2)
+        >>> profile = measure_profile(model, lambda: model(images).sum().backward(), batch=5)
+        >>> [layer.name for layer in profile.layers], profile.gradient_bytes().tolist()
+        (['0', '1', '2', '(loss)'], [16, 36])
+    """
+    if steps < 1 or skip < 0:
+        raise ValueError(f"steps must be at least 1 and skip at least 0, got {steps} and {skip}.")
+    with LayerTimes(model, skip) as times:
+        for _ in range(skip + steps):
+            step()
+            times.step()
+    return times.profile(batch, name)
+
+
+@dataclass
+class _Layer:
+    """A module that ran without running others."""
+
+    description: str
+    activations: dict[int, int] = field(default_factory=dict)
+    """Bytes of its outputs by the number of the step."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """A forward pass of a module that is under way."""
+
+    mark: _Mark
+    muted: bool
+    inputs: list[tuple[torch.Tensor, Any]]
+    leaf: bool = True
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
+
+    moment: Moment
+    kind: str
+    who: str = ""
+    parameter: int = 0
+
+
+@dataclass
+class _Seconds:
+    """What a step took, by layer."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+    update: float = 0.0
+    ran_backward: bool = False
+
+
+class LayerTimes:
+    """Measures a model while a job trains it.
+
+    Example::
+
+        with LayerTimes(model) as times:
+            for images, labels in batches:      # an ordinary training loop
+                ...
+                times.step()
+        times.profile(batch=64).save("profile.json")
+
+    Forward passes without gradients (evaluation) do not count. A layer that is called several
+    times a step counts with all calls; recomputation (``torch.utils.checkpoint``) is part of
+    backward. A module that runs no other one is a layer, a compiled model thus a single one.
+
+    Args:
+        model: The model, on one device.
+        skip: Steps at the beginning that do not count.
+    """
+
+    def __init__(self, model: nn.Module, skip: int = 3) -> None:
+        self._model, self._skip = model, skip
+        first = next(model.parameters(), torch.empty(0))
+        self._clock = Clock(first.device)
+        self._parameters = {id(p): p for p in model.parameters() if p.requires_grad}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._names[model] = type(model).__name__
+        self._layers: dict[str, _Layer] = {}
+        self._owners: dict[int, str] = {}
+        self._had_gradient: set[int] = set()
+        self._calls: list[_Call] = []
+        self._marks: list[_Mark] = []
+        self._pending: list[list[_Mark]] = []
+        self._seconds: list[_Seconds] = []
+        self._handles: list[RemovableHandle] = []
+        self.steps = 0
+        """Steps ended so far, the skipped ones too."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Put hooks into the model; from here on steps are measured."""
+        self.stop()
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave))
+        for parameter in self._parameters.values():
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._ready
+                )
+            )
+        self._handles.append(register_optimizer_step_pre_hook(self._hook("update")))
+        self._handles.append(register_optimizer_step_post_hook(self._hook("updated")))
+
+    def stop(self) -> None:
+        """Take the hooks out; what was measured stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._calls.clear()
+        self._marks.clear()
+
+    def step(self) -> None:
+        """Note that a training step has ended."""
+        self.steps += 1
+        self._calls.clear()  # of a forward pass that raised
+        if self.steps > self._skip and self._marks:
+            self._mark("end")
+            self._pending.append(self._marks)
+        self._marks = []
+        while self._pending and Clock.passed(self._pending[0][-1].moment):
+            self._read(self._pending.pop(0))
+
+    def profile(self, batch: int | None = None, name: str = "") -> ModelProfile:
+        """Return medians over the steps.
+
+        Times are scaled (by little) so that they add up to the median of the whole passes.
+        ``(loss)``, behind the last layer, has the time from the model's forward pass to the
+        gradient of its output; ``(unused)``, before the first, the parameters without gradients. A
+        parameter that several layers use counts where its gradient is complete: at the first.
+
+        Args:
+            batch: Samples of a minibatch of one worker.
+            name: The model's; its class's if left out.
+
+        Raises:
+            ValueError: No step had a forward and a backward pass.
+        """
+        while self._pending:
+            marks = self._pending.pop(0)
+            Clock.wait(marks[-1].moment)
+            self._read(marks)
+        if not self._seconds:
+            raise ValueError(
+                f"no step of {self.steps} ({self._skip} of them skipped) had a forward and a "
+                f"backward pass of this {type(self._model).__name__}: call the model itself, with "
+                "gradients enabled, then backward(), and step() after each training step."
+            )
+        forward = _medians([seconds.forward for seconds in self._seconds])
+        backward = _medians([seconds.backward for seconds in self._seconds])
+        sizes: dict[str, int] = {}
+        for number, parameter in self._parameters.items():
+            owner = self._owners.get(number, LOSS) if number in self._had_gradient else UNUSED
+            sizes[owner] = sizes.get(owner, 0) + parameter.numel() * parameter.element_size()
+        names = [n for n in (UNUSED, *self._layers, LOSS) if n in sizes or n in forward]
+        layers = []
+        for each in names:
+            layer = self._layers.get(each)
+            activations = list(layer.activations.values()) if layer is not None else []
+            layers.append(
+                LayerProfile(
+                    each,
+                    sizes.get(each, 0),
+                    backward.get(each, 0.0),
+                    forward.get(each, 0.0),
+                    round(median(activations)) if activations else 0,
+                    _DESCRIPTIONS[each] if layer is None else layer.description,
+                )
+            )
+        return ModelProfile(
+            tuple(layers),
+            batch=batch,
+            update_s=median(seconds.update for seconds in self._seconds),
+            name=name or type(self._model).__name__,
+        )
+
+    # Hooks.
+
+    def _mark(self, kind: str, who: str = "", parameter: int = 0) -> _Mark:
+        mark = _Mark(self._clock.now(), kind, who, parameter)
+        self._marks.append(mark)
+        return mark
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._calls:
+            muted, self._calls[-1].leaf = self._calls[0].muted, False
+        else:
+            # Evaluation, or a checkpoint that recomputes within backward.
+            muted = not torch.is_grad_enabled() or _in_backward()
+        mark = _Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
+        tensors = [(t, t.grad_fn) for t in inputs if isinstance(t, torch.Tensor)]
+        self._calls.append(_Call(mark, muted, tensors))
+
+    def _leave(self, module: nn.Module, _: object, output: Any) -> None:
+        if not self._calls:
+            return
+        call, name = self._calls.pop(), self._names[module]
+        if call.leaf:
+            call.mark.kind = "forward"
+            self._note(module, name, call, output)
+        elif not self._calls:
+            call.mark.kind = "start"
+        if not self._calls and not call.muted:
+            self._mark("leave", LOSS)
+
+    def _note(self, module: nn.Module, name: str, call: _Call, output: Any) -> None:
+        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not call.muted:
+            layer = self._layers.get(name)
+            if layer is None:
+                layer = self._layers[name] = _Layer(" ".join(repr(module).split()))
+                for parameter in module.parameters():
+                    self._owners.setdefault(id(parameter), name)
+            if self.steps >= self._skip:
+                size = sum(tensor.nbytes for tensor in tensors)
+                layer.activations[self.steps] = layer.activations.get(self.steps, 0) + size
+        for tensor in tensors:
+            # What a layer passes on unchanged stays the one's that made it.
+            passed = any(tensor is t and tensor.grad_fn is made_by for t, made_by in call.inputs)
+            if tensor.requires_grad and not passed:
+                tensor.register_hook(self._output_hook(name))  # type: ignore[no-untyped-call]
+
+    def _output_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            if self._handles:
+                self._mark("backward", name)
+
+        return hook
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        self._mark("ready", parameter=id(parameter))
+
+    def _hook(self, kind: str) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, *_: object) -> None:
+            owned = (p for group in optimizer.param_groups for p in group["params"])
+            if any(id(p) in self._parameters for p in owned):
+                self._mark(kind)
+
+        return hook
+
+    # Reading.
+
+    def _read(self, marks: list[_Mark]) -> None:
+        seconds = _Seconds()
+        for mark, spent, after in self._intervals(marks):
+            if mark.kind == "ready":
+                self._had_gradient.add(mark.parameter)
+                owner = self._owners.setdefault(mark.parameter, after.who or LOSS)
+                seconds.backward[owner] = seconds.backward.get(owner, 0.0) + spent
+            elif after.kind in ("forward", "leave"):
+                seconds.forward[after.who] = seconds.forward.get(after.who, 0.0) + spent
+            elif after.kind == "backward":
+                seconds.backward[after.who] = seconds.backward.get(after.who, 0.0) + spent
+            elif after.kind == "update":
+                seconds.update += spent
+            seconds.ran_backward |= mark.kind in ("ready", "backward")
+        if seconds.forward and seconds.ran_backward:
+            self._seconds.append(seconds)
+
+    def _intervals(self, marks: list[_Mark]) -> Iterator[tuple[_Mark, float, _Mark]]:
+        """Yield each mark, the seconds since the one before it, and whose they are."""
+        idle = after = _Mark(0.0, "idle")
+        for before, mark in itertools.pairwise(marks):
+            if before.kind == "ready":
+                after = _Mark(0.0, "backward", self._owners.get(before.parameter, after.who))
+            elif before.kind == "start":  # what comes before the first layer is the first layer's
+                after = _Mark(0.0, "forward", mark.who)
+            elif before.kind in ("updated", "end"):
+                after = idle
+            elif before.kind != "inside":
+                after = before
+            elif after.kind == "leave":
+                after = idle
+            # Backward has ended where something else begins: the time until then is nobody's.
+            ended = after.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
+            spent = Clock.seconds(before.moment, mark.moment)
+            yield mark, spent, idle if ended else after
+
+
+_DESCRIPTIONS = {
+    LOSS: "from the model's output to its gradient",
+    UNUSED: "parameters without a gradient, sent as zeros at the end",
+}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return each layer's median, scaled to add up to the median of the sums."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    medians = {name: median(step.get(name, 0.0) for step in steps) for name in names}
+    total, added = median(sum(step.values()) for step in steps), sum(medians.values())
+    scale = total / added if added > 0.0 else 1.0
+    return {name: max(0.0, seconds * scale) for name, seconds in medians.items()}

@@ -1,0 +1,108 @@
+"""An optimizer's parameters: which there are, their names, and whether they can travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from horovod.torch import mpi_ops
+
+__all__ = ["all_names", "check_parameter", "owned_by", "trainable"]
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def owned_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer, in the order of its groups; frozen ones, too."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def all_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[str]:
+    """Return the names of the optimizer's parameters in group order, frozen ones too."""
+    owned = owned_by(optimizer)
+    if named_parameters is None:
+        return [
+            f"param.noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j in range(len(group["params"]))
+        ]
+    try:
+        pairs = list(named_parameters)
+    except TypeError:
+        raise TypeError(
+            "named_parameters must be (name, parameter) tuples, as model.named_parameters() "
+            f"gives them; got {type(named_parameters).__name__}."
+        ) from None
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be (name, parameter) tuples: pass "
+            "model.named_parameters(), not model.parameters()."
+        )
+    words = [name for name, _ in pairs]
+    strange = [name for name in words if not isinstance(name, str)]
+    if strange:
+        raise TypeError(
+            f"named_parameters has a name that is no string, {strange[0]!r}: write (name, "
+            "parameter), not (parameter, name)."
+        )
+    twice = (
+        sorted({name for name in words if words.count(name) > 1})
+        if len(set(words)) < len(words)
+        else []
+    )
+    if twice:
+        raise ValueError(
+            f"named_parameters has {twice[0]!r} twice: give each model a prefix, as in "
+            "model.named_parameters(prefix='generator')."
+        )
+    names = {id(parameter): name for name, parameter in reversed(pairs)}
+    unnamed = [parameter for parameter in owned if id(parameter) not in names]
+    if unnamed:
+        raise ValueError(
+            f"named_parameters lacks {len(unnamed)} of the optimizer's {len(owned)} "
+            f"parameters (the first has shape {tuple(unnamed[0].shape)}): pass the names of "
+            "every model that this optimizer updates."
+        )
+    return [names[id(parameter)] for parameter in owned]
+
+
+def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return the parameters that require a gradient, by name, in group order."""
+    owned = owned_by(optimizer)
+    found = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
+    if not owned:
+        raise ValueError(
+            "this optimizer has no parameters: give it model.parameters() (a generator that was "
+            "read before is empty)."
+        )
+    if not found:
+        raise ValueError(
+            f"none of this optimizer's {len(owned)} parameters requires a gradient: call "
+            "requires_grad_(True) on what shall train before DistributedOptimizer."
+        )
+    for name, parameter in found.items():
+        check_parameter(name, parameter)
+    return found
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise unless gradients of this dtype and device can be sent."""
+    dtype, device = parameter.dtype, parameter.device.type
+    there = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
+    if dtype in _DTYPES and there and parameter.layout == torch.strided:
+        return
+    fix = "keep parameters in float32, float64, float16 or bfloat16"
+    if dtype.is_complex:
+        fix = "keep its real and imaginary parts as two parameters, and join them in forward()"
+    elif device == "meta":
+        fix = "give the model memory first (model.to_empty(device=...), then load its weights)"
+    elif device == "cuda" and not mpi_ops.cuda_built():
+        fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
+    elif device not in ("cpu", "cuda"):
+        fix = "move the model to the CPU or to a CUDA device"
+    raise ValueError(
+        f"Horovod cannot all-reduce {name!r}, {dtype} ({parameter.layout}) on "
+        f"{parameter.device}: {fix}."
+    )

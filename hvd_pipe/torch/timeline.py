@@ -1,0 +1,352 @@
+"""What a running job does and when: ``HVD_PIPE_TIMELINE=dir`` writes ``dir/rank{N}.json``.
+
+    forward     the outermost module that holds the optimizer's parameters, from call to return
+    backward    from the gradient of that module's output to the last gradient of a parameter
+    ready       a bucket's last gradient (of CoCoD, a model) is complete
+    allreduce   a message, from its launch to its completion; it may queue for others before it
+    codec       bf16 and int8: a message is encoded, summed or decoded in the courier's thread
+    wait        the host is blocked until messages have arrived
+    update      the user's optimizer
+
+*Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
+they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
+2 % of its time, 0.2 ms at best; see `flights`.
+
+*One clock.* Zero is the same moment for all ranks that made their first optimizer together:
+exactly so on one host, between hosts to ``clock_error_s``, which each file states; see `clock`.
+
+Where the variable is not set, `active` is None and each place that is traced asks for no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import ProcessSet, rank
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.timeline import CLOCK, MARK
+from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.agree import Description
+from hvd_pipe.torch.clock import DeviceClock, Moment, agree_on_clock
+from hvd_pipe.torch.flights import Flight, Flights
+from hvd_pipe.trace_file import TraceFile
+
+__all__ = ["DIRECTORY", "MEGABYTES", "Flight", "Moment", "Recorder", "active", "describe", "start"]
+
+DIRECTORY = "HVD_PIPE_TIMELINE"
+MEGABYTES = "HVD_PIPE_TIMELINE_MB"
+DEFAULT_MEGABYTES = "64"
+
+_COMPUTE, _HOST, _CODEC, _NETWORK = 0, 1, 2, 3
+_LANES = {_COMPUTE: "compute", _HOST: "host", _CODEC: "codec"}
+_LOOK_STEPS = 20
+
+
+class Recorder:
+    """Takes down what this process does; one a process, whatever its optimizers."""
+
+    def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
+        self.file = TraceFile(path, max_bytes, self._marker, f"raise {MEGABYTES}")
+        self.worker = worker
+        self.forwards = _Forwards(self)
+        self._zero: float | None = None
+        self._step = 0
+        self._named: set[int] = set()
+        self._texts: dict[str, tuple[str, str]] = {}
+        self._started: Moment | None = None
+        self._last: Moment | None = None
+        self._device: DeviceClock | None = None
+        self._flights = Flights(self.now, self._landed)
+        in_flight.before_shutdown(self._flights.halt)
+
+    def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
+        """Take an optimizer in; all ranks of its process set do this together."""
+        clock = agree_on_clock(process_set)
+        if self._zero is None:
+            self._zero = clock.zero
+            self.file.add(_metadata("process_name", self.worker, 0, name=f"worker {self.worker}"))
+            self.file.add(_metadata("process_sort_index", self.worker, 0, sort_index=self.worker))
+            about = {"zero_unix_ns": clock.zero_unix_ns, "clock_error_s": clock.error_s}
+            self.file.add(_metadata(CLOCK, self.worker, 0, **about))
+        if any(parameter.is_cuda for parameter in parameters) and self._device is None:
+            self._device = DeviceClock(self.now)
+        self.forwards.want(parameters)
+
+    # Moments.
+
+    def now(self) -> float:
+        """Return the host's seconds since zero."""
+        return time.perf_counter() - (self._zero or 0.0)
+
+    def moment(self) -> Moment:
+        """Return the moment at which the device will have done what it was given so far."""
+        return self.now() if self._device is None else self._device.mark()
+
+    # What happens.
+
+    def begin_backward(self) -> None:
+        """Note that gradients are computed from here on."""
+        if self._last is None:
+            self._started = self.moment()
+
+    def gradient(self) -> None:
+        """Note that a gradient is complete."""
+        if self._started is None:
+            self._started = self.moment()
+        if isinstance(self._last, torch.cuda.Event):
+            self._last.record()
+        else:
+            self._last = self.moment()
+
+    def end_backward(self) -> None:
+        """Note that the last gradient was the last one."""
+        if self._started is not None and self._last is not None:
+            self._span("backward", "backward", self._started, self._last)
+            self._started = self._last = None
+
+    def ready(self, message: str) -> None:
+        """Note that what a message carries is complete."""
+        self._span("ready", message, self.moment(), None)
+
+    def launched(self, message: str, nbytes: int, handle: int | None = None) -> Flight:
+        """Note that a message leaves; its end is when it lands, or when Horovod says so."""
+        return self._flights.launch(message, nbytes, self.moment(), handle)
+
+    def waited(self, begun: float, message: str) -> None:
+        """Note that the host was blocked from ``begun`` until now."""
+        lane = _COMPUTE if self._device is None else _HOST
+        self._span("wait", message, begun, self.now(), lane)
+
+    def update(self, begun: Moment) -> None:
+        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
+        self._span("update", "update", begun, self.moment())
+
+    def codec(self, begun: float, message: str) -> None:
+        """Note that the courier has worked on a message."""
+        self._span("codec", message, begun, self.now(), _CODEC)
+
+    def end_step(self) -> None:
+        """Close a step and bring it to the disk."""
+        self._step += 1
+        self.forwards.end_step()
+        if self._device is not None:
+            self._device.settle()
+        self.file.flush()
+
+    def forward(self, begun: Moment) -> None:
+        """Note that a model has run, from ``begun`` until now."""
+        name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
+        self._span("forward", name, begun, self.moment())
+
+    def _span(
+        self,
+        category: str,
+        name: str,
+        start: Moment,
+        end: Moment | None,
+        tid: int = _COMPUTE,
+        more: str = "",
+    ) -> None:
+        """Write an event; one without an end is an instant."""
+        if self.file.full:
+            return
+        write = partial(self._write, category, name, tid, f'{{"step":{self._step}', more)
+        if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
+            write(start, end)
+        elif self._device is not None:
+            self._device.take(start, end, write)
+
+    def _write(
+        self,
+        category: str,
+        name: str,
+        tid: int,
+        args: str,
+        more: str,
+        start: float,
+        end: float | None,
+    ) -> None:
+        if tid not in self._named:
+            self._named.add(tid)
+            slot = tid - _NETWORK
+            lane = _LANES.get(tid) or ("network" if slot == 0 else f"network {slot + 1}")
+            self.file.add(_metadata("thread_name", self.worker, tid, name=lane))
+            self.file.add(_metadata("thread_sort_index", self.worker, tid, sort_index=tid))
+        shown, full = self._text(name)
+        kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
+        self.file.add(
+            f'{{"name":{shown},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{tid},'
+            f'"ts":{start * 1e6:.3f},"args":{args}{full}{more}}}}}'
+        )
+
+    def _text(self, name: str) -> tuple[str, str]:
+        """Return a message's name, short and whole, as JSON.
+
+        ``hvd_pipe.0.2.gradients.1`` is bucket 1 of the third optimizer of process set 0.
+        """
+        text = self._texts.get(name)
+        if text is None:
+            short = re.sub(r"^hvd_pipe\.\d+\.\d+\.", "", name)
+            whole = "" if short == name else f',"message":{json.dumps(name)}'
+            text = self._texts[name] = json.dumps(short), whole
+        return text
+
+    def _landed(self, flight: Flight) -> None:
+        name, tid, size = flight.message, _NETWORK + flight.slot, f',"bytes":{flight.nbytes}'
+        self._span("allreduce", name, flight.start, flight.end_s, tid, size)
+
+    def _marker(self) -> str:
+        """Return the event that ends a full file."""
+        name = f"the trace ends here: raise {MEGABYTES}"
+        return (
+            f'{{"name":"{name}","cat":"{MARK}","ph":"i","s":"p","pid":{self.worker},'
+            f'"tid":{_COMPUTE},"ts":{self.now() * 1e6:.3f}}}'
+        )
+
+
+class _Forwards:
+    """Finds the models of the optimizers' parameters and times their forward passes.
+
+    An optimizer sees parameters only. Until all have been found, and for some steps at most, a
+    hook on all modules looks for the first one called that holds some: the outermost. Later only
+    these have hooks, which leave ``torch.compile`` of what is inside as it is.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._wanted: set[int] = set()
+        self._look: RemovableHandle | None = None
+        self._steps = 0
+        self._depth = 0
+        self._thread = 0
+        self._start: Moment = 0.0
+
+    def want(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for the models of these parameters as well."""
+        self._wanted |= {id(parameter) for parameter in parameters}
+        self._steps = 0
+        if self._look is None and self._wanted:
+            self._look = torch.nn.modules.module.register_module_forward_pre_hook(self._claim)
+
+    def _claim(self, module: torch.nn.Module, _: Any) -> None:
+        found = self._wanted.intersection(map(id, module.parameters()))
+        if not found:
+            return
+        self._wanted -= found
+        if _enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+            self.enter()  # torch has listed the hooks of this call already
+        if not self._wanted:
+            self._stop()
+
+    def end_step(self) -> None:
+        self._steps += 1
+        if self._steps > _LOOK_STEPS:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._look is not None:
+            self._look.remove()
+            self._look = None
+
+    def enter(self) -> None:
+        thread = threading.get_ident()
+        if self._depth and thread != self._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = thread
+            self._recorder.end_backward()
+            self._start = self._recorder.moment()
+
+    def leave(self, output: object) -> None:
+        if not self._depth or threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._recorder.forward(self._start)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(_begin_backward)
+                break
+
+
+# Functions of the module, so that a model with these hooks can be copied and pickled.
+
+
+def _enter(_module: torch.nn.Module, _inputs: Any) -> None:
+    if active is not None:
+        active.forwards.enter()
+
+
+def _leave(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    if active is not None:
+        active.forwards.leave(output)
+
+
+def _begin_backward(_gradients: Any) -> None:
+    if active is not None:
+        active.begin_backward()
+
+
+active: Recorder | None = None
+"""The process's recorder; None where `DIRECTORY` is not set."""
+
+
+def describe() -> Description:
+    """Open this rank's file if that is asked for, and return what all ranks must have alike.
+
+    Raises:
+        HvdPipeError: The directory cannot be written.
+        ValueError: The limit is not a number of megabytes.
+    """
+    global active  # noqa: PLW0603 - one a process, as Horovod itself
+    directory = os.environ.get(DIRECTORY)
+    if active is None and directory:
+        active = _open(Path(directory))
+    return [] if active is None else [(DIRECTORY, "set")]
+
+
+def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
+    """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
+    if active is not None and process_set.included():
+        active.join(parameters, process_set)
+
+
+def _open(directory: Path) -> Recorder:
+    text = os.environ.get(MEGABYTES, DEFAULT_MEGABYTES)
+    try:
+        limit = round(float(text) * 1e6)
+        if limit < 1e4:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{MEGABYTES} must be a number of megabytes of at least 0.01, got {text!r}"
+        ) from None
+    path = directory / f"rank{rank()}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return Recorder(path, limit, rank())
+    except OSError as error:
+        raise HvdPipeError(
+            f"{DIRECTORY}={directory}: {path} cannot be written ({error.strerror}): name a "
+            f"directory that this user can write on every host, or unset {DIRECTORY}."
+        ) from error
+
+
+def _metadata(what: str, worker: int, tid: int, **args: object) -> str:
+    return json.dumps({"name": what, "ph": "M", "pid": worker, "tid": tid, "args": args})

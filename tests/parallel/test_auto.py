@@ -1,0 +1,146 @@
+"""``strategy="auto"``: what it computes is what the method that it is at computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import workers_auto
+from cases import of_case
+from ranks import once, run_ranks
+
+from hvd_pipe.planning.profile import ModelProfile
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    ranks = once(lambda: run_ranks(2, workers_auto.run, str(path), timeout=280))
+    return path, ranks
+
+
+def of(results: Any, case: str) -> list[Any]:
+    return of_case(results[1](), case)
+
+
+@pytest.mark.parametrize("case", ["as merged-gradient", "as merged-gradient, a slow rank"])
+def test_by_default_it_is_merged_gradient_bit_for_bit(results: Any, case: str) -> None:
+    for run in of(results, case):
+        assert np.array_equal(run.weights, run.expected)
+        assert run.chosen == "merged-gradient"
+
+
+@pytest.mark.parametrize(
+    "case", ["pipe-sgd, momentum", "pipe-sgd, adam, a slow rank", "feedback", "groups", "scaler"]
+)
+def test_from_the_switch_on_it_is_pipe_sgd(results: Any, case: str) -> None:
+    """Each gradient is applied once: the last one by the ``synchronize()`` at the end."""
+    for run in of(results, case):
+        np.testing.assert_allclose(run.weights, run.expected, rtol=0, atol=1e-12)
+        assert run.chosen == "pipe-sgd"
+
+
+def test_a_missing_loss_scale_is_missed_before_the_switch(results: Any) -> None:
+    for said in of(results, "no loss scale"):
+        assert "loss_scale=scaler.get_scale()" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "chosen"),
+    [
+        ("resumed after", "pipe-sgd"),
+        ("resumed after, as pipe-sgd", None),
+        ("copied after", "pipe-sgd"),
+    ],
+)
+def test_a_resumed_run_goes_on_with_the_choice(
+    results: Any, case: str, chosen: str | None
+) -> None:
+    for run in of(results, case):
+        assert np.array_equal(run.weights, run.expected)
+        assert run.chosen == chosen
+
+
+def test_saved_before_the_choice_it_is_still_to_choose(results: Any) -> None:
+    for run in of(results, "resumed before"):
+        same = workers_auto.SWITCH - 4  # the unbroken run is Pipe-SGD from there on
+        assert np.array_equal(run.weights[:same], run.expected[:same])
+        assert run.chosen is None
+
+
+def test_rank_0s_choice_is_broadcast(results: Any) -> None:
+    first, second = of(results, "resumed on rank 0")
+    assert (first[1], second[1]) == ("pipe-sgd", "pipe-sgd")
+    assert np.array_equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("case", ["any", "any, a slow rank"])
+def test_ranks_make_the_same_choice(results: Any, case: str) -> None:
+    (weights, chosen, lines), (others, other, silent) = of(results, case)
+    assert chosen == other is not None
+    assert np.array_equal(weights, others)
+    assert silent == []  # the first rank speaks
+    assert re.fullmatch(rf"auto: chose {chosen}: predicted [\d.]+ ms a step \(.*\)", lines[0])
+    assert len(lines) == 2 or chosen.startswith("cocod")  # a round may be long here
+    for line in lines[1:]:
+        assert re.fullmatch(rf"auto: {chosen} reached .* ms a step \(predicted .* ms\)", line)
+
+
+def test_cocod_is_equal_at_the_end(results: Any) -> None:
+    (apart, end, chosen), (other_apart, other_end, other) = of(results, "cocod")
+    assert not np.array_equal(apart, other_apart)
+    assert np.array_equal(end, other_end)
+    assert chosen == other
+    assert chosen.startswith("cocod:period=")
+
+
+@pytest.mark.parametrize(
+    "case", ["joining before", "joining after", "joined before", "joined after"]
+)
+def test_parameters_and_ranks_may_join(results: Any, case: str) -> None:
+    first, second = of(results, case)
+    assert np.array_equal(first[0], second[0])
+    assert (first[1], second[1]) == ("pipe-sgd", "pipe-sgd")
+
+
+def test_what_the_arguments_refuse_is_left_out(results: Any) -> None:
+    (lines, raised), (silent, raised_too) = of(results, "lines")
+    assert silent == []
+    assert lines[0].startswith("auto: cocod is left out: op=hvd.Sum has no meaning under CoCoD")
+    assert lines[1].startswith("auto: chose merged-gradient: predicted")
+    assert lines[2].startswith("auto: merged-gradient reached")
+    assert raised == raised_too
+    assert "leaves nothing to choose from. With 'cocod': op=hvd.Sum" in raised[0]
+    assert "leaves nothing to choose from. With 'pipe-sgd': op=hvd.Adasum" in raised[1]
+    assert of(results, "nothing to choose") == [["adasum", "merged-gradient"]] * 2
+
+
+def test_the_environment_may_ask_for_it(results: Any) -> None:
+    assert of(results, "environment") == ["merged-gradient"] * 2
+
+
+def test_one_worker_has_nothing_to_choose() -> None:
+    assert run_ranks(1, workers_auto.alone) == [None]
+
+
+def test_a_running_job_writes_its_profile(results: Any) -> None:
+    for run in of(results, "profile"):
+        assert np.array_equal(run.weights, run.expected)
+    profile = ModelProfile.load(Path(results[0]))
+    names = {f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
+    assert set(profile.gradient_order()) == names
+    assert profile.gradient_bytes().sum() == 8 * (6 * 5 + 5 + 5 * 4 + 4 + 4 * 3 + 3)
+    assert profile.gradient_order()[-1].startswith("0.")
+    assert profile.forward_s > 0 < profile.update_s
+
+
+def test_a_newcomer_that_cannot_travel_is_refused_on_every_rank(results: Any) -> None:
+    for said in of(results, "newcomer"):
+        assert said.startswith("ValueError: Horovod cannot all-reduce")
+        assert "two parameters" in said
+    for said in run_ranks(2, workers_auto.one_strange_newcomer):
+        assert said.startswith("RanksDisagreeError: rank 1 was given something wrong")
+        assert "Horovod cannot all-reduce" in said

@@ -1,0 +1,39 @@
+"""Measuring a running job: the own work of a rank, not its waits; the same all-reduces on all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import workers_measuring
+from ranks import run_ranks
+from workers_measuring import SLEEP
+
+
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
+def test_waiting_for_a_slow_rank_is_not_a_layers_time(strategy: str) -> None:
+    fast, slow = run_ranks(2, workers_measuring.beside_a_slow_rank, strategy)
+    for one in (fast, slow):
+        assert np.array_equal(one.weights, one.expected)
+        assert one.step_s >= 0.9 * SLEEP * 5 / 8  # a fast one waits
+        names = [layer.name for layer in one.profile.layers]
+        assert names == ["0", "1", "2", "3", "4", "(loss)"]
+        assert one.profile.gradient_order() == ("4", "2", "0")
+        assert one.profile.batch == 8
+    # The sleep lies between the loss and its gradient, on the rank that sleeps.
+    assert slow.profile.layers[-1].forward_s >= SLEEP
+    assert fast.profile.compute_s < slow.profile.compute_s - SLEEP / 2
+
+
+def test_all_ranks_find_the_same_times() -> None:
+    first, second = run_ranks(2, workers_measuring.allreduces)
+    assert {k: v for k, v in first.items() if k != "seconds"} == {
+        k: v for k, v in second.items() if k != "seconds"
+    }
+    (sizes, seconds), delay = first["whole"]
+    assert sizes == first["seen"]
+    assert set(sizes) <= set(first["sizes"])
+    assert sizes[0] == 1024
+    assert len(sizes) == len(seconds) >= 2
+    assert min(seconds) > 0 <= delay
+    (sizes, seconds), _ = first["hurried"]
+    assert len(sizes) == len(seconds) == 2

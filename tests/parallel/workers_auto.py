@@ -1,0 +1,396 @@
+"""``strategy="auto"`` case by case; test_auto.py says what must come of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from cases import Raised, run_cases
+from problem import OPTIMIZERS, Weights, loss_of, make_model, train, weights_of
+from serial import make_workers
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+
+STEPS = 4  # measured
+SWITCH = 3 + STEPS  # the step after which the choice is made
+LONG = SWITCH + 30  # long enough for the report of what was reached
+
+
+class Run(NamedTuple):
+    """A run of auto, and what it is to be like."""
+
+    weights: Weights
+    expected: Weights
+    chosen: str | None
+
+
+class Lines(logging.Handler):
+    """Keeps what hvd_pipe logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("hvd_pipe")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        logging.getLogger("hvd_pipe").removeHandler(self)
+        return [line for line in self.lines if line.startswith("auto")]
+
+
+def wrap(model: nn.Module, allow: str, optimizer: str = "momentum", **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        OPTIMIZERS[optimizer](model),
+        model.named_parameters(),
+        strategy=f"auto:allow={allow},steps={STEPS}",
+        **arguments,
+    )
+
+
+def chosen_of(optimizer: Any) -> str | None:
+    return optimizer.state_dict()["hvd_pipe"].get("chosen")
+
+
+def slow(model: nn.Module, rank: int) -> None:
+    """One rank computes for longer than the others."""
+    if hvd.rank() == rank:
+        for p in model.parameters():
+            p.register_hook(lambda _: time.sleep(0.002))
+
+
+def serial(strategy: str, steps: int, optimizer: str = "momentum", drains: bool = True) -> Weights:
+    workers = make_workers(strategy, hvd.size(), make_model, OPTIMIZERS[optimizer])
+    for step in range(steps):
+        workers.backward(loss_of, step)
+        workers.step()
+        workers.record()
+    if drains:
+        workers.synchronize()
+        workers.record()
+    return workers.trajectory[hvd.rank()]
+
+
+def as_merged_gradient(slow_rank: int | None) -> Run:
+    runs = []
+    for strategy in ("auto", "merged-gradient"):
+        model = make_model(torch.float32)
+        plain = OPTIMIZERS["momentum"](model)
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+        if slow_rank is not None:
+            slow(model, slow_rank)
+        runs.append(train(model, optimizer, hvd.rank()))
+        if strategy == "auto":
+            chosen = chosen_of(optimizer)
+    return Run(runs[0], runs[1], chosen)
+
+
+def into_pipe_sgd(optimizer: str, slow_rank: int | None = None) -> Run:
+    """From the switch on it is Pipe-SGD after so many warm-up steps, and the end drains."""
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd", optimizer)
+    if slow_rank is not None:
+        slow(model, slow_rank)
+    weights = train(model, wrapped, hvd.rank(), steps=LONG, drains=[LONG - 1])
+    expected = serial(f"pipe-sgd:warmup_steps={SWITCH}", LONG, optimizer)
+    return Run(weights, expected, chosen_of(wrapped))
+
+
+def with_feedback() -> Run:
+    """What the codec has left over of the synchronous steps goes along."""
+    runs = []
+    for strategy in (f"auto:allow=pipe-sgd,steps={STEPS}", f"pipe-sgd:warmup_steps={SWITCH}"):
+        model = make_model(torch.float32)
+        wrapped = hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model),
+            model.named_parameters(),
+            compression=hvd.Int8(error_feedback=True),
+            strategy=strategy,
+        )
+        runs.append(train(model, wrapped, hvd.rank(), steps=20, drains=[19]))
+        if strategy.startswith("auto"):
+            chosen = chosen_of(wrapped)
+    return Run(runs[0], runs[1], chosen)
+
+
+def with_groups() -> Run:
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd", groups=2)
+    weights = train(model, wrapped, hvd.rank(), steps=20, drains=[19])
+    return Run(weights, serial(f"pipe-sgd:warmup_steps={SWITCH}", 20), chosen_of(wrapped))
+
+
+def with_grad_scaler() -> Run:
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    records = []
+    for step in range(20):
+        wrapped.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        scaler.step(wrapped)
+        scaler.update()
+        records.append(weights_of(model))
+    wrapped.synchronize()
+    records.append(weights_of(model))
+    expected = serial(f"pipe-sgd:warmup_steps={SWITCH}", 20)
+    return Run(np.array(records), expected, chosen_of(wrapped))
+
+
+def without_a_loss_scale() -> str:
+    """What Pipe-SGD must be told is missed at the first step, not at the switch."""
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
+    wrapped.synchronize()
+    scaler.unscale_(wrapped)
+    try:
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+    except HvdPipeError as error:
+        return str(error)
+    return ""
+
+
+def resumed(saved: int, strategy: str, copied: bool) -> Run:
+    """Saved after some steps and resumed (or copied), against a run without a break."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    unbroken = []
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        unbroken.append(weights_of(model))
+        if step + 1 == saved:
+            file = io.BytesIO()
+            torch.save((model.state_dict(), optimizer.state_dict()), file)
+            if copied:
+                other_model, other = copy.deepcopy((model, optimizer))
+    if not copied:
+        file.seek(0)
+        model_state, optimizer_state = torch.load(file)
+        other_model = make_model()
+        plain = OPTIMIZERS["momentum"](other_model)
+        other = hvd.DistributedOptimizer(plain, other_model.named_parameters(), strategy=strategy)
+        other_model.load_state_dict(model_state)
+        other.load_state_dict(optimizer_state)
+    records = []
+    for step in range(saved, 20):
+        other.zero_grad()
+        loss_of(other_model, hvd.rank(), step).backward()
+        other.step()
+        records.append(weights_of(other_model))
+    return Run(np.array(records), np.array(unbroken[saved:]), chosen_of(other))
+
+
+def resumed_on_rank_0() -> tuple[Weights, str | None]:
+    """Rank 0 alone has the checkpoint; the others get the choice from it."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 2)
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    if hvd.rank() == 0:
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    chosen = chosen_of(optimizer)
+    train(model, optimizer, hvd.rank(), steps=5)
+    optimizer.synchronize()
+    return weights_of(model), chosen
+
+
+def any_of_all(slow_rank: int | None) -> tuple[Weights, str | None, list[str]]:
+    """All methods are allowed: whatever is chosen, ranks agree on it and end equal."""
+    heard = Lines()
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd/cocod", "adam")
+    if slow_rank is not None:
+        slow(model, slow_rank)
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 200)
+    optimizer.synchronize()
+    return weights_of(model), chosen_of(optimizer), heard.taken()
+
+
+def into_cocod() -> tuple[Weights, Weights, str | None]:
+    """Ranks part after the switch, and are equal at the end."""
+    model = make_model()
+    optimizer = wrap(model, "cocod")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 1)
+    apart = weights_of(model)
+    train(model, optimizer, hvd.rank(), steps=8)
+    optimizer.synchronize()
+    return apart, weights_of(model), chosen_of(optimizer)
+
+
+def joining(at: int) -> tuple[Weights, str | None]:
+    """Parameters join before the choice or after it, and train from then on."""
+    model = make_model()
+    layers = list(model)
+    first = nn.Sequential(*layers[2:])
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(first.parameters(), lr=0.05),
+        first.named_parameters(),
+        strategy=f"auto:allow=pipe-sgd,steps={STEPS}",
+    )
+    for step in range(30):
+        if step == at:
+            optimizer.add_param_group({"params": list(layers[0].parameters())})
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        for p in layers[0].parameters():
+            if step < at:
+                p.grad = None
+    optimizer.synchronize()
+    return weights_of(model), chosen_of(optimizer)
+
+
+def joined(before: int) -> tuple[Weights, str | None]:
+    """Rank 0 has fewer steps, and waits for the others; then all go on together."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=before - 2 * (hvd.rank() == 0))
+    hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 8)
+    optimizer.synchronize()
+    return weights_of(model), chosen_of(optimizer)
+
+
+def lines_and_refusals() -> tuple[list[str], list[str]]:
+    """What is logged where a method is left out; what is raised where none is left."""
+    heard, raised = Lines(), []
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/cocod", op=hvd.Sum)
+    train(model, optimizer, hvd.rank(), steps=LONG)
+    for allow, arguments in (("cocod", {"op": hvd.Sum}), ("pipe-sgd", {"op": hvd.Adasum})):
+        try:
+            wrap(make_model(), allow, **arguments)
+        except ValueError as error:
+            raised.append(str(error))
+    return heard.taken(), raised
+
+
+def nothing_to_choose() -> list[str]:
+    """Adasum and LBFGS go with merged-gradient alone."""
+    model = make_model()
+    adasum = wrap(model, "merged-gradient/pipe-sgd", op=hvd.Adasum)
+    train(model, adasum, hvd.rank(), steps=2)
+    model = make_model()
+    lbfgs = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters()), model.named_parameters(), strategy="auto"
+    )
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    return [one.state_dict()["hvd_pipe"]["strategy"] for one in (adasum, lbfgs)]
+
+
+def from_the_environment() -> str | None:
+    os.environ["HVD_PIPE_STRATEGY"] = f"auto:steps={STEPS}"
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model), model.named_parameters())
+    del os.environ["HVD_PIPE_STRATEGY"]
+    train(model, optimizer, hvd.rank(), steps=SWITCH)
+    return chosen_of(optimizer)
+
+
+def profiled(path: str) -> Run:
+    """``HVD_PIPE_PROFILE`` changes nothing that is computed."""
+    runs = []
+    for one in (path, ""):
+        os.environ["HVD_PIPE_PROFILE"] = one
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model), model.named_parameters(), strategy="pipe-sgd"
+        )
+        runs.append(train(model, optimizer, hvd.rank(), steps=20))
+        optimizer.synchronize()
+    del os.environ["HVD_PIPE_PROFILE"]
+    return Run(runs[0], runs[1], None)
+
+
+def a_newcomer_that_cannot_travel(on_rank: int | None) -> str:
+    model = make_model()
+    plain = OPTIMIZERS["momentum"](model)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    train(model, optimizer, hvd.rank(), steps=2)
+    strange = on_rank in (None, hvd.rank())
+    dtype = torch.complex64 if strange else torch.float32
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
+    try:
+        train(model, optimizer, hvd.rank(), steps=1)
+    except (ValueError, RanksDisagreeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "as merged-gradient": partial(as_merged_gradient, None),
+    "as merged-gradient, a slow rank": partial(as_merged_gradient, 1),
+    "pipe-sgd, momentum": partial(into_pipe_sgd, "momentum"),
+    "pipe-sgd, adam, a slow rank": partial(into_pipe_sgd, "adam", 0),
+    "feedback": with_feedback,
+    "groups": with_groups,
+    "scaler": with_grad_scaler,
+    "no loss scale": without_a_loss_scale,
+    "resumed after": partial(resumed, SWITCH + 3, "auto:allow=merged-gradient/pipe-sgd", False),
+    "resumed after, as pipe-sgd": partial(resumed, SWITCH + 3, "pipe-sgd", False),
+    "copied after": partial(resumed, SWITCH + 3, "", True),
+    "resumed before": partial(resumed, 4, "auto:steps=30", False),
+    "resumed on rank 0": resumed_on_rank_0,
+    "any": partial(any_of_all, None),
+    "any, a slow rank": partial(any_of_all, 1),
+    "cocod": into_cocod,
+    "joining before": partial(joining, 5),
+    "joining after": partial(joining, SWITCH + 3),
+    "joined before": partial(joined, 5),
+    "joined after": partial(joined, SWITCH + 5),
+    "lines": lines_and_refusals,
+    "nothing to choose": nothing_to_choose,
+    "environment": from_the_environment,
+    "newcomer": partial(a_newcomer_that_cannot_travel, None),
+}
+
+
+def run(path: str) -> dict[str, Any | Raised]:
+    hvd.init()
+    return run_cases({**CASES, "profile": partial(profiled, path)})
+
+
+def one_strange_newcomer() -> str:
+    hvd.init()
+    return a_newcomer_that_cannot_travel(1)
+
+
+def alone() -> str | None:
+    """One worker has nothing to choose and nothing to wait for."""
+    hvd.init()
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    train(model, optimizer, 0, steps=LONG)
+    return chosen_of(optimizer)

@@ -1,0 +1,140 @@
+"""Jobs that write timelines."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from cases import Raised, run_cases
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.torch import timeline
+
+WIDTH = 256
+STEPS = 12
+
+CASES = {
+    "merged-gradient": ("merged-gradient", "none"),
+    "pipe-sgd": ("pipe-sgd", "none"),
+    "cocod": ("cocod:period=3", "none"),
+    "bf16": ("merged-gradient", "bf16"),
+    "int8": ("pipe-sgd", "int8"),
+    "fp16": ("merged-gradient:plan=wfbp", "fp16"),
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(64, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def wrap(model: nn.Module, strategy: str, compression: str = "none") -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        model.named_parameters(),
+        compression=getattr(hvd.Compression, compression),
+        strategy=strategy,
+    )
+
+
+def _begin(**environment: str) -> None:
+    """Be as a new process with this environment; what was written is on the disk."""
+    if timeline.active is not None:
+        timeline.active.file.close()
+    timeline.active = None
+    for name in (timeline.DIRECTORY, timeline.MEGABYTES):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+
+
+def _train(strategy: str, compression: str) -> None:
+    model = make_model()
+    optimizer = wrap(model, strategy, compression)
+    train(model, optimizer)
+    optimizer.synchronize()
+
+
+def written(directory: Path) -> None:
+    """Train in every way, each with a directory of its own."""
+    hvd.init()
+    for case, (strategy, compression) in CASES.items():
+        _begin(HVD_PIPE_TIMELINE=str(directory / "made" / case))
+        _train(strategy, compression)
+    _begin(HVD_PIPE_TIMELINE=str(directory / "small"), HVD_PIPE_TIMELINE_MB="0.01")
+    _train("pipe-sgd", "none")
+    _begin()
+
+
+def untraced() -> None:
+    hvd.init()
+    _train("pipe-sgd", "int8")
+    assert timeline.active is None
+
+
+class _Fails(nn.Module):
+    """Raises in its forward or backward pass when told to."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            raise RuntimeError(self.where)
+        if self.where == "backward":
+            x.register_hook(self._raise)
+        return x
+
+    def _raise(self, _: torch.Tensor) -> None:
+        raise RuntimeError(self.where)
+
+
+def troubled() -> None:
+    """Do what jobs do beside training in a loop; each of 5 trainings is of ``STEPS`` steps."""
+    hvd.init()
+    model = nn.Sequential(make_model(), _Fails())
+    optimizer = wrap(model, "merged-gradient")
+    train(model, optimizer)
+    for where in ("forward", "backward"):
+        model[1].where = where
+        with pytest.raises(RuntimeError, match=where):
+            train(model, optimizer, steps=1)
+        model[1].where = ""
+    train(model, optimizer)
+    # A model that was traced is copied and pickled as any other.
+    model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    train(model, optimizer)
+    # Made anew; two at once; evaluation.
+    optimizer = wrap(model, "pipe-sgd")
+    other = copy.deepcopy(model)
+    train(model, optimizer)
+    train(other, wrap(other, "cocod:period=2"))
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+
+
+def refused() -> dict[str, Raised | None]:
+    hvd.init()
+    first, directory = hvd.rank() == 0, os.environ[timeline.DIRECTORY]
+    environments = {
+        "one rank alone": {timeline.DIRECTORY: directory} if first else {},
+        "unwritable": {timeline.DIRECTORY: directory if first else "/dev/null/traces"},
+        "wrong limit": {timeline.DIRECTORY: directory, timeline.MEGABYTES: "64MB"},
+    }
+
+    def case(environment: dict[str, str]) -> None:
+        _begin(**environment)
+        wrap(make_model(), "pipe-sgd")
+
+    return run_cases({name: partial(case, found) for name, found in environments.items()})

@@ -1,0 +1,45 @@
+"""Clocks of different hosts: the bounds hold whatever the network does."""
+
+from __future__ import annotations
+
+import doctest
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_pipe.torch import clock
+from hvd_pipe.torch.clock import bound_offset
+
+DELAYS = st.integers(0, 1000)
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(clock).failed == 0
+
+
+@given(
+    st.integers(-(10**6), 10**6),
+    st.lists(st.tuples(DELAYS, DELAYS, DELAYS, DELAYS), min_size=1, max_size=12),
+)
+def test_the_true_offset_is_within_the_error(
+    offset: int, rounds: list[tuple[int, int, int, int]]
+) -> None:
+    columns: list[list[int]] = [[], [], [], []]
+    now = 0
+    for late_here, late_there, leave_here, leave_there in rounds:
+        entered_here, entered_there = now + late_here, now + late_there
+        both = max(entered_here, entered_there)
+        row = (
+            entered_here + offset,
+            both + leave_here + offset,
+            entered_there,
+            both + leave_there,
+        )
+        for column, moment in zip(columns, row, strict=True):
+            column.append(moment)
+        now = both + max(leave_here, leave_there)
+    found, error = bound_offset(*columns)
+    assert abs(found - offset) <= error + 1
+    assert error <= 2000
+    if abs(offset) > 2000:
+        assert found != 0

@@ -1,0 +1,337 @@
+"""Times of layers: whose each moment is, in models of every kind, and nothing left behind."""
+
+from __future__ import annotations
+
+import doctest
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.torch import auto, job_times, layer_times
+from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
+from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
+from hvd_pipe.torch.profiler import Clock
+
+SLEEP = 0.004
+
+
+@pytest.mark.parametrize("module", [layer_times, job_times, auto])
+def test_examples(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.failed == 0 < found.attempted
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """A clock on which each look takes a second."""
+    moments = [0.0]
+
+    def now(_: Clock) -> float:
+        moments.append(moments[-1] + 1.0)
+        return moments[-1]
+
+    monkeypatch.setattr(Clock, "now", now)
+    return moments  # type: ignore[return-value]
+
+
+class Slow(torch.autograd.Function):
+    """Sleeps in forward and twice as long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SLEEP)
+        return g * 2
+
+
+class Sleeper(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def step_of(model: nn.Module, *inputs: Any) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(*inputs)
+        while not isinstance(output, torch.Tensor):
+            output = next(iter(output.values() if isinstance(output, dict) else output))
+        output.pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def layers_of(profile: ModelProfile) -> dict[str, LayerProfile]:
+    return {layer.name: layer for layer in profile.layers}
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(
+        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+    ) + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_whose_each_moment_is(ticks: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    profile = measure_profile(model, step_of(model, torch.ones(5, 2)), batch=5, name="small")
+    seconds = [(x.name, x.forward_s, x.backward_s) for x in profile.layers]
+    # Forward: into the model and each layer. Backward: each output, then the layer's parameters.
+    assert seconds == [("0", 2.0, 2.0), ("1", 1.0, 1.0), ("2", 1.0, 3.0), ("(loss)", 1.0, 0.0)]
+    assert profile.update_s == 1.0
+    assert (profile.name, profile.batch) == ("small", 5)
+    assert profile.gradient_order() == ("2", "0")
+    assert profile.gradient_bytes().tolist() == [16, 36]
+    assert [x.activation_bytes for x in profile.layers] == [60, 60, 20, 0]
+    assert profile.layers[0].description.startswith("Linear(in_features=2")
+    assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_a_slow_layer_is_found_and_the_sums_are_the_passes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Sleeper(), nn.Linear(4, 1), Sleeper())
+    step, start = step_of(model, torch.ones(2, 4)), time.perf_counter()
+    profile = measure_profile(model, step, steps=5, skip=1)
+    spent = time.perf_counter() - start
+    layers = layers_of(profile)
+    for name in ("1", "3"):
+        assert layers[name].forward_s >= 0.95 * SLEEP
+        assert layers[name].backward_s >= 1.9 * SLEEP
+    assert 6 * SLEEP * 0.95 <= profile.compute_s <= spent
+    assert profile.ready_times()[0] >= 1.9 * SLEEP
+    assert profile.ready_times()[1] >= 3.8 * SLEEP
+
+
+def test_what_containers_compute_counts_with_a_layer(ticks: list[float]) -> None:
+    """Functions between layers, a container's own parameter, an identity, an unused layer."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.same, self.last = nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 1)
+            self.token, self.unused = nn.Parameter(torch.zeros(3)), nn.Linear(7, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.same(torch.tanh(self.first(x) + self.token))
+            return self.last(y)  # type: ignore[no-any-return]
+
+    model = Model()
+    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    assert list(layers) == ["(unused)", "first", "same", "last", "(loss)"]
+    assert layers["(unused)"].gradient_bytes == 4 * 8
+    total = sum(p.numel() * 4 for p in model.parameters())
+    assert sum(layer.gradient_bytes for layer in layers.values()) == total
+    assert layers["same"].backward_s == 0.0
+    assert layers["last"].gradient_bytes == 16 + 12  # the token's is complete before `first`'s
+
+
+def test_modules_that_are_called_several_times_and_return_structures() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.cell = nn.Embedding(11, 4), nn.LSTMCell(4, 4)
+            self.lstm, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 11, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
+            x, state = self.lstm(self.embed(words))
+            h, c = state[0][0], state[1][0]
+            for place in range(3):
+                h, c = self.cell(x[:, place], (h, c))
+            return {"words": self.out(h), "state": c}
+
+    model = Model()
+    profile = measure_profile(model, step_of(model, torch.zeros(2, 3, dtype=torch.long)))
+    layers = layers_of(profile)
+    assert list(layers) == ["embed", "lstm", "cell", "out", "(loss)"]
+    assert layers["embed"].gradient_bytes == 11 * 4 * 4  # tied: complete here, sent once
+    assert layers["out"].gradient_bytes == 0
+    assert layers["cell"].activation_bytes == 3 * 2 * 2 * 4 * 4
+    assert all(layer.forward_s > 0 for layer in layers.values())
+    assert all(layers[name].backward_s > 0 for name in ("embed", "lstm", "cell", "out"))
+
+
+def test_attention_is_one_layer() -> None:
+    """Its output projection is a module that never runs, with parameters that train."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(4, 2), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
+
+    model = Model()
+    layers = layers_of(measure_profile(model, step_of(model, torch.ones(3, 2, 4))))
+    assert list(layers) == ["attention", "out", "(loss)"]
+    size = sum(p.numel() for p in model.attention.parameters())
+    assert layers["attention"].gradient_bytes == 4 * size
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_part_of_backward(reentrant: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            self.block = nn.Sequential(nn.Linear(3, 3), Sleeper())
+            self.last = nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = checkpoint(self.block, self.first(x), use_reentrant=reentrant)
+            return self.last(y)  # type: ignore[no-any-return]
+
+    model = Model()
+    profile = measure_profile(model, step_of(model, torch.ones(2, 3)), steps=3)
+    layers = layers_of(profile)
+    assert list(layers) == ["first", "block.0", "block.1", "last", "(loss)"]
+    assert layers["block.1"].forward_s >= 0.95 * SLEEP
+    # Recomputation stops where nothing more is needed, so the sleeper may sleep in it or not.
+    assert profile.backward_s >= 0.95 * 2 * SLEEP
+    assert layers["block.0"].gradient_bytes == 48
+    assert layers["block.1"].activation_bytes == 24  # recomputation is not counted again
+
+
+def test_evaluation_between_steps_does_not_count(ticks: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    step = step_of(model, torch.ones(2, 3))
+
+    def with_evaluation() -> None:
+        step()
+        with torch.no_grad():
+            model(torch.ones(9, 3))
+        with torch.inference_mode():
+            model(torch.ones(9, 3))
+
+    alone = measure_profile(model, step)
+    assert measure_profile(model, with_evaluation) == alone
+
+
+def test_several_passes_a_step_add_up(ticks: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+
+    def passes(count: int) -> Callable[[], None]:
+        def step() -> None:
+            for _ in range(count):
+                model(torch.ones(2, 3)).sum().backward()
+
+        return step
+
+    one, two = (measure_profile(model, passes(count)) for count in (1, 2))
+    assert (two.forward_s, two.backward_s) == (2 * one.forward_s, 2 * one.backward_s)
+    assert two.layers[0].activation_bytes == 2 * one.layers[0].activation_bytes
+    assert two.update_s == 0.0  # none was seen
+
+
+def test_frozen_layers_send_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    step = step_of(model, torch.ones(2, 3))
+    profile = measure_profile(model, step)
+    assert profile.gradient_order() == ("1",)
+    assert [layer.gradient_bytes for layer in profile.layers] == [0, 16, 0]
+
+
+def test_a_model_without_submodules_has_its_class_for_a_name() -> None:
+    model = nn.Linear(3, 1)
+    profile = measure_profile(model, step_of(model, torch.ones(2, 3)))
+    assert [layer.name for layer in profile.layers] == ["Linear", "(loss)"]
+
+
+def test_hooks_are_gone_afterwards_and_training_is_the_same() -> None:
+    weights = []
+    for measured in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(True), nn.Linear(3, 1))
+        step = step_of(model, torch.arange(12.0).view(4, 3))
+        if measured:
+            measure_profile(model, step, steps=4, skip=1)
+        else:
+            for _ in range(5):
+                step()
+        assert hooks_of(model) == 0
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_step_that_raises_leaves_no_hooks_and_may_be_repeated() -> None:
+    class Fails(nn.Module):
+        broken = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.broken:
+                raise RuntimeError("no")
+            return x
+
+    model = nn.Sequential(nn.Linear(3, 1), Fails())
+    step = step_of(model, torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="no"):
+        measure_profile(model, step)
+    assert hooks_of(model) == 0
+    with LayerTimes(model, skip=0) as times:
+        with pytest.raises(RuntimeError, match="no"):
+            step()
+        times.step()
+        Fails.broken = False
+        step()
+        times.step()
+    assert times.profile().gradient_order() == ("0",)
+
+
+def test_mistakes() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(ValueError, match=r"steps must be at least 1 and skip at least 0"):
+        measure_profile(model, lambda: None, steps=0)
+    with pytest.raises(ValueError, match=r"no step of 13 \(3 of them skipped\) had a forward"):
+        measure_profile(model, lambda: None)
+    with pytest.raises(ValueError, match="call the model itself, with gradients enabled"):
+        measure_profile(nn.Linear(3, 1), step_of(model, torch.ones(2, 3)))
+
+
+def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    times = JobTimes(optimizer, parameters)
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        if step != 5:  # an overflow: no update, and no whole step
+            optimizer.step()
+        times.end_step()
+    assert times.steps == 6  # the first has no step before it
+    own = times.close()
+    assert own is not None
+    assert (own.before_s, own.update_s) == (1.0, 1.0)
+    assert sorted(own.ready_s) == [0.0, 1.0, 2.0, 3.0]
+    assert max(own.ready_s[2:]) < min(own.ready_s[:2])
+    assert hooks_of(model) == 0
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    profile = profile_of(own, names, [p.numel() * 4 for p in parameters])
+    assert profile.compute_s == 1.0 + 3.0 + 1.0
+    assert profile.ready_times().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert profile.layers[0].name == "(forward)"
+
+
+def test_a_gradient_that_was_not_computed_is_ready_with_the_last(ticks: list[float]) -> None:
+    used, unused = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([used, unused], lr=0.1)
+    times = JobTimes(optimizer, [unused, used])
+    for _ in range(3):
+        optimizer.zero_grad()
+        used.sum().backward()
+        optimizer.step()
+        times.end_step()
+    assert times.close() == OwnTimes(1.0, [0.0, 0.0], 1.0)
+    assert JobTimes(optimizer, [used]).close() is None
