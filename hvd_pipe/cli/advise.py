@@ -1,0 +1,164 @@
+"""``hvd-pipe advise``: which strategy, with which options, and why.
+
+With --json, in bytes and seconds::
+
+    {"command", "profile", "cluster", then `Advice.to_json`: "schema", "workers", "best", "reason",
+     "warnings", "rows"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from hvd_pipe import units
+from hvd_pipe.cli import options
+from hvd_pipe.cli._cluster import cluster_options
+from hvd_pipe.cli.output import note, table, write_json
+from hvd_pipe.planning.advise import Row, advise
+from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.profile import ModelProfile
+
+__all__ = ["command"]
+
+
+@click.command(
+    "advise",
+    cls=options.Command,
+    epilog="Example: hvd-pipe advise model.json -n 16 --bandwidth 10gbit --momentum 0.9",
+)
+@options.profile_argument
+@cluster_options()
+@click.option(
+    "--allow",
+    type=options.METHOD,
+    metavar="NAME",
+    multiple=True,
+    help="A strategy to consider, may be repeated: pipe-sgd, cocod:period=8.  [default: all]",
+)
+@click.option(
+    "--compression",
+    type=click.Choice(tuple(CODECS)),
+    multiple=True,
+    help="A compression to consider, may be repeated.  [default: none]",
+)
+@click.option(
+    "--momentum",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    metavar="NUMBER",
+    help="Of SGD: 0.9.",
+)
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="NUMBER",
+    help="Of SGD: 0.1.",
+)
+@click.option(
+    "--curvature",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="NUMBER",
+    help="Largest eigenvalue of the loss's Hessian, if known.",
+)
+@options.json_option
+def command(
+    profile: ModelProfile,
+    cluster: Cluster,
+    allow: tuple[str, ...],
+    compression: tuple[str, ...],
+    momentum: float | None,
+    learning_rate: float | None,
+    curvature: float | None,
+    as_json: bool,
+) -> None:
+    """Rank the strategies for PROFILE on a cluster.
+
+    Prints the predicted step of each, the share that waits for the network, and the strategy=
+    to paste. --momentum, --learning-rate and --curvature let it warn of strategies whose delayed
+    gradients would not be stable.
+    """
+    advice = advise(
+        profile,
+        cluster,
+        methods=allow or None,
+        codecs=compression or ("none",),
+        learning_rate=learning_rate,
+        curvature=curvature,
+        momentum=momentum,
+    )
+    if as_json:
+        write_json(
+            {
+                "command": "advise",
+                "profile": options.profile_json(profile),
+                "cluster": options.cluster_json(cluster),
+                **advice.to_json(),
+            }
+        )
+        return
+    note(options.summary(profile))
+    note(options.describe(cluster))
+    compressed = any(row.codec != "none" for row in advice.rows)
+    table(
+        [
+            "strategy~",
+            *(["codec"] if compressed else []),
+            ">step",
+            ">exposed",
+            ">speedup",
+            ">of\nlimit",
+            ">memory",
+            ">stale",
+            "equal",
+        ],
+        [_cells(row, compressed) for row in advice.rows],
+    )
+    if not all(row.usable for row in advice.rows):
+        note("(!) is not usable as it is.")
+    for text in (*advice.warnings, *_warnings(advice.rows)):
+        note(f"! {text}")
+    note(advice.reason)
+    if advice.best.samples_per_s is not None:
+        note(f"All workers together: {advice.best.samples_per_s:.4g} samples a second.")
+    if advice.best.batches is not None:
+        note(f"Batches that balance it: {', '.join(map(str, advice.best.batches))}.")
+    note(f'Paste: strategy="{advice.best.strategy}"{_codec(advice.best)}')
+
+
+def _cells(row: Row, compressed: bool) -> list[object]:
+    return [
+        _name(row).replace(",", ",\n") + ("" if row.usable else " (!)"),
+        *([row.codec] if compressed else []),
+        units.format_seconds(row.time.total_s),
+        units.format_seconds(row.time.exposed_s),
+        f"{row.speedup:.2f}",
+        f"{row.time.of_limit:.0%}",
+        units.format_bytes(row.memory_bytes),
+        row.staleness,
+        "yes" if row.identical else "no",
+    ]
+
+
+def _name(row: Row) -> str:
+    """The strategy; a baseline by its short name."""
+    return row.time.method if row.baseline else row.strategy
+
+
+def _warnings(rows: Sequence[Row]) -> list[str]:
+    """Each warning of what could be recommended, behind the names of all that it is about."""
+    candidates = [row for row in rows if not row.baseline]
+    about: dict[str, dict[str, None]] = {}
+    for row in candidates:
+        for text in row.warnings:
+            about.setdefault(text, {})[_name(row)] = None
+    everyone = {_name(row) for row in candidates}
+    return [
+        f"{'all' if len(everyone) > 1 and set(names) == everyone else ', '.join(names)}: {text}"
+        for text, names in about.items()
+    ]
+
+
+def _codec(row: Row) -> str:
+    return f", compression={row.compression}" if row.codec != "none" else ""

@@ -1,0 +1,142 @@
+"""What the commands print: tables for people, one JSON document for programs, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "Failure",
+    "InputError",
+    "Progress",
+    "note",
+    "one_line",
+    "table",
+    "warning",
+    "width",
+    "write_json",
+]
+
+
+class Failure(click.ClickException):
+    """What was asked for could not be done; one line on stderr, exit code 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print ``error: ...`` on stderr."""
+        click.echo(f"error: {self.format_message()}", file=file, err=file is None)
+
+
+class InputError(Failure):
+    """Wrong input; one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line; a file's name and reason for an OSError."""
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def write_json(document: Mapping[str, Any]) -> None:
+    """Print one JSON document on stdout; numbers that JSON lacks (nan, inf) become null."""
+    click.echo(json.dumps(_finite(document), indent=2))
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+) -> None:
+    """Print a table on stdout, as wide as the terminal allows and no wider.
+
+    Args:
+        columns: The headings; a leading ``">"`` sets a column flush right, as numbers want it. A
+            trailing ``"~"`` lets a column wrap between words; the others stay on one line.
+        rows: One sequence of cells a row; a cell is text (no markup) or a `rich.text.Text`.
+        title: A line above.
+    """
+    console = _console()
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        wraps = column.endswith("~")
+        made.add_column(
+            column.removeprefix(">").removesuffix("~"),
+            justify="right" if column.startswith(">") else "left",
+            no_wrap=not wraps,
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    if title:
+        console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print(made)
+
+
+def note(text: str = "") -> None:
+    """Print a line of the human output on stdout, wrapped at words."""
+    _console().print(Text(text))
+
+
+def width() -> int:
+    """Columns that the human output may take: the terminal's, or COLUMNS, or 80."""
+    return _console().width
+
+
+def warning(text: str) -> None:
+    """Print ``warning: ...`` on stderr."""
+    click.echo(f"warning: {text}", err=True)
+
+
+class Progress:
+    """A counter on stderr, shown only on a terminal and only when work takes seconds.
+
+    Example:
+        with Progress("simulating", total=10) as progress:
+            for number in range(10):
+                progress.step()
+    """
+
+    _SILENT_S = 2.0
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._start, self._shown = time.monotonic(), False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def step(self) -> None:
+        """Count one more piece of work done."""
+        self._done += 1
+        if sys.stderr.isatty() and time.monotonic() - self._start > self._SILENT_S:
+            click.echo(f"\r{self._what} {self._done}/{self._total}", nl=False, err=True)
+            self._shown = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            click.echo(f"\r{' ' * 79}\r", nl=False, err=True)
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

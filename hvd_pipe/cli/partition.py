@@ -1,0 +1,236 @@
+"""``hvd-pipe partition``: PipeDream's stages and replicas.
+
+With --json, in bytes and seconds::
+
+    {"command", "profile", "cluster", "partition": as -o writes it, "config": "15-1",
+     "simulated_period_s": null unless --versions stash}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import click
+
+from hvd_pipe import plots, units
+from hvd_pipe.cli import options
+from hvd_pipe.cli._cluster import cluster_options
+from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
+from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.partition import CONVENTIONS, VERSIONS, partition
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.simulate_pipeline import simulate_partition
+from hvd_pipe.planning.stages import Partition, Stage
+
+__all__ = ["command"]
+
+
+@click.command(
+    "partition",
+    cls=options.Command,
+    epilog="Example:\n  hvd-pipe partition model.json --machines 4x4 --bandwidth 10gbit \\\n"
+    "      --inner-bandwidth 80gbit --memory 16GB",
+)
+@options.profile_argument
+@cluster_options(machines=True)
+@click.option(
+    "--convention",
+    type=click.Choice(CONVENTIONS),
+    default="paper",
+    show_default=True,
+    help="Cost model: the paper's text, or the published code's.",
+)
+@click.option("--straight", is_flag=True, help="One worker a stage: no replicas.")
+@click.option(
+    "--versions",
+    type=click.Choice(VERSIONS),
+    default="stash",
+    show_default=True,
+    help="Copies of the weights: PipeDream, PipeDream-2BW, or a flush a batch.",
+)
+@click.option(
+    "--optimizer-state",
+    type=click.FloatRange(min=0),
+    metavar="NUMBER",
+    default=1.0,
+    show_default=True,
+    help="Its bytes a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.",
+)
+@click.option(
+    "--compression-ratio",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="NUMBER",
+    help="Of activations, with --convention original; transfers are free there without it.",
+)
+@click.option(
+    "--max-states",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=2000,
+    show_default=True,
+    help="Cuts to try in a model with branches.",
+)
+@click.option(
+    "--timeline",
+    callback=options.suffix_checker(".json", ".png", ".svg"),
+    type=options.OUTPUT_PATH,
+    metavar="FILE",
+    help="Write the start of PipeDream's schedule, simulated (.json, .png, .svg).",
+)
+@options.output_option(".json", ".png", ".svg", what="the partition, or a picture of it")
+@options.json_option
+def command(
+    profile: ModelProfile,
+    cluster: Cluster,
+    convention: str,
+    straight: bool,
+    versions: str,
+    optimizer_state: float,
+    compression_ratio: float | None,
+    max_states: int,
+    timeline: Path | None,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Split PROFILE's layers into pipeline stages.
+
+    Finds the stages, and how many workers replicate each, with the shortest time a minibatch;
+    fails when nothing fits into --memory, and says how much would do.
+    """
+    if compression_ratio is not None and convention != "original":
+        raise click.UsageError(
+            "--compression-ratio belongs to --convention original: give both, or neither."
+        )
+    if timeline is not None and versions != "stash":
+        raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
+    try:
+        made = partition(
+            profile,
+            cluster,
+            convention=convention,
+            straight=straight,
+            compression_ratio=compression_ratio,
+            versions=versions,
+            optimizer_bytes_per_parameter_byte=optimizer_state,
+            max_states=max_states,
+        )
+    except ValueError as error:
+        raise InputError(_with_flags(one_line(error))) from error
+    if path is not None:
+        if path.suffix.lower() == ".json":
+            made.save(path)
+        else:
+            plots.draw_partition(made, path)
+    simulated = None
+    if versions == "stash":
+        simulated = simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+    if timeline is not None:
+        few = math.lcm(*made.replicas)
+        few *= -(-2 * sum(made.replicas) // few)
+        simulate_partition(made, profile, cluster, minibatches=few).timeline.save(timeline)
+    if as_json:
+        write_json(
+            {
+                "command": "partition",
+                "profile": options.profile_json(profile),
+                "cluster": options.cluster_json(cluster),
+                "partition": json.loads(made.to_json()),
+                "config": made.config,
+                "simulated_period_s": simulated,
+            }
+        )
+        return
+    note(options.summary(profile))
+    note(options.describe(cluster))
+    table(
+        [
+            ">stage",
+            ">workers",
+            ">in\nflight",
+            ">compute",
+            ">period",
+            ">load",
+            ">weights",
+            ">memory",
+            "layers~",
+        ],
+        [_cells(number, stage, made) for number, stage in enumerate(made.stages)],
+        title=f"{made.config} ({convention} cost model)",
+    )
+    note(_comparison(made))
+    if simulated is not None:
+        note(f"Simulated with 1F1B and round robin, it takes {units.format_seconds(simulated)}.")
+    if not made.exact:
+        note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
+    for written in filter(None, (path, timeline)):
+        note(f"Wrote {written}.")
+
+
+def _with_flags(message: str) -> str:
+    """A message of the library, in terms of the command's options; sizes are rounded up.
+
+    >>> _with_flags("memory_bytes = 1000: the least takes 7402295296 bytes; or versions='2bw'")
+    '--memory 1 kB: the least takes 7.41 GB; or --versions 2bw'
+    """
+    for pattern, flag in (
+        (r"; give levels=.*", "; leave out --speeds to take them for equal"),
+        (r"memory_bytes( =)?", "--memory"),
+        (r"versions='(\w+)' or '(\w+)'", r"--versions \1 or \2"),
+        (r"versions='(\w+)'", r"--versions \1"),
+        (r"straight=True", "--straight"),
+        (r"straight=False", "leave out --straight"),
+        (r"max_states( =)?", "--max-states"),
+    ):
+        message = re.sub(pattern, flag, message)
+    return re.sub(
+        r"(?<=--memory )(\d+)|\b(\d+) bytes\b",
+        lambda match: _rounded_up(int(match[1] or match[2])),
+        message,
+    )
+
+
+def _rounded_up(size: int) -> str:
+    """A size to three digits that is no less than it.
+
+    >>> _rounded_up(7402295296), _rounded_up(16_000_000_000)
+    ('7.41 GB', '16 GB')
+    """
+    step = 10 ** max(0, len(str(size)) - 3)
+    return units.format_bytes(-(-size // step) * step)
+
+
+def _cells(number: int, stage: Stage, made: Partition) -> list[object]:
+    slowest = max(stage.time_s for stage in made.stages)
+    first, last = stage.layers[0], stage.layers[-1]
+    return [
+        number,
+        stage.replicas,
+        made.in_flight[number],
+        units.format_seconds(stage.compute_s),
+        units.format_seconds(stage.time_s),
+        f"{stage.time_s / slowest:.0%}" if slowest else "",
+        units.format_bytes(stage.parameter_bytes),
+        units.format_bytes(stage.memory_bytes),
+        f"{first} .. {last}" if len(stage.layers) > 1 else first,
+    ]
+
+
+def _steady(made: Partition) -> int:
+    """Minibatches after which the pipeline is steady: whole rounds of all replicas."""
+    round_ = math.lcm(*made.replicas)
+    return round_ * -(-max(128, 8 * sum(made.replicas)) // round_)
+
+
+def _comparison(made: Partition) -> str:
+    period = units.format_seconds(made.period_s)
+    parallel, single = (
+        units.format_seconds(seconds) for seconds in (made.data_parallel_s, made.single_s)
+    )
+    return (
+        f"A minibatch takes {period}; data parallel {parallel} "
+        f"({made.data_parallel_s / made.period_s:.2f}x), one worker {single} "
+        f"({made.single_s / made.period_s:.2f}x)."
+    )

@@ -1,0 +1,161 @@
+"""``hvd-pipe profile``: what each layer of a model costs, measured here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_pipe import units
+from hvd_pipe.cli._launch import SharedCommand, job_rank, job_size
+from hvd_pipe.cli._script import profile_script
+from hvd_pipe.cli.options import json_option, output_option, profile_json, summary
+from hvd_pipe.cli.output import InputError, note, table, write_json
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+
+__all__ = ["command"]
+
+_SHOWN = 12
+
+
+class _Command(SharedCommand):
+    """Leaves everything behind a script to the script, as ``python train.py ...`` does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for index, argument in enumerate(args):
+            if argument.endswith(".py"):
+                args = [*args[: index + 1], "--", *args[index + 1 :]]
+                break
+        return super().parse_args(ctx, args)
+
+
+@click.command(
+    cls=_Command,
+    epilog="Examples: hvd-pipe profile nets.py:resnet50 --input 32,3,224,224 -o resnet50.json; "
+    "hvd-pipe profile train.py --batch-size 32",
+)
+@click.argument("target", metavar="SCRIPT_OR_MODEL")
+@click.argument("arguments", metavar="[ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SIZES[:DTYPE]",
+    help="An input of the model, the batch first: 32,3,224,224 or 32,128:int64. Repeat it for "
+    "models with several.",
+)
+@click.option(
+    "--loss",
+    metavar="MODULE:FUNCTION",
+    help="From the model's output to a loss.  [default: the mean of the output]",
+)
+@click.option("--device", help="Where to measure: cpu, cuda.  [default: a GPU if there is one]")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps to measure.  [default: 10]")
+@output_option(".json", what="the profile")
+@json_option
+def command(
+    target: str,
+    arguments: tuple[str, ...],
+    inputs: tuple[str, ...],
+    loss: str | None,
+    device: str | None,
+    steps: int | None,
+    path: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the layers of SCRIPT_OR_MODEL.
+
+    The profile goes to NAME.profile.json, or to -o, for advise, plan, simulate and partition.
+
+    A model is package.module:factory or file.py:factory, where factory() returns a
+    torch.nn.Module; its training step is measured in this process, and --input says with what.
+
+    A script, train.py and its arguments, trains with hvd_pipe; it is run until its profile is
+    there (under horovodrun to its end). The options of this command stand before the script.
+    """
+    if target.endswith(".py"):
+        given = {"--input": inputs, "--loss": loss, "--device": device, "--steps": steps}
+        extra = [name for name, value in given.items() if value]
+        if extra:
+            raise click.UsageError(f"{', '.join(extra)}: for models only; a script has its own.")
+        path = path or Path(f"{Path(target).stem}.profile.json")
+        _writable(path)
+        profile_script([target, *arguments], path, job_rank(), job_size())
+        if job_rank() > 0:
+            return
+        profile = ModelProfile.load(path)
+    elif ":" in target:
+        if arguments:
+            raise click.UsageError(f"a model takes no arguments, got {' '.join(arguments)}.")
+        if not inputs:
+            raise click.UsageError("say what the model is fed: --input 32,3,224,224")
+        if job_size() > 1:
+            raise InputError("a model is measured on one process: run this without a launcher")
+        path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
+        _writable(path)
+        try:
+            from hvd_pipe.cli import _model  # noqa: PLC0415 - torch and Horovod: seconds
+        except ImportError as error:
+            raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
+        profile = _model.measure(target, inputs, loss, device, steps or 10)
+        profile.save(path)
+    else:
+        raise click.UsageError(
+            f"{target!r} is neither a script (train.py) nor a model (package.module:factory or "
+            "file.py:factory)."
+        )
+    _print(profile, path, as_json)
+
+
+def _writable(path: Path) -> None:
+    """Refuse before minutes of measuring what would fail after them."""
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written")
+
+
+def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
+    if as_json:
+        layers = [asdict(layer) for layer in profile.layers]
+        document: dict[str, Any] = {"command": "profile", "path": str(path)}
+        write_json(
+            document
+            | {
+                "profile": profile_json(profile),
+                "batch": profile.batch,
+                "layers": layers,
+            }
+        )
+        return
+
+    def seconds(layer: LayerProfile) -> float:
+        return layer.forward_s + layer.backward_s
+
+    slowest = sorted(profile.layers, key=seconds, reverse=True)[:_SHOWN]
+    total = sum(map(seconds, profile.layers)) or 1.0
+    rest = len(profile.layers) - len(slowest)
+    note(summary(profile))
+    table(
+        ["layer", ">forward", ">backward", ">share", ">gradient", ">activation", "what~"],
+        [
+            [
+                layer.name,
+                units.format_seconds(layer.forward_s),
+                units.format_seconds(layer.backward_s),
+                f"{seconds(layer) / total:.1%}",
+                units.format_bytes(layer.gradient_bytes),
+                units.format_bytes(layer.activation_bytes),
+                layer.description,
+            ]
+            for layer in slowest
+        ],
+        title="slowest layers" + (f" ({rest} more are in the file)" if rest else ""),
+    )
+    note(
+        f"A step computes {units.format_seconds(profile.compute_s)}"
+        + (f" for {profile.batch} samples." if profile.batch else ".")
+    )
+    click.echo(f"Wrote {path}: hvd-pipe advise {path} -n 16 --bandwidth 10gbit")

@@ -1,0 +1,153 @@
+"""``hvd-pipe trace``: timelines for Perfetto, or as pictures.
+
+With --json, in bytes and seconds::
+
+    {"command", "output", "title", "strategy", "events", "span_s",
+     "lanes": [{"worker", "lane", "events", "busy_s"}, ...]}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvd_pipe import units
+from hvd_pipe.cli import options
+from hvd_pipe.cli._cluster import cluster_options
+from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
+from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.methods import Method, label
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.simulate import simulate
+from hvd_pipe.timeline import Timeline
+
+__all__ = ["command"]
+
+_SHOWN_WORKERS = 4  # of a simulation; a picture with more is unreadable
+
+
+@click.command(
+    "trace",
+    cls=options.Command,
+    epilog="Examples:\n"
+    "  HVD_PIPE_TIMELINE=run1 horovodrun -np 4 python train.py\n"
+    "  hvd-pipe trace run1 -o run1.json    (open it in https://ui.perfetto.dev)\n"
+    "  hvd-pipe trace model.json --strategy pipe-sgd --cluster k80-10gbe -o run.png",
+)
+@click.argument(
+    "source",
+    metavar="INPUT",
+    type=click.Path(exists=True, path_type=Path),
+)
+@options.output_option(".json", ".png", ".svg", what="a Chrome trace or a picture", required=True)
+@click.option(
+    "--strategy",
+    type=options.METHOD,
+    metavar="NAME",
+    help="INPUT is a profile: simulate this on a cluster.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    help="Steps to simulate with --strategy.  [default: 4]",
+)
+@cluster_options(required=False)
+@options.json_option
+def command(
+    source: Path,
+    path: Path,
+    strategy: Method | None,
+    steps: int | None,
+    cluster: Cluster | None,
+    as_json: bool,
+) -> None:
+    """Convert a timeline to a Chrome trace or a picture.
+
+    Perfetto opens the .json. INPUT is a trace written by hvd_pipe, a directory that a job filled
+    under HVD_PIPE_TIMELINE, or with --strategy a profile, whose steps are simulated on the
+    cluster that the other options describe.
+    """
+    if strategy is None:
+        if cluster is not None or steps is not None:
+            raise click.UsageError(
+                "the cluster's options and --steps describe a simulation: say of which "
+                "--strategy, e.g. --strategy pipe-sgd."
+            )
+        timeline = _load(source)
+    else:
+        if cluster is None:
+            raise click.UsageError(
+                "--strategy simulates a cluster: describe it, e.g. --workers 16 --bandwidth "
+                "10gbit."
+            )
+        if source.is_dir():
+            raise click.UsageError(
+                f"--strategy needs a profile, but {str(source)!r} is a directory: leave out "
+                "--strategy to convert what a job wrote there."
+            )
+        unlike = cluster.jitter or cluster.speeds is not None
+        workers = range(min(cluster.workers, _SHOWN_WORKERS) if unlike else 1)
+        timeline = simulate(
+            ModelProfile.read(source),
+            cluster,
+            strategy,
+            iterations=steps or 4,
+            trace_workers=tuple(workers),
+        ).timeline
+    if not timeline.events:
+        raise InputError(f"{source}: the timeline has no events, so there is nothing to show")
+    timeline.save(path)
+    lanes: list[dict[str, Any]] = [
+        {
+            "worker": worker,
+            "lane": lane,
+            "events": sum((e.worker, e.lane) == (worker, lane) for e in timeline.events),
+            "busy_s": timeline.busy_s(worker, lane),
+        }
+        for worker in timeline.workers
+        for lane in timeline.lanes(worker)
+    ]
+    if as_json:
+        write_json(
+            {
+                "command": "trace",
+                "output": str(path),
+                "title": timeline.title,
+                "strategy": None if strategy is None else label(strategy),
+                "events": len(timeline.events),
+                "span_s": timeline.span_s,
+                "lanes": lanes,
+            }
+        )
+        return
+    table(
+        [">worker", "lane", ">events", ">busy", ">of span"],
+        [
+            [
+                row["worker"],
+                row["lane"],
+                row["events"],
+                units.format_seconds(row["busy_s"]),
+                f"{row['busy_s'] / timeline.span_s:.0%}" if timeline.span_s else "",
+            ]
+            for row in lanes
+        ],
+        title=f"{timeline.title or source}: {units.format_seconds(timeline.span_s)}",
+    )
+    opens = ": open it in https://ui.perfetto.dev" if path.suffix.lower() == ".json" else ""
+    note(f"Wrote {path}{opens}.")
+
+
+def _load(source: Path) -> Timeline:
+    try:
+        return Timeline.load(source)
+    except ValueError as error:
+        text = one_line(error)
+        hint = ""
+        if source.suffix in (".csv", ".txt") or "traceEvents" in text:
+            hint = " (a profile needs --strategy and a cluster)"
+        named = text if str(source) in text else f"{source}: {text}"
+        raise InputError(named + hint) from error

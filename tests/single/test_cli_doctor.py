@@ -1,0 +1,318 @@
+"""``hvd-pipe doctor``: the rows on this machine, and what each thing that is wrong is told as."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hvd_pipe.cli import _ask, _checks, doctor
+from hvd_pipe.cli._ask import Answer
+from hvd_pipe.cli.main import main
+
+BUILT = {"mpi": True, "gloo": True, "nccl": False, "ddl": False, "ccl": False}
+HERE = {"python": "3.11.7", "hvd_pipe": "0.1.0", "horovod": "0.28.1", "torch": "2.13.0"}
+GOOD = {
+    "versions": HERE | {"numpy": "2.4.6", "mpi4py": "4.1.2", "tensorflow": None},
+    "horovod_torch": BUILT,
+    "mpi": {"library": "Open MPI v4.1.4", "threads": "MPI_THREAD_MULTIPLE"},
+    "cuda": {"torch_cuda": None, "devices": [], "nccl": None, "driver": False},
+    "network": {"interfaces": []},
+    "machine": {"host": "h", "system": "Linux", "cores": 2, "memory_bytes": 2**34},
+}
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments], prog_name="hvd-pipe")
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
+    """What the probes answer: a machine that is good but for TensorFlow; tests change it."""
+    given = {name: Answer(found) for name, found in GOOD.items()}
+    given["horovod_tensorflow"] = Answer(error="ModuleNotFoundError: tensorflow")
+    given["self_test"] = Answer({"ranks": 2, "right": True, "device": "cpu", "controller": "MPI"})
+    for name in [*os.environ]:
+        if name.startswith(("HVD_PIPE_", "HOROVOD_", "OMPI_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "ask", lambda name, seconds: given[name])
+    monkeypatch.setattr(doctor, "ask_host", lambda host, *_: given[f"ssh {host}"])
+    monkeypatch.setattr(doctor, "ask_ranks", lambda *_: given["self_test"])
+    monkeypatch.setattr(doctor, "_tool", lambda name: f"/usr/bin/{name}")
+    return given
+
+
+def test_this_machine_is_found_good() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "hvd_pipe", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+        env={k: v for k, v in os.environ.items() if not k.startswith("HVD_PIPE_")},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    document = json.loads(run.stdout)
+    assert set(document) == {"command", "good", "rows"}
+    assert document["good"] is True
+    rows: dict[tuple[str, str], dict[str, Any]] = {
+        (row["section"], row["name"]): row for row in document["rows"]
+    }
+    assert all(
+        set(row) == {"section", "name", "good", "found", "todo", "required"}
+        for row in rows.values()
+    )
+    for key in [
+        ("Versions", "horovod"),
+        ("Frameworks", "PyTorch"),
+        ("Controllers", "MPI"),
+        ("Launchers", "horovodrun"),
+        ("MPI", "library"),
+        ("Self-test", "all-reduce on 2 ranks"),
+    ]:
+        assert rows[key]["good"] is True, rows[key]
+    assert rows["Versions", "python"]["found"].startswith("3.")
+    assert int(rows["Machine", "cores"]["found"]) >= 1
+
+
+def test_the_table_looks_like_check_build(answers: dict[str, Answer]) -> None:
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert "Tensor operations:" in lines
+    assert "[ ] NCCL" in lines
+    assert any(line.startswith("[X] PyTorch") for line in lines)
+    assert any(line.startswith("[ ] TensorFlow") and "not installed" in line for line in lines)
+    assert lines[-1] == "Training can run here."
+    assert "->" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("probe", "answer", "row", "todo"),
+    [
+        (
+            "horovod_torch",
+            Answer(error="the process was ended by SIGSEGV"),
+            "! [ ] PyTorch",
+            "-> make setup",
+        ),
+        (
+            "horovod_torch",
+            Answer(error="no answer within 60 s"),
+            "! [ ] PyTorch",
+            "-> python -X importtime -c 'import hvd_pipe.torch'",
+        ),
+        (
+            "versions",
+            Answer(GOOD["versions"] | {"horovod": None}),  # type: ignore[operator]
+            "! [ ] horovod",
+            "build_horovod.py",
+        ),
+        (
+            "horovod_torch",
+            Answer(dict.fromkeys(BUILT, False)),
+            "! [ ] MPI",
+            "apt-get install openmpi-bin libopenmpi-dev",
+        ),
+        (
+            "self_test",
+            Answer(error="no answer within 60 s"),
+            "! [ ] all-reduce on 2 ranks",
+            "--timeout 240",
+        ),
+        (
+            "self_test",
+            Answer({"ranks": 2, "right": False, "device": "cpu", "controller": "MPI"}),
+            "! [ ] all-reduce on 2 ranks",
+            "hvd-pipe bench",
+        ),
+    ],
+    ids=["a crash", "a slow import", "no horovod", "no controller", "a hang", "a wrong sum"],
+)
+def test_what_training_needs_fails_the_run(
+    answers: dict[str, Answer], probe: str, answer: Answer, row: str, todo: str
+) -> None:
+    answers[probe] = answer
+    result = invoke()
+    assert result.exit_code == 1
+    assert row in result.stdout
+    assert todo in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("Training cannot run yet")
+
+
+@pytest.mark.parametrize(
+    ("probe", "answer", "todo"),
+    [
+        (
+            "mpi",
+            Answer(error="ModuleNotFoundError: No module named 'mpi4py'"),
+            "pip install mpi4py",
+        ),
+        ("mpi", Answer({"library": "X", "threads": "MPI_THREAD_SERIALIZED"}), "thread support"),
+        ("network", Answer(error="ModuleNotFoundError: psutil"), "pip install psutil"),
+        (
+            "cuda",
+            Answer({"torch_cuda": None, "devices": [], "nccl": None, "driver": True}),
+            "CUDA=1 make setup",
+        ),
+        (
+            "cuda",
+            Answer(
+                {
+                    "torch_cuda": "12.8",
+                    "devices": [{"name": "H200", "memory_bytes": 2**37}],
+                    "nccl": "2.27.5",
+                    "driver": True,
+                }
+            ),
+            "without NCCL gradients travel through the host's memory",
+        ),
+    ],
+)
+def test_what_training_can_do_without_is_told_and_passes(
+    answers: dict[str, Answer], probe: str, answer: Answer, todo: str
+) -> None:
+    answers[probe] = answer
+    answers["mpi_of_horovod"] = answers["mpi"]
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    assert todo in result.stdout
+
+
+def test_without_mpi4py_horovod_is_asked_for_the_threads(answers: dict[str, Answer]) -> None:
+    answers["mpi"] = Answer(error="ModuleNotFoundError: No module named 'mpi4py'")
+    answers["mpi_of_horovod"] = Answer({"library": None, "threads": "MPI_THREAD_MULTIPLE"})
+    assert "[X] MPI_THREAD_MULTIPLE" in invoke().stdout
+
+
+def test_the_self_test_can_be_left_out_and_waits_for_what_it_needs(
+    answers: dict[str, Answer],
+) -> None:
+    assert "Self-test" not in invoke("--no-self-test").stdout
+    answers["horovod_torch"] = Answer(error="ImportError: no")
+    assert "not run: PyTorch first" in invoke().stdout
+
+
+def test_variables_that_matter(
+    answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.5")
+    monkeypatch.setenv("HOROVOD_SECRET_KEY", "hush")
+    monkeypatch.setenv("HVD_PIPE_STRATGY", "cocod")
+    result = invoke()
+    assert result.exit_code == 0
+    assert "HOROVOD_CYCLE_TIME" in result.stdout
+    assert "hush" not in result.stdout
+    assert "unset HVD_PIPE_STRATGY: hvd_pipe reads HVD_PIPE_STRATEGY" in result.stdout
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocoo")
+    result = invoke()
+    assert result.exit_code == 1
+    assert "-> unset HVD_PIPE_STRATEGY, or mend it" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wrong"),
+    [
+        ("", "'' is none"),
+        ("h1:four", "'h1:four' is none"),
+        ("h1:0", "'h1:0' is none"),
+        ("h1:4,,h2:4", "'' is none"),
+        ("-oProxyCommand=evil:1", "is none"),
+        ("h1:2,h1:2", "h1"),
+    ],
+)
+def test_wrong_hosts_are_refused(answers: dict[str, Answer], hosts: str, wrong: str) -> None:
+    result = invoke("-H", hosts)
+    assert result.exit_code == 2
+    assert wrong in result.stderr
+    assert not result.stdout
+
+
+def test_other_wrong_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke("--timeout", "0").exit_code == 2
+    assert invoke("-p", "99999").exit_code == 2
+    assert invoke("h1").exit_code == 2
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    result = invoke()
+    assert result.exit_code == 2
+    assert "run `hvd-pipe doctor` alone" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "todo"),
+    [
+        ("Host key verification failed.", "ssh-keyscan -H h2 >> ~/.ssh/known_hosts"),
+        ("root@h2: Permission denied (publickey).", "ssh-copy-id h2"),
+        ("ssh: Could not resolve hostname h2: Name or service not known", "/etc/hosts"),
+        ("ssh: connect to host h2 port 22: Connection refused", "--ssh-port"),
+        ("sh: 1: /opt/venv/bin/python: not found", "the same environment at the same path"),
+        ("No module named hvd_pipe", "the same environment at the same path"),
+        ("something new", "`ssh -o BatchMode=yes h2 true`"),
+    ],
+)
+def test_an_unreachable_host(answers: dict[str, Answer], said: str, todo: str) -> None:
+    answers["ssh h2"] = Answer(error=said)
+    result = invoke("-H", "localhost:2,h2:2")
+    assert result.exit_code == 1
+    assert "! [ ] ssh h2" in result.stdout
+    assert todo in result.stdout
+
+
+def test_a_host_with_another_version(answers: dict[str, Answer]) -> None:
+    answers["ssh h2"] = Answer(answers["versions"].found | {"torch": "2.12.0"})
+    result = invoke("-H", "h2:2")
+    assert result.exit_code == 1
+    assert "torch 2.12.0 (here 2.13.0)" in result.stdout
+    answers["ssh h2"] = answers["versions"]
+    result = invoke("-H", "h2:2")
+    assert result.exit_code == 0
+    assert "reachable, the same versions" in result.stdout
+
+
+def test_hosts_are_really_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ssh, which runs the command here or fails as ssh does."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'while [ "$#" -gt 2 ]; do shift; done\n'
+        '[ "$1" = good ] && exec sh -c "$2"\n'
+        '[ "$1" = silent ] && exec sleep 60\n'
+        'echo "** WARNING: connection is watched" >&2\n'
+        'echo "ssh: connect to host $1 port 22: Connection refused" >&2; exit 255\n'
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = _ask.ask_host("good", None, "versions", 30).found
+    assert found == _ask.ask("versions", 30).found
+    assert "Connection refused (exit status 255)" in _ask.ask_host("bad", 22, "versions", 30).error
+    start = time.monotonic()
+    assert _ask.ask_host("silent", None, "versions", 1).error == "no answer within 1 s"
+    assert time.monotonic() - start < 30
+
+
+def test_a_crash_and_a_hang_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ask, "_MODULE", "nothing.such")
+    assert "nothing" in _ask.ask("versions", 30).error
+    run = _ask._run
+    crash = [sys.executable, "-c", "import os; os.abort()"]
+    assert run(crash, 30).error == "the process was ended by SIGABRT"
+    assert run([sys.executable, "-c", "import time; time.sleep(60)"], 1).error.startswith("no ans")
+    assert run(["/no/such/program"], 1).error == "/no/such/program: No such file or directory"
+    tagged = f"[1,0]<stdout>:{_ask.MARK}{json.dumps({'found': {'ranks': 2}})}[1,0]<stdout>:"
+    assert run(["echo", tagged], 30).found == {"ranks": 2}
+    raised = run([sys.executable, "-c", "raise RuntimeError('error')"], 30)
+    assert raised.error == "RuntimeError: error (exit status 1)"
+    quiet = run([sys.executable, "-c", "raise SystemExit(3)"], 30)
+    assert quiet.error == "no output (exit status 3)"
+
+
+def test_hosts_are_parsed_as_horovodrun_does() -> None:
+    assert _checks.parse_hosts("h1:4,h2:4") == ("h1", "h2")
+    assert _checks.parse_hosts("10.0.0.1, node-3.cluster:8") == ("10.0.0.1", "node-3.cluster")
