@@ -62,6 +62,7 @@ __all__ = ["command"]
     metavar="NUMBER",
     help="Largest eigenvalue of the loss's Hessian, if known.",
 )
+@options.optimizer_state_option
 @options.json_option
 def command(
     profile: ModelProfile,
@@ -71,6 +72,7 @@ def command(
     momentum: float | None,
     learning_rate: float | None,
     curvature: float | None,
+    optimizer_state: float,
     as_json: bool,
 ) -> None:
     """Rank the strategies for PROFILE on a cluster.
@@ -87,6 +89,7 @@ def command(
         learning_rate=learning_rate,
         curvature=curvature,
         momentum=momentum,
+        optimizer_ratio=optimizer_state,
     )
     if as_json:
         write_json(

@@ -11,16 +11,19 @@ SHELLS = ("bash", "zsh", "fish")
 _NAME, _VARIABLE = "hvd-pipe", "_HVD_PIPE_COMPLETE"
 
 
-@click.command()
+_HELP = """Print the completion script of a shell.
+
+\b
+bash:  eval "$(hvd-pipe completion bash)"       in ~/.bashrc
+zsh:   eval "$(hvd-pipe completion zsh)"        in ~/.zshrc
+fish:  hvd-pipe completion fish > ~/.config/fish/completions/hvd-pipe.fish
+"""
+
+
+@click.command(help=_HELP)
 @click.argument("shell", type=click.Choice(SHELLS))
 def command(shell: str) -> None:
-    r"""Print the completion script of a shell.
-
-    \b
-    bash:  eval "$(hvd-pipe completion bash)"       in ~/.bashrc
-    zsh:   eval "$(hvd-pipe completion zsh)"        in ~/.zshrc
-    fish:  hvd-pipe completion fish > ~/.config/fish/completions/hvd-pipe.fish
-    """
+    """Print the script."""
     group = click.get_current_context().find_root().command
     made = get_completion_class(shell)
     assert made is not None  # SHELLS are click's own

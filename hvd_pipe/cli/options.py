@@ -89,6 +89,15 @@ NUMBERS = Parsed("numbers", _numbers)
 INTEGERS = Parsed("integers", _integers)
 METHOD = Parsed("strategy", methods.parse)
 
+optimizer_state_option = click.option(
+    "--optimizer-state",
+    type=click.FloatRange(min=0),
+    metavar="NUMBER",
+    default=1.0,
+    show_default=True,
+    help="Its bytes a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.",
+)
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document instead of tables."
 )

@@ -3,7 +3,8 @@
 With --json, in bytes and seconds::
 
     {"command", "profile", "cluster", "partition": as -o writes it, "config": "15-1",
-     "simulated_period_s": null unless --versions stash}
+     "simulated_period_s": null unless --versions stash,
+     "straight_simulated_period_s": null unless one worker a stage is faster}
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage
 
 __all__ = ["command"]
+
+_WORTH = 0.05  # by which one worker a stage has to be faster to be spoken of
 
 
 @click.command(
@@ -51,14 +54,7 @@ __all__ = ["command"]
     show_default=True,
     help="Copies of the weights: PipeDream, PipeDream-2BW, or a flush a batch.",
 )
-@click.option(
-    "--optimizer-state",
-    type=click.FloatRange(min=0),
-    metavar="NUMBER",
-    default=1.0,
-    show_default=True,
-    help="Its bytes a byte of weights: 0 for SGD, 1 with momentum, 2 for Adam.",
-)
+@options.optimizer_state_option
 @click.option(
     "--compression-ratio",
     type=click.FloatRange(min=0, min_open=True),
@@ -127,6 +123,7 @@ def command(
     simulated = None
     if versions == "stash":
         simulated = simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+    better = None if simulated is None or straight else _straight(simulated, profile, cluster)
     if timeline is not None:
         few = math.lcm(*made.replicas)
         few *= -(-2 * sum(made.replicas) // few)
@@ -140,6 +137,7 @@ def command(
                 "partition": json.loads(made.to_json()),
                 "config": made.config,
                 "simulated_period_s": simulated,
+                "straight_simulated_period_s": better,
             }
         )
         return
@@ -163,10 +161,25 @@ def command(
     note(_comparison(made))
     if simulated is not None:
         note(f"Simulated with 1F1B and round robin, it takes {units.format_seconds(simulated)}.")
+    if better is not None:
+        note(
+            "Replicas that finish in bursts starve the stages behind them: one worker a stage "
+            f"takes {units.format_seconds(better)} (--straight)."
+        )
     if not made.exact:
         note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
     for written in filter(None, (path, timeline)):
         note(f"Wrote {written}.")
+
+
+def _straight(seconds: float, profile: ModelProfile, cluster: Cluster) -> float | None:
+    """Seconds a minibatch of the straight pipeline on this cluster, where it is faster."""
+    try:
+        made = partition(profile, cluster, straight=True)
+    except ValueError:  # fewer layers than workers, or too little memory
+        return None
+    found = simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+    return found if found < seconds * (1 - _WORTH) else None
 
 
 def _with_flags(message: str) -> str:

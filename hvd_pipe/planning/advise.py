@@ -251,7 +251,7 @@ def _row(
                 f"needs {format_bytes(memory)} and {format_bytes(activations)} of activations, "
                 f"more than a worker's {format_bytes(cluster.memory_bytes)}"
             )
-    if cluster.speeds is not None and min(cluster.speeds) < max(cluster.speeds) and not batches:
+    if cluster.speeds is not None and pace * sum(cluster.speeds) > cluster.workers * (1 + 1e-6):
         warnings.append(_unbalanced(profile, cluster, pace))
     samples = None if profile.batch is None else cluster.workers * profile.batch
     total = time.total_s

@@ -240,7 +240,7 @@ def spell(method: Method) -> str:
             continue
         key = next((key for key, name in _FIELDS.items() if name == field.name), field.name)
         if isinstance(value, tuple):
-            value = "/".join(map(str, value))
+            value = "/".join(str(int(part) if part == int(part) else part) for part in value)
         elif field.name == "cycle_s":
             value = f"{value!r}s"
         options.append(f"{key}={value}")

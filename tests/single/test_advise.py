@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from planning_cases import ALL, codecs, comm_models, profiles
 
 from hvd_pipe.planning import advise as module
+from hvd_pipe.planning import candidates as candidates_module
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.candidates import candidates
 from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
@@ -41,9 +42,10 @@ def row(advice: Advice, strategy: str, codec: str = "none") -> Row:
 
 
 def test_doctests() -> None:
-    result = doctest.testmod(module)
-    assert result.failed == 0
-    assert result.attempted > 0
+    for each in (module, candidates_module):
+        result = doctest.testmod(each)
+        assert result.failed == 0
+        assert result.attempted > 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_unequal_workers_get_unequal_batches() -> None:
     assert "150 ms of computation where batches in proportion to speed take 37.5 ms" in warning
     assert "(40/40/40/8, with each loss scaled" in warning
     unknown = advise(replace(MODEL, batch=None), unequal)
-    assert "weights=1.0/1.0/1.0/0.2" in unknown.best.strategy
+    assert "weights=1/1/1/0.2" in unknown.best.strategy
     assert unknown.best.samples_per_s is None
 
 
@@ -258,3 +260,31 @@ def test_a_method_that_is_asked_for_is_no_baseline() -> None:
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         advise(MODEL, cluster(1e9), **arguments)
+
+
+def test_pipe_sgd_gets_the_buckets_that_hide_its_latencies() -> None:
+    """16 buckets of 8 MB cost 16 latencies; larger ones have the whole step to travel in, too."""
+    layers = tuple(LayerProfile(f"l{i}", 2**23, 2e-3, 1e-3) for i in range(16))
+    model = ModelProfile(layers)  # c = 48 ms
+    for latency, mib in ((1e-3, None), (4e-3, 16), (8e-3, 32), (20e-3, 64), (60e-3, 128)):
+        _, pipe, _ = candidates(model, CommModel.linear(latency, 0.0))
+        assert pipe.bucket_bytes == (None if mib is None else mib * 2**20)
+    # Where the bytes stick out, latencies of some permille are not worth an option.
+    _, pipe, _ = candidates(model, CommModel.linear(1e-6, 1e-8))
+    assert pipe == PipeSGD()
+
+
+def test_the_delay_counts_for_the_period() -> None:
+    net = CommModel((0.0,), (0.0,), (1e-9,), delay=0.1)  # 40 ms + 100 ms, c = 30 ms
+    *_, rounds = candidates(MODEL, net)
+    assert rounds.period == 5
+
+
+def test_weights_that_fit_the_speeds_leave_nothing_to_warn_of() -> None:
+    speeds = (1.0, 1.0, 2.0, 2.0)
+    model = replace(MODEL, batch=None)
+    advice = advise(model, cluster(1e9, 4, speeds=speeds), methods=["cocod", "merged-gradient"])
+    balanced, even = (r for r in advice.rows if not r.baseline)
+    assert balanced.strategy == "cocod:weights=1/1/2/2"
+    assert balanced.warnings == ()
+    assert "slowest worker" in even.warnings[0]

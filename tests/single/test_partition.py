@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import partition as module
+from hvd_pipe.planning import stages
 from hvd_pipe.planning._cuts import find_cuts
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.partition import partition
@@ -36,9 +37,10 @@ CHAIN = ModelProfile(
 
 
 def test_doctests() -> None:
-    result = doctest.testmod(module)
-    assert result.failed == 0
-    assert result.attempted > 0
+    for each in (module, stages):
+        result = doctest.testmod(each)
+        assert result.failed == 0
+        assert result.attempted > 0
 
 
 # --- every partition there is, in plain Python, without the planner's ideas ---
