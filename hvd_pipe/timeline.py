@@ -189,9 +189,9 @@ class Timeline:
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.to_chrome(), separators=(",", ":")) + "\n")
         elif path.suffix.lower() in (".png", ".svg"):
-            from hvd_pipe import plots  # noqa: PLC0415 - it needs matplotlib
+            from hvd_pipe.timeline_plot import draw_timeline  # noqa: PLC0415 - it needs matplotlib
 
-            plots.draw_timeline(self, path)
+            draw_timeline(self, path)
         else:
             raise ValueError(
                 f"a timeline is saved as .json (Chrome trace), .png or .svg, got {path.name!r}"

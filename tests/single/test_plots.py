@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe import plots
+from hvd_pipe import _pictures, plots, timeline_plot
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.timeline import CATEGORIES, Event, Timeline
 
@@ -71,12 +71,12 @@ def stage(layers: int, replicas: int) -> Stage:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(plots).failed == 0
+    assert doctest.testmod(plots).failed == doctest.testmod(_pictures).failed == 0
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:
-    assert tuple(plots.COLOURS) == CATEGORIES
-    assert len(set(plots.COLOURS.values())) == len(CATEGORIES)
+    assert tuple(_pictures.COLOURS) == CATEGORIES
+    assert len(set(_pictures.COLOURS.values())) == len(CATEGORIES)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_every_category_has_a_colour_of_its_own() -> None:
     ids=["1", "2", "32", "long", "short", "huge", "instant", "speck"],
 )
 def test_timelines_of_all_sizes_are_1200_pixels_wide(tmp_path: Path, timeline: Timeline) -> None:
-    plots.draw_timeline(timeline, tmp_path / "a.png")
+    timeline_plot.draw_timeline(timeline, tmp_path / "a.png")
     assert width(tmp_path / "a.png") == 1200
 
 
 def test_a_legend_has_the_categories_that_are_used(tmp_path: Path) -> None:
-    text = text_of(tmp_path / "a.svg", plots.draw_timeline, steps(2, 2))
+    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, steps(2, 2))
     for category in ("forward", "backward", "ready", "allreduce", "wait", "update"):
         assert f">{category}<" in text
     for category in ("send", "recv", "codec"):
@@ -109,11 +109,11 @@ def test_a_legend_has_the_categories_that_are_used(tmp_path: Path) -> None:
 
 
 def test_a_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
-    text = text_of(tmp_path / "a.svg", plots.draw_timeline, steps(32, 2))
+    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, steps(32, 2))
     assert "(8 of 32 workers; 24 left out)" in text
     assert ">worker 7<" in text
     assert ">worker 8<" not in text
-    text = text_of(tmp_path / "b.svg", plots.draw_timeline, steps(1, 400))
+    text = text_of(tmp_path / "b.svg", timeline_plot.draw_timeline, steps(1, 400))
     assert " of 16 s)" in text
 
 
@@ -155,25 +155,25 @@ def test_stages(tmp_path: Path, count: int) -> None:
 
 def test_equal_pictures_are_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        plots.draw_timeline(steps(2, 2), tmp_path / f"{name}.png")
+        timeline_plot.draw_timeline(steps(2, 2), tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_an_empty_timeline_and_an_unknown_suffix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without events"):
-        plots.draw_timeline(Timeline(()), tmp_path / "a.png")
+        timeline_plot.draw_timeline(Timeline(()), tmp_path / "a.png")
     with pytest.raises(ValueError, match="xyz"):
-        plots.draw_timeline(steps(1, 1), tmp_path / "a.xyz")
+        timeline_plot.draw_timeline(steps(1, 1), tmp_path / "a.xyz")
 
 
 def test_pyplot_is_not_needed_and_matplotlib_only_to_draw(tmp_path: Path) -> None:
     script = f"""
 import sys
-from hvd_pipe import plots
+from hvd_pipe import timeline_plot
 from hvd_pipe.timeline import Event, Timeline
 assert "matplotlib" not in sys.modules
 event = Event("a", "wait", 0, "compute", 0.0, 1.0)
-plots.draw_timeline(Timeline((event,)), {str(tmp_path)!r} + "/a.png")
+timeline_plot.draw_timeline(Timeline((event,)), {str(tmp_path)!r} + "/a.png")
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)

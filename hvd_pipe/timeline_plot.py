@@ -1,0 +1,195 @@
+"""The picture of a timeline: a line a worker and lane, a bar an event."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvd_pipe._pictures import COLOURS, DPI, WIDTH_IN, figure_of, save, unit_of_time
+from hvd_pipe.timeline import CATEGORIES, Event, Timeline, stack
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_timeline"]
+
+_DARK = frozenset({"backward", "ready", "allreduce", "update"})
+_WORKERS = 8
+_PASSES = 48  # forward, backward, wait, update: more of them on a line are too narrow to see
+_LABELS = 600  # a picture with more bars has them too narrow for words, anyway
+
+
+def draw_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Draw what each worker does and when: a row a lane, a colour a category.
+
+    Of more than 8 workers the first 8 are drawn, and of many steps some from the middle; the
+    picture says so. What overlaps within a lane is drawn in rows beneath each other.
+
+    Args:
+        timeline: With at least one event.
+        path: The picture's; see the module's docstring.
+
+    Raises:
+        ValueError: No events, or a suffix that matplotlib does not know.
+        ImportError: matplotlib is not installed.
+    """
+    if not timeline.events:
+        raise ValueError("a timeline without events cannot be drawn: trace at least one step")
+    workers = timeline.workers[:_WORKERS]
+    of_workers = [event for event in timeline.events if event.worker in workers]
+    start, end = _window(of_workers)
+    shown = [event for event in of_workers if event.start_s <= end and event.end_s >= start]
+    by_lane: dict[tuple[int, str], list[Event]] = {}
+    for event in shown:
+        by_lane.setdefault((event.worker, event.lane), []).append(event)
+    span = max(end - start, 1e-9)
+    factor, unit = unit_of_time(span)
+    rows = [
+        (worker, lane, row)
+        for worker in workers
+        for lane in timeline.lanes(worker)
+        for row in stack(by_lane.get((worker, lane), ()))
+    ]
+    height = min(0.62, max(0.26, 9.0 / len(rows)))
+    gaps = 0.35 * (len(workers) - 1)
+    figure, axes = figure_of(1.45 + height * (len(rows) + gaps))
+    at = place = 0.0
+    ticks: list[float] = []
+    names: list[str] = []
+    middles: dict[int, list[float]] = {}
+    labels_left, previous = _LABELS, (rows[0][0], "")
+    for worker, lane, row in rows:
+        if worker != previous[0]:
+            place += 0.35
+        if (worker, lane) != previous:
+            ticks.append(place)
+            names.append(lane)
+        middles.setdefault(worker, []).append(place)
+        previous = (worker, lane)
+        labels_left = _draw_row(axes, row, place, start, factor, span, labels_left)
+        place += 1.0
+        at = place
+    axes.set_ylim(at - 0.4, -0.6)
+    axes.set_xlim(-0.004 * span * factor, 1.004 * span * factor)
+    axes.set_yticks(ticks, names)
+    axes.tick_params(axis="y", length=0)
+    for worker, places in middles.items():
+        axes.annotate(
+            f"worker {worker}",
+            (0, sum(places) / len(places)),
+            xycoords=("axes fraction", "data"),
+            xytext=(-72, 0),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            rotation=90 if len(places) * height > 0.85 else 0,
+            fontweight="bold",
+        )
+        if worker != rows[0][0]:
+            axes.axhline(places[0] - 0.675, color="#CCCCCC", lw=0.8)
+    axes.set_xlabel(f"time, {unit}" + ("" if start == 0.0 else " since the first that is shown"))
+    axes.grid(axis="x", color="#E5E5E5", lw=0.8)
+    _legend_of_categories(figure, axes, {event.category for event in shown})
+    left_out = len(timeline.workers) - len(workers)
+    title = timeline.title or "Timeline"
+    if len(shown) < len(of_workers):
+        first = min(event.start_s for event in of_workers)
+        last = max(event.end_s for event in of_workers)
+        scale, name = (1.0, "s") if last - first > 1.0 else unit_of_time(last - first)
+        title += (
+            f"  ({(start - first) * scale:.4g} to {(end - first) * scale:.4g} of "
+            f"{(last - first) * scale:.4g} {name})"
+        )
+    if left_out:
+        title += f"  ({len(workers)} of {len(timeline.workers)} workers; {left_out} left out)"
+    axes.set_title(title, loc="left", fontweight="bold", pad=30)
+    save(figure, path)
+
+
+def _window(events: Sequence[Event]) -> tuple[float, float]:
+    """Return what is drawn of so many events, first and last second: all, or some steps."""
+    passes = [event for event in events if event.lane == "compute" and event.duration_s > 0.0]
+    counts = Counter(event.worker for event in passes or events)
+    worker, count = counts.most_common(1)[0]
+    if count <= _PASSES:
+        return min(event.start_s for event in events), max(event.end_s for event in events)
+    mine = sorted((e for e in passes or events if e.worker == worker), key=lambda e: e.start_s)
+    middle = mine[(count - _PASSES) // 2 :][:_PASSES]
+    # From a forward pass on, so that the picture begins with a step.
+    begin = next((e for e in middle if e.category == "forward"), middle[0])
+    return begin.start_s, max(event.end_s for event in middle)
+
+
+def _draw_row(
+    axes: Axes,
+    row: Sequence[Event],
+    place: float,
+    start: float,
+    factor: float,
+    span: float,
+    labels_left: int,
+) -> int:
+    """Draw one row and return how many labels more there may be."""
+    pixels = WIDTH_IN * DPI * 0.86 / span
+    for category in CATEGORIES:
+        some = [event for event in row if event.category == category]
+        if not some:
+            continue
+        if category == "ready":
+            times = [(event.start_s - start) * factor for event in some]
+            width = 1.1 if len(times) < 150 else 0.4
+            axes.vlines(times, place - 0.45, place + 0.45, COLOURS[category], lw=width, zorder=4)
+            continue
+        axes.broken_barh(
+            [((e.start_s - start) * factor, e.duration_s * factor) for e in some],
+            (place - 0.38, 0.76),
+            facecolors=COLOURS[category],
+            # A line of its own colour keeps the shortest in sight; a white one parts the long.
+            edgecolors=["white" if e.duration_s * pixels > 5 else COLOURS[category] for e in some],
+            linewidth=0.6,
+            zorder=3,
+        )
+        for event in some:
+            text = event.name
+            if len(text) * 6.6 + 6 > event.duration_s * pixels:
+                text = event.name.rsplit(".", 1)[-1].rsplit(" ", 1)[-1]
+            if labels_left and len(text) * 6.6 + 6 <= event.duration_s * pixels:
+                labels_left -= 1
+                axes.text(
+                    (event.start_s + event.duration_s / 2 - start) * factor,
+                    place,
+                    text,
+                    ha="center",
+                    va="center_baseline",
+                    fontsize=8,
+                    color="white" if category in _DARK else "black",
+                    zorder=5,
+                    clip_on=True,
+                )
+    return labels_left
+
+
+def _legend_of_categories(figure: Figure, axes: Axes, used: set[str]) -> None:
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    handles: list[Patch | Line2D] = []
+    for category in (category for category in CATEGORIES if category in used):
+        if category == "ready":
+            line = Line2D([], [], color="black", marker="|", ls="", ms=11, label=category)
+            handles.append(line)
+        else:
+            handles.append(Patch(facecolor=COLOURS[category], label=category))
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=len(handles),
+        frameon=False,
+        borderaxespad=0.2,
+        handlelength=1.3,
+        columnspacing=1.6,
+    )
