@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_comm", "draw_partition", "draw_sweep"]
 
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+_WIDE = 30.0
 _MARKERS = "osD^vPX*"
 
 
@@ -78,7 +79,14 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     exposed.set_ylabel(f"exposed communication, {unit} a step")
     exposed.set_title("Time a step that waits for the network", loc="left", fontweight="bold")
     most = slowest * factor or 1.0
-    exposed.set_ylim(-0.03 * most, 1.05 * most)
+    waits = [value * factor for row in rows if (value := float(row["exposed_s"])) > 0.0]
+    if waits and most > _WIDE * min(waits):  # on a line axis the slowest method hides all others
+        least = max(min(waits), most / 1e5)
+        exposed.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(least)), linscale=0.4)
+        exposed.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        exposed.set_ylim(-0.3 * 10.0 ** math.floor(math.log10(least)), 2.0 * most)
+    else:
+        exposed.set_ylim(-0.03 * most, 1.05 * most)
     handles, labels = speed.get_legend_handles_labels()
     figure.legend(
         handles,

@@ -197,6 +197,8 @@ def command(
         _many(rows)
     if deviation is not None:
         note(f"Simulation and closed forms agree to {deviation:.0e} of a step.")
+    if not methods:
+        note("pipe-sgd and cocod as they are by default: hvd-pipe advise finds options that fit.")
     if not profile.forward_s:
         warning(
             "the profile has no forward times: steps are backward alone, so speedups are too low"
