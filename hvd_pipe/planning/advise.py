@@ -38,6 +38,8 @@ MARGIN = 0.05
 """What changes the mathematics has to be faster by this part to be recommended."""
 
 _SIMULATED_STEPS = 200
+_PULL_BACK = 0.6  # as published for Overlap-Local-SGD
+_MOMENTUM = 0.9  # where none is given, warn of what this would do
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,12 @@ def advise(
     """
     _check_numbers(learning_rate, curvature, momentum, margin)
     chosen = _candidates(profile, cluster) if methods is None else tuple(map(parse, methods))
+    training = _Training(learning_rate, curvature, momentum, optimizer_ratio)
+    if methods is None:
+        chosen += tuple(_steadier(one) for one in chosen if _stability(one, training)[0])
     costs = [_codec(codec) for codec in codecs]
     if not chosen or not costs:
         raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
-    training = _Training(learning_rate, curvature, momentum, optimizer_ratio)
     wanted = dict.fromkeys((method, codec) for method in chosen for codec in costs)
     beside = [(method, CODECS["none"]) for method in BASELINES]
     beside = [pair for pair in beside if pair not in wanted]
@@ -345,6 +349,13 @@ def _slowed(profile: ModelProfile, pace: float) -> ModelProfile:
     return replace(profile, layers=layers, update_s=profile.update_s * pace)
 
 
+def _steadier(method: Method) -> Method:
+    """A method that would diverge, with the option that lets it bear larger learning rates."""
+    if isinstance(method, PipeSGD):
+        return replace(method, prediction="local")
+    return replace(method, pull_back=_PULL_BACK) if isinstance(method, CoCoD) else method
+
+
 def _stability(method: Method, training: _Training) -> tuple[bool, list[str]]:
     """Whether it is known to diverge, and what to say about it."""
     momentum = training.momentum or 0.0
@@ -359,13 +370,18 @@ def _stability(method: Method, training: _Training) -> tuple[bool, list[str]]:
             f"diverges: it is stable only while {bound}, and {rate:g} * {curvature:g} = "
             f"{rate * curvature:.3g}; take a learning rate below {most}"
         ]
-    if limit == usual:
+    supposed = _MOMENTUM if training.momentum is None else momentum
+    with_it = stable_rate(method, supposed)
+    if with_it > 2.0 * (1.0 + supposed) * (1.0 - 1e-6):
         return False, []
-    if training.momentum is not None:
-        times = f"{usual / limit:.3g} times"
-        text = f"stable only while {bound}: the largest learning rate is {times} smaller"
-    else:
-        text = f"stable only while {bound}; momentum shrinks that: give momentum, curvature, lr"
+    if training.momentum is None:
+        return False, [
+            f"stable only while lr * curvature < {limit:.3g} without momentum, < {with_it:.3g} "
+            f"with {supposed:g} (synchronous SGD: 2, {2.0 * (1.0 + supposed):.3g}): give "
+            "momentum, learning rate, curvature"
+        ]
+    times = f"{usual / limit:.3g} times"
+    text = f"stable only while {bound}: the largest learning rate is {times} smaller"
     if rate is not None and rate > 0.0:
         text += f"; at {rate:g} that is a curvature below {limit / rate:.3g}"
     return False, [text]

@@ -13,20 +13,23 @@ __all__ = ["CODECS", "NONE", "CodecCost"]
 class CodecCost:
     """A codec as a plan sees it: smaller messages, and some time to make them.
 
-    With it, an all-reduce of ``x`` bytes of gradients takes ``T(ratio x) + seconds_per_byte x``;
+    With it, an all-reduce of ``x`` bytes of gradients takes ``T(ratio x) + seconds_per_byte x``,
+    and each phase beyond the first its latency once more;
     see :meth:`hvd_pipe.planning.comm.CommModel.compressed`.
 
     Args:
         name: what the codec is called.
         ratio: bytes on the wire over bytes of gradients, positive.
-        seconds_per_byte: of gradients, to encode and decode them once, not negative.
+        seconds_per_byte: of gradients, for all encoding and decoding that they need, not negative.
+        phases: messages that follow each other in an all-reduce: 2 (all-to-all, all-gather) where
+            Horovod cannot sum what travels, else 1.
 
     Raises:
         ValueError: a ratio or a time that no codec has.
 
     Example:
         >>> CodecCost("half", ratio=0.5, seconds_per_byte=1e-10)
-        CodecCost(name='half', ratio=0.5, seconds_per_byte=1e-10)
+        CodecCost(name='half', ratio=0.5, seconds_per_byte=1e-10, phases=1)
 
     Source: Pipe-SGD (Li et al., NeurIPS 2018) has the ratio and the time in its timing model.
     """
@@ -34,6 +37,7 @@ class CodecCost:
     name: str
     ratio: float
     seconds_per_byte: float = 0.0
+    phases: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.ratio) and self.ratio > 0.0):
@@ -47,11 +51,20 @@ class CodecCost:
                 f"{self.seconds_per_byte}"
             )
 
+        if self.phases not in (1, 2):
+            raise ValueError(f"codec {self.name!r}: phases must be 1 or 2, got {self.phases}")
+
 
 NONE = CodecCost("none", 1.0)
 """Gradients travel as they are."""
 
-_MEASURED_BYTES = 64 * 2**20  # float32, one CPU thread, encode + decode
+
+def _exchanged(name: str, ratio: float, encode_s: float, decode_s: float) -> CodecCost:
+    """A codec whose bytes cannot be summed: ``1 + 1/n`` encodings, two decodings (n = 4 here)."""
+    return CodecCost(name, ratio, (1.25 * encode_s + 2.0 * decode_s) / _MEASURED_BYTES, phases=2)
+
+
+_MEASURED_BYTES = 64 * 2**20  # float32, one CPU thread
 
 CODECS = MappingProxyType(
     {
@@ -60,15 +73,15 @@ CODECS = MappingProxyType(
             NONE,
             # Horovod casts into new tensors, whose memory costs more than the cast.
             CodecCost("fp16", 0.5, 45e-3 / _MEASURED_BYTES),
-            CodecCost("bf16", 0.5, 16.2e-3 / _MEASURED_BYTES),
+            _exchanged("bf16", 0.5, encode_s=6.6e-3, decode_s=9.6e-3),
             # 256 values share a float32 scale: 260 bytes for 1024.
-            CodecCost("int8", 260 / 1024, 34.2e-3 / _MEASURED_BYTES),
+            _exchanged("int8", 260 / 1024, encode_s=20.9e-3, decode_s=13.3e-3),
         )
     }
 )
 """The codecs of :mod:`hvd_pipe.torch.compression` for float32 gradients, by name.
 
-Times were measured on one CPU thread (64 MiB of float32, encode + decode: fp16, which is Horovod's
-own cast, 45 ms; bf16 16.2 ms; int8 34.2 ms). A GPU takes far less: use ``CodecCost(name, ratio)``
-there, or measure.
+Times were measured on one CPU thread (64 MiB of float32; encode, decode: bf16 6.6, 9.6 ms; int8
+20.9, 13.3 ms; both, of fp16, which is Horovod's own cast: 45 ms). A GPU takes far less: use
+``CodecCost(name, ratio, phases=2)`` there, or measure.
 """

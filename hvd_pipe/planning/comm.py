@@ -243,8 +243,9 @@ class CommModel:
     def compressed(self, codec: CodecCost) -> CommModel:
         """The model for gradients that travel encoded: ``T(ratio x) + seconds_per_byte x``.
 
-        As many messages are sent as without, and coding is counted as a part of the
-        communication: this is exact where one thread codes and sends.
+        Coding is counted as a part of the communication: this is exact where one thread codes and
+        sends. Of p phases each carries a p-th of the bytes and has latency and delay of its own:
+        ``p T(ratio x / p) + seconds_per_byte x``.
 
         Args:
             codec: sizes and times of the codec; ``x`` counts bytes before encoding.
@@ -256,7 +257,10 @@ class CommModel:
 
         Source: Pipe-SGD, Li et al., NeurIPS 2018: bytes over the ratio, plus time for each byte.
         """
-        smaller = self if codec.ratio == 1.0 else self.scaled(codec.ratio)
+        smaller, phases = self, codec.phases
+        if codec.ratio != 1.0 or phases > 1:
+            smaller = self.scaled(codec.ratio / phases, phases)
+            smaller = replace(smaller, delay=phases * self.delay)
         if codec.seconds_per_byte == 0.0:
             return smaller
         return smaller + CommModel.linear(0.0, codec.seconds_per_byte)

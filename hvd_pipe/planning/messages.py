@@ -117,13 +117,13 @@ def model_messages(
         >>> model_messages(CoCoD(momentum="average"), model, net, NONE).bytes.tolist()
         [4.0, 4.0]
     """
-    total = float(profile.gradient_bytes().sum())
+    total, coded = float(profile.gradient_bytes().sum()), comm.compressed(codec)
     carried, seconds = [], []
     if total:
-        carried, seconds = [total], [comm.compressed(codec)(total)]
+        carried, seconds = [total], [coded(total)]
         if isinstance(method, CoCoD) and method.momentum == "average":
             carried, seconds = [total, total], [*seconds, comm(total)]
-    return Messages(np.zeros(len(carried)), np.array(carried), np.array(seconds), comm.delay)
+    return Messages(np.zeros(len(carried)), np.array(carried), np.array(seconds), coded.delay)
 
 
 def _merged(

@@ -125,14 +125,14 @@ def simulate(
         iterations,
         trace,
     )
-    net = cluster.comm()
+    net = cluster.comm().compressed(codec)
     if isinstance(method, LocalSGD | CoCoD):
-        sent = model_messages(method, profile, net, codec)
+        sent = model_messages(method, profile, cluster.comm(), codec)
         _models(run, sent, method.period, behind=isinstance(method, CoCoD))
     elif isinstance(method, HorovodFusion):
-        _gradients(run, _fusion(profile, net.compressed(codec), method), net.delay)
+        _gradients(run, _fusion(profile, net, method), net.delay)
     else:
-        sent = gradient_messages(method, profile, net.compressed(codec))
+        sent = gradient_messages(method, profile, net)
         wide = method.width if isinstance(method, WidePipeSGD) else None
         lag = 1 if isinstance(method, PipeSGD) else (wide or 1) - 1
         twice = isinstance(method, PipeSGD) and method.prediction != "none"

@@ -8,13 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_pipe.planning.methods import Method, WidePipeSGD
-from hvd_pipe.strategy import PipeSGD
+from hvd_pipe.strategy import CoCoD, PipeSGD
 
 __all__ = ["stable_rate"]
 
 FloatArray = npt.NDArray[np.float64]
 
+_RATES = [0.02 * count for count in range(1, 201)]
 _STEPS = 50
+_ROUNDING = 1e-9  # a deviation that is only turned around neither grows nor decays
 
 
 def stable_rate(method: Method, momentum: float = 0.0) -> float:
@@ -25,11 +27,13 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
         gradients of the same step                          2 (1 + mu)
         pipe-sgd                                            1 - mu
         pipe-sgd:prediction=local (several workers)         1
-        pipe-sgd:prediction=previous, wide-pipe-sgd         where the largest eigenvalue of the
+        pipe-sgd:prediction=previous, wide-pipe-sgd, cocod  where the largest eigenvalue of the
                                                             step's matrix leaves the unit circle
 
-    Local SGD and CoCoD take gradients of the same step; unlike data on workers can make them
-    diverge earlier, which no curvature tells.
+    CoCoD's mean is as stable as synchronous SGD, but what a replica differs from it is not:
+    ``mean + (end - start)`` takes a deviation d to ``(A - 1) d``, A being what k local steps do to
+    it, and with momentum these overshoot. ``synchronize()`` hides that, as it leaves the mean.
+    Unlike data on workers can make Local SGD and CoCoD diverge earlier, which no curvature tells.
 
     Args:
         method: any.
@@ -44,6 +48,8 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
         (3.8, 0.1)
         >>> [round(stable_rate(PipeSGD(prediction="previous"), mu), 3) for mu in (0, 0.5, 0.9)]
         [0.618, 0.522, 0.5]
+        >>> [round(stable_rate(CoCoD(period=4), mu), 2) for mu in (0, 0.5, 0.9)]
+        [2.0, 0.28, 0.28]
 
     Source: derived, and measured on real ranks by tests/parallel/test_prediction.py.
     """
@@ -57,17 +63,47 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
         return _largest(lambda rate: _previous(rate, momentum))
     if isinstance(method, WidePipeSGD) and method.width > 1:
         return _largest(lambda rate: _delayed(rate, momentum, method.width - 1))
+    if isinstance(method, CoCoD):
+        deviation = _largest(lambda rate: _round(method, rate, momentum)[0])
+        return min(deviation, _largest(lambda rate: _round(method, rate, momentum)[1]))
     return 2.0 * (1.0 + momentum)
 
 
 def _largest(matrix: Callable[[float], FloatArray]) -> float:
-    """By bisection: where the spectral radius of a step reaches 1."""
-    low, high = 0.0, 4.0
+    """The first rate at which the spectral radius of a step reaches 1; it may fall again after."""
+
+    def stable(rate: float) -> bool:
+        return bool(np.abs(np.linalg.eigvals(matrix(rate))).max() <= 1.0 + _ROUNDING)
+
+    high = next((rate for rate in _RATES if not stable(rate)), _RATES[-1])
+    low = high - _RATES[0]
     for _ in range(_STEPS):
         rate = (low + high) / 2
-        stable = np.abs(np.linalg.eigvals(matrix(rate))).max() < 1.0
-        low, high = (rate, high) if stable else (low, rate)
+        low, high = (rate, high) if stable(rate) else (low, rate)
     return low
+
+
+def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, FloatArray]:
+    """A round on the (weights, velocity) that a replica differs by, and on those of the mean.
+
+    With A the k steps and P what is averaged (the weights; under ``momentum=average`` all)::
+
+        deviation  d' = (A - P) d               with pull_back  d' = (1 - alpha P) A d
+        mean       m' = A m                     with pull_back  m' = (1 - alpha P) A m + alpha z'
+                                                u' = beta u + P (m - z),  z' = P (z + u')
+    """
+    step = np.array([[1.0 - rate, -momentum], [rate, momentum]])
+    steps = np.linalg.matrix_power(step, method.period)
+    averaged = np.eye(2) if method.momentum == "average" else np.diag([1.0, 0.0])
+    if method.pull_back is None:
+        return steps - averaged, steps
+    alpha, beta = method.pull_back, method.anchor_momentum
+    pulled = (np.eye(2) - alpha * averaged) @ steps
+    none = np.zeros((2, 2))
+    velocity = np.hstack([averaged, -averaged, beta * np.eye(2)])
+    anchor = averaged @ (np.hstack([none, np.eye(2), none]) + velocity)
+    models = np.hstack([pulled, none, none]) + alpha * anchor
+    return pulled, np.vstack([models, anchor, velocity])
 
 
 def _delayed(rate: float, momentum: float, delay: int) -> FloatArray:

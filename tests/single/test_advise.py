@@ -152,7 +152,7 @@ def test_instability() -> None:
 @pytest.mark.parametrize(
     ("facts", "parts"),
     [
-        ({}, ["lr * curvature < 1 (momentum 0; synchronous SGD: 2)", "give momentum"]),
+        ({}, ["< 1 without momentum, < 0.1 with 0.9 (synchronous SGD: 2, 3.8)", "give momentum"]),
         ({"momentum": 0.9}, ["< 0.1 (momentum 0.9; synchronous SGD: 3.8)", "38 times smaller"]),
         ({"momentum": 0.5, "learning_rate": 0.25}, ["6 times smaller", "a curvature below 2"]),
     ],
@@ -283,8 +283,21 @@ def test_the_delay_counts_for_the_period() -> None:
 def test_weights_that_fit_the_speeds_leave_nothing_to_warn_of() -> None:
     speeds = (1.0, 1.0, 2.0, 2.0)
     model = replace(MODEL, batch=None)
-    advice = advise(model, cluster(1e9, 4, speeds=speeds), methods=["cocod", "merged-gradient"])
+    where = cluster(1e9, 4, speeds=speeds)
+    advice = advise(model, where, methods=["cocod", "merged-gradient"], momentum=0.0)
     balanced, even = (r for r in advice.rows if not r.baseline)
     assert balanced.strategy == "cocod:weights=1/1/2/2"
     assert balanced.warnings == ()
     assert "slowest worker" in even.warnings[0]
+
+
+def test_what_diverges_comes_with_what_does_not() -> None:
+    """CoCoD's replicas leave each other at momentum 0.9 where synchronous SGD is far from it."""
+    facts = {"learning_rate": 0.1, "curvature": 4.0, "momentum": 0.9}
+    advice = advise(MODEL, cluster(4e8), **facts)  # period 6
+    rounds = [r for r in advice.rows if r.strategy.startswith("cocod")]
+    assert [r.usable for r in rounds] == [False, True]
+    assert "diverges" in rounds[0].warnings[0]
+    assert rounds[1].strategy == "cocod:period=6,pull_back=0.6"
+    assert advice.best == rounds[1]
+    assert row(advice, "pipe-sgd:prediction=local").usable

@@ -194,5 +194,8 @@ def test_the_delay_goes_along() -> None:
     assert comm.scaled(0.5, 2.0).delay == 1e-3
     assert comm.compressed(CodecCost("half", 0.5, 1e-10)).delay == 1e-3
     assert (comm + comm).delay == 2e-3
+    twice = comm.compressed(CodecCost("two", 0.5, 1e-10, phases=2))
+    assert twice.delay == 2e-3
+    assert twice(1e6) == pytest.approx(2 * (1e-4 + 1e-9 * 0.25e6) + 1e-10 * 1e6)
     with pytest.raises(ValueError, match="delay must be finite"):
         CommModel((0.0,), (0.0,), (0.0,), delay=-1.0)

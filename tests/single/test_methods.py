@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from planning_cases import ALL, methods
@@ -152,7 +153,7 @@ def test_stability_is_what_was_measured(
 ) -> None:
     """The README's table, which tests/parallel/test_prediction.py finds again on real ranks."""
     assert stable_rate(MergedGradient(), momentum) == pytest.approx(synchronous)
-    assert stable_rate(CoCoD(), momentum) == pytest.approx(synchronous)
+    assert stable_rate(LocalSGD(), momentum) == pytest.approx(synchronous)
     assert stable_rate(PipeSGD(), momentum) == pytest.approx(none)
     assert stable_rate(PipeSGD(prediction="local"), momentum) == local
     found = stable_rate(PipeSGD(prediction="previous"), momentum)
@@ -184,6 +185,58 @@ def test_below_the_limit_it_settles_and_above_it_does_not(momentum: float, width
     limit = stable_rate(WidePipeSGD(width), momentum)
     assert simulated(0.97 * limit, momentum, width - 1) < 1e-3
     assert simulated(1.03 * limit, momentum, width - 1) > 1e3
+
+
+def replicas_of_cocod(method: CoCoD, rate: float, momentum: float) -> float:
+    """The size of three replicas after many rounds of the rule as README has it."""
+    weights, velocity, rounds = np.array([1.0, -2.0, 1.5]), np.zeros(3), 1500
+    anchors = np.array([[weights.mean(), 0.0], [0.0, 0.0]])  # of weights and velocity: z, v
+    for _ in range(rounds):
+        start = weights, velocity
+        for _ in range(method.period):
+            velocity = momentum * velocity + weights
+            weights = weights - rate * velocity
+        moved = []
+        for place, (before, end) in enumerate(zip(start, (weights, velocity), strict=True)):
+            if place and method.momentum == "local":
+                moved.append(end)
+            elif method.pull_back is None:
+                moved.append(before.mean() + end - before)
+            else:
+                anchor = anchors[place]
+                anchor[1] = method.anchor_momentum * anchor[1] + before.mean() - anchor[0]
+                anchor[0] += anchor[1]
+                moved.append(end - method.pull_back * (end - anchor[0]))
+        weights, velocity = moved
+        if not abs(weights).max() < 1e9:
+            return float("inf")
+    return float(abs(weights).max())
+
+
+COCODS = [
+    CoCoD(period=period, momentum=average, pull_back=alpha, anchor_momentum=beta)
+    for period in (1, 2, 3, 4, 8)
+    for average in ("local", "average")
+    for alpha, beta in ((None, 0.0), (0.6, 0.0), (0.6, 0.7))
+]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("method", COCODS, ids=label)
+def test_replicas_of_cocod_stay_together_below_the_limit(method: CoCoD, momentum: float) -> None:
+    """Its mean bears what synchronous SGD does; with momentum its replicas bear far less."""
+    limit = stable_rate(method, momentum)
+    assert replicas_of_cocod(method, 0.97 * limit, momentum) < 10
+    if method.pull_back is None and limit > 1.01:  # else it grows by less than a permille a round
+        assert replicas_of_cocod(method, 1.05 * limit, momentum) > 1e3
+
+
+def test_limits_of_cocod() -> None:
+    assert stable_rate(CoCoD(period=1)) == pytest.approx(1.0)  # pipe-sgd:prediction=local
+    found = [stable_rate(CoCoD(period=k), 0.9) for k in (1, 2, 4, 8)]
+    assert found == pytest.approx([1.9, 0.909, 0.278, 0.082], abs=6e-4)
+    found = [stable_rate(CoCoD(period=k, momentum="average"), 0.9) for k in (1, 2, 4, 8)]
+    assert found == pytest.approx([1.0, 0.284, 0.081, 0.025], abs=6e-4)
 
 
 @pytest.mark.parametrize("momentum", [-0.1, 1.0, float("nan")])
