@@ -118,7 +118,10 @@ def command(
     )
     if path is not None:
         shown = path if os.sep in str(path) else f".{os.sep}{path}"
-        note(f'Wrote {path}: strategy="merged-gradient:plan={shown}" uses it.')
+        note(
+            f'Wrote {path}: strategy="merged-gradient:plan={shown}" uses it, where the names are '
+            "those of the job's parameters, as in the profile of a training script."
+        )
 
 
 def _times(

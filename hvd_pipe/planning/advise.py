@@ -163,6 +163,8 @@ def advise(
         pipe-sgd takes 30 ms a step, the fastest exact one (merged-gradient) 59.6 ms: 1.99 times.
     """
     _check_numbers(learning_rate, curvature, momentum, margin)
+    if not profile.gradient_bytes().size:
+        raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
     chosen = _candidates(profile, cluster) if methods is None else tuple(map(parse, methods))
     training = _Training(learning_rate, curvature, momentum, optimizer_ratio)
     if methods is None:
@@ -180,7 +182,8 @@ def advise(
     best, reason = _recommended(candidates, margin)
     warnings = []
     least = min(candidates, key=lambda row: row.time.exposed_s).time
-    if least.exposed_s > margin * least.compute_s:
+    stragglers = cluster.jitter and least.comm_s <= least.compute_s  # what waits is not for bytes
+    if least.exposed_s > margin * least.compute_s and not stragglers:
         warnings.append(
             f"no strategy hides the communication: {least.method} leaves least, "
             f"{format_seconds(least.exposed_s)} a step of {format_seconds(least.total_s)}; "
@@ -246,6 +249,11 @@ def _row(
         time = replace(time, total_s=max(run.step_s, time.limit_s))
     memory = memory_bytes(method, profile, codec, training.optimizer_ratio)
     unstable, warnings = _stability(method, training)
+    if isinstance(method, CoCoD | LocalSGD) and not baseline:
+        warnings.append(
+            "replicas differ until synchronize(): a long period and unlike data on workers cost "
+            "accuracy"
+        )
     fits = True
     if cluster.memory_bytes is not None:
         activations = sum(layer.activation_bytes for layer in profile.layers)

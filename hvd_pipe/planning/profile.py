@@ -21,6 +21,7 @@ from hvd_pipe.planning._files import check_keys, read_object
 __all__ = ["LayerProfile", "ModelProfile"]
 
 SCHEMA = "hvd_pipe.profile/1"
+_MOST = 2**50  # bytes; sums of thousands of them still fit into 64 bits
 _CSV_COLUMNS = ["layer", "parameter_bytes", "backward_us"]
 _MODEL_KEYS = {"edges", "batch", "update_s", "name"}
 _CSV_OPTIONAL = ["forward_us", "activation_bytes"]
@@ -67,9 +68,10 @@ class LayerProfile:
                 count = operator.index(value)
             except TypeError:
                 count = -1
-            if count < 0:
+            if not 0 <= count < _MOST:
                 raise ValueError(
-                    f"layer {self.name!r}: {field} must be an integer of at least 0, got {value!r}"
+                    f"layer {self.name!r}: {field} must be an integer from 0 to {_MOST}, "
+                    f"got {value!r}"
                 )
             object.__setattr__(self, field, count)
         for field in ("backward_s", "forward_s"):

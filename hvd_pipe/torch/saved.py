@@ -82,8 +82,9 @@ def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> 
     if saved["strategy"] != engine.name:
         if any(saved["tensors"].values()):
             _warn(
-                f"was saved under {saved['strategy']!r}, whose {', '.join(saved['tensors'])} "
-                f"{engine.name!r} cannot go on with: call optimizer.synchronize() before saving."
+                f"was saved under {saved['strategy']!r}, and {engine.name!r} cannot go on with "
+                f"what is in flight ({', '.join(saved['tensors'])}): call optimizer.synchronize() "
+                "before saving."
             )
         return
     alike = saved["workers"] == engine.reduction.workers

@@ -84,7 +84,10 @@ def test_googlenet_trace() -> None:
     ("arguments", "message"),
     [
         ({"name": ""}, r"non-empty string as its name, got ''"),
-        ({"gradient_bytes": -1}, r"'fc': gradient_bytes must be an integer of at least 0, got -1"),
+        (
+            {"gradient_bytes": -1},
+            r"gradient_bytes must be an integer from 0 to 1125899906842624, got -1",
+        ),
         ({"gradient_bytes": 1.5}, r"gradient_bytes must be an integer .*got 1.5"),
         ({"activation_bytes": "8"}, r"activation_bytes must be an integer .*got '8'"),
         (
