@@ -41,11 +41,17 @@ _SECONDS: Mapping[str, Decimal] = MappingProxyType(
         "s": Decimal(1),
         "ms": Decimal("1e-3"),
         "us": Decimal("1e-6"),
-        "µs": Decimal("1e-6"),
+        "\u00b5s": Decimal("1e-6"),  # the micro sign
+        "\u03bcs": Decimal("1e-6"),  # the Greek letter
         "ns": Decimal("1e-9"),
     }
 )
-_BIT_RATE = re.compile(r"([kKmMgG]?)(?:bit|bit/s|bps)")
+# "bit" says bits in any case; of "bps" and "Bps" the case alone says which.
+_BIT_RATE = re.compile(r"([kKmMgG]?)(?:(?i:bit(?:/s)?)|bps)")
+
+# Beyond are typing errors, which would overflow or vanish once they are floats.
+_LEAST, _MOST = Decimal("1e-30"), Decimal("1e30")
+_MOST_BYTES = 2**63 - 1
 
 _BYTES_ACCEPTED = "25MB, 64MiB, 1.5GB or a bare number of bytes"
 _RATES_ACCEPTED = "10gbit, 10gbit/s, 10Gbps, 1.25GB/s or 800MB/s"
@@ -59,7 +65,7 @@ def parse_bytes(text: str) -> int:
         text: a number and B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024).
 
     Raises:
-        ValueError: another unit (bits, for one), or no whole number of bytes.
+        ValueError: another unit (bits, for one), no whole number of bytes, or 8 EiB and more.
 
     Example:
         >>> parse_bytes("25MB"), parse_bytes("64MiB"), parse_bytes("1024")
@@ -77,6 +83,8 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is {size.normalize():f} bytes, but a size is a whole number of bytes. "
             f"Accepted: {_BYTES_ACCEPTED}"
         )
+    if size > _MOST_BYTES:
+        raise ValueError(f"{text!r} is too large: a size is at most {_MOST_BYTES} bytes")
     return int(size)
 
 
@@ -85,10 +93,11 @@ def parse_bandwidth(text: str) -> float:
 
     Args:
         text: a number and bit, kbit, mbit, gbit (any case; /s may follow), bps, kbps, Mbps, Gbps
-            (bits), or B/s, kB/s, MB/s, GB/s, MiB/s, GiB/s ... (bytes).
+            (bits; with a small b), or B/s, kB/s, MB/s, GB/s, MiB/s, GiB/s ... (bytes).
 
     Raises:
-        ValueError: no unit, a unit that may mean bits or bytes, or a bandwidth of 0.
+        ValueError: no unit, a unit that may mean bits or bytes, a bandwidth of 0, or a number
+            below 1e-30 or above 1e30.
 
     Example:
         >>> parse_bandwidth("10gbit"), parse_bandwidth("1.25GB/s"), parse_bandwidth("100Mbps")
@@ -119,7 +128,7 @@ def parse_seconds(text: str) -> float:
         text: a number and s, ms, us (or µs) or ns.
 
     Raises:
-        ValueError: no unit, or another one.
+        ValueError: no unit, another one, or a number below 1e-30 (0 is fine) or above 1e30.
 
     Example:
         >>> parse_seconds("30us"), parse_seconds("1.5ms"), parse_seconds("2s")
@@ -178,7 +187,16 @@ def _split(text: str, what: str, accepted: str) -> tuple[Decimal, str]:
             f"{text!r} is no {what}: it must begin with a number that is not negative. "
             f"Accepted: {accepted}"
         )
-    return Decimal(match.group()), text.strip()[match.end() :].strip()
+    try:
+        number = Decimal(match.group())
+    except ArithmeticError:  # an exponent of very many digits
+        number = Decimal("inf")
+    if number and not _LEAST <= number <= _MOST:
+        raise ValueError(
+            f"{text!r} is no {what}: its number must be from {_LEAST:e} to {_MOST:e}. "
+            f"Accepted: {accepted}"
+        )
+    return number or Decimal(0), text.strip()[match.end() :].strip()
 
 
 def _meant(number: Decimal, unit: str, known: Iterable[str]) -> str:

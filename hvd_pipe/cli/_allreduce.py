@@ -126,14 +126,14 @@ def measure(
     if where == "cuda":
         torch.cuda.set_device(place)
     done, seconds, delay = _rounds(sizes(max_bytes), place, budget_s, progress)
-    workers, first = hvd.size(), hvd.rank() == 0
+    workers, each, first = hvd.size(), hvd.local_size(), hvd.rank() == 0
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     hvd.shutdown()
     if not first:
         return None
     memory = torch.cuda.get_device_properties(place).total_memory if where == "cuda" else None
     model = replace(measured(done, seconds), delay=delay)
-    network = Network(None, measured=model, measured_workers=workers)
+    network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
     cluster = Cluster(
         workers, network, memory_bytes=memory, name=f"measured on {workers} ranks, {where}"
     )

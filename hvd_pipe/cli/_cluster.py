@@ -21,11 +21,11 @@ from hvd_pipe.cli.options import (
     ClusterOption,
     Parsed,
 )
-from hvd_pipe.cli.output import InputError, one_line
+from hvd_pipe.cli.output import InputError, one_line, warning
 from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
 from hvd_pipe.planning.collectives import ALGORITHMS
 
-__all__ = ["cluster_options"]
+__all__ = ["NOISY", "cluster_options", "warn_of_measurement"]
 
 Function = Callable[..., Any]
 _option = functools.partial(click.option, cls=ClusterOption)
@@ -33,6 +33,8 @@ _option = functools.partial(click.option, cls=ClusterOption)
 _COUNT = click.IntRange(1, MOST_WORKERS)
 _LATENCY_S = 30e-6
 _INNER_S = 5e-6
+NOISY = 0.25  # mean error of a measured all-reduce that is worth a warning
+_FAR = 4  # times as many workers as were measured: the formula may be far off
 
 
 def cluster_options(
@@ -43,7 +45,7 @@ def cluster_options(
     Args:
         required: Whether there must be a cluster; if not and no option is given, it is None.
         sweep: Whether the command can vary the number of workers itself; it gets ``workers`` too,
-            None where no option gives the number.
+            None where no option gives the number, and calls :func:`warn_of_measurement`.
         machines: Whether ``--machines 4x4`` may stand for workers and workers per node.
     """
 
@@ -60,6 +62,8 @@ def cluster_options(
                 if given["workers"] is None and given["speeds"] is not None:
                     kwargs["workers"] = len(given["speeds"])
             cluster = _cluster(given, workers_required=not sweep)
+            if not sweep:
+                warn_of_measurement(cluster.network, cluster.workers)
             return command(*args, cluster=cluster, **kwargs)
 
         decorated: Function = with_cluster
@@ -70,6 +74,28 @@ def cluster_options(
         return decorated
 
     return decorate
+
+
+def warn_of_measurement(network: Network, workers: int) -> None:
+    """Warn on stderr of a measurement that says little, in itself or about so many workers."""
+    ranks, each, comm = network.measured_workers, network.measured_per_node, network.measured
+    if ranks is None:
+        return
+    if comm is not None and comm.error is not None and comm.error > NOISY:
+        warning(
+            f"the measured all-reduce is off by {comm.error:.0%} on average: its times jumped "
+            "about; measure again with nothing else running, or give --bandwidth"
+        )
+    if each is not None and each >= ranks and workers > each:
+        warning(
+            f"measured on {ranks} ranks of one machine: the network between machines is not in "
+            "it; measure on two machines or give --bandwidth"
+        )
+    elif workers > _FAR * ranks:
+        warning(
+            f"measured on {ranks} ranks: for {workers} workers it is extrapolated by the formula "
+            "of the all-reduce; measure on more ranks to be sure"
+        )
 
 
 def _machines(text: str) -> tuple[int, int]:
@@ -235,11 +261,9 @@ def _read_cluster(given: dict[str, Any]) -> Cluster:
             f"--cluster {name!r} is neither a .json file nor one of {', '.join(PUBLISHED)}{hint}."
         )
     try:
-        return Cluster.from_json(Path(name).read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise InputError(f"{name}: this is no text file, so no cluster") from None
+        return Cluster.load(name)
     except ValueError as error:
-        raise InputError(f"{name}: {one_line(error)}") from error
+        raise InputError(one_line(error)) from error
 
 
 def _flag(parameter: str) -> str:

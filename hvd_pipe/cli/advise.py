@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import click
 
-from hvd_pipe import units
+from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import note, table, write_json
+from hvd_pipe.cli.output import exposed, note, table, write_json
 from hvd_pipe.planning.advise import Row, advise
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
@@ -127,7 +127,7 @@ def command(
         note(f"All workers together: {advice.best.samples_per_s:.4g} samples a second.")
     if advice.best.batches is not None:
         note(f"Batches that balance it: {', '.join(map(str, advice.best.batches))}.")
-    note(f'Paste: strategy="{advice.best.strategy}"{_codec(advice.best)}')
+    note(_paste(advice.best))
 
 
 def _cells(row: Row, compressed: bool) -> list[object]:
@@ -135,7 +135,7 @@ def _cells(row: Row, compressed: bool) -> list[object]:
         _name(row).replace(",", ",\n") + ("" if row.usable else " (!)"),
         *([row.codec] if compressed else []),
         units.format_seconds(row.time.total_s),
-        units.format_seconds(row.time.exposed_s),
+        units.format_seconds(exposed(row.time.exposed_s, row.time.total_s)),
         f"{row.speedup:.2f}",
         f"{row.time.of_limit:.0%}",
         units.format_bytes(row.memory_bytes),
@@ -161,6 +161,18 @@ def _warnings(rows: Sequence[Row]) -> list[str]:
         f"{'all' if len(everyone) > 1 and set(names) == everyone else ', '.join(names)}: {text}"
         for text, names in about.items()
     ]
+
+
+def _paste(row: Row) -> str:
+    """What to write into the training script, where hvd_pipe has the strategy."""
+    try:
+        strategy.parse(row.strategy)
+    except ValueError:
+        return f"Best: {row.strategy} (not one of hvd_pipe's strategies)."
+    text = f'strategy="{row.strategy}"{_codec(row)}'
+    if not row.usable:
+        return f"Not to be used as it is: {text}"
+    return f"Paste: {text}"
 
 
 def _codec(row: Row) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_pipe import units
+from hvd_pipe.cli._cluster import NOISY
 from hvd_pipe.cli._launch import SharedCommand, job_rank, job_size
 from hvd_pipe.cli.options import BYTES, cluster_json, json_option
 from hvd_pipe.cli.output import InputError, note, table, warning, write_json
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LEAST = 2048
-_NOISY = 0.25
 _SUFFIXES = (".json", ".png", ".svg")
 _ALONE = (
     "bench measures between ranks: horovodrun -np 2 hvd-pipe bench (with -H for several hosts)"
@@ -166,7 +166,7 @@ def _print(
     if not complete:
         note(f"The {units.format_seconds(budget_s)} were used up: --budget gives more.")
     note(f"Delay {units.format_seconds(found.comm.delay)}; model: {_in_words(found.comm)}.")
-    if found.comm.error is not None and found.comm.error > _NOISY:
+    if found.comm.error is not None and found.comm.error > NOISY:
         warning(
             f"the model is off by {found.comm.error:.0%} on average: the times jump about. Is "
             "something else running on these hosts?"

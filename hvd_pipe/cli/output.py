@@ -19,6 +19,7 @@ __all__ = [
     "Failure",
     "InputError",
     "Progress",
+    "exposed",
     "note",
     "one_line",
     "table",
@@ -86,6 +87,15 @@ def table(
 def note(text: str = "") -> None:
     """Print a line of the human output on stdout, wrapped at words."""
     _console().print(Text(text))
+
+
+def exposed(exposed_s: float, step_s: float) -> float:
+    """Return the time of a step that is exposed, without the rounding errors of a long sum.
+
+    >>> exposed(3e-17, 0.3), exposed(0.01, 0.3)
+    (0.0, 0.01)
+    """
+    return exposed_s if exposed_s > 1e-9 * step_s else 0.0
 
 
 def width() -> int:

@@ -9,9 +9,11 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -21,7 +23,7 @@ from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.partition import CONVENTIONS, VERSIONS, partition
+from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage
@@ -65,7 +67,7 @@ _WORTH = 0.05  # by which one worker a stage has to be faster to be spoken of
     "--max-states",
     type=click.IntRange(min=2),
     metavar="N",
-    default=2000,
+    default=MAX_STATES,
     show_default=True,
     help="Cuts to try in a model with branches.",
 )
@@ -102,17 +104,18 @@ def command(
         )
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
+    divide = functools.partial(
+        partition,
+        profile,
+        cluster,
+        convention=convention,
+        compression_ratio=compression_ratio,
+        versions=versions,
+        optimizer_bytes_per_parameter_byte=optimizer_state,
+        max_states=max_states,
+    )
     try:
-        made = partition(
-            profile,
-            cluster,
-            convention=convention,
-            straight=straight,
-            compression_ratio=compression_ratio,
-            versions=versions,
-            optimizer_bytes_per_parameter_byte=optimizer_state,
-            max_states=max_states,
-        )
+        made = divide(straight=straight)
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
@@ -120,10 +123,11 @@ def command(
             made.save(path)
         else:
             plots.draw_partition(made, path)
-    simulated = None
+    simulated = better = None
     if versions == "stash":
-        simulated = simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
-    better = None if simulated is None or straight else _straight(simulated, profile, cluster)
+        simulated = _simulated(made, profile, cluster)
+        if not straight:
+            better = _straight(divide, simulated, profile, cluster)
     if timeline is not None:
         few = math.lcm(*made.replicas)
         few *= -(-2 * sum(made.replicas) // few)
@@ -172,13 +176,20 @@ def command(
         note(f"Wrote {written}.")
 
 
-def _straight(seconds: float, profile: ModelProfile, cluster: Cluster) -> float | None:
-    """Seconds a minibatch of the straight pipeline on this cluster, where it is faster."""
+def _simulated(made: Partition, profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds a minibatch with PipeDream's schedule."""
+    return simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+
+
+def _straight(
+    divide: Callable[..., Partition], seconds: float, profile: ModelProfile, cluster: Cluster
+) -> float | None:
+    """Seconds a minibatch of the straight pipeline, divided likewise, where it is faster."""
     try:
-        made = partition(profile, cluster, straight=True)
+        made = divide(straight=True)
     except ValueError:  # fewer layers than workers, or too little memory
         return None
-    found = simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+    found = _simulated(made, profile, cluster)
     return found if found < seconds * (1 - _WORTH) else None
 
 

@@ -19,8 +19,8 @@ import click
 
 from hvd_pipe import plots, units
 from hvd_pipe.cli import options
-from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import Progress, note, table, warning, width, write_json
+from hvd_pipe.cli._cluster import cluster_options, warn_of_measurement
+from hvd_pipe.cli.output import Progress, exposed, note, table, warning, width, write_json
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.planning.methods import Method, label, parse
@@ -156,6 +156,7 @@ def command(
     """
     chosen = methods or tuple(map(parse, METHODS))
     counts = _counts(cluster, workers, sweep)
+    warn_of_measurement(cluster.network, max(counts))
     if timeline is not None and (len(counts) > 1 or len(methods) != 1):
         raise click.UsageError(
             "--timeline writes one run: say which with one --method and --workers."
@@ -259,7 +260,7 @@ def _one(rows: Sequence[Row]) -> None:
                 row.method,
                 units.format_seconds(row.step_s),
                 *([_ratio(row, rows)] if ratios else []),
-                units.format_seconds(_exposed(row)),
+                units.format_seconds(exposed(row.exposed_s, row.step_s)),
                 units.format_seconds(row.comm_s),
                 f"{row.messages:g}",
                 f"{row.speedup:.2f}",
@@ -278,7 +279,7 @@ def _many(rows: Sequence[Row]) -> None:
     _pivot(
         "Exposed ms on N workers (messages a step)",
         rows,
-        lambda row: f"{_ms(_exposed(row))} ({row.messages:g})",
+        lambda row: f"{_ms(exposed(row.exposed_s, row.step_s))} ({row.messages:g})",
     )
     _pivot(
         "Speedup of N workers over one, and efficiency",
@@ -288,11 +289,6 @@ def _many(rows: Sequence[Row]) -> None:
     others = [row for row in rows if row.method != OURS]
     if others and len(others) < len(rows):
         _pivot(f"Step on N workers, in steps of {OURS}", others, lambda row: _ratio(row, rows))
-
-
-def _exposed(row: Row) -> float:
-    """What is exposed, without the rounding errors of a long sum."""
-    return row.exposed_s if row.exposed_s > 1e-9 * row.step_s else 0.0
 
 
 def _ms(seconds: float) -> str:

@@ -71,12 +71,15 @@ class PipelineRun:
         self,
         schedule: Schedule,
         stages: Sequence[StageCost],
-        bandwidth: float,
-        latency: float,
+        between: tuple[float, float],
+        inside: tuple[float, float],
+        per_node: int,
         recompute: bool,
     ) -> None:
+        """Bandwidth (bytes/s) and latency of the links between machines and inside one."""
         self.schedule, self.stages = schedule, stages
-        self.bandwidth, self.latency, self.recompute = bandwidth, latency, recompute
+        self.between, self.inside, self.per_node = between, inside, per_node
+        self.recompute = recompute
         self.programs = schedule.programs
         self.ranks = {worker: rank for rank, worker in enumerate(self.programs)}
         self.factors: dict[Worker, list[float]] = {}
@@ -165,7 +168,9 @@ class PipelineRun:
         source = worker.stage if activation else worker.stage - 1
         size = self.stages[source].activation_bytes
         start = max(self.now[worker], self.way_out[worker], self.way_in[step.peer])
-        seconds = self.latency + size / self.bandwidth
+        machines = {self.ranks[end] // self.per_node for end in (worker, step.peer)}
+        bandwidth, latency = self.inside if len(machines) == 1 else self.between
+        seconds = latency + size / bandwidth
         end = start + seconds
         self.way_out[worker] = self.way_in[step.peer] = end
         kind = "activation" if activation else "gradient"

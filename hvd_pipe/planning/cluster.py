@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,8 @@ SCHEMA = "hvd_pipe.cluster/1"
 
 # What jobs send: the sizes at which a measured all-reduce is asked what one link would cost.
 _SIZES = 2.0 ** np.arange(10, 27)  # 1 KiB to 64 MiB
+
+_MOST_JITTER = 10.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Network:
             except beside ``measured``.
         measured: an all-reduce as it was measured; it is then what counts.
         measured_workers: on how many workers it was, at least 2.
+        measured_per_node: how many of them one machine had, or None where that is unknown. As many
+            as ``measured_workers`` or more: the network between machines is not in it.
 
     Raises:
         ValueError: neither a link nor a measurement, or parts that do not fit together.
@@ -97,6 +101,7 @@ class Network:
     inside: Link | None = None
     measured: CommModel | None = None
     measured_workers: int | None = None
+    measured_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
@@ -120,6 +125,13 @@ class Network:
             )
         if self.measured_workers is not None:
             _count("measured_workers", self.measured_workers, least=2)
+        if self.measured_per_node is not None:
+            if self.measured is None:
+                raise ValueError(
+                    f"measured_per_node = {self.measured_per_node} belongs to measured, and there "
+                    "is none"
+                )
+            _count("measured_per_node", self.measured_per_node)
         if self.per_node > 1 and self.inside is None and self.measured is None:
             raise ValueError(
                 f"per_node = {self.per_node} workers a machine need inside, the link within a "
@@ -129,9 +141,14 @@ class Network:
     def comm(self, workers: int) -> CommModel:
         """All-reduce time over some of the workers.
 
-        A measured one is rescaled to their number. Otherwise it follows from the links: within one
-        machine over ``inside``, over several hierarchically
-        (:func:`hvd_pipe.planning.collectives.hierarchical`).
+        A measured one is rescaled to their number (:func:`hvd_pipe.planning.collectives.rescale`),
+        which assumes that more workers are joined by the links that were measured: what was
+        measured within one machine (``measured_per_node``) knows nothing of the network between
+        machines, and what was measured between machines with some workers each holds for as many
+        of them in each.
+
+        Otherwise it follows from the links: within one machine over ``inside``, over several
+        hierarchically (:func:`hvd_pipe.planning.collectives.hierarchical`).
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
@@ -210,7 +227,7 @@ class Cluster:
         network: what joins them.
         speeds: of each worker, relative, positive; None where all are equally fast.
         memory_bytes: of one worker; None where it is no limit.
-        jitter: standard deviation of a worker's step time over its mean.
+        jitter: standard deviation of a worker's step time over its mean, at most 10.
         name: what people call it.
 
     Raises:
@@ -247,6 +264,10 @@ class Cluster:
         if self.memory_bytes is not None:
             _count("memory_bytes", self.memory_bytes)
         object.__setattr__(self, "jitter", _number("jitter", self.jitter, "deviation over mean"))
+        if self.jitter > _MOST_JITTER:
+            raise ValueError(
+                f"jitter must be at most {_MOST_JITTER:g} (deviation over mean), got {self.jitter}"
+            )
         if not isinstance(self.name, str):
             raise TypeError(f"name must be a text, got {self.name!r}")
 
@@ -319,6 +340,8 @@ class Cluster:
         """The cluster of a file; ValueError names the file and what is wrong in it."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"{os.fspath(path)}: this is no text file, so no cluster") from None
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
@@ -348,11 +371,13 @@ def _network_to_json(network: Network) -> dict[str, Any]:
     if network.measured is not None:
         data["measured"] = network.measured.to_json()
         data["measured_workers"] = network.measured_workers
+    if network.measured_per_node is not None:
+        data["measured_per_node"] = network.measured_per_node
     return data
 
 
 def _network_from_json(data: Any) -> Network:
-    keys = ("link", "algorithm", "gamma", "per_node", "inside", "measured", "measured_workers")
+    keys = [field.name for field in fields(Network)]
     check_keys(data, (), "a network", optional=keys)
     values = {key: value for key, value in data.items() if value is not None}
     values.setdefault("link", None)

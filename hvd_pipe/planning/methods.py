@@ -41,6 +41,8 @@ __all__ = [
 DEFAULT_BUCKET_BYTES = 8 * 2**20
 """What the job fills Pipe-SGD's buckets to (``hvd_pipe.torch.engine`` has the same number)."""
 
+_WIDEST = 64  # each step in flight holds a gradient, and is waited for in the simulation
+
 
 def _require_int(owner: object, field: str, least: int) -> None:
     value = getattr(owner, field)
@@ -128,7 +130,7 @@ class WidePipeSGD:
     step; a wider one evens out stragglers, at more staleness.
 
     Args:
-        width: the paper's K, at least 1; 1 is synchronous SGD, sent after backward.
+        width: the paper's K, from 1 to 64; 1 is synchronous SGD, sent after backward.
         bucket_bytes: buckets are filled up to this many bytes.
 
     Raises:
@@ -147,6 +149,11 @@ class WidePipeSGD:
 
     def __post_init__(self) -> None:
         _require_int(self, "width", 1)
+        if self.width > _WIDEST:
+            raise ValueError(
+                f"WidePipeSGD: width must be <= {_WIDEST}, got {self.width}: gradients that many "
+                "steps old train nothing."
+            )
         _require_int(self, "bucket_bytes", 1)
 
 

@@ -23,10 +23,11 @@ from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, Stage
 
-__all__ = ["CONVENTIONS", "VERSIONS", "partition"]
+__all__ = ["CONVENTIONS", "MAX_STATES", "VERSIONS", "partition"]
 
 CONVENTIONS = ("paper", "original")
 VERSIONS = ("stash", "2bw", "flush")
+MAX_STATES = 2000
 
 _MOST_STEPS = 3 * 10**10  # about two minutes
 
@@ -43,7 +44,7 @@ def partition(
     versions: str = "stash",
     optimizer_bytes_per_parameter_byte: float = 1.0,
     use_fewer: bool = False,
-    max_states: int = 1000,
+    max_states: int = MAX_STATES,
 ) -> Partition:
     r"""The stages and replicas with the least seconds a minibatch.
 

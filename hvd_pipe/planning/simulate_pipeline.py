@@ -28,7 +28,7 @@ from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.timeline import Timeline
 
 if TYPE_CHECKING:
-    from hvd_pipe.planning.cluster import Cluster, Network
+    from hvd_pipe.planning.cluster import Cluster, Link, Network
     from hvd_pipe.planning.profile import ModelProfile
     from hvd_pipe.planning.stages import Partition
 
@@ -66,6 +66,8 @@ def simulate_pipeline(
     *,
     bandwidth: float = math.inf,
     latency: float = 0.0,
+    per_node: int = 1,
+    inside: Link | None = None,
     recompute: bool = False,
     jitter: float = 0.0,
     seed: int = 0,
@@ -86,6 +88,8 @@ def simulate_pipeline(
         stages: Costs, one a stage.
         bandwidth: Bytes a second of each worker's link, each way.
         latency: Seconds a message, during which the link is taken.
+        per_node: Workers of one machine, which has as many ranks in a row.
+        inside: Between two workers of one machine; None for bandwidth and latency as elsewhere.
         recompute: Backward runs the forward pass once more, as it kept no activations.
         jitter: Coefficient of variation of each computation: lognormal, mean 1.
         seed: Of the jitter.
@@ -112,6 +116,8 @@ def simulate_pipeline(
         raise ValueError(f"bandwidth must be above 0 bytes/s, got {bandwidth}")
     check("latency", latency)
     check("jitter", jitter)
+    if per_node < 1:
+        raise ValueError(f"per_node must be at least 1, got {per_node}")
     workers = list(schedule.programs)
     if speeds is None:
         speeds = [1.0] * len(workers)
@@ -119,7 +125,9 @@ def simulate_pipeline(
         raise ValueError(
             f"speeds must be {len(workers)} positive numbers, one a worker, got {list(speeds)}"
         )
-    run = PipelineRun(schedule, stages, bandwidth, latency, recompute)
+    between = (bandwidth, latency)
+    within = between if inside is None else (inside.bandwidth, inside.alpha)
+    run = PipelineRun(schedule, stages, between, within, per_node, recompute)
     sigma = math.sqrt(math.log1p(jitter * jitter))
     for worker, speed in zip(workers, speeds, strict=True):
         # Each worker has its own numbers, so that they do not depend on who comes first.
@@ -152,9 +160,11 @@ def simulate_partition(
     """Simulate a partition's stages on a cluster.
 
     A microbatch takes its part of the minibatch's times and bytes; updates are shared out by
-    parameters. The cluster's jitter is taken for that of each computation. Messages take the
-    network's link between nodes. Replicas that do not fill machines take an all-reduce over those
-    machines as if they did.
+    parameters. The cluster's jitter is taken for that of each computation.
+
+    Ranks are stage by stage, and ``per_node`` of them in a row are on one machine. A message takes
+    ``network.inside`` within a machine, else the link between machines. Replicas on several
+    machines that they do not fill take an all-reduce over those machines as if they did.
 
     Args:
         partition: Of :func:`hvd_pipe.planning.partition.partition`.
@@ -189,7 +199,7 @@ def simulate_partition(
             f"the partition is of another model: the profile has no layers {sorted(unknown)[:5]}"
         )
     parameters = sum(stage.parameter_bytes for stage in partition.stages)
-    costs = []
+    costs, first = [], 0
     for stage in partition.stages:
         own = [layers[name] for name in stage.layers]
         share = stage.parameter_bytes / parameters if parameters else 0.0
@@ -199,15 +209,18 @@ def simulate_partition(
                 sum(layer.backward_s for layer in own) / microbatches,
                 profile.update_s * share,
                 stage.activation_out_bytes / microbatches,
-                _allreduce_s(cluster.network, stage.replicas, stage.parameter_bytes),
+                _allreduce_s(cluster.network, first, stage.replicas, stage.parameter_bytes),
             )
         )
+        first += stage.replicas
     link = cluster.network.link_time
     return simulate_pipeline(
         plan,
         costs,
         bandwidth=link.bandwidth,
         latency=link.alpha,
+        per_node=cluster.network.per_node,
+        inside=cluster.network.inside,
         recompute=recompute,
         jitter=cluster.jitter,
         seed=seed,
@@ -245,11 +258,13 @@ def diagram(simulation: PipelineSimulation, unit_s: float = 1.0) -> str:
     return "\n".join(lines)
 
 
-def _allreduce_s(network: Network, replicas: int, bytes: int) -> float:
+def _allreduce_s(network: Network, first: int, replicas: int, bytes: int) -> float:
+    """Seconds to average over so many ranks, of which this is the first."""
     if replicas == 1:
         return 0.0
-    if replicas > network.per_node:
-        replicas = -(-replicas // network.per_node) * network.per_node
+    each = network.per_node
+    if first // each != (first + replicas - 1) // each:
+        replicas = max(2, -(-replicas // each)) * each
     return float(network.comm(replicas)(bytes))
 
 

@@ -70,6 +70,7 @@ def test_the_cluster_and_the_picture_are_written(outcomes: Any, directory: Path)
     cluster = Cluster.load(directory / "cluster.json")
     assert json.loads(cluster.to_json()) == document["cluster"]
     assert cluster.workers == cluster.network.measured_workers == 2
+    assert cluster.network.measured_per_node == 2
     model = cluster.comm()
     for row in document["rows"]:
         assert model(row["bytes"]) == pytest.approx(row["model_s"])
@@ -86,7 +87,7 @@ def test_the_console_script_under_horovodrun() -> None:
     ]
     assert lines[0] == "all-reduce on 2 ranks (MPI, cpu)"
     assert lines[1].split()[:2] == ["message", "time"]
-    assert any(line.startswith("Latency") and "model: " in line for line in lines)
+    assert any(line.startswith("Delay") and "model: " in line for line in lines)
     assert "[1,1]<stdout>" not in output
     assert "\x1b" not in output  # no colours into a pipe
 

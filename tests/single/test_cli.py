@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hvd_pipe.cli import options, partition, simulate
+from hvd_pipe.cli import advise, options, output, partition, simulate
 from hvd_pipe.cli.main import COMMANDS, main
+from hvd_pipe.planning.advise import Advice
+from hvd_pipe.planning.advise import advise as make_advice
+from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.partition import MAX_STATES
+from hvd_pipe.planning.partition import partition as divide
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.timeline import Timeline
@@ -91,7 +99,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_doctests() -> None:
-    for module in (options, partition, simulate):
+    for module in (options, output, partition, simulate):
         assert doctest.testmod(module).failed == 0
 
 
@@ -204,7 +212,72 @@ def test_machines_with_fast_links_inside(model: str) -> None:
     assert nested["predicted_s"] != flat["predicted_s"]
 
 
+@pytest.mark.parametrize(
+    ("each", "workers", "words"),
+    [
+        (4, 4, None),
+        (4, 8, "measured on 4 ranks of one machine: the network between machines is not in it"),
+        (4, 64, "measured on 4 ranks of one machine: the network between machines is not in it"),
+        (2, 16, None),
+        (2, 17, "measured on 4 ranks: for 17 workers it is extrapolated"),
+        (None, 16, None),
+        (None, 64, "measured on 4 ranks: for 64 workers it is extrapolated"),
+    ],
+)
+def test_a_far_extrapolation_warns(
+    model: str, tmp_path: Path, each: int | None, workers: int, words: str | None
+) -> None:
+    path = tmp_path / "cluster.json"
+    ring = CommModel.linear(1e-4, 1e-9)
+    measured = Network(None, measured=ring, measured_workers=4, measured_per_node=each)
+    Cluster(4, measured).save(path)
+    for asked in (
+        ("plan", model, "--cluster", path, "-n", workers),
+        ("simulate", model, "--cluster", path, "--method", "wfbp", "--sweep", f"4,{workers}"),
+    ):
+        for more in ((), ("--json",)):
+            found = run(*asked, *more)
+            assert found.stderr.count("warning: ") == (words is not None)
+            assert found.stderr.startswith(f"warning: {words or ''}" if words else "")
+            assert not more or json.loads(found.stdout)
+
+
+def test_a_noisy_measurement_warns(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for error, words in ((0.2, None), (0.55, "the measured all-reduce is off by 55% on average")):
+        ring = CommModel((0.0,), (1e-4,), (1e-9,), error=error)
+        Cluster(4, Network(None, measured=ring, measured_workers=4)).save(path)
+        found = run("plan", model, "--cluster", path)
+        assert (words or "") in found.stderr
+        assert bool(found.stderr) == (words is not None)
+
+
 # advise
+
+
+def test_what_is_not_usable_is_not_to_be_pasted(model: str) -> None:
+    found = run("advise", model, *CLUSTER, "--memory", "1MB").stdout
+    assert "Paste" not in found
+    assert "Not to be used as it is: strategy=" in found
+
+
+def test_only_strategies_of_hvd_pipe_are_to_be_pasted(model: str) -> None:
+    for name in ("local-sgd", "horovod", "wide-pipe-sgd:width=4"):
+        found = run("advise", model, *CLUSTER, "--allow", name).stdout
+        assert "Paste" not in found
+        assert f"Best: {name} (not one of hvd_pipe's strategies)." in found
+
+
+def test_rounding_errors_are_not_exposed() -> None:
+    [row] = [row for row in _advised().rows if row.strategy == "merged-gradient"]
+    rounded = replace(row.time, total_s=row.time.compute_s * (1 + 1e-15))
+    assert rounded.exposed_s > 0
+    assert "0 s" in advise._cells(replace(row, time=rounded), False)
+
+
+def _advised() -> Advice:
+    profile = ModelProfile((LayerProfile("fc", 4_000_000, 0.3, 0.1),))
+    return make_advice(profile, Cluster(1, Network(Link.of(1.25e9, 30e-6))))
 
 
 def test_advise(model: str) -> None:
@@ -450,3 +523,25 @@ def test_partition_speaks_of_a_straight_pipeline_that_is_faster() -> None:
     found = " ".join(run(*asked).stdout.split())
     assert "one worker a stage takes 19.7 ms (--straight)" in found
     assert "(--straight)" not in run(*asked, "--straight").stdout
+
+
+@pytest.mark.parametrize(
+    "asked", [("--convention", "original"), ("--memory", "2GB", "--optimizer-state", 2)]
+)
+def test_the_straight_pipeline_is_divided_as_was_asked(asked: tuple[object, ...]) -> None:
+    base = ("partition", DATA / "gnmt.graph.txt", "-n", 16, "--bandwidth", "25gbit", *asked)
+    straight = run_json(*base, "--straight")
+    assert run_json(*base)["straight_simulated_period_s"] == straight["simulated_period_s"]
+
+
+def test_messages_within_a_machine_take_its_links() -> None:
+    machine = ("--machines", "1x4", "--bandwidth", "1gbit", "--latency", "1ms")
+    inside = ("--inner-bandwidth", "80gbit", "--straight")
+    found = run_json("partition", DATA / "vgg16.graph.txt", *machine, *inside)
+    assert found["simulated_period_s"] == pytest.approx(0.279, rel=0.01)
+
+
+def test_the_library_and_the_command_try_as_many_cuts() -> None:
+    [option] = [found for found in partition.command.params if found.name == "max_states"]
+    assert option.default == MAX_STATES
+    assert inspect.signature(divide).parameters["max_states"].default == MAX_STATES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,7 @@ CLUSTERS = [
     Cluster(1, ETHERNET),
     Cluster(32, DEEP, memory_bytes=16 * 2**30, jitter=0.1, name="deep"),
     Cluster(3, MEASURED, speeds=(1.0, 1 / 3, 2.0)),
+    Cluster(4, Network(None, measured=JUMP, measured_workers=4, measured_per_node=4)),
     Cluster(4, Network(Link(0, 0), measured=JUMP, measured_workers=2, per_node=2)),
     *PUBLISHED.values(),
 ]
@@ -137,6 +139,20 @@ def test_json_comes_back_exactly(cluster: Cluster, tmp_path: Path) -> None:
     if cluster.network.measured is not None:
         assert back.network.measured is not None
         assert back.network.measured.error == cluster.network.measured.error
+
+
+def test_where_it_was_measured_is_written_only_if_known() -> None:
+    assert "measured_per_node" not in Cluster(8, MEASURED).to_json()
+    known = replace(MEASURED, measured_per_node=4)
+    assert json.loads(Cluster(8, known).to_json())["network"]["measured_per_node"] == 4
+    assert known.comm(64) == MEASURED.comm(64)
+
+
+def test_a_file_that_is_no_text_is_no_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "picture.json"
+    path.write_bytes(b"\x89PNG\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match=r"picture\.json: this is no text file, so no cluster"):
+        Cluster.load(path)
 
 
 def test_people_write_clusters_in_words() -> None:
@@ -186,6 +202,16 @@ def test_with_workers() -> None:
             ValueError,
             r"measured_workers must be at least 2, got 1",
         ),
+        (
+            lambda: Network(Link(0, 0), measured_per_node=4),
+            ValueError,
+            r"measured_per_node = 4 belongs to measured",
+        ),
+        (
+            lambda: Network(None, measured=JUMP, measured_workers=2, measured_per_node=0),
+            ValueError,
+            r"measured_per_node must be at least 1, got 0",
+        ),
         (lambda: Network(None, measured=3, measured_workers=2), TypeError, r"be a CommModel"),
         (lambda: ETHERNET.comm(0), ValueError, r"workers must be at least 1, got 0"),
         (lambda: ETHERNET.levels(2.5), TypeError, r"workers must be an int, got 2.5"),
@@ -204,6 +230,11 @@ def test_with_workers() -> None:
         (lambda: Cluster(1, ETHERNET, memory_bytes=0), ValueError, r"memory_bytes must be at l"),
         (lambda: Cluster(1, ETHERNET, memory_bytes=1e9), TypeError, r"memory_bytes must be an i"),
         (lambda: Cluster(1, ETHERNET, jitter=-0.1), ValueError, r"jitter must be finite and not"),
+        (
+            lambda: Cluster(1, ETHERNET, jitter=1e308),
+            ValueError,
+            r"jitter must be at most 10 .*308",
+        ),
         (lambda: Cluster(1, ETHERNET, name=3), TypeError, r"name must be a text, got 3"),
     ],
 )

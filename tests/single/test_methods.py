@@ -84,6 +84,7 @@ def test_parse(text: str, method: Method) -> None:
         ("local-sgd:period=0", ValueError, r"LocalSGD: period must be >= 1, got 0"),
         ("local-sgd:period=two", ValueError, r"period: .*two"),
         ("wide-pipe-sgd:width=0", ValueError, r"width must be >= 1, got 0"),
+        ("wide-pipe-sgd:width=3000", ValueError, r"width must be <= 64, got 3000: gradients that"),
         ("pipe-sgd:width=2", ValueError, r"not an option of pipe-sgd"),
         (3, TypeError, r"a method is a string such as 'pipe-sgd', got 3"),
         (None, TypeError, r"a method is a string"),

@@ -341,6 +341,36 @@ def test_costs_of_a_partition() -> None:
     assert rough.total_s != pytest.approx(run.total_s)
 
 
+def test_each_pair_of_workers_has_its_own_link() -> None:
+    # Ranks 0 and 1 are on one machine, and 2 and 3 on the other: the 2nd of 3 messages is slow.
+    plan = hand_made(((0,), 1), ((1,), 1), ((2, 3, 4), 1), ((5,), 1))
+    network = Network(Link(0.5, 1e-5), per_node=2, inside=Link(0.001, 1e-6))
+    run = simulate_partition(plan, MODEL, Cluster(4, network), minibatches=8)
+    took: dict[tuple[int, str], set[float]] = {}
+    for event in run.timeline.events:
+        if event.category == "send":
+            kind = event.name.split()[0]
+            took.setdefault((event.worker, kind), set()).add(round(event.duration_s, 9))
+    assert took == {
+        (0, "activation"): {0.005},
+        (1, "activation"): {0.535},
+        (2, "activation"): {0.003},
+        (1, "gradient"): {0.005},
+        (2, "gradient"): {0.535},
+        (3, "gradient"): {0.003},
+    }
+
+
+@pytest.mark.parametrize(("first", "workers"), [(0, 2), (1, 4), (2, 2)])
+def test_replicas_on_two_machines_average_between_them(first: int, workers: int) -> None:
+    parts = [((layer,), 1) for layer in range(first)]
+    plan = hand_made(*parts, ((first,), 2), (tuple(range(first + 1, 6)), 1))
+    network = Network(Link(0.0, 1e-5), per_node=2, inside=Link(0.0, 1e-6))
+    run = simulate_partition(plan, MODEL, Cluster(6, network), minibatches=12)
+    [took] = {e.duration_s for e in run.timeline.events if e.category == "allreduce"}
+    assert took == float(network.comm(workers)(1000 * (first + 1)))
+
+
 Call = Callable[[], object]
 PLAN = schedule("1f1b", [1, 1], 3)
 COST = StageCost(1.0, 2.0)
@@ -354,6 +384,7 @@ COST = StageCost(1.0, 2.0)
         (lambda: simulate(PLAN, [COST]), "the schedule has 2, got 1"),
         (lambda: simulate(PLAN, [COST] * 2, bandwidth=0.0), "bandwidth must be above 0"),
         (lambda: simulate(PLAN, [COST] * 2, latency=-1.0), "latency must be finite"),
+        (lambda: simulate(PLAN, [COST] * 2, per_node=0), "per_node must be at least 1, got 0"),
         (lambda: simulate(PLAN, [COST] * 2, jitter=math.inf), "jitter must be finite"),
         (lambda: simulate(PLAN, [COST] * 2, speeds=[1.0]), "speeds must be 2 positive numbers"),
         (lambda: simulate(PLAN, [COST] * 2, speeds=[1.0, 0.0]), "speeds must be 2 positive"),

@@ -64,6 +64,9 @@ def test_sizes(text: str, size: int) -> None:
         ("56Gbit", 7e9),
         ("8000bit/s", 1e3),
         ("1000 B/s", 1e3),
+        ("10MBIT", 1.25e6),
+        ("10GBIT/S", 1.25e9),
+        ("10kBit/s", 1250.0),
     ],
 )
 def test_bandwidths(text: str, rate: float) -> None:
@@ -74,12 +77,15 @@ def test_bandwidths(text: str, rate: float) -> None:
     ("text", "seconds"),
     [
         ("30us", 30e-6),
-        ("30µs", 30e-6),
+        ("30\u00b5s", 30e-6),
+        ("30\u03bcs", 30e-6),
         ("1ms", 1e-3),
         ("2s", 2.0),
         ("1.5 ms", 1.5e-3),
         ("500ns", 5e-7),
         ("0s", 0.0),
+        ("0e-999999999s", 0.0),
+        ("1e30s", 1e30),
         ("1e-3s", 1e-3),
     ],
 )
@@ -95,6 +101,9 @@ def test_times(text: str, seconds: float) -> None:
         ("10Gb/s", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
         ("10GBps", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
         ("10gb", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
+        ("10GBPS", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
+        ("1e400gbit", r"'1e400gbit' is no bandwidth: its number must be from 1e-30 to 1e\+30\. A"),
+        ("1e-400gbit", r"'1e-400gbit' is no bandwidth: its number must be from 1e-30"),
         ("10g", r"may mean bits or bytes: do you mean 10GB/s or 10gbit\?"),
         ("5B", r"is a size, not a bandwidth: do you mean 5B/s\?"),
         ("10kB", r"is a size, not a bandwidth: do you mean 10kB/s or 10kbit\?"),
@@ -125,6 +134,10 @@ def test_bad_bandwidths(text: str, message: str) -> None:
         ("-5MB", r"not negative\. Accepted: 25MB"),
         ("nan", r"'nan' is no size"),
         ("1_000", r"'1_000' is no size"),
+        ("1e999999999", r"'1e999999999' is no size: its number must be from 1e-30 to 1e\+30"),
+        ("1e-999999999MB", r"is no size: its number must be"),
+        (f"1e{'9' * 30}", r"is no size: its number must be"),
+        ("1e19", r"'1e19' is too large: a size is at most 9223372036854775807 bytes"),
     ],
 )
 def test_bad_sizes(text: str, message: str) -> None:
@@ -136,6 +149,7 @@ def test_bad_sizes(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("30", r"'30' has no unit: add one, such as 30us or 30ms\. Accepted: 30us, 1.5ms, 2s"),
+        ("1e400s", r"'1e400s' is no time: its number must be from 1e-30 to 1e\+30"),
         ("30uS", r"'30uS' is no time: do you mean 30us\?"),
         ("5min", r"'5min' is no time\. Accepted"),
         ("inf", r"'inf' is no time: it must begin with a number"),
