@@ -20,7 +20,7 @@ from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_
 
 from hvd_pipe.torch.agree import gather
 
-__all__ = ["Clock", "DeviceClock", "Moment", "agree_on_clock", "bound_offset"]
+__all__ = ["Clock", "DeviceClock", "Moment", "agree_on_clock", "bound_offset", "own_clock"]
 
 Moment = float | torch.cuda.Event
 """Seconds of the host since a timeline's zero, or an event on a CUDA stream."""
@@ -37,7 +37,8 @@ class Clock:
 
     zero: float
     zero_unix_ns: int
-    error_s: float
+    error_s: float | None
+    """None where it was compared with no other rank's."""
 
 
 def agree_on_clock(process_set: ProcessSet) -> Clock:
@@ -57,6 +58,12 @@ def agree_on_clock(process_set: ProcessSet) -> Clock:
     wall_ns, here = _both_clocks()
     zero = here - (wall_ns - offset_ns - zero_unix_ns) / 1e9
     return Clock(zero, zero_unix_ns, error_ns / 1e9)
+
+
+def own_clock() -> Clock:
+    """Return a zero of this rank alone: now, by its host's clock."""
+    wall_ns, here = _both_clocks()
+    return Clock(here, wall_ns, None)
 
 
 def _host() -> str:

@@ -68,7 +68,9 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
-            found = super().step(self._averaged(engine, closure))
+            spans = _Updates()
+            found = super().step(self._averaged(engine, closure, spans))
+            spans.end()
             if timeline.active is not None:
                 timeline.active.end_step()
             return found
@@ -357,12 +359,15 @@ class DistributedMixin(torch.optim.Optimizer):
             unscale(engine.settings.parameters, float(scale) if due is None else due)
         return True
 
-    def _averaged(self, engine: Engine, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+    def _averaged(
+        self, engine: Engine, closure: Callable[[], Any] | None, spans: _Updates
+    ) -> Callable[[], Any]:
         """Return the closure with its loss and gradients averaged, so that ranks decide alike."""
         if closure is None:
             raise TypeError("LBFGS needs a closure that computes the loss: step(closure).")
 
         def averaged() -> Any:
+            spans.end()
             with torch.enable_grad():
                 loss = closure()
             mean = torch.as_tensor(loss).detach().clone().double().reshape(1)
@@ -370,6 +375,7 @@ class DistributedMixin(torch.optim.Optimizer):
             engine.after_update()
             if not engine.reduction.alone:
                 engine.reduction.reduce(mean, f"{engine.settings.tag}.loss")
+            spans.begin()
             return mean[0]
 
         return averaged
@@ -399,6 +405,22 @@ class _Owner:
 
     def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
         return self._optimizer()._joining(known)
+
+
+class _Updates:
+    """The timeline's updates of an optimizer that calls its closure in between."""
+
+    def __init__(self) -> None:
+        self._begun: timeline.Moment | None = None
+
+    def begin(self) -> None:
+        if timeline.active is not None:
+            self._begun = timeline.active.moment()
+
+    def end(self) -> None:
+        if timeline.active is not None and self._begun is not None:
+            timeline.active.update(self._begun)
+        self._begun = None
 
 
 def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> DistributedMixin:

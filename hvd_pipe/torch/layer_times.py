@@ -14,6 +14,7 @@ included. Nothing waits for the device: on CUDA the moments are events, read whe
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -144,7 +146,7 @@ class LayerTimes:
         first = next(model.parameters(), torch.empty(0))
         self._clock = Clock(first.device)
         self._parameters = {id(p): p for p in model.parameters() if p.requires_grad}
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = dict(_modules(model))
         self._names[model] = type(model).__name__
         self._layers: dict[str, _Layer] = {}
         self._owners: dict[int, str] = {}
@@ -154,6 +156,8 @@ class LayerTimes:
         self._pending: list[list[_Mark]] = []
         self._seconds: list[_Seconds] = []
         self._handles: list[RemovableHandle] = []
+        self._outputs: list[RemovableHandle] = []
+        """Hooks on outputs of this step."""
         self.steps = 0
         """Steps ended so far, the skipped ones too."""
 
@@ -165,25 +169,33 @@ class LayerTimes:
         self.stop()
 
     def start(self) -> None:
-        """Put hooks into the model; from here on steps are measured."""
+        """Put hooks into the model; from here on steps are measured.
+
+        Raises:
+            ValueError: The model is scripted or traced (`torch.jit`), or a part of it is.
+        """
         self.stop()
-        for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave))
-        for parameter in self._parameters.values():
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._ready
+        for module, name in self._names.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{name!r} is a {type(module).__name__}, which takes no hooks: measure the "
+                    "model before torch.jit.script or torch.jit.trace."
                 )
-            )
+        enter, leave = _Enter(self), _Leave(self)
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(enter))
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        for parameter in self._parameters.values():
+            self._follow(parameter)
         self._handles.append(register_optimizer_step_pre_hook(self._hook("update")))
         self._handles.append(register_optimizer_step_post_hook(self._hook("updated")))
 
     def stop(self) -> None:
         """Take the hooks out; what was measured stays."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._outputs):
             handle.remove()
         self._handles.clear()
+        self._outputs.clear()
         self._calls.clear()
         self._marks.clear()
 
@@ -191,6 +203,12 @@ class LayerTimes:
         """Note that a training step has ended."""
         self.steps += 1
         self._calls.clear()  # of a forward pass that raised
+        self._outputs.clear()
+        if self._handles:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and id(parameter) not in self._parameters:
+                    self._parameters[id(parameter)] = parameter  # it was frozen
+                    self._follow(parameter)
         if self.steps > self._skip and self._marks:
             self._mark("end")
             self._pending.append(self._marks)
@@ -253,6 +271,13 @@ class LayerTimes:
 
     # Hooks.
 
+    def _follow(self, parameter: nn.Parameter) -> None:
+        self._handles.append(
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._ready
+            )
+        )
+
     def _mark(self, kind: str, who: str = "", parameter: int = 0) -> _Mark:
         mark = _Mark(self._clock.now(), kind, who, parameter)
         self._marks.append(mark)
@@ -295,8 +320,10 @@ class LayerTimes:
         for tensor in tensors:
             # What a layer passes on unchanged stays the one's that made it.
             passed = any(tensor is t and tensor.grad_fn is made_by for t, made_by in call.inputs)
-            if tensor.requires_grad and not passed:
-                tensor.register_hook(self._output_hook(name))  # type: ignore[no-untyped-call]
+            # A leaf (a parameter that is returned) outlives the step; its gradient marks itself.
+            if tensor.grad_fn is not None and not passed:
+                hook = self._output_hook(name)
+                self._outputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _output_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -353,6 +380,43 @@ class LayerTimes:
             ended = after.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
             spent = Clock.seconds(before.moment, mark.moment)
             yield mark, spent, idle if ended else after
+
+
+class _Hook:
+    """A hook that a model can be copied and pickled with: the copy's does nothing."""
+
+    def __init__(self, times: LayerTimes | None = None) -> None:
+        self._times = weakref.ref(times) if times is not None else lambda: None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class _Enter(_Hook):
+    @_disable_dynamo  # it is traced where m.compile() includes the hooks of m
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        times = self._times()
+        if times is not None:
+            times._enter(module, inputs)
+
+
+class _Leave(_Hook):
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        times = self._times()
+        if times is not None:
+            times._leave(module, inputs, output)
+
+
+def _modules(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that may have hooks: not what is inside a compiled or scripted one."""
+    yield module, name
+    # By its name: to import torch._dynamo takes seconds.
+    compiled = type(module).__name__ == "OptimizedModule"
+    if compiled or isinstance(module, torch.jit.ScriptModule):
+        return
+    for key, child in module.named_children():
+        yield from _modules(child, f"{name}.{key}" if name else key)
 
 
 _DESCRIPTIONS = {

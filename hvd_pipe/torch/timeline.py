@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, rank
+from horovod.torch.mpi_ops import ProcessSet, rank, size
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -39,7 +39,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.timeline import CLOCK, MARK
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.agree import Description
-from hvd_pipe.torch.clock import DeviceClock, Moment, agree_on_clock
+from hvd_pipe.torch.clock import DeviceClock, Moment, agree_on_clock, own_clock
 from hvd_pipe.torch.flights import Flight, Flights
 from hvd_pipe.trace_file import TraceFile
 
@@ -72,8 +72,10 @@ class Recorder:
         in_flight.before_shutdown(self._flights.halt)
 
     def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
-        """Take an optimizer in; all ranks of its process set do this together."""
-        clock = agree_on_clock(process_set)
+        """Take an optimizer in; all ranks do this, those of its process set together."""
+        # A rank outside of the set may come first: it shows its own steps, by its own clock.
+        member = process_set.included()
+        clock = agree_on_clock(process_set) if member else own_clock()
         if self._zero is None:
             self._zero = clock.zero
             self.file.add(_metadata("process_name", self.worker, 0, name=f"worker {self.worker}"))
@@ -82,7 +84,8 @@ class Recorder:
             self.file.add(_metadata(CLOCK, self.worker, 0, **about))
         if any(parameter.is_cuda for parameter in parameters) and self._device is None:
             self._device = DeviceClock(self.now)
-        self.forwards.want(parameters)
+        if member:
+            self.forwards.want(parameters)
 
     # Moments.
 
@@ -245,7 +248,9 @@ class _Forwards:
         if not found:
             return
         self._wanted -= found
-        if _enter not in module._forward_pre_hooks.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # it takes no hooks: there are no forward events of it
+        elif _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
             self.enter()  # torch has listed the hooks of this call already
@@ -323,7 +328,7 @@ def describe() -> Description:
 
 def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
     """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
-    if active is not None and process_set.included():
+    if active is not None:
         active.join(parameters, process_set)
 
 
@@ -340,12 +345,21 @@ def _open(directory: Path) -> Recorder:
     path = directory / f"rank{rank()}.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _remove_older(directory)
         return Recorder(path, limit, rank())
     except OSError as error:
         raise HvdPipeError(
             f"{DIRECTORY}={directory}: {path} cannot be written ({error.strerror}): name a "
             f"directory that this user can write on every host, or unset {DIRECTORY}."
         ) from error
+
+
+def _remove_older(directory: Path) -> None:
+    """Remove what an older run on more ranks has left; the others write their files anew."""
+    for path in directory.glob("rank*.json"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= size():
+            path.unlink(missing_ok=True)  # every rank does this: hosts may not share a disk
 
 
 def _metadata(what: str, worker: int, tid: int, **args: object) -> str:

@@ -124,6 +124,37 @@ def troubled() -> None:
         model(torch.randn(4, WIDTH))
 
 
+def other_models() -> None:
+    """A scripted model; then LBFGS; each of ``STEPS`` steps."""
+    hvd.init()
+    model = torch.jit.script(make_model())
+    train(model, wrap(model, "merged-gradient"))
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=2), model.named_parameters()
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+
+
+def outside() -> None:
+    """Rank 1 is outside of the first optimizer's process set."""
+    hvd.init()
+    first = hvd.add_process_set([0])
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, hvd.DistributedOptimizer(optimizer, process_set=first))
+    model = make_model()
+    train(model, wrap(model, "merged-gradient"))
+
+
 def refused() -> dict[str, Raised | None]:
     hvd.init()
     first, directory = hvd.rank() == 0, os.environ[timeline.DIRECTORY]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import doctest
+import threading
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.torch import clock
+from hvd_pipe.torch import clock, flights
 from hvd_pipe.torch.clock import bound_offset
 
 DELAYS = st.integers(0, 1000)
+
+
+def test_a_halted_observer_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flights, "poll", lambda handle: False)
+    before = set(threading.enumerate())
+    observer = flights.Flights(time.perf_counter, lambda flight: None)
+    observer.launch("a message", 4, 0.0, handle=0)
+    (thread,) = set(threading.enumerate()) - before
+    observer.halt()
+    assert not thread.is_alive()
 
 
 def test_doctests() -> None:

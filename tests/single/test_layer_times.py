@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
+import io
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -287,6 +289,97 @@ def test_a_step_that_raises_leaves_no_hooks_and_may_be_repeated() -> None:
         step()
         times.step()
     assert times.profile().gradient_order() == ("0",)
+
+
+def test_copies_do_not_record_and_can_be_saved(ticks: list[float]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    step = step_of(model, torch.ones(2, 3))
+    alone = measure_profile(model, step, steps=2, skip=0)
+    with LayerTimes(model, skip=0) as times:
+        for _ in range(2):
+            step()
+            copy.deepcopy(model)(torch.ones(2, 3)).sum().backward()
+            torch.save(model, io.BytesIO())
+            times.step()
+    assert times.profile() == alone
+
+
+def test_a_parameter_that_a_layer_returns_keeps_no_hooks() -> None:
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.last = Token(), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(x + self.token(x))  # type: ignore[no-any-return]
+
+    model = Model()
+    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    assert not model.token.weight._backward_hooks
+    assert layers["token"].gradient_bytes == 12
+
+
+def test_a_layer_whose_exception_is_caught_is_a_layer(ticks: list[float]) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(3, 3), Fails(), nn.Linear(3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            with pytest.raises(RuntimeError):
+                self.b(x)
+            return self.c(x)  # type: ignore[no-any-return]
+
+    model = Model()
+    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    assert list(layers) == ["a", "b", "c", "(loss)"]
+
+
+def test_a_layer_that_thaws_counts() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    step = step_of(model, torch.ones(2, 3))
+    with LayerTimes(model, skip=0) as times:
+        for number in range(6):
+            model[0].requires_grad_(number >= 2)
+            step()
+            times.step()
+    assert times.profile().gradient_bytes().tolist() == [16, 48]
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "inner", "m.compile"])
+def test_compiled_models_that_have_not_run(way: str) -> None:
+    torch._dynamo.reset()
+    model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    if way == "torch.compile":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif way == "inner":
+        model[0] = torch.compile(model[0], backend="eager")  # type: ignore[operator, index]
+    else:
+        model.compile(backend="eager")
+    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    assert list(layers)[:-1] == (["OptimizedModule"] if way == "torch.compile" else ["0", "1"])
+    assert sum(layer.gradient_bytes for layer in layers.values()) == 64
+
+
+def test_scripted_models_are_refused_with_the_way_out() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"'0' is a Recursive.*before torch\.jit\.script"):
+        measure_profile(model, step_of(model, torch.ones(2, 3)))
+    assert hooks_of(model[1:]) == 0
 
 
 def test_mistakes() -> None:
