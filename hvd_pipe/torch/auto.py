@@ -25,6 +25,7 @@ import torch
 
 from hvd_pipe.planning.advise import MARGIN
 from hvd_pipe.planning.candidates import fitted_buckets, fitted_period
+from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.profile import ModelProfile
@@ -32,10 +33,12 @@ from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import from_first, largest
 from hvd_pipe.torch.arguments import Checked
-from hvd_pipe.torch.engine import Engine
+from hvd_pipe.torch.compression import Int8, codec_for
+from hvd_pipe.torch.engine import Engine, Settings
 from hvd_pipe.torch.engines import succeed
 from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
 from hvd_pipe.torch.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.saved import VERSION
 
 __all__ = ["AutoChoice", "Prediction", "choose", "predict"]
 
@@ -56,13 +59,16 @@ class Prediction:
     seconds: float
 
 
-def predict(method: Method, profile: ModelProfile, comm: CommModel) -> Prediction:
+def predict(
+    method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
+) -> Prediction:
     """Return how long a step of a method will take, with the options that fit.
 
     Args:
         method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
         profile: Of a worker's own work.
         comm: As `hvd_pipe.torch.profiler.measure_comm` has found it.
+        codec: What compression makes of a message.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile
@@ -76,13 +82,28 @@ def predict(method: Method, profile: ModelProfile, comm: CommModel) -> Predictio
         cocod:period=3 2.0
     """
     if isinstance(method, MergedGradient):  # with the plan in use, whose engine goes on
-        return Prediction(MergedGradient(), step_time(method, profile, comm).total_s)
+        return Prediction(MergedGradient(), step_time(method, profile, comm, codec).total_s)
+    carried = comm.compressed(codec)
     if isinstance(method, CoCoD):
-        period = fitted_period(profile, comm, profile.compute_s)
+        period = fitted_period(profile, carried, profile.compute_s)
         method = dataclasses.replace(method, period=period)
     else:
-        method = fitted_buckets(method, profile, comm)
-    return Prediction(method, step_time(method, profile, comm).total_s)
+        method = fitted_buckets(method, profile, carried)
+    return Prediction(method, step_time(method, profile, comm, codec).total_s)
+
+
+def _codec(settings: Settings) -> CodecCost:
+    """Return what the job's compression costs, on this kind of device."""
+    like = settings.parameters[0]
+    ratio, codec = (
+        settings.reduction.ratio(like),
+        codec_for(settings.reduction.compression, like.dtype),
+    )
+    if codec is None:
+        return CodecCost("wire", ratio)
+    known = CODECS["int8" if isinstance(codec, Int8) else "bf16"]
+    seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
+    return dataclasses.replace(known, ratio=ratio, seconds_per_byte=seconds)
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:
@@ -140,7 +161,7 @@ class AutoChoice:
             return engine
         own, self._times = self._times.close(), None
         self.chosen, predicted = self._choice(engine, own)
-        self._reached = _Reached(self.chosen, predicted)
+        self._reached = _Reached(self.chosen, predicted) if predicted else None
         return engine if isinstance(self.chosen, MergedGradient) else succeed(engine, self.chosen)
 
     def resume(
@@ -150,15 +171,18 @@ class AutoChoice:
 
         A plan without a choice is not taken: this run is to measure and to choose.
         """
-        text = None if saved is None else saved.get(KEY)
-        if saved is None or text is None:
-            if saved is not None and self.chosen is None:
-                counters = {k: v for k, v in saved.get("counters", {}).items() if k != "plan"}
+        if saved is None or saved.get("version") != VERSION:
+            return engine, saved  # `saved.load` says what is lost
+        text = saved.get(KEY)
+        if text is not None and saved["workers"] != engine.reduction.workers:
+            self._say("auto: %s was chosen for %d workers: measures again", text, saved["workers"])
+            text = None
+        method = None if text is None else parse(text)
+        if method is None or method.name not in [each.name for each in self._candidates]:
+            if self.chosen is None:
+                counters = {k: v for k, v in saved["counters"].items() if k != "plan"}
                 saved = {**saved, "counters": counters}
             return engine, saved
-        method = parse(text)
-        if method.name not in [candidate.name for candidate in self._candidates]:
-            return engine, saved  # `saved.load` says what is lost
         assert not isinstance(method, Auto)
         if self._times is not None:
             self._times.close()
@@ -175,16 +199,23 @@ class AutoChoice:
         """Let the first rank choose from the slowest rank's times; the same answer everywhere."""
         settings = engine.settings
         tag, process_set = settings.tag, settings.reduction.process_set
-        mine = [0.0] * (2 + len(settings.parameters))
+        mine = [0.0] * (3 + len(settings.parameters))
         if own is not None:
-            mine = [own.before_s, own.update_s, *own.ready_s]
-        before, update, *ready = largest(mine, f"{tag}.own", process_set)
+            mine = [1.0, own.before_s, own.update_s, *own.ready_s]
+        measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
+        if not measured:  # no step of any rank had an update: each overflowed, for example
+            least = min(self._candidates, key=lambda one: _ORDER.index(one.name))
+            self._say("auto: no step could be measured: goes on with %s", spell(least))
+            return least, 0.0
         answer = None
         if self._speaks:
             assert engine.comm is not None
             assert engine.plan is not None
             # A sparse gradient travels by itself, in a size that the step decides.
-            sizes = [max(1, size) for size in settings.wire_bytes()]
+            sizes = [
+                1 if place in settings.sparse else max(1, settings.nbytes(place))
+                for place in range(len(settings.parameters))
+            ]
             profile = profile_of(OwnTimes(before, ready, update), settings.names, sizes)
             found = [
                 predict(
@@ -193,6 +224,7 @@ class AutoChoice:
                     else candidate,
                     profile,
                     engine.comm,
+                    _codec(settings),
                 )
                 for candidate in self._candidates
             ]

@@ -118,6 +118,18 @@ def test_what_the_arguments_refuse_is_left_out(results: Any) -> None:
     assert of(results, "nothing to choose") == [["adasum", "merged-gradient"]] * 2
 
 
+def test_what_was_not_measured_changes_nothing(results: Any) -> None:
+    """With all times 0 each stale method looked twice as fast, and auto changed the mathematics."""
+    for chosen, _ in of(results, "nothing measured"):
+        assert chosen == "merged-gradient"
+    (_, lines), _ = of(results, "nothing measured")
+    assert "auto: no step could be measured: goes on with merged-gradient" in lines
+
+
+def test_a_choice_that_is_not_allowed_is_made_again(results: Any) -> None:
+    assert of(results, "resumed, not allowed") == [("merged-gradient", "pipe-sgd")] * 2
+
+
 def test_the_environment_may_ask_for_it(results: Any) -> None:
     assert of(results, "environment") == ["merged-gradient"] * 2
 

@@ -310,6 +310,36 @@ def nothing_to_choose() -> list[str]:
     return [one.state_dict()["hvd_pipe"]["strategy"] for one in (adasum, lbfgs)]
 
 
+def nothing_measured() -> tuple[str | None, list[str]]:
+    """Every measured step overflows, so that none has an update."""
+    lines, model = Lines(), make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd/cocod")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, backoff_factor=0.999)
+    for step in range(SWITCH + 2):
+        optimizer.zero_grad()
+        (scaler.scale(loss_of(model, hvd.rank(), step)) * float("inf")).backward()
+        optimizer.synchronize(loss_scale=scaler.get_scale())
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return chosen_of(optimizer), lines.taken()
+
+
+def resumed_where_the_choice_is_not_allowed() -> tuple[str | None, str | None]:
+    """A plan that comes with a choice that is not allowed must not keep auto from measuring."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient")
+    train(model, optimizer, 0, steps=SWITCH + 3)
+    saved = optimizer.state_dict()
+    again = wrap(model, "pipe-sgd")
+    again.load_state_dict(saved)
+    train(model, again, 0, steps=SWITCH + 3)
+    found = chosen_of(again)
+    again.synchronize()
+    return saved["hvd_pipe"].get("chosen"), found
+
+
 def from_the_environment() -> str | None:
     os.environ["HVD_PIPE_STRATEGY"] = f"auto:steps={STEPS}"
     model = make_model()
@@ -372,6 +402,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "joined after": partial(joined, SWITCH + 5),
     "lines": lines_and_refusals,
     "nothing to choose": nothing_to_choose,
+    "nothing measured": nothing_measured,
+    "resumed, not allowed": resumed_where_the_choice_is_not_allowed,
     "environment": from_the_environment,
     "newcomer": partial(a_newcomer_that_cannot_travel, None),
 }
