@@ -119,7 +119,7 @@ def test_what_the_arguments_refuse_is_left_out(results: Any) -> None:
 
 
 def test_what_was_not_measured_changes_nothing(results: Any) -> None:
-    """With all times 0 each stale method looked twice as fast, and auto changed the mathematics."""
+    """With all times 0 stale methods looked twice as fast, and auto changed the mathematics."""
     for chosen, _ in of(results, "nothing measured"):
         assert chosen == "merged-gradient"
     (_, lines), _ = of(results, "nothing measured")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -70,3 +71,30 @@ def test_sizes_grow_to_the_largest_message(largest: int) -> None:
     assert sizes[0] == 1024
     assert sizes[-1] in (largest // 4 * 4, 2048, 2 * sizes[-2])
     assert all(size % 4 == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("budget", [0.1, 2.0, 60.0])
+def test_the_link_and_the_delay_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
+    """n messages that are sent together take ``delay + n T(bytes)``: T and delay come back."""
+    spent: list[float] = []
+
+    def seconds(size: float) -> float:
+        return 1e-4 + 1e-9 * size
+
+    def fake(messages: Sequence[torch.Tensor], name: str, process_set: object) -> float:
+        spent.append(2e-3 + sum(seconds(message.nbytes) for message in messages))
+        return spent[-1]
+
+    monkeypatch.setattr(profiler, "_time", fake)
+    monkeypatch.setattr(profiler, "largest", lambda values, *_: values)
+    sizes = _sizes(64 * 2**20)
+    (done, found), delay = measure_allreduce(
+        sizes, torch.device("cpu"), global_process_set, budget
+    )
+    assert done[0] == sizes[0]
+    assert found == pytest.approx([seconds(size) for size in done], rel=1e-6)
+    assert delay == pytest.approx(2e-3)
+    assert sum(spent) < 2 * budget
+    assert budget < 10 or done == sizes
