@@ -22,6 +22,7 @@ RANKS = 2
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 import hvd_pipe.torch as hvd
 import workers_timeline as job
 hvd.init()
