@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, allgather, allreduce_, size
 
-from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 
 __all__ = [
     "Description",
     "check_alike",
     "failed",
+    "found_by_first",
     "from_first",
     "gather",
     "largest",
@@ -48,6 +49,29 @@ def from_first(value: Any, name: str, process_set: ProcessSet) -> Any:
     """Return the first rank's JSON-able ``value`` on every rank."""
     first = process_set.rank() == 0
     return gather(value if first else None, name, process_set)[0]
+
+
+def found_by_first(find: Callable[[], Any], name: str, process_set: ProcessSet) -> Any:
+    """Return on every rank the JSON-able value that the first rank finds.
+
+    Raises:
+        HvdPipeError: ``find`` raised on the first rank, where its own error is raised.
+    """
+    answer: dict[str, Any] | None = None
+    failure: Exception | None = None
+    if process_set.rank() == 0:
+        try:
+            answer = {"value": find()}
+        except Exception as error:  # the others wait for an answer
+            answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
+    answer = from_first(answer, name, process_set)
+    assert answer is not None
+    if failure is not None:
+        raise failure
+    if "error" in answer:
+        rank = members(process_set)[0]
+        raise HvdPipeError(f"rank {rank}, which decides for all, failed: {answer['error']}")
+    return answer["value"]
 
 
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:

@@ -31,7 +31,7 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
-from hvd_pipe.torch.agree import from_first, largest
+from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.compression import Int8, codec_for
 from hvd_pipe.torch.engine import Engine, Settings
@@ -207,44 +207,49 @@ class AutoChoice:
             least = min(self._candidates, key=lambda one: _ORDER.index(one.name))
             self._say("auto: no step could be measured: goes on with %s", spell(least))
             return least, 0.0
-        answer = None
-        if self._speaks:
-            assert engine.comm is not None
-            assert engine.plan is not None
-            # A sparse gradient travels by itself, in a size that the step decides.
-            sizes = [
-                1 if place in settings.sparse else max(1, settings.nbytes(place))
-                for place in range(len(settings.parameters))
-            ]
-            profile = profile_of(OwnTimes(before, ready, update), settings.names, sizes)
-            found = [
-                predict(
-                    MergedGradient(plan=engine.plan)
-                    if isinstance(candidate, MergedGradient)
-                    else candidate,
-                    profile,
-                    engine.comm,
-                    _codec(settings),
-                )
-                for candidate in self._candidates
-            ]
-            best = choose(found)
-            others = [
-                f"{spell(one.method)} {_milliseconds(one.seconds)}"
-                for one in sorted(found, key=lambda one: one.seconds)
-                if one is not best
-            ]
-            self._say(
-                "auto: chose %s: predicted %s a step%s",
-                spell(best.method),
-                _milliseconds(best.seconds),
-                f" ({', '.join(others)})" if others else "",
-            )
-            answer = [spell(best.method), best.seconds]
-        text, seconds = from_first(answer, f"{tag}.choice", process_set)
+        own = OwnTimes(before, ready, update)
+        text, seconds = found_by_first(
+            lambda: self._best(engine, own), f"{tag}.choice", process_set
+        )
         method = parse(text)
         assert not isinstance(method, Auto)
         return method, float(seconds)
+
+    def _best(self, engine: MergedGradientEngine, own: OwnTimes) -> tuple[str, float]:
+        """Predict every method and return the best one, spelled, and the seconds of its step."""
+        settings = engine.settings
+        assert engine.comm is not None
+        assert engine.plan is not None
+        # A sparse gradient travels by itself, in a size that the step decides.
+        sizes = [
+            1 if place in settings.sparse else max(1, settings.nbytes(place))
+            for place in range(len(settings.parameters))
+        ]
+        profile = profile_of(own, settings.names, sizes)
+        found = [
+            predict(
+                MergedGradient(plan=engine.plan)
+                if isinstance(candidate, MergedGradient)
+                else candidate,
+                profile,
+                engine.comm,
+                _codec(settings),
+            )
+            for candidate in self._candidates
+        ]
+        best = choose(found)
+        others = [
+            f"{spell(one.method)} {_milliseconds(one.seconds)}"
+            for one in sorted(found, key=lambda one: one.seconds)
+            if one is not best
+        ]
+        self._say(
+            "auto: chose %s: predicted %s a step%s",
+            spell(best.method),
+            _milliseconds(best.seconds),
+            f" ({', '.join(others)})" if others else "",
+        )
+        return spell(best.method), best.seconds
 
     def _say(self, text: str, *values: object) -> None:
         if self._speaks:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,22 +74,23 @@ class JobTimes:
     ) -> None:
         self._clock = Clock(parameters[0].device)
         self._ready: list[Moment | None] = [None] * len(parameters)
-        self._first: Moment | None = None
         self._previous: Moment | None = None
         self._begun: Moment | None = None
         self._updated: Moment | None = None
         self._steps: deque[tuple[Moment, list[Moment | None], Moment, Moment]] = deque(
             maxlen=MOST_STEPS
         )
-        self._handles: list[RemovableHandle] = [
+        handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin()),
             optimizer.register_step_post_hook(lambda *_: self._update()),
         ]
+        # Parameters may outlive the optimizer, which alone keeps this.
+        self._detach = weakref.finalize(self, _remove, handles)
+        times = weakref.ref(self)
         for place, parameter in enumerate(parameters):
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._hook(place)
-                )
+            hook = _hook(times, place)
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             )
 
     @property
@@ -113,8 +115,7 @@ class JobTimes:
 
     def close(self) -> OwnTimes | None:
         """Take the hooks out and return medians, the first steps left out; None without steps."""
-        for handle in self._handles:
-            handle.remove()
+        self._detach()
         steps = list(self._steps)[min(SKIP_STEPS, len(self._steps) - 1) :] if self._steps else []
         if not steps:
             return None
@@ -133,17 +134,29 @@ class JobTimes:
         since = [(last if moment is None else moment) - first for moment in moments]
         return [first, Clock.seconds(begun, updated), *since]
 
-    def _hook(self, place: int) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            self._ready[place] = self._clock.now()
-
-        return hook
+    def mark(self, place: int) -> None:
+        """Note that the gradient at ``place`` is ready now."""
+        self._ready[place] = self._clock.now()
 
     def _begin(self) -> None:
         self._begun = self._clock.now()
 
     def _update(self) -> None:
         self._updated = self._clock.now()
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _hook(times: weakref.ref[JobTimes], place: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        watching = times()
+        if watching is not None:
+            watching.mark(place)
+
+    return hook
 
 
 def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
@@ -223,6 +236,13 @@ def profile_job(optimizer: torch.optim.Optimizer, settings: Settings) -> JobProf
     if not path or _started or not process_set.included() or process_set.rank() != 0:
         return None
     _started = True
+    if isinstance(optimizer, torch.optim.LBFGS):
+        warnings.warn(
+            f"{ENVIRONMENT_VARIABLE}={path}: no profile is written, as LBFGS computes gradients "
+            "within its steps: profile the model with another optimizer.",
+            stacklevel=4,
+        )
+        return None
     times = JobTimes(optimizer, settings.parameters)
     sizes = [settings.nbytes(place) for place in range(len(settings.parameters))]
     return JobProfile(path, times, settings.names, sizes)

@@ -24,7 +24,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.kinds import plan_kinds
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.agree import from_first, largest
+from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.plans import default_groups, plan_groups
@@ -181,8 +181,11 @@ class MergedGradientEngine(Engine):
             total = sum(settings.wire_bytes())
             device = settings.parameters[0].device
             self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
-        answer = self._best(ready).to_json() if process_set.rank() == 0 else None
-        plan = Plan.from_json(from_first(answer, f"{settings.tag}.plan", process_set))
+        plan = Plan.from_json(
+            found_by_first(
+                lambda: self._best(ready).to_json(), f"{settings.tag}.plan", process_set
+            )
+        )
         if self.plan is not None and plan.buckets == self.plan.buckets:
             self.plan = plan
         else:

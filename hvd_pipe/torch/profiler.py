@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_async_, synchronize
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
-from hvd_pipe.torch.agree import largest
+from hvd_pipe.torch.agree import largest, members
 
 __all__ = ["Clock", "Moment", "ReadyTimes", "measure_allreduce", "measure_comm"]
 
@@ -172,15 +173,16 @@ def measure_allreduce(
 
     Raises:
         ValueError: Sizes that do not grow, or are no multiples of 4.
+        HvdPipeError: Another rank has too little memory; that one raises what torch says.
     """
     sizes = list(sizes)
     if not sizes or sizes[0] < 4 or sizes != sorted(set(sizes)) or any(s % 4 for s in sizes):
         raise ValueError(
             f"sizes must grow and be multiples of 4 bytes (a float32), from 4 on; got {sizes}."
         )
-    # All memory at once, before the first message: a rank that has too little fails alone here.
+    # All memory at once, before the first message.
     count = max(2 * _messages(size) * size // 4 for size in sizes)
-    buffer = torch.zeros(count, device=device)
+    buffer = _allocated_everywhere(count, device, process_set, tag)
     done: list[int] = []
     occupied: list[float] = []
     delay = spent = 0.0
@@ -219,6 +221,27 @@ def measure_allreduce(
         if progress is not None:
             progress(size, occupied[-1])
     return (done, occupied), delay
+
+
+def _allocated_everywhere(
+    count: int, device: torch.device, process_set: ProcessSet, tag: str
+) -> torch.Tensor:
+    """Return zeros, or raise on every rank where one has no memory for them."""
+    buffer, failure, lacking = None, None, 0.0
+    try:
+        buffer = torch.zeros(count, device=device)
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure, lacking = error, 1.0 + process_set.rank()
+    [lacking] = largest([lacking], f"{tag}.memory", process_set)
+    if failure is not None:
+        raise failure
+    if lacking or buffer is None:
+        raise HvdPipeError(
+            f"rank {members(process_set)[int(lacking) - 1]} could not allocate {4 * count} bytes "
+            "to measure all-reduces with: free memory there, measure smaller messages, or train "
+            "with a strategy that measures nothing, such as 'merged-gradient:plan=wfbp'."
+        )
+    return buffer
 
 
 def _spread(sizes: list[int], count: int) -> list[int]:

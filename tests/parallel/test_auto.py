@@ -130,6 +130,47 @@ def test_a_choice_that_is_not_allowed_is_made_again(results: Any) -> None:
     assert of(results, "resumed, not allowed") == [("merged-gradient", "pipe-sgd")] * 2
 
 
+@pytest.mark.parametrize("case", ["resumed, other workers", "resumed, another version"])
+def test_a_choice_of_another_job_or_version_is_not_taken(results: Any, case: str) -> None:
+    (*choices, lines), (*others, _) = of(results, case)
+    assert choices == others == [None, "pipe-sgd"]
+    warned = "auto: pipe-sgd was chosen for 3 workers: measures again"
+    assert (warned in lines) == (case == "resumed, other workers")
+
+
+@pytest.mark.parametrize("found", ["choice", "plan"])
+def test_what_rank_0_alone_decides_fails_on_every_rank(results: Any, found: str) -> None:
+    verb = {"choice": "choose", "plan": "plan"}[found]
+    own, told = of(results, f"rank 0 cannot {verb}")
+    assert own == f"ValueError: no {found}"
+    assert told == f"HvdPipeError: rank 0, which decides for all, failed: {own}"
+
+
+def test_memory_that_one_rank_lacks_is_missed_on_every_rank(results: Any) -> None:
+    told, own = of(results, "no memory")
+    assert own == "OutOfMemoryError: too little"
+    assert told.startswith("HvdPipeError: rank 1 could not allocate ")
+    assert "measure smaller messages" in told
+
+
+def test_the_slowest_ranks_times_count(results: Any) -> None:
+    (ready, last), _ = of(results, "seen by rank 0")
+    assert ready == sorted(ready)
+    assert ready[-1] >= workers_auto.SLEEP
+    assert last >= workers_auto.SLEEP
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hooks(results: Any) -> None:
+    assert of(results, "gone") == [0, 0]
+
+
+def test_lbfgs_has_no_profile_and_says_so_once(results: Any) -> None:
+    (said,), silent = of(results, "profile, lbfgs")
+    assert silent == []
+    assert "no profile is written, as LBFGS computes gradients within its steps" in said
+    assert not Path(f"{results[0]}.lbfgs").exists()
+
+
 def test_the_environment_may_ask_for_it(results: Any) -> None:
     assert of(results, "environment") == ["merged-gradient"] * 2
 

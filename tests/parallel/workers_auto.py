@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,10 +23,12 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.torch import auto, job_times, merged_gradient
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
 LONG = SWITCH + 30  # long enough for the report of what was reached
+SLEEP = 0.02
 
 
 class Run(NamedTuple):
@@ -340,6 +345,72 @@ def resumed_where_the_choice_is_not_allowed() -> tuple[str | None, str | None]:
     return saved["hvd_pipe"].get("chosen"), found
 
 
+def resumed_from(changes: dict[str, Any]) -> tuple[str | None, str | None, list[str]]:
+    """The choices after loading a state with changes, and after measuring anew."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 3)
+    saved = optimizer.state_dict()
+    optimizer.synchronize()
+    saved["hvd_pipe"] = {**saved["hvd_pipe"], **changes}
+    again, lines = wrap(model, "pipe-sgd"), Lines()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that what is in flight is lost
+        again.load_state_dict(saved)
+    loaded = chosen_of(again)
+    train(model, again, hvd.rank(), steps=SWITCH)
+    again.synchronize()
+    return loaded, chosen_of(again), lines.taken()
+
+
+def failing(where: str, rank: int, error: Exception) -> str:
+    """One rank alone fails as all measure, plan and choose."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH - 1)
+    try:
+        if hvd.rank() == rank:
+            with mock.patch(where, side_effect=error):
+                train(model, optimizer, hvd.rank(), steps=1)
+        else:
+            train(model, optimizer, hvd.rank(), steps=1)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return ""
+
+
+def seen_by_rank_0() -> tuple[list[float], float] | None:
+    """What rank 0 plans and predicts from: rank 1 is slow before its last gradient."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    if hvd.rank() == 1:
+        model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
+    planned = mock.Mock(wraps=merged_gradient.plan_kinds)
+    predicted = mock.Mock(wraps=auto.predict)
+    with (
+        mock.patch.object(auto, "predict", predicted),
+        mock.patch.object(merged_gradient, "plan_kinds", planned),
+    ):
+        train(model, optimizer, hvd.rank(), steps=SWITCH)
+    optimizer.synchronize()
+    if hvd.rank() != 0:
+        assert not planned.called
+        assert not predicted.called
+        return None
+    profile = predicted.call_args.args[1]
+    return planned.call_args.args[1].tolist(), float(profile.ready_times()[-1])
+
+
+def hooks_of_optimizers_that_are_gone() -> int:
+    model = make_model()
+    for _ in range(3):
+        optimizer = wrap(model, "pipe-sgd")
+        train(model, optimizer, hvd.rank(), steps=2)
+        del optimizer
+        gc.collect()
+    return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
 def from_the_environment() -> str | None:
     os.environ["HVD_PIPE_STRATEGY"] = f"auto:steps={STEPS}"
     model = make_model()
@@ -362,6 +433,21 @@ def profiled(path: str) -> Run:
         optimizer.synchronize()
     del os.environ["HVD_PIPE_PROFILE"]
     return Run(runs[0], runs[1], None)
+
+
+def profiled_lbfgs(path: str) -> list[str]:
+    """What is warned of, over two optimizers."""
+    job_times._started = False
+    os.environ["HVD_PIPE_PROFILE"] = path
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model = make_model()
+            hvd.DistributedOptimizer(
+                torch.optim.LBFGS(model.parameters()), model.named_parameters()
+            )
+    del os.environ["HVD_PIPE_PROFILE"]
+    return [str(one.message) for one in caught if one.filename == __file__]
 
 
 def a_newcomer_that_cannot_travel(on_rank: int | None) -> str:
@@ -404,6 +490,19 @@ CASES: dict[str, Callable[[], Any]] = {
     "nothing to choose": nothing_to_choose,
     "nothing measured": nothing_measured,
     "resumed, not allowed": resumed_where_the_choice_is_not_allowed,
+    "resumed, other workers": partial(resumed_from, {"workers": 3}),
+    "resumed, another version": partial(
+        resumed_from, {"version": 9, "chosen": 5, "workers": None, "counters": None}
+    ),
+    "rank 0 cannot choose": partial(
+        failing, "hvd_pipe.torch.auto.predict", 0, ValueError("no choice")
+    ),
+    "rank 0 cannot plan": partial(
+        failing, "hvd_pipe.torch.merged_gradient.plan_kinds", 0, ValueError("no plan")
+    ),
+    "no memory": partial(failing, "torch.zeros", 1, torch.OutOfMemoryError("too little")),
+    "seen by rank 0": seen_by_rank_0,
+    "gone": hooks_of_optimizers_that_are_gone,
     "environment": from_the_environment,
     "newcomer": partial(a_newcomer_that_cannot_travel, None),
 }
@@ -411,7 +510,11 @@ CASES: dict[str, Callable[[], Any]] = {
 
 def run(path: str) -> dict[str, Any | Raised]:
     hvd.init()
-    return run_cases({**CASES, "profile": partial(profiled, path)})
+    profiles = {
+        "profile": partial(profiled, path),
+        "profile, lbfgs": partial(profiled_lbfgs, f"{path}.lbfgs"),
+    }
+    return run_cases({**CASES, **profiles})
 
 
 def one_strange_newcomer() -> str:
