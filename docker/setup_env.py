@@ -34,10 +34,13 @@ TOOLS = {
     "g++": "g++",
     "make": "make",
 }
+# For the emulated cluster (benchmarks/cluster.py), which only root can have.
+ROOT_TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
 
 
 def missing_packages() -> list[str]:
-    packages = [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    tools = TOOLS | (ROOT_TOOLS if os.geteuid() == 0 else {})
+    packages = [package for tool, package in tools.items() if shutil.which(tool) is None]
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         packages.append("python3-dev")
     probe = "import venv, ensurepip"
