@@ -157,8 +157,8 @@ def measure_allreduce(
     message: T is the difference between 2n messages and n, over n.
 
     Every rank takes part and gets the same answer: a sample is the slowest rank's time. Where
-    delays are long, some sizes are left out; above 1 MiB a size that would not fit into the
-    budget ends the measurement.
+    delays are long, some sizes are left out, up to 1 MiB; above it a size that would not fit into
+    the budget ends the measurement.
 
     Args:
         sizes: Sizes of messages in bytes, growing, multiples of 4.
@@ -181,7 +181,7 @@ def measure_allreduce(
             f"sizes must grow and be multiples of 4 bytes (a float32), from 4 on; got {sizes}."
         )
     # All memory at once, before the first message.
-    count = max(2 * _messages(size) * size // 4 for size in sizes)
+    count = max(2 * _messages(size) * size // 4 for size in [*sizes, _CERTAIN])
     buffer = _allocated_everywhere(count, device, process_set, tag)
     done: list[int] = []
     occupied: list[float] = []
@@ -205,7 +205,12 @@ def measure_allreduce(
             grown = 3 * n * occupied[-1] * size / done[-1]  # at most: delays do not grow
             expected = 2 * (2 * delay + grown) if size > _CERTAIN else 0.0
             if spent + expected > budget_s:
-                break
+                if done[-1] >= _CERTAIN // 4:
+                    break
+                # Times of small messages are latency, and say little of large ones.
+                sizes.insert(0, size)
+                size = _CERTAIN
+                n = _messages(size)
         first = rounds(size, 1)  # not counted, but it says how many the budget has room for
         if not done:
             sizes = _spread(sizes, int(budget_s / (2 * sum(first))) - 1)

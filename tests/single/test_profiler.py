@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -73,22 +73,31 @@ def test_sizes_grow_to_the_largest_message(largest: int) -> None:
     assert all(size % 4 == 0 for size in sizes)
 
 
+def network(
+    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float], delay: float
+) -> list[float]:
+    """Put a network in place of the real one; return the times that it will have taken."""
+    spent: list[float] = []
+
+    def fake(messages: Sequence[torch.Tensor], name: str, process_set: object) -> float:
+        spent.append(delay + sum(seconds(message.nbytes) for message in messages))
+        return spent[-1]
+
+    monkeypatch.setattr(profiler, "_time", fake)
+    monkeypatch.setattr(profiler, "largest", lambda values, *_: values)
+    return spent
+
+
 @pytest.mark.parametrize("budget", [0.1, 2.0, 60.0])
 def test_the_link_and_the_delay_are_told_apart(
     monkeypatch: pytest.MonkeyPatch, budget: float
 ) -> None:
     """n messages that are sent together take ``delay + n T(bytes)``: T and delay come back."""
-    spent: list[float] = []
 
     def seconds(size: float) -> float:
         return 1e-4 + 1e-9 * size
 
-    def fake(messages: Sequence[torch.Tensor], name: str, process_set: object) -> float:
-        spent.append(2e-3 + sum(seconds(message.nbytes) for message in messages))
-        return spent[-1]
-
-    monkeypatch.setattr(profiler, "_time", fake)
-    monkeypatch.setattr(profiler, "largest", lambda values, *_: values)
+    spent = network(monkeypatch, seconds, delay=2e-3)
     sizes = _sizes(64 * 2**20)
     (done, found), delay = measure_allreduce(
         sizes, torch.device("cpu"), global_process_set, budget
@@ -98,3 +107,21 @@ def test_the_link_and_the_delay_are_told_apart(
     assert delay == pytest.approx(2e-3)
     assert sum(spent) < 2 * budget
     assert budget < 10 or done == sizes
+
+
+@pytest.mark.parametrize("latency", [1e-4, 5e-3, 2e-2, 0.2])
+@pytest.mark.parametrize("largest", [600_000, 3 * 2**20, 64 * 2**20])
+def test_slow_small_messages_do_not_hide_what_large_ones_take(
+    monkeypatch: pytest.MonkeyPatch, latency: float, largest: int
+) -> None:
+    """They once used the budget up, and megabytes were extrapolated from 16 KiB: as free."""
+
+    def seconds(size: float) -> float:
+        return latency + 1e-8 * size
+
+    network(monkeypatch, seconds, delay=5e-3)
+    (done, found), _ = measure_allreduce(
+        _sizes(largest), torch.device("cpu"), global_process_set, 2.0
+    )
+    assert done[-1] >= min(largest, 2**20)
+    assert found == pytest.approx([seconds(size) for size in done], rel=1e-6)
