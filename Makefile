@@ -1,15 +1,18 @@
 # make demo   everything that is missing, then stock Horovod beside every strategy on real data
 # make test   the same set-up, then all tests
+# make image  the container image (ENGINE=podman builds it with that)
 # make setup | lint | clean
 # CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
 
 PYTHON ?= python3
 CUDA ?= 0
+ENGINE ?= docker
+IMAGE := $(if $(filter 1,$(CUDA)),cuda,cpu)
 VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test setup lint clean
+.PHONY: demo test image setup lint clean
 
 # horovodrun imports TensorFlow, which speaks of the processor unless told not to.
 demo: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -20,6 +23,9 @@ demo: setup
 test: setup
 	$(VENV)/bin/python -m pytest $(PYTEST)
 
+image:
+	$(ENGINE) build -f docker/Dockerfile.$(IMAGE) -t hvd_pipe:$(IMAGE) .
+
 setup:
 	@$(PYTHON) docker/setup_env.py --venv $(VENV) $(if $(filter 1,$(CUDA)),--cuda)
 
@@ -27,6 +33,8 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck docker/*.sh .ci/run
+	$(VENV)/bin/hadolint docker/Dockerfile.*
 
 clean:
 	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

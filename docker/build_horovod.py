@@ -117,10 +117,14 @@ def cuda_environment(layout: Path) -> dict[str, str]:
     Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the wheel has ``libnccl.so.2`` only,
     so ``layout`` gets links to what is there.
     """
+    home = cuda_home()
     variables = {
         "HOROVOD_GPU_OPERATIONS": "NCCL",
-        "HOROVOD_CUDA_HOME": str(cuda_home()),
+        "HOROVOD_CUDA_HOME": str(home),
         "HOROVOD_NCCL_LINK": "SHARED",
+        # Horovod runs the nvcc on PATH, and torch, asked for CUDA's libraries, guesses from PATH.
+        "CUDA_HOME": str(home),
+        "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
     if "HOROVOD_NCCL_HOME" not in os.environ:
         package = nccl_package()
@@ -129,6 +133,9 @@ def cuda_environment(layout: Path) -> dict[str, str]:
         for name in ("libnccl.so", "libnccl.so.2"):
             (layout / "lib" / name).symlink_to(package / "lib" / "libnccl.so.2")
         variables["HOROVOD_NCCL_HOME"] = str(layout)
+        # torch loads its NCCL itself; horovod.tensorflow has only this path to find it by.
+        flags = (os.environ.get("LDFLAGS"), f"-Wl,-rpath,{package / 'lib'}")
+        variables["LDFLAGS"] = " ".join(filter(None, flags))
     return variables
 
 
@@ -193,7 +200,9 @@ def fetch_source(folder: Path) -> Path:
     if digest != SDIST_SHA256:
         raise SetupError(f"{archive.name} has SHA-256 {digest}, not {SDIST_SHA256}: not built.")
     with tarfile.open(archive) as source:
-        source.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Debian 12's Python 3.11.2 has none
+            source.extraction_filter = tarfile.data_filter
+        source.extractall(folder)
     return folder / f"horovod-{VERSION}"
 
 
@@ -243,13 +252,13 @@ assert hvd.size() == 2 and bool((total == 3).all()), (hvd.size(), total[:3])
 """
 
 
-def check(cache: Path) -> None:
+def check(cache: Path, cuda: bool) -> None:
     """Show what was built and all-reduce over two ranks, with MPI and with Gloo."""
     horovodrun = Path(sys.executable).parent / "horovodrun"
     answer = subprocess.run(
         [horovodrun, "--check-build"], capture_output=True, text=True, check=False
     ).stdout
-    wanted = ("PyTorch", "TensorFlow", "MPI", "Gloo")
+    wanted = ("PyTorch", "TensorFlow", "MPI", "Gloo", *(["NCCL"] if cuda else []))
     missing = [name for name in wanted if f"[X] {name}" not in answer]
     if missing:
         raise SetupError(f"horovodrun --check-build lacks {', '.join(missing)}: logs in {cache}.")
@@ -260,7 +269,8 @@ def check(cache: Path) -> None:
             f"all-reduce over 2 ranks ({controller})",
             [horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", CHECK],
             cache / f"check-{controller}.log",
-            "Two local processes could not talk: check that the loopback interface is up.",
+            "Two local processes could not talk: check that the loopback interface is up and that "
+            "this machine's own name resolves (getent hosts $(hostname)).",
         )
 
 
@@ -289,7 +299,7 @@ def main() -> None:
         arguments.cache / "install.log",
         f"Delete {target} and run the same command again.",
     )
-    check(arguments.cache)
+    check(arguments.cache, arguments.cuda)
 
 
 def default_cache() -> Path:

@@ -4,7 +4,7 @@
 System packages (installed when root, named otherwise), a virtual environment, the pinned Python
 packages, Horovod (docker/build_horovod.py) and this project. A second run takes no time.
 
-    python3 docker/setup_env.py [--venv .venv] [--cuda]
+    python3 docker/setup_env.py [--venv .venv] [--cuda] [--image]
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ TOOLS = {
 }
 # For the emulated cluster (benchmarks/cluster.py), which only root can have.
 ROOT_TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
+
+# What torch_examples/ needs beyond hvd_pipe itself: an image has it without the other tools.
+EXAMPLES = ("scikit-learn", "tqdm")
 
 
 def missing_packages() -> list[str]:
@@ -124,13 +127,14 @@ def install_torch(python: Path, cuda: bool, log: Path) -> None:
     )
 
 
-def python_packages(python: Path, cuda: bool, log: Path) -> None:
+def python_packages(python: Path, cuda: bool, image: bool, log: Path) -> None:
     pip = [os.fspath(python), "-m", "pip", "install", "-c", os.fspath(CONSTRAINTS)]
     run("install build tools", [*pip, "setuptools", "wheel", "packaging"], log, AGAIN)
     install_torch(python, cuda, log)
     tensorflow = pin("tensorflow-cpu")
     if cuda:
-        tensorflow = tensorflow.replace("tensorflow-cpu", "tensorflow[and-cuda]")
+        # Without [and-cuda]: its CUDA 12 packages would overwrite files of torch's CUDA 13 ones.
+        tensorflow = tensorflow.replace("tensorflow-cpu", "tensorflow")
     run(
         f"install {tensorflow}, mpi4py and the rest",
         [
@@ -142,16 +146,29 @@ def python_packages(python: Path, cuda: bool, log: Path) -> None:
             "psutil",
             "pyyaml",
             "-e",
-            f"{ROOT}[mpi,plot,dev]",
+            *([f"{ROOT}[mpi,plot]", *EXAMPLES] if image else [f"{ROOT}[mpi,plot,dev]"]),
         ],
         log,
         AGAIN,
     )
 
 
-def fingerprint(cuda: bool) -> str:
+def shrink(venv: Path, python: Path, log: Path) -> None:
+    """Take out of an image's environment what only compilers, debuggers and builders read."""
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    for name in ("tensorflow", "torch"):
+        shutil.rmtree(packages / name / "include", ignore_errors=True)
+    for library in (packages / "horovod").rglob("*.so"):
+        run(f"strip {library.name}", ["strip", "--strip-unneeded", library], log, AGAIN)
+    # Whoever runs the image may not write here, and would compile all this at every start.
+    compiled = [python, "-m", "compileall", "-q", "-j", "0", packages]
+    subprocess.run(compiled, check=False, stdout=subprocess.DEVNULL)  # templates do not compile
+    shutil.rmtree(log.parent)
+
+
+def fingerprint(cuda: bool, image: bool) -> str:
     """Hash the files that decide what gets installed; the stamp in the environment holds it."""
-    digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda}".encode())
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda} {image}".encode())
     for path in [
         *sorted((ROOT / "docker").glob("*.py")),
         CONSTRAINTS,
@@ -166,15 +183,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where it goes")
     parser.add_argument("--cuda", action="store_true", help="CUDA builds, Horovod with NCCL")
+    parser.add_argument(
+        "--image", action="store_true", help="what running needs, without the tools for developing"
+    )
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - this script meets any Python
         raise SetupError(
             f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: "
             "make PYTHON=python3.11 ..."
         )
-    venv, cuda = arguments.venv.resolve(), arguments.cuda
-    stamp = venv / "hvd_pipe-setup"
-    if stamp.is_file() and stamp.read_text() == fingerprint(cuda) and not missing_packages():
+    venv, cuda, image = arguments.venv.resolve(), arguments.cuda, arguments.image
+    stamp, made_of = venv / "hvd_pipe-setup", fingerprint(cuda, image)
+    if stamp.is_file() and stamp.read_text() == made_of and not missing_packages():
         say(f"environment {venv.name}: ready")
         return
     log, python = venv / "log" / "setup.log", venv / "bin" / "python"
@@ -190,12 +210,14 @@ def main() -> None:
             "Is python3-venv installed?",
         )
     say("[3/4] Python packages")
-    python_packages(python, cuda, log)
+    python_packages(python, cuda, image, log)
     say("[4/4] Horovod")
     recipe = [python, ROOT / "docker" / "build_horovod.py", *(["--cuda"] if cuda else [])]
     if subprocess.run(recipe, check=False).returncode != 0:
         sys.exit(1)  # the recipe has said why
-    stamp.write_text(fingerprint(cuda))
+    if image:
+        shrink(venv, python, log)
+    stamp.write_text(made_of)
     say(f"environment {venv.name}: ready")
 
 
