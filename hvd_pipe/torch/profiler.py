@@ -19,10 +19,11 @@ from hvd_pipe.torch.agree import largest, members
 
 __all__ = ["Clock", "Moment", "ReadyTimes", "measure_allreduce", "measure_comm"]
 
-BUDGET_S = 2.0
+BUDGET_S = 4.0
 LARGEST = 64 * 2**20
 
 _SMALLEST = 1024
+_GROWTH = 8
 _CERTAIN = 2**20
 _REPEATS = 5
 _LEAST_S = 1e-6
@@ -116,7 +117,7 @@ def measure_comm(
 ) -> CommModel:
     """Time all-reduces of growing messages through Horovod, as the job's own travel.
 
-    Sizes grow fourfold from 1 KiB up to ``largest_bytes`` or `LARGEST`. What `BUDGET_S` leaves no
+    Sizes grow eightfold from 1 KiB up to ``largest_bytes`` or `LARGEST`. What `BUDGET_S` leaves no
     time for is extrapolated from the two largest that were measured.
 
     Args:
@@ -205,7 +206,7 @@ def measure_allreduce(
             grown = 3 * n * occupied[-1] * size / done[-1]  # at most: delays do not grow
             expected = 2 * (2 * delay + grown) if size > _CERTAIN else 0.0
             if spent + expected > budget_s:
-                if done[-1] >= _CERTAIN // 4:
+                if done[-1] >= _CERTAIN // 2:
                     break
                 # Times of small messages are latency, and say little of large ones.
                 sizes.insert(0, size)
@@ -266,13 +267,13 @@ def _messages(size: int) -> int:
     A network lets a burst of some 100 KB pass faster than it can go on; as that is in n messages
     and in 2n, it is not in their difference.
     """
-    return max(1, min(16, 2**21 // size))
+    return max(1, min(8, 2**21 // size))
 
 
 def _sizes(largest_bytes: int) -> list[int]:
     sizes = [_SMALLEST]
-    while sizes[-1] * 4 < largest_bytes:
-        sizes.append(sizes[-1] * 4)
+    while sizes[-1] * _GROWTH < largest_bytes:
+        sizes.append(sizes[-1] * _GROWTH)
     return [*sizes, max(largest_bytes // 4 * 4, 2 * sizes[-1])]
 
 

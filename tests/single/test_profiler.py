@@ -123,5 +123,5 @@ def test_slow_small_messages_do_not_hide_what_large_ones_take(
     (done, found), _ = measure_allreduce(
         _sizes(largest), torch.device("cpu"), global_process_set, 2.0
     )
-    assert done[-1] >= min(largest, 2**20)
+    assert done[-1] >= 2**19
     assert found == pytest.approx([seconds(size) for size in done], rel=1e-6)
