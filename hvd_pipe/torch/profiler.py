@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ _GROWTH = 8
 _CERTAIN = 2**20
 _REPEATS = 5
 _LEAST_S = 1e-6
+_MOST_MESSAGES = 8
+_CLEAR_S = 0.05  # of messages: delays of some milliseconds no longer blur it
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -188,9 +191,8 @@ def measure_allreduce(
     occupied: list[float] = []
     delay = spent = 0.0
 
-    def rounds(size: int, count: int) -> list[float]:
+    def rounds(size: int, n: int, count: int) -> list[float]:
         """The slowest rank's times of n messages and of 2n, in turn."""
-        n = _messages(size)
         parts = list(torch.split(buffer[: 2 * n * size // 4], size // 4))
         mine = [
             _time(some, f"{tag}.{size}", process_set)
@@ -201,9 +203,9 @@ def measure_allreduce(
 
     while sizes:
         size = sizes.pop(0)
-        n = _messages(size)
         if len(done) > 1:
-            grown = 3 * n * occupied[-1] * size / done[-1]  # at most: delays do not grow
+            # At most: delays do not grow. A large message is one, beside two.
+            grown = 3 * occupied[-1] * size / done[-1]
             expected = 2 * (2 * delay + grown) if size > _CERTAIN else 0.0
             if spent + expected > budget_s:
                 if done[-1] >= _CERTAIN // 2:
@@ -211,13 +213,13 @@ def measure_allreduce(
                 # Times of small messages are latency, and say little of large ones.
                 sizes.insert(0, size)
                 size = _CERTAIN
-                n = _messages(size)
-        first = rounds(size, 1)  # not counted, but it says how many the budget has room for
+        n = _messages(size, occupied[-1] * size / done[-1] if done else 0.0)
+        first = rounds(size, n, 1)  # not counted, but it says how many the budget has room for
         if not done:
             sizes = _spread(sizes, int(budget_s / (2 * sum(first))) - 1)
         spent += sum(first)
         room = int((budget_s - spent) / (1 + len(sizes)) / sum(first))
-        times = rounds(size, min(max(room, 1), _REPEATS))
+        times = rounds(size, n, min(max(room, 1), _REPEATS))
         spent += sum(times)
         short, long = median(times[0::2]), median(times[1::2])
         done.append(size)
@@ -261,13 +263,21 @@ def _spread(sizes: list[int], count: int) -> list[int]:
     return [sizes[round(at)] for at in np.linspace(0, len(sizes) - 1, max(count, 2))]
 
 
-def _messages(size: int) -> int:
+def _messages(size: int, seconds: float = 0.0) -> int:
     """Return how many messages of a size tell its time from the noise, and from what buffers hide.
 
     A network lets a burst of some 100 KB pass faster than it can go on; as that is in n messages
     and in 2n, it is not in their difference.
+
+    Args:
+        size: Bytes of each.
+        seconds: What each is expected to take, at most.
+
+    >>> _messages(1024), _messages(1024, 0.02), _messages(2**20), _messages(2**22)
+    (8, 3, 2, 1)
     """
-    return max(1, min(8, 2**21 // size))
+    by_time = math.ceil(_CLEAR_S / seconds) if seconds else _MOST_MESSAGES
+    return max(1, min(_MOST_MESSAGES, 2**21 // size, by_time))
 
 
 def _sizes(largest_bytes: int) -> list[int]:
