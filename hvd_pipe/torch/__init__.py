@@ -15,6 +15,7 @@ except (ImportError, AttributeError) as error:
 
 from horovod.torch import *  # noqa: F403
 
+import hvd_pipe.torch.elastic as elastic  # noqa: PLR0402 - `from` would find Horovod's
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
@@ -45,6 +46,7 @@ __all__ = [  # noqa: PLE0604
     "RanksDisagreeError",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
     "init",
     "join",
     "shutdown",

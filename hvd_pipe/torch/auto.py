@@ -164,6 +164,12 @@ class AutoChoice:
         self._reached = _Reached(self.chosen, predicted) if predicted else None
         return engine if isinstance(self.chosen, MergedGradient) else succeed(engine, self.chosen)
 
+    def close(self) -> None:
+        """Watch no more steps."""
+        if self._times is not None:
+            self._times.close()
+        self._times = self._reached = None
+
     def resume(
         self, engine: Engine, saved: dict[str, Any] | None
     ) -> tuple[Engine, dict[str, Any] | None]:
@@ -184,9 +190,7 @@ class AutoChoice:
                 saved = {**saved, "counters": counters}
             return engine, saved
         assert not isinstance(method, Auto)
-        if self._times is not None:
-            self._times.close()
-        self._times = self._reached = None
+        self.close()
         before, self.chosen = self.chosen or MergedGradient(), method
         self._say("auto: goes on with %s, as chosen before", text)
         return (engine if method == before else succeed(engine, method)), saved

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -10,14 +12,47 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.arguments import Arguments, Checked
 
-__all__ = ["check_everywhere"]
+__all__ = ["check_alone", "check_everywhere", "count_anew", "is_elastic"]
 
 # Numbers the optimizers of each process set, whose members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+
+
+def count_anew() -> None:
+    """Forget how many optimizers were made: Horovod ends, and workers that come know of none."""
+    _counts.clear()
+
+
+def is_elastic() -> bool:
+    """Whether workers may come and go: Horovod's launchers say so to each."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
+    """Check the arguments of a worker of an elastic job, which must not send anything yet.
+
+    Raises:
+        TypeError, ValueError: As `Arguments.check`; also what names ranks, which change.
+    """
+    checked = arguments.check(optimizer, "hvd_pipe")
+    strategy, process_set = checked.strategy, arguments.process_set
+    weights = isinstance(strategy, CoCoD) and strategy.weights is not None
+    for wrong, what, fix in (
+        (weights, "CoCoD's weights, one a rank", "weights=None, and equal batches"),
+        (process_set.process_set_id != 0, "a process_set of ranks", "the global one"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
+            )
+    if os.environ.get(timeline.DIRECTORY):
+        warnings.warn(f"{timeline.DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
+    return checked
 
 
 def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
@@ -39,7 +74,7 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
             ("the number of optimizers made before", str(count)),
             ("the optimizer", type(optimizer).__name__),
             *checked.describe(),
-            *timeline.describe(),
+            *([] if is_elastic() else timeline.describe()),  # files are named after ranks
         ]
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error

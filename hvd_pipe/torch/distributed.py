@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import logging
 import math
 import warnings
 import weakref
@@ -20,21 +21,24 @@ from hvd_pipe.strategy import Auto
 from hvd_pipe.torch import saved, timeline
 from hvd_pipe.torch.arguments import Arguments, Checked, check_passes
 from hvd_pipe.torch.auto import AutoChoice
-from hvd_pipe.torch.checks import check_everywhere
+from hvd_pipe.torch.checks import check_alone, check_everywhere, is_elastic
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
 from hvd_pipe.torch.job_times import JobProfile, profile_job
 from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import unscale
 
-__all__ = ["DistributedMixin", "distribute"]
+__all__ = ["DistributedMixin", "distribute", "rest_all"]
+
+_log = logging.getLogger("hvd_pipe")
 
 
 class DistributedMixin(torch.optim.Optimizer):
     """What a distributed optimizer does beside its user's class; the engine does the work.
 
     A copy (``copy.deepcopy``, pickle) has no engine until its first ``step()``, which all ranks
-    make; until then it sends nothing, so that one rank alone may copy and save it.
+    make; until then it sends nothing, so that one rank alone may copy and save it. After
+    ``hvd.shutdown()``, and in an elastic job before workers have met, it is the same.
     """
 
     _hvd_pipe: Engine | None
@@ -43,6 +47,7 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_saved: saved.Saved | None = None
     _hvd_pipe_auto: AutoChoice | None = None
     _hvd_pipe_profile: JobProfile | None = None
+    _hvd_pipe_sent = 0.0
     _hvd_pipe_skip = False
     _hvd_pipe_loss_scale: float | None = None
     _hvd_pipe_late_scaler = False
@@ -59,7 +64,8 @@ class DistributedMixin(torch.optim.Optimizer):
         Counted as ``2 (n-1)/n`` of each message in the form in which it travels (compressed, with
         scales and padding), the least that an all-reduce over n workers needs.
         """
-        return 0.0 if self._hvd_pipe is None else self._hvd_pipe.reduction.traffic.sent_bytes
+        engine, before = self._hvd_pipe, self._hvd_pipe_sent
+        return before if engine is None else before + engine.reduction.traffic.sent_bytes
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the strategy; ``closure`` is called once, at the start.
@@ -287,6 +293,7 @@ class DistributedMixin(torch.optim.Optimizer):
         return owned_by(self)
 
     def _start(self, checked: Checked) -> Engine:
+        _running.add(self)
         self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
@@ -313,7 +320,8 @@ class DistributedMixin(torch.optim.Optimizer):
             )
             checked = check_everywhere(self, arguments)
             engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
-            saved.load(engine, in_flight, self._owned())
+            if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
+                saved.load(engine, in_flight, self._owned())
             self._hvd_pipe_saved = None
             engine.fresh = any(p.grad is not None for p in self._owned())
             return engine
@@ -328,8 +336,56 @@ class DistributedMixin(torch.optim.Optimizer):
                 "a state was asked for after backward() and before step(), while gradients are on "
                 "their way: save or copy after step()."
             )
+        return self._noted(engine)
+
+    def _noted(self, engine: Engine) -> saved.Saved:
         found = saved.save(engine, self._owned())
         return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
+
+    # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
+
+    def _rest(self, keep: bool) -> str | None:
+        """Give the engine up; the next step, or `_start_anew`, makes another.
+
+        Args:
+            keep: Whether all that was sent has arrived, so that it goes along; else the gradients,
+                which may lie in buffers of the network, are dropped with it.
+
+        Returns:
+            The strategy's name; None where there is no engine.
+        """
+        engine = self._hvd_pipe
+        if engine is None:
+            return None
+        self._hvd_pipe_saved = None
+        if keep:
+            try:
+                self._hvd_pipe_saved = self._noted(engine)
+            except Exception as error:  # whatever it is, Horovod must end
+                _log.warning("what %s had in flight is lost: %s", engine.name, error)
+        else:
+            for parameter in self._owned():
+                parameter.grad = None
+        engine.retire()
+        if self._hvd_pipe_auto is not None:
+            self._hvd_pipe_auto.close()
+        self._hvd_pipe_sent += engine.reduction.traffic.sent_bytes
+        self._hvd_pipe = self._hvd_pipe_auto = None
+        self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
+        return engine.name
+
+    def _finish(self) -> None:
+        """Leave nothing in flight; not in the middle of a step, which is given up."""
+        engine = self._hvd_pipe
+        if engine is not None and engine.keeps and not engine.fresh:
+            engine.synchronize()
+
+    def _start_anew(self) -> None:
+        """Start on other workers than before: what a codec has left over stays behind."""
+        found = self._hvd_pipe_saved
+        if found is not None:
+            self._hvd_pipe_saved = saved.shared(found)
+        self._engine().fresh = False  # gradients that are still there belong to an earlier step
 
     def _unscaled(self, engine: Engine) -> bool:
         """Take GradScaler's part: divide the gradients by their scale; False on an overflow."""
@@ -424,8 +480,13 @@ class _Updates:
 
 
 def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> DistributedMixin:
-    """Make the distributed twin; it shares the optimizer's ``__dict__``, so nothing is lost."""
-    checked = check_everywhere(optimizer, arguments)
+    """Make the distributed twin; it shares the optimizer's ``__dict__``, so nothing is lost.
+
+    In an elastic job it sends nothing: when a worker that has come comes here, the others, which
+    have been here long ago, wait for it elsewhere.
+    """
+    elastic = is_elastic()
+    checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)
     names, groups = checked.settings.names, checked.settings.groups
     if groups is not None:
         arguments = dataclasses.replace(
@@ -433,9 +494,24 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
         )
     arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
     wrapped = _twin(optimizer, arguments, checked.all_names)
-    wrapped._start(checked)
+    if not elastic:
+        wrapped._start(checked)
     wrapped._hvd_pipe_profile = profile_job(wrapped, checked.settings)
     return wrapped
+
+
+_running: weakref.WeakSet[DistributedMixin] = weakref.WeakSet()
+
+
+def rest_all(keep: bool) -> None:
+    """Let no optimizer have an engine any more: Horovod ends.
+
+    Args:
+        keep: Whether all that this rank has sent has arrived.
+    """
+    for optimizer in list(_running):
+        optimizer._rest(keep)
+    _running.clear()
 
 
 def _twin(

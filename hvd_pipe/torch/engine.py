@@ -212,6 +212,11 @@ class Engine(abc.ABC):
         """How gradients are reduced."""
         return self.settings.reduction
 
+    def retire(self) -> None:
+        """Take no further part."""
+        self.detach()
+        _live.discard(self)
+
     # What a strategy defines.
 
     @property

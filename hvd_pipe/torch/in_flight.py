@@ -24,7 +24,7 @@ from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError
 
-__all__ = ["arrive", "before_shutdown", "finished", "follow", "sent", "settle", "wait"]
+__all__ = ["arrive", "before_shutdown", "finished", "follow", "forget", "sent", "settle", "wait"]
 
 PATIENCE_S = 30.0
 
@@ -49,8 +49,7 @@ def wait(handle: int) -> Any:
     try:
         return _synchronize(handle)
     except HorovodInternalError as error:
-        _handles.clear()  # what is in flight beside it may never arrive: `settle` must not wait
-        _exchanges.clear()
+        forget()
         if "ismatched" not in str(error):
             raise
         raise HvdPipeError(
@@ -70,6 +69,12 @@ def finished(done: threading.Event) -> None:
     _exchanges.discard(done)
 
 
+def forget() -> None:
+    """Wait for nothing that was sent: after a failure it may never arrive."""
+    _handles.clear()
+    _exchanges.clear()
+
+
 def before_shutdown(end: Callable[[], None]) -> None:
     """Have `settle` call ``end`` when nothing more can arrive, also after an exception."""
     _endings.append(end)
@@ -84,10 +89,13 @@ def arrive(limit_s: float = float("inf")) -> None:
         time.sleep(0.001)
 
 
-def settle() -> None:
+def settle() -> bool:
     """Before Horovod shuts down, give the other ranks time to send what this one has sent.
 
     Not after an exception: the others then wait for this rank, which must go.
+
+    Returns:
+        Whether all has arrived.
     """
     if (_handles or _exchanges) and not _failing():
         warnings.warn(
@@ -96,10 +104,11 @@ def settle() -> None:
             stacklevel=2,
         )
         arrive(PATIENCE_S)
-        _handles.clear()
-        _exchanges.clear()
+    whole = not (_handles or _exchanges)
+    forget()
     for end in _endings:
         end()
+    return whole
 
 
 def _failing() -> bool:

@@ -15,7 +15,9 @@ from horovod.torch.mpi_ops import broadcast_async_, rank
 from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.torch import in_flight, restarts, watchdog
+from hvd_pipe.torch.checks import count_anew
+from hvd_pipe.torch.distributed import rest_all
 from hvd_pipe.torch.engine import all_joined, refuse_join
 from hvd_pipe.torch.reduction import sendable
 
@@ -26,18 +28,37 @@ def init(*args: Any, **kwargs: Any) -> Any:
     """Initialise Horovod, with its own fusion of messages off unless the user has set it.
 
     Our buckets are merged already; fusing them again would copy every byte twice more. Set
-    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Arguments as Horovod's ``init``.
+    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Without a GPU, Open MPI lets others have
+    the processor while it waits: computing needs it (``OMPI_MCA_mpi_yield_when_idle=0`` has it
+    poll). Arguments as Horovod's ``init``.
+
+    Raises:
+        HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    restarts.prepare()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    running = mpi_ops.is_initialized()
     result = mpi_ops.init(*args, **kwargs)
+    if not running:
+        watchdog.start()
     atexit.register(in_flight.settle)  # after Horovod's own, so it is called before it
     return result
 
 
 def shutdown(*args: Any, **kwargs: Any) -> Any:
-    """Shut Horovod down when the other ranks no longer need what this one has sent."""
-    in_flight.settle()
-    return mpi_ops.shutdown(*args, **kwargs)
+    """Shut Horovod down when the other ranks no longer need what this one has sent.
+
+    Optimizers keep what was in flight, and go on with it after another `init`, on other workers
+    if need be.
+    """
+    rest_all(keep=in_flight.settle())
+    count_anew()
+    restarts.note_end()
+    watchdog.leave()
+    result = mpi_ops.shutdown(*args, **kwargs)
+    watchdog.stop()
+    return result
 
 
 def join(device: int = -1) -> int:

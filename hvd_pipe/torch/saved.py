@@ -1,7 +1,7 @@
 """What a checkpoint holds of an engine: the value under ``state_dict()["hvd_pipe"]``.
 
 Tensors are listed by the parameter's number in ``param_groups``, as torch lists its own state.
-Labels that begin with ``own.`` belong to one rank: what its codec has left over.
+Labels that begin with `OWN` belong to one rank: what its codec has left over.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 
 from hvd_pipe.torch.engine import Engine, State
 
-__all__ = ["KEY", "Saved", "check", "load", "save"]
+__all__ = ["KEY", "Saved", "check", "load", "save", "shared"]
 
 KEY = "hvd_pipe"
 VERSION = 1
+OWN = "own."
 
 Saved = dict[str, Any]
 
@@ -45,6 +46,13 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> Saved:
             for label, tensors in state.tensors.items()
         },
     }
+
+
+def shared(saved: Saved) -> Saved:
+    """Return what `save` has returned, without what belongs to one rank alone."""
+    tensors = saved.get("tensors", {})
+    kept = {label: found for label, found in tensors.items() if not label.startswith(OWN)}
+    return {**saved, "tensors": kept}
 
 
 def check(saved: Any) -> Saved | None:
@@ -93,7 +101,7 @@ def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> 
     tensors = {
         label: [found.get(number) for number in _numbers(engine, owned)]
         for label, found in saved["tensors"].items()
-        if mine or not label.startswith("own.")
+        if mine or not label.startswith(OWN)
     }
     engine.load(State(counters, tensors))
     engine.held = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 
 import horovod.torch as stock
 import pytest
+import torch
 
 import hvd_pipe.torch as hvd
 
@@ -51,6 +53,20 @@ def test_torch_and_tensorflow_do_not_import_each_other() -> None:
     ).stdout
     assert "torch" in output.split()
     assert not {"tensorflow", "keras", "horovod.tensorflow"} & set(output.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes")
+@pytest.mark.parametrize("of_the_user", [None, "0"])
+def test_open_mpi_lets_others_compute_while_it_waits(of_the_user: str | None) -> None:
+    name = "OMPI_MCA_mpi_yield_when_idle"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    if of_the_user is not None:
+        environment[name] = of_the_user
+    code = f"import os, hvd_pipe.torch as hvd; hvd.init(); print(os.environ[{name!r}])"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
+    assert output.split() == [of_the_user or "1"]
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:

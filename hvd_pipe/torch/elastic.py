@@ -1,0 +1,132 @@
+"""``hvd.elastic``: Horovod's elastic training, with optimizers that have something in flight.
+
+Horovod's own words hold: `run` around the training function, `TorchState` for what all workers
+share, ``state.commit()`` now and then. What becomes of what is in flight::
+
+    hosts come or go     synchronize(), save, new workers, every rank goes on from rank 0's state
+    a worker fails       what was sent since the last commit is dropped, the commit is loaded on
+                         the workers that are left, every rank goes on from rank 0's
+
+Either way optimizers get new engines on the new workers, as in a run that is resumed from a
+checkpoint on another number of ranks: averages stay averages, plans are measured again, and what
+error feedback has left over is dropped on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.torch.elastic import state as _horovod
+from horovod.torch.elastic.sampler import ElasticSampler
+
+from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.distributed import DistributedMixin
+from hvd_pipe.torch.overrides import (
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    init,
+    shutdown,
+)
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class TorchState(_horovod.TorchState):  # type: ignore[misc]
+    """Horovod's ``TorchState``; it takes the same arguments and any optimizers, ours too.
+
+    ``commit()`` waits for what this rank has sent and saves it with the optimizer.
+
+    Example::
+
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
+    """
+
+    def restore(self) -> None:
+        """Go back to the last commit; `run` calls this when a worker has failed."""
+        names = sorted({name for one in self._distributed() if (name := one._rest(keep=False))})
+        in_flight.forget()
+        super().restore()
+        _log.warning(
+            "elastic: a worker has failed, back to the last commit%s",
+            f": what {', '.join(names)} sent since then is dropped" if names else "",
+        )
+
+    def _finish(self) -> None:
+        """Leave nothing in flight, and save that; all ranks call this between two steps."""
+        for optimizer in self._distributed():
+            optimizer._finish()
+        self.save()
+
+    def _distributed(self) -> list[DistributedMixin]:
+        found = (handler.value for handler in self._handlers.values())
+        return [value for value in found if isinstance(value, DistributedMixin)]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function ``func(state, ...)``: it starts anew when workers change.
+
+    As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
+    elastic job `DistributedOptimizer` sends none: ranks compare their arguments when this starts.
+    """
+
+    @functools.wraps(func)
+    def finishing(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(state, *args, **kwargs)
+        except HostsUpdatedInterrupt:
+            # All ranks raise this at one step, those that have to leave as well.
+            if isinstance(state, TorchState):
+                state._finish()
+            # Horovod goes without sync() if hosts have only gone. A host that comes a moment
+            # later would wait in sync() alone, and optimizers start in it.
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    return run_fn(finishing, _reset)  # type: ignore[no-any-return]
+
+
+def _reset() -> None:
+    shutdown()
+    init()
+
+
+class _ModelHandler(_horovod.ModelStateHandler):  # type: ignore[misc]
+    """A model; Horovod's own cannot broadcast bfloat16."""
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class _OptimizerHandler(_horovod.OptimizerStateHandler):  # type: ignore[misc]
+    """A plain optimizer; Horovod's own makes a step of weight decay on ranks without a state."""
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+
+class _DistributedHandler(_OptimizerHandler):
+    """A distributed optimizer; it has no engine between a reset and this."""
+
+    value: DistributedMixin
+
+    def sync(self) -> None:
+        self.value._rest(keep=True)
+        super().sync()
+        self.value._start_anew()
+
+
+_horovod.set_handler_registry(
+    [
+        (DistributedMixin, _DistributedHandler),
+        (torch.optim.Optimizer, _OptimizerHandler),
+        (torch.nn.Module, _ModelHandler),
+        *_horovod.get_handler_registry(),
+    ]
+)

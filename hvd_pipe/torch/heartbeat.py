@@ -1,0 +1,346 @@
+"""Who of a job is still there: a small message a second between the first rank and each other.
+
+    rank 1  --- "I am here, at data.py:57" --->  rank 0  --- "rank 2 was killed" --->  rank 3
+
+The kernel closes the connections of a process that dies, however it dies, so that is known at
+once. A process that is stopped, a host that is down and a link that is cut are silent, and known
+as lost after a limit. This module knows nothing of Horovod: it is given connected sockets.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process"]
+
+FIRST = 0
+"""The rank that all others are connected to."""
+BEAT_S = 1.0
+RANKS_A_SECOND = 100  # the first rank hears of so many at most: larger jobs beat more slowly
+WARN = 0.25  # of the limit: who has been silent for so long is named
+LONGEST = 1 << 16  # bytes of a message
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank, as messages name it."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a process is doing.
+
+    Args:
+        where: The line that its script is at.
+        waits: Whether it waits for other ranks.
+        since_s: For how long it has waited for one message, or not waited.
+        joined: Whether it is in ``hvd.join()``, where it waits for ranks that get on.
+    """
+
+    where: str = ""
+    waits: bool = False
+    since_s: float = 0.0
+    joined: bool = False
+
+
+class Process(Protocol):
+    """What the heartbeat asks of the process that it belongs to."""
+
+    def look(self) -> Look:
+        """Return what it is doing."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    def end(self, text: str) -> None:
+        """End the process, which would wait for ever; ``text`` says for whom."""
+
+
+class AwakeClock:
+    """Seconds in which this process ran.
+
+    Those in which it was stopped, suspended with its machine, or held up by a long call that keeps
+    the interpreter's lock are left out: it could not hear of the others then.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.now = 0.0
+        self._most, self._last = most_s, time.monotonic()
+
+    def tick(self) -> None:
+        """Look at the time; to be called more often than every ``most_s`` seconds."""
+        last, self._last = self._last, time.monotonic()
+        self.now += min(self._last - last, self._most)
+
+
+class Silence(NamedTuple):
+    """How long a rank has not been heard of, and where its script was then."""
+
+    seconds: float
+    where: str
+
+
+class Link:
+    """A connection to one rank."""
+
+    def __init__(self, rank: int, connected: socket.socket, now: float) -> None:
+        self.rank, self.socket = rank, connected
+        self.heard = now
+        self.look = Look()
+        self.warned = False
+        self._rest = self._unsent = b""
+        self._sending = threading.Lock()
+        connected.setblocking(False)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send as much as the network takes now; the rest goes with the next message."""
+        with self._sending:
+            if len(self._unsent) < LONGEST:  # a link that is cut takes nothing: do not queue
+                self._unsent += json.dumps(message).encode() + b"\n"
+            with suppress(OSError):  # that it is closed will be read
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return what has come.
+
+        Raises:
+            OSError: The connection is closed.
+        """
+        try:
+            data = self.socket.recv(LONGEST)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise ConnectionResetError
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+class Heartbeat:
+    """One process's side: a thread that hears of the others, and tells them of this one.
+
+    Args:
+        peers: All ranks, in their order.
+        me: This process's rank.
+        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
+        limit_s: How long a rank may be silent.
+        process: This process.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        me: int,
+        links: Mapping[int, socket.socket],
+        limit_s: float,
+        process: Process,
+    ) -> None:
+        self.peers, self.me, self.limit_s, self._process = peers, me, limit_s, process
+        self._look = Look()
+        self.beat_s = min(max(BEAT_S, len(peers) / RANKS_A_SECOND), limit_s / 8)
+        self._clock = AwakeClock(2 * self.beat_s)
+        self._links = {rank: Link(rank, one, self._clock.now) for rank, one in links.items()}
+        self._silent: dict[int, Silence] = {}
+        self._left: list[int] = []
+        self._lost: dict[int, str] = {}  # the first is the cause of what follows
+        self._kept_waiting: set[int] = set()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="hvd_pipe heartbeat", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        for link in self._links.values():
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def start(self) -> None:
+        """Begin to tell and to hear."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell and hear nothing more; the others take it that this rank has left, or is lost."""
+        self._stopped = True
+        for link in list(self._links.values()):
+            with suppress(OSError):
+                link.socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread up
+        self._thread.join(2 * self.beat_s)
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets of this process: a forked child must not keep a dead rank's open."""
+        for link in self._links.values():
+            link.socket.close()
+        self._selector.close()
+
+    # What the process says of itself.
+
+    def leave(self) -> None:
+        """Tell the others that this rank goes, and that nothing is wrong."""
+        self._tell({"left": self.me})
+
+    def raised(self, what: str) -> None:
+        """Tell the others that this rank ends by an exception."""
+        self._tell({"lost": self.me, "how": f"{self.peers[self.me]} raised {what}"})
+
+    def cause(self, patience_s: float) -> str | None:
+        """Return what has become of another rank, when communication has failed; None: nothing.
+
+        Args:
+            patience_s: Wait so long for news that are on their way.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss() or self._left, patience_s)
+            found = self._loss() or self._silence()
+            if found is None and self._left:
+                return (
+                    f"{self.peers[self._left[0]]} has ended without an exception: its script was "
+                    "over, or called sys.exit() or hvd.shutdown(). Give every rank as many steps."
+                )
+            return found
+
+    # Within; all of it in the thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # a mistake in here must not look like a rank that is lost
+            self.leave()
+            self._process.say(f"{self.peers[self.me]} can no longer hear of others: {error!r}")
+
+    def _loop(self) -> None:
+        due = 0.0
+        while not self._stopped:
+            due = due if due > 0 else self.beat_s
+            begun = time.monotonic()
+            events = self._selector.select(due)
+            due -= time.monotonic() - begun
+            self._clock.tick()
+            if self._stopped:
+                return
+            for key, _ in events:
+                self._hear(key.data)
+            if due <= 0:
+                self._beat()
+                self._judge()
+
+    def _beat(self) -> None:
+        self._look = self._process.look()
+        message: dict[str, Any] = {"look": asdict(self._look)}
+        silent = {
+            link.rank: Silence(round(self._clock.now - link.heard, 1), link.look.where)
+            for link in self._links.values()
+            if self._clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
+        }
+        if self.me == FIRST:
+            message["silent"] = list(silent.items())
+        if self.me == FIRST or silent:
+            self._silent = silent
+        for link in self._links.values():
+            link.send(message)
+
+    def _hear(self, link: Link) -> None:
+        try:
+            messages = link.receive()
+        except (OSError, ValueError):
+            self._selector.unregister(link.socket)
+            del self._links[link.rank]
+            if link.rank not in self._left:
+                self._note({"lost": link.rank, "how": _ENDED.format(self.peers[link.rank])})
+            return
+        if messages:
+            link.heard, link.warned = self._clock.now, False
+        for message in messages:
+            if "look" in message:
+                link.look = Look(**message["look"])
+            if "silent" in message:
+                self._silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
+            self._note(message)
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        """Take down what has become of a rank; the first rank passes it on."""
+        with self._changed:
+            if "left" in message:
+                self._left.append(message["left"])
+            elif "lost" in message and message["lost"] not in self._lost:
+                self._lost[message["lost"]] = message["how"]
+            else:
+                return
+            self._changed.notify_all()
+        if self.me == FIRST:
+            for link in list(self._links.values()):
+                link.send(message)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        """Take down what has become of this rank; from any thread, as it may be the last word."""
+        self._note(message)
+        if self.me != FIRST:
+            for link in list(self._links.values()):
+                link.send(message)
+
+    def _judge(self) -> None:
+        for link in self._links.values():
+            silence = self._silent.get(link.rank)
+            if silence and silence.seconds > WARN * self.limit_s and not link.warned:
+                link.warned = True
+                self._process.say(
+                    f"{self._silence(link.rank)} Ranks that wait for it end after "
+                    f"{self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
+                )
+        loss = self._loss()
+        if loss and self._look.waits and self._look.since_s > WARN * self.limit_s:
+            self._process.end(loss)
+        if self.me == FIRST:
+            self._name_the_slow()
+
+    def _name_the_slow(self) -> None:
+        """Say whom all others wait for, when they have done so for long."""
+        looks = {link.rank: link.look for link in self._links.values()} | {self.me: self._look}
+        if any(look.joined for look in looks.values()):
+            return
+        long = {rank: look for rank, look in looks.items() if look.since_s > self.limit_s / 2}
+        slow = {rank for rank, look in long.items() if not look.waits}
+        self._kept_waiting &= slow
+        if len(slow) == len(long) or len(long) < len(looks):
+            return
+        for rank in sorted(slow - self._kept_waiting - set(self._silent)):
+            self._kept_waiting.add(rank)
+            self._process.say(
+                f"{self.peers[rank]} has kept {len(long) - len(slow)} other ranks waiting for "
+                f"{self.limit_s / 2:.0f} s: it is at {looks[rank].where or 'an unknown line'}."
+            )
+
+    def _loss(self) -> str | None:
+        """Return what has become of the rank that was lost first; None where all are there."""
+        for rank, how in self._lost.items():
+            if rank != self.me:
+                return how
+        longest = max((silence.seconds for silence in self._silent.values()), default=0.0)
+        return self._silence() if longest > self.limit_s else None
+
+    def _silence(self, rank: int | None = None) -> str | None:
+        """Describe the silence of a rank, or of the one that has been silent for longest."""
+        silent = self._silent
+        if not silent:
+            return None
+        rank = max(silent, key=lambda one: silent[one].seconds) if rank is None else rank
+        last = f", last seen at {silent[rank].where}" if silent[rank].where else ""
+        return (
+            f"{self.peers[rank]} has been silent for {silent[rank].seconds:.0f} s{last}: it is "
+            "stopped, its host is down, or the link to it is cut."
+        )
+
+
+_ENDED = "{} ended without a word: it was killed (by hand, or for memory), or crashed."

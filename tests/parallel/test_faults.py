@@ -1,0 +1,144 @@
+"""A rank is killed, stopped, raises, or is interrupted: the others end soon, and say why.
+
+Nothing is left of the job then, and its last checkpoint loads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from faults import STEPS, Job
+
+LAUNCHERS = ("mpi", "gloo")
+LOST = 1
+TIMEOUT_S = 6.0
+NEVER_S = 1000.0  # the fault is noticed by other means than silence
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "ranks"),
+    [
+        ("mpi", "merged-gradient", 3),
+        ("mpi", "pipe-sgd+int8", 2),
+        ("mpi", "cocod:period=2", 2),
+        ("gloo", "pipe-sgd", 2),
+    ],
+)
+def test_a_rank_is_stopped(launcher: str, strategy: str, ranks: int) -> None:
+    """Open MPI would wait for ever; Gloo for half a minute, and name nobody."""
+    with Job(launcher, strategy, timeout_s=TIMEOUT_S, ranks=ranks) as job:
+        job.train()
+        os.kill(job.pid(LOST), signal.SIGSTOP)
+        job.ended()
+        assert job.launched.returncode != 0
+        told = f"it waits for a rank that is lost: rank {LOST} on "
+        assert told in job.output, job.output
+        assert "has been silent" in job.output
+        assert job.checkpoint()["step"] >= STEPS - 10
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy", "told"),
+    [
+        ("mpi", "cocod:period=2", f"process rank {LOST} "),  # says mpirun
+        ("gloo", "merged-gradient", f"Process name: {LOST}\n"),  # says horovodrun
+    ],
+)
+def test_a_rank_is_killed(launcher: str, strategy: str, told: str) -> None:
+    """Also where it has forked, and the child still lives."""
+    with Job(launcher, strategy, timeout_s=NEVER_S) as job:
+        job.train()
+        os.kill(job.pid(LOST), signal.SIGKILL)
+        job.ended()
+        assert job.launched.returncode != 0
+        assert told in job.output, job.output
+        assert job.checkpoint()["step"] >= STEPS - 10
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [("mpi", "pipe-sgd"), ("gloo", "cocod:period=2")]
+)
+def test_a_rank_raises(launcher: str, strategy: str) -> None:
+    with Job(launcher, strategy, "raise", timeout_s=NEVER_S) as job:
+        job.started()
+        job.ended()
+        assert job.launched.returncode != 0
+        told = f"because of another: rank {LOST} on "
+        assert told in job.output, job.output
+        assert "raised ValueError: bad sample 17 (workers_faults.py:" in job.output
+        assert job.checkpoint()["step"] >= STEPS - 10
+
+
+def test_a_rank_raises_and_does_not_end() -> None:
+    """Python waits for its threads first; the others cannot wait so long."""
+    wrong = "raise, and a thread goes on"
+    with Job("mpi", "merged-gradient", wrong, timeout_s=TIMEOUT_S) as job:
+        job.started()
+        job.ended()
+        assert f"lost: rank {LOST} on " in job.output, job.output
+        assert "raised ValueError: bad sample 17" in job.output
+
+
+def test_a_rank_ends_before_the_others() -> None:
+    with Job("mpi", "pipe-sgd", "leave", timeout_s=NEVER_S) as job:
+        job.started()
+        job.ended()
+        assert f"because of another: rank {LOST} on " in job.output, job.output
+        assert "Give every rank as many steps" in job.output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_interrupt_from_the_terminal(launcher: str) -> None:
+    """Ctrl-C: the launcher's whole process group gets a SIGINT."""
+    with Job(launcher, "pipe-sgd", timeout_s=NEVER_S) as job:
+        job.train()
+        os.killpg(job.launched.pid, signal.SIGINT)
+        job.ended()
+        assert job.launched.returncode != 0
+        assert job.checkpoint()["step"] >= STEPS - 10
+
+
+def test_a_pause_is_no_fault() -> None:
+    """A debugger, a machine that swaps: shorter than the limit, and the job goes on."""
+    with Job("mpi", "pipe-sgd", "", "600", timeout_s=30 * TIMEOUT_S) as job:
+        job.train()
+        os.kill(job.pid(LOST), signal.SIGSTOP)
+        with pytest.raises(AssertionError):
+            job.wait_for(lambda: job.launched.poll() is not None, bound_s=5)
+        os.kill(job.pid(LOST), signal.SIGCONT)
+        job.ended()
+        assert job.launched.returncode == 0, job.output
+        first, *others = (torch.load(job.folder / f"end.{rank}") for rank in job.ranks)
+        for other in others:
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for one checkpoint of the job and its log, and not for another."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_the_disk_is_full_at_a_checkpoint(small_disk: Path) -> None:
+    with Job("mpi", "pipe-sgd", timeout_s=NEVER_S, folder=small_disk) as job:
+        job.train()
+        (small_disk / "other").write_bytes(b"\0" * _free(small_disk))
+        job.ended()
+        assert job.launched.returncode != 0
+        assert "because of another: rank 0 on " in job.output, job.output
+        assert job.checkpoint()["step"] >= STEPS - 10
+
+
+def _free(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_bsize

@@ -1,0 +1,89 @@
+"""A rank that trains until something happens to it: ``python workers_faults.py FOLDER STRATEGY``.
+
+A third word says what this rank itself does wrong, and a fourth how many steps it takes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from problem import OPTIMIZERS, loss_of, make_model
+
+import hvd_pipe.torch as hvd
+
+DEADLINE_S = 120  # no rank outlives its test
+STEPS = 1_000_000
+EVERY = 10  # steps between two checkpoints
+SOON = 30  # steps until the rank does something wrong
+LATE = 1  # the rank that does
+
+
+def save(path: Path, checkpoint: dict[str, Any]) -> None:
+    """A checkpoint is whole or not there."""
+    part = path.with_suffix(".part")
+    torch.save(checkpoint, part)
+    part.replace(path)
+
+
+def parse(strategy: str) -> dict[str, Any]:
+    name, _, compression = strategy.partition("+")
+    return {"strategy": name} | ({"compression": hvd.Compression.int8} if compression else {})
+
+
+def go_wrong(how: str) -> None:
+    if how == "raise":
+        raise ValueError("bad sample 17")
+    if how == "raise, and a thread goes on":
+        threading.Thread(target=time.sleep, args=(DEADLINE_S,)).start()
+        raise ValueError("bad sample 17")
+    if how == "leave":
+        sys.exit()
+
+
+def with_a_child() -> None:
+    """Fork as a data loader does; the child outlives the rank by up to a few seconds."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(3)
+        os._exit(0)
+
+
+def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) -> None:
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    torch.set_num_threads(1)
+    hvd.init()
+    rank = hvd.rank()
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), **parse(strategy)
+    )
+    with_a_child()
+    (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    for step in range(int(steps)):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        if step % EVERY == 0:
+            if rank == 0:
+                states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(folder / "checkpoint.pt", states | {"step": step})
+            (folder / f"step.{rank}").write_text(str(step))
+        if step == SOON and rank == LATE:
+            go_wrong(wrong)
+        time.sleep(0.002)
+    optimizer.synchronize()
+    torch.save(model.state_dict(), folder / f"end.{rank}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

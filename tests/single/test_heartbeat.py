@@ -1,0 +1,211 @@
+"""What ranks hear of each other, over sockets within one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvd_pipe.torch.door import Door, knock
+from hvd_pipe.torch.heartbeat import AwakeClock, Heartbeat, Look, Peer
+
+LIMIT_S = 2.0
+SOON_S = 20.0  # for what takes a second or two on a quiet machine
+
+
+class Process:
+    """Stands for a rank's process; ``look`` is what it does."""
+
+    def __init__(self) -> None:
+        self.doing = Look(where="train.py:3")
+        self.said: list[str] = []
+        self.ended: list[str] = []
+
+    def look(self) -> Look:
+        return self.doing
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def end(self, text: str) -> None:
+        self.ended.append(text)
+
+
+class Job:
+    """Ranks that are connected as those of a job are."""
+
+    def __init__(self, size: int) -> None:
+        self.processes = [Process() for _ in range(size)]
+        self.peers = [Peer(rank, f"h{rank}", 100 + rank) for rank in range(size)]
+        pairs = {rank: socket.socketpair() for rank in range(1, size)}
+        links = [{rank: here for rank, (here, _) in pairs.items()}]
+        links += [{0: there} for _, there in pairs.values()]
+        self.sockets = links
+        self.hearts = [
+            Heartbeat(self.peers, rank, links[rank], LIMIT_S, self.processes[rank])
+            for rank in range(size)
+        ]
+
+    def start(self, *but: int) -> None:
+        """Start all, but for those ranks that are silent."""
+        for rank, heart in enumerate(self.hearts):
+            if rank not in but:
+                heart.start()
+
+    def kill(self, rank: int) -> None:
+        """Close the connections of a rank, as the kernel does."""
+        for one in self.sockets[rank].values():
+            one.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, rank: int) -> None:
+        """Let a rank do nothing but wait for the others, for ever."""
+        self.processes[rank].doing = Look("train.py:9", waits=True, since_s=100 * LIMIT_S)
+
+    def kept(self) -> list[str]:
+        """What the first rank has said of ranks that keep others waiting."""
+        return [text for text in self.processes[0].said if "kept" in text]
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    one = Job(3)
+    yield one
+    for heart in one.hearts:
+        if heart._thread.is_alive():
+            heart.stop()
+
+
+def soon(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline, true
+        time.sleep(0.01)
+
+
+def test_a_healthy_job_hears_nothing(job: Job) -> None:
+    job.start()
+    time.sleep(2 * LIMIT_S)
+    assert [process.ended for process in job.processes] == [[], [], []]
+    assert job.hearts[2].cause(0.0) is None
+
+
+def test_a_rank_that_is_killed_is_known_to_all(job: Job) -> None:
+    job.start()
+    job.kill(1)
+    for rank in (0, 2):
+        assert "rank 1 on h1 (pid 101) ended without a word" in str(job.hearts[rank].cause(SOON_S))
+
+
+def test_only_a_rank_that_waits_is_ended(job: Job) -> None:
+    """The others may be saving a checkpoint, and find out for themselves."""
+    job.start()
+    job.wait(2)
+    job.kill(1)
+    soon(lambda: job.processes[2].ended)
+    assert job.processes[0].ended == []
+    assert "rank 1 on h1" in job.processes[2].ended[0]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_rank_is_named_and_then_given_up(job: Job, silent: int) -> None:
+    job.start(silent)
+    waiting = [rank for rank in range(3) if rank != silent]
+    for rank in waiting:
+        job.wait(rank)
+    for rank in waiting:
+        soon(lambda rank=rank: job.processes[rank].ended)
+        assert f"rank {silent} on h{silent}" in job.processes[rank].ended[0]
+        assert "silent" in job.processes[rank].ended[0]
+    said = job.processes[0 if silent else 1].said
+    assert any("silent" in line and "HVD_PIPE_TIMEOUT" in line for line in said), said
+
+
+def test_an_exception_is_known_with_its_text(job: Job) -> None:
+    job.start()
+    job.hearts[2].raised("ValueError: bad sample (data.py:7)")
+    job.hearts[2].leave()
+    job.kill(2)
+    for rank in (0, 1):
+        cause = job.hearts[rank].cause(SOON_S)
+        assert cause == "rank 2 on h2 (pid 102) raised ValueError: bad sample (data.py:7)"
+
+
+def test_a_rank_that_leaves_is_no_loss(job: Job) -> None:
+    job.start()
+    job.wait(0)
+    job.hearts[1].leave()
+    job.hearts[1].stop()
+    assert "has ended without an exception" in str(job.hearts[2].cause(SOON_S))
+    time.sleep(2 * LIMIT_S)
+    assert [process.ended for process in job.processes] == [[], [], []]
+
+
+def test_who_keeps_all_others_waiting_is_named_once(job: Job) -> None:
+    job.start()
+    job.processes[1].doing = Look("data.py:57", since_s=100 * LIMIT_S)
+    job.wait(0)
+    job.wait(2)
+    soon(job.kept)
+    time.sleep(LIMIT_S)
+    (said,) = job.kept()
+    assert said.startswith("rank 1 on h1 (pid 101) has kept 2 other ranks waiting")
+    assert "data.py:57" in said
+
+
+def test_ranks_that_wait_in_join_are_kept_by_nobody(job: Job) -> None:
+    job.start()
+    job.processes[1].doing = Look("data.py:57", since_s=100 * LIMIT_S)
+    for rank in (0, 2):
+        job.processes[rank].doing = Look("train.py:9", True, 100 * LIMIT_S, joined=True)
+    time.sleep(2 * LIMIT_S)
+    assert job.kept() == []
+
+
+def test_time_in_which_a_process_did_not_run_does_not_count() -> None:
+    """A job that is stopped as a whole, and continued, finds nobody silent."""
+    clock = AwakeClock(most_s=0.05)
+    time.sleep(0.3)
+    clock.tick()
+    assert 0 < clock.now <= 0.05
+
+
+def test_a_long_message_to_a_link_that_takes_nothing_does_not_block(job: Job) -> None:
+    for _ in range(10_000):
+        job.hearts[0]._links[1].send({"lost": 2, "how": "x" * 300})
+
+
+def test_the_door_opens_for_those_that_know_the_secret() -> None:
+    door = Door()
+    with socket.create_connection(("127.0.0.1", door.address["port"])) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(100) == b""
+    wrong = {**door.address, "question": "0" * 32}
+    assert knock(wrong, 1) is None
+    link = knock(door.address, 2)
+    met = door.close()
+    assert link is not None
+    assert list(met) == [2]
+    met[2].sendall(b"x")
+    assert link.recv(1) == b"x"
+    link.close()
+    met[2].close()
+
+
+def test_nobody_behind_the_door() -> None:
+    door = Door()
+    door.close()
+    assert knock(door.address, 1) is None
+
+
+def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
+    """A call that kept the interpreter's lock for long, say."""
+    job.start(1)
+    soon(lambda: "silent" in str(job.hearts[2].cause(0.0)))
+    time.sleep(LIMIT_S)
+    job.hearts[1].start()
+    soon(lambda: job.hearts[2].cause(0.0) is None)
+    job.wait(2)
+    time.sleep(LIMIT_S)
+    assert job.processes[2].ended == []
