@@ -51,13 +51,12 @@ class _Layer(torch.autograd.Function):
 class Layer(nn.Module):
     """One layer of the profile: it takes its times, and has a gradient of its size."""
 
-    gradient: torch.Tensor | None
-
     def __init__(self, device: Device, forward_s: float, backward_s: float, count: int) -> None:
         super().__init__()
         self.device, self.forward_s, self.backward_s = device, forward_s, backward_s
         self.weight = nn.Parameter(torch.zeros(count)) if count else None
-        self.register_buffer("gradient", torch.full((count,), 1e-3) if count else None)
+        # No buffer: PyTorch's DDP would broadcast it in every step.
+        self.gradient = torch.full((count,), 1e-3) if count else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Layer.apply(x, self.weight, self)  # type: ignore[no-any-return]
@@ -91,6 +90,10 @@ class EmulatedModel(nn.Sequential):
             )
         )
 
+    def loss(self) -> torch.Tensor:
+        """One forward pass."""
+        return self(torch.zeros(1, requires_grad=True)).sum()  # type: ignore[no-any-return]
+
     def step(self) -> None:
         """One forward and backward pass."""
-        self(torch.zeros(1, requires_grad=True)).sum().backward()
+        self.loss().backward()

@@ -1,0 +1,167 @@
+"""What the throughput benchmark compares: one way to train a model, by its name.
+
+single               one worker by itself: no communication
+conventional         all gradients in one all-reduce after the backward pass
+horovod              stock Horovod
+ddp, ddp+bf16 ...    PyTorch DistributedDataParallel over Gloo, with its fp16 hook
+ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
+pipe-sgd+int8 ...    hvd_pipe: a strategy's spelling, and a compression
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as stock
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.planning.plan import Plan
+
+__all__ = ["PEERS", "Contestant", "make"]
+
+PEERS = ("single", "conventional", "horovod", "ddp", "ddp+fp16", "ddp:post-local")
+REAL_MODEL_BYTES = 100e6
+DDP_BUCKET_BYTES = 25 * 2**20
+POST_LOCAL_PERIOD = 4
+LR = 1e-3
+
+
+@dataclass
+class Contestant:
+    """One training: a step of it, and its orderly end."""
+
+    step: Callable[[], None]
+    finish: Callable[[], None] = lambda: None
+    planned_exposed_s: Callable[[], float | None] = lambda: None
+    """What the plan leaves of the communication after the backward pass."""
+
+
+def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    """Return a contestant that trains ``model``, whose minibatch has this ``loss``.
+
+    Horovod, or torch.distributed for ``ddp``, must have been initialised.
+
+    Raises:
+        ValueError: No contestant has this name.
+    """
+    kind, _, compression = name.partition("+")
+    if kind in PEERS:
+        if kind.startswith("ddp"):
+            return _ddp(kind, compression, model, loss)
+        return {"single": _single, "conventional": _conventional, "horovod": _horovod}[kind](
+            model, loss
+        )
+    return _ours(kind, compression, model, loss)
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]
+) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def _single(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    return Contestant(_steps(SGD(model.parameters(), LR), loss))
+
+
+def _conventional(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    optimizer = SGD(model.parameters(), LR)
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters))
+    views = [
+        piece.view_as(p)
+        for piece, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)
+    ]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        torch._foreach_copy_(views, [p.grad for p in parameters])
+        stock.allreduce_(flat, name="conventional")
+        torch._foreach_copy_([p.grad for p in parameters], views)
+        optimizer.step()
+
+    return Contestant(step)
+
+
+def _horovod(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    optimizer = stock.DistributedOptimizer(SGD(model.parameters(), LR), model.named_parameters())
+    return Contestant(_steps(optimizer, loss), optimizer.synchronize)
+
+
+def _ours(
+    kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
+) -> Contestant:
+    codecs = {
+        "": hvd.Compression.none,
+        "fp16": hvd.Compression.fp16,
+        "bf16": hvd.Compression.bf16,
+        "int8": hvd.Compression.int8,
+    }
+    optimizer = hvd.DistributedOptimizer(
+        SGD(model.parameters(), LR),
+        model.named_parameters(),
+        compression=codecs[compression],
+        strategy=kind,
+    )
+
+    def planned_exposed_s() -> float | None:
+        plan = optimizer.state_dict()["hvd_pipe"]["counters"].get("plan")
+        return None if plan is None else Plan.from_json(plan).exposed_s
+
+    return Contestant(_steps(optimizer, loss), optimizer.synchronize, planned_exposed_s)
+
+
+def _ddp(
+    kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
+) -> Contestant:
+    # The models are small ones, and so must be DDP's buckets, which it fills by size.
+    size = 4.0 * sum(p.numel() for p in model.parameters())
+    bucket_mib = DDP_BUCKET_BYTES / 2**20 * min(1.0, size / REAL_MODEL_BYTES)
+    optimizer: Any = SGD(model.parameters(), LR)
+    wrapped = DistributedDataParallel(
+        _Pass(model, loss), bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
+    )
+    if compression == "fp16":  # PyTorch's bf16 hook asks for NCCL
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if kind == "ddp:post-local":
+        alone, _ = dist.new_subgroups(group_size=1)
+        state = post_localSGD_hook.PostLocalSGDState(
+            process_group=None, subgroup=alone, start_localSGD_iter=0
+        )
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        averager = PeriodicModelAverager(period=POST_LOCAL_PERIOD, warmup_steps=0)
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped().backward()
+        optimizer.step()
+
+    return Contestant(step)
+
+
+class _Pass(nn.Module):
+    """A model whose call is the loss of its minibatch, as DDP wants it."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self) -> torch.Tensor:
+        return self.loss()

@@ -1,0 +1,361 @@
+r"""Training throughput beside its peers: stock Horovod, PyTorch DDP, one worker, and hvd_pipe.
+
+    sudo python benchmarks/throughput.py --workers 4 --json grid.json --plot grid.png
+
+Workers are hosts of an emulated cluster (`cluster.py`): the communication crosses links of a known
+rate, which is set so that an all-reduce of all gradients takes ``r`` times a worker's computation.
+Computation is an emulated accelerator's, or, with ``--compute cpu``, real (`models.py`).
+
+Each row of a cell is a contestant (`contestants.py`). Horovod reads its settings once, so stock
+Horovod with other settings, DDP, and hvd_pipe are jobs of their own, *teams*: all are started at
+once on the same hosts, one at a time has the turn, the others are stopped (SIGSTOP). Contestants
+take turns in every round; what is reported is the median over the rounds of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cluster import Cluster, ClusterError, end
+from rich.console import Console
+from throughput_rank import write
+from throughput_report import bounds, draw, table
+from tqdm import tqdm
+
+MODELS = ("vgg16", "resnet50", "densenet121", "transformer")
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, milliseconds of a cycle
+    "fusion=0,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "0"},
+    "fusion=M/8,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "M/8"},
+    "fusion=M/8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
+    "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
+    "fusion=128M,cycle=20": {"HOROVOD_CYCLE_TIME": "20"},
+}
+RING = {  # both stock Horovod and ours: Open MPI's own choice takes 1.6 times as long (README)
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+}
+SETTLE_STEPS = 4
+PLANNING_STEPS = 16  # merged-gradient measures and plans within 14
+MOST_S = 600.0  # for one answer
+SCRIPT = Path(__file__).with_name("throughput_rank.py")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid."""
+
+    model: str
+    workers: int
+    ratio: float
+
+
+class Team:
+    """A job whose ranks do what they are asked while they have the turn.
+
+    Args:
+        cluster: Where.
+        name: Its own; ``ddp`` and ``ours`` say which library its ranks use.
+        env: Variables for its ranks.
+        directory: Where orders and answers lie.
+    """
+
+    def __init__(
+        self, cluster: Cluster, name: str, env: dict[str, str], directory: Path, backend: str
+    ) -> None:
+        self.name, self._directory, self._size = name, directory, len(cluster.hosts)
+        self._number = 0
+        self._mark = f"THROUGHPUT_TEAM={directory}/{name}"
+        env = {**env, "THROUGHPUT_TEAM": f"{directory}/{name}", "OMP_NUM_THREADS": "1"}
+        hosts = ",".join(f"{host}:1" for host in cluster.hosts)
+        script = [sys.executable, str(SCRIPT), str(directory), name]
+        if backend == "gloo" and name != "ddp":
+            launcher = ["horovodrun", "--gloo", "-np", str(self._size), "-H", hosts]
+            # Ranks that are stopped for longer must not count as lost.
+            env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "100000"
+        else:
+            launcher = ["mpirun", "-np", str(self._size), "-H", hosts, "-bind-to", "none"]
+            launcher += ["-mca", "pml", "ob1", "-mca", "btl", "^openib"]
+            passed = {"PATH", "TF_CPP_MIN_LOG_LEVEL", *env, *RING}
+            launcher += [word for key in sorted(passed) for word in ("-x", key)]
+            env = {**RING, **env}
+        self._log = (directory / f"{name}.log").open("w")
+        self._job = cluster.popen(
+            "h1", [*launcher, *script], env=env, stdout=self._log, stderr=self._log
+        )
+
+    def ask(self, do: str, **what: Any) -> list[dict[str, Any]]:
+        """Give the team the turn for one order; return each rank's answer.
+
+        Raises:
+            RuntimeError: A rank failed, or the job has ended.
+        """
+        self._number += 1
+        write(self._directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
+        self._signal(signal.SIGCONT)
+        answers = [self._answer(rank) for rank in range(self._size)]
+        if do != "end":
+            self._signal(signal.SIGSTOP)
+        for answer in answers:
+            if "error" in answer:
+                raise RuntimeError(f"team {self.name}: {answer['error']}")
+        return answers
+
+    def close(self) -> None:
+        """End the job, whatever state it is in."""
+        self._signal(signal.SIGKILL)
+        end(self._job)
+        self._log.close()
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        file = self._directory / f"{self.name}.{rank}.answer"
+        deadline = time.monotonic() + MOST_S
+        while True:
+            if file.exists():
+                answer: dict[str, Any] = json.loads(file.read_text())
+                if answer.pop("number") == self._number:
+                    return answer
+            if self._job.poll() is not None or time.monotonic() > deadline:
+                self._log.flush()
+                said = (self._directory / f"{self.name}.log").read_text()[-3000:]
+                raise RuntimeError(f"team {self.name}: rank {rank} gave no answer:\n{said}")
+            time.sleep(0.01)
+
+    def _signal(self, number: int) -> None:
+        for process in self._ranks():
+            os.kill(process, number)
+
+    def _ranks(self) -> Iterator[int]:
+        """The ids of the ranks, here, outside the hosts' own namespaces."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if words[1:2] == [os.fsencode(SCRIPT)] and self._mark.encode() in variables:
+                    yield int(folder.name)
+            except OSError:  # ended meanwhile
+                continue
+
+
+def contestants_of(
+    ratio: float, workers: int, options: argparse.Namespace
+) -> dict[str, list[str]]:
+    """Return the names of each team's contestants in a cell."""
+    k = max(2, math.ceil(ratio))
+    ours = ["merged-gradient", "merged-gradient+bf16", "merged-gradient+int8"]
+    ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
+    ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
+    teams = {"stock": ["conventional", "horovod"], "ours": ours}
+    teams["ddp"] = ["single", "ddp", "ddp+fp16", "ddp:post-local"]
+    if not options.no_sweep:
+        teams |= {name: ["horovod"] for name in SWEEP}
+    if options.only:
+        teams = {
+            team: [name for name in names if name in options.only or name == "single"]
+            for team, names in teams.items()
+        }
+    return teams
+
+
+@contextmanager
+def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str, Team]]:
+    """All teams, started; none is left afterwards."""
+    settings: dict[str, dict[str, str]] = {"stock": {}, "ours": {}, "ddp": {}}
+    if not options.no_sweep:
+        settings |= SWEEP
+    with tempfile.TemporaryDirectory(prefix="throughput-") as folder, ExitStack() as teams:
+        found = {}
+        for name, env in settings.items():
+            values = {
+                key: value.replace("M/8", str(options.gradient_bytes // 8))
+                for key, value in env.items()
+            }
+            found[name] = Team(cluster, name, values, Path(folder), options.backend)
+            teams.callback(found[name].close)
+            found[name].ask("drop")  # it is up, and stops
+        yield found
+
+
+def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size: int) -> float:
+    """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
+    workers = len(cluster.hosts)
+    wire = 2 * (workers - 1) / workers * size
+    rate = wire / (ratio * compute_s)
+    taken = 0.0
+    for _ in range(3):
+        cluster.rate(f"{rate / 1e6:.6f}MB/s")
+        taken = max(answer[str(size)] for answer in team.ask("measure", sizes=[size], samples=4))
+        if abs(taken / (ratio * compute_s) - 1) < 0.05:
+            break
+        rate = min(rate * taken / (ratio * compute_s), 2e9)
+    return taken
+
+
+def run_cell(
+    cell: Cell, cluster: Cluster, teams: dict[str, Team], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Race all contestants of a cell and return its rows."""
+    size = options.gradient_bytes
+    emulated = options.compute == "emulated"
+    build = {
+        "model": cell.model,
+        "compute_s": options.compute_ms / 1e3 if emulated else None,
+        "gradient_bytes": size,
+    }
+    cluster.rate(None)
+    built = teams["ddp"].ask("build", name="single", settle=SETTLE_STEPS, **build)
+    size = built[0]["gradient_bytes"]
+    alone = race(teams["ddp"], "single", 6)
+    all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
+    sizes = sorted({size // 2, round(size * 0.254), size})
+    sizes = [4 * (each // 4) for each in sizes]
+    answers = teams["ours"].ask("measure", sizes=sizes, samples=4)
+    times = {int(key): max(a[key] for a in answers) for key in answers[0]}
+    chosen = contestants_of(cell.ratio, cell.workers, options)
+    planned: dict[tuple[str, str], float | None] = {}
+    for team, names in chosen.items():
+        for name in names:
+            if name != "single":
+                settle = PLANNING_STEPS if name.startswith("merged") else SETTLE_STEPS
+                built = teams[team].ask("build", name=name, settle=settle, **build)
+                planned[team, name] = built[0]["planned_exposed_s"]
+    entrants = [(team, name) for team, names in chosen.items() for name in names]
+    results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
+    steps = dict.fromkeys(entrants, 1)
+    for number in range(options.rounds + 1):  # the first one says how many steps to take
+        shift = number % len(entrants)
+        for each in entrants[shift:] + entrants[:shift]:
+            found = race(teams[each[0]], each[1], steps[each])
+            if number == 0:
+                steps[each] = steps_for(each[1], options.seconds / found["seconds"])
+            else:
+                results[each].append(found)
+    for team in chosen:
+        teams[team].ask("drop")
+    rows = [
+        {
+            "team": team,
+            "contestant": name,
+            "seconds": median(each["seconds"] for each in rounds),
+            "least_s": min(each["seconds"] for each in rounds),
+            "most_s": max(each["seconds"] for each in rounds),
+            "cpu_s": median(each["cpu_s"] for each in rounds),
+            "sent_bytes": median(each["sent_bytes"] for each in rounds),
+            "planned_exposed_s": planned.get((team, name)),
+        }
+        for (team, name), rounds in results.items()
+    ]
+    return {
+        "model": cell.model,
+        "workers": cell.workers,
+        "ratio": cell.ratio,
+        "compute": options.compute,
+        "backend": options.backend,
+        "gradient_bytes": size,
+        "all_reduce_s": times,
+        "reached_ratio": all_reduce_s / alone["seconds"],
+        "rows": rows,
+    }
+
+
+def steps_for(name: str, wanted: float) -> int:
+    """Return a number of steps near the wanted one: whole periods where models are averaged."""
+    period = 1
+    if "period=" in name:
+        period = int(name.split("period=")[1].split("+", maxsplit=1)[0])
+    elif name == "ddp:post-local":
+        period = 4
+    return max(1, round(max(4.0, wanted) / period)) * period
+
+
+def race(team: Team, name: str, steps: int) -> dict[str, float]:
+    """One contestant's turn: the slowest rank's seconds, all ranks' mean of the rest."""
+    answers = team.ask("race", name=name, steps=steps)
+    return {
+        "seconds": max(answer["seconds"] for answer in answers),
+        "cpu_s": sum(answer["cpu_s"] for answer in answers) / len(answers),
+        "sent_bytes": sum(answer["sent_bytes"] for answer in answers) / len(answers),
+    }
+
+
+def main() -> int:
+    """Run the grid and report it."""
+    options = parse_arguments()
+    cells = [
+        Cell(model, workers, ratio)
+        for workers in options.workers
+        for model in options.models
+        for ratio in options.ratios
+    ]
+    found: list[dict[str, Any]] = []
+    done = set()
+    if options.json and options.resume and Path(options.json).exists():
+        found = json.loads(Path(options.json).read_text())
+        done = {Cell(one["model"], one["workers"], one["ratio"]) for one in found}
+    todo = [cell for cell in cells if cell not in done]
+    if options.realtime:  # all that this process starts has it, too
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    progress = tqdm(total=len(todo), desc="cells", disable=None)
+    try:
+        for workers in options.workers:
+            mine = [cell for cell in todo if cell.workers == workers]
+            if not mine:
+                continue
+            with Cluster(workers) as cluster, started(cluster, options) as teams:
+                for cell in mine:
+                    found.append(run_cell(cell, cluster, teams, options))
+                    Console(width=150).print(table(found[-1]))
+                    if options.json:
+                        write(Path(options.json), found)
+                    progress.update()
+    except (ClusterError, RuntimeError) as error:
+        print(f"throughput: {error}", file=sys.stderr)
+        return 2
+    finally:
+        progress.close()
+    Console(width=150).print(bounds(found))
+    if options.plot:
+        draw(found, Path(options.plot))
+    return 0
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=list(RATIOS), help="communication / computation"
+    )
+    parser.add_argument("--compute", choices=("emulated", "cpu"), default="emulated")
+    parser.add_argument("--compute-ms", type=float, default=120.0, help="of an emulated step")
+    parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20, help="of emulated models")
+    parser.add_argument("--backend", choices=("gloo", "mpi"), default="gloo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
+    parser.add_argument("--no-sweep", action="store_true", help="stock Horovod's default only")
+    parser.add_argument("--only", nargs="+", help="these contestants, and single")
+    parser.add_argument(
+        "--realtime", action="store_true", help="the hosts go before all else on this machine"
+    )
+    parser.add_argument("--json", help="write all cells here, after each one")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that --json has")
+    parser.add_argument("--plot", help="draw the ratios to stock Horovod here")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

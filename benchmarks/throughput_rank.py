@@ -1,0 +1,169 @@
+"""One rank of a team of the throughput benchmark: does what the referee asks, and answers.
+
+A team is one job with settings of its own (such as Horovod's). The referee (`throughput.py`)
+gives one team at a time the turn and stops the others, by files on the disk that all hosts share:
+
+    DIRECTORY/TEAM.order          {"number": 7, "do": "race", ...}
+    DIRECTORY/TEAM.RANK.answer    {"number": 7, ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import contestants
+import horovod.torch as stock
+import models
+import torch
+import torch.distributed as dist
+
+import hvd_pipe.torch as hvd
+
+POLL_S = 0.01
+LEAD_STEPS = 2  # after a barrier, until each step waits for what the one before has sent
+
+
+class Rank:
+    """What a rank has built, and how it does each thing that the referee can ask."""
+
+    def __init__(self, team: str, store: Path) -> None:
+        torch.set_num_threads(1)
+        self.contestants: dict[str, contestants.Contestant] = {}
+        if team == "ddp":
+            self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=self.rank,
+                world_size=int(os.environ["OMPI_COMM_WORLD_SIZE"]),
+            )
+            self.barrier: Callable[[], Any] = dist.barrier
+        else:
+            (hvd if team == "ours" else stock).init()  # ours makes settings of its own
+            self.rank = stock.rank()
+            self.barrier = stock.barrier
+
+    def measure(self, sizes: list[int], samples: int) -> dict[str, Any]:
+        """Seconds that an all-reduce of each size keeps the links busy.
+
+        Two that are sent together take that much longer than one by itself: what Horovod's cycle
+        adds is in both.
+        """
+        found = {}
+        for size in sizes:
+            pair = [torch.zeros(max(1, size // 4)) for _ in range(2)]
+            taken: list[list[float]] = [[], []]
+            for number in range(2 * samples + 2):
+                together = 1 + number % 2
+                self.barrier()
+                start = time.perf_counter()
+                handles = [
+                    # Horovod does not fuse messages that differ in this factor.
+                    stock.allreduce_async_(
+                        pair[i], name=f"measure.{size}.{i}", op=stock.Sum, prescale_factor=1.0 + i
+                    )
+                    for i in range(together)
+                ]
+                for handle in handles:
+                    stock.synchronize(handle)
+                taken[together - 1].append(time.perf_counter() - start)
+            found[str(size)] = median(taken[1][1:]) - median(taken[0][1:])
+        return found
+
+    def build(
+        self, name: str, model: str, compute_s: float | None, gradient_bytes: int, settle: int
+    ) -> dict[str, Any]:
+        """Make a contestant and let it take its first steps."""
+        if compute_s is None:
+            network, loss = models.on_cpu(model)
+        else:
+            network = models.emulated(model, compute_s, gradient_bytes)
+            loss = network.loss
+        contestant = contestants.make(name, network, loss)
+        for _ in range(settle):
+            contestant.step()
+        self.contestants[name] = contestant
+        return {
+            "gradient_bytes": sum(4 * p.numel() for p in network.parameters()),
+            "planned_exposed_s": contestant.planned_exposed_s(),
+        }
+
+    def race(self, name: str, steps: int) -> dict[str, Any]:
+        """Take steps together and say what they cost."""
+        step = self.contestants[name].step
+        step()  # what the round before left in flight has arrived
+        self.barrier()
+        for _ in range(LEAD_STEPS):
+            step()
+        before, sent = resource.getrusage(resource.RUSAGE_SELF), bytes_sent()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        seconds = (time.perf_counter() - start) / steps
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return {
+            "seconds": seconds,
+            "cpu_s": cpu / steps,
+            "sent_bytes": (bytes_sent() - sent) / steps,
+        }
+
+    def drop(self) -> dict[str, Any]:
+        """End all contestants."""
+        for name in list(self.contestants):
+            self.contestants.pop(name).finish()
+        return {}
+
+
+def bytes_sent() -> int:
+    """Return what this host has sent over its link; 0 where all ranks share a machine."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("eth0:"):
+            return int(line.split()[9])
+    return 0
+
+
+def write(path: Path, answer: dict[str, Any]) -> None:
+    """Write JSON that a reader sees whole or not at all."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(json.dumps(answer))
+    part.rename(path)
+
+
+def main() -> None:
+    """Answer orders until one says to end."""
+    directory, team = Path(sys.argv[1]), sys.argv[2]
+    rank = Rank(team, directory / "ddp.store")
+    number = 0
+    while True:
+        try:
+            order = json.loads((directory / f"{team}.order").read_text())
+        except FileNotFoundError:
+            order = {"number": 0}
+        if order.pop("number") != number + 1:
+            time.sleep(POLL_S)
+            continue
+        number += 1
+        what = order.pop("do")
+        try:
+            answer = {} if what == "end" else getattr(rank, what)(**order)
+        except Exception:
+            where = f"rank {rank.rank} on {socket.gethostname()}"
+            answer = {"error": f"{where}:\n{traceback.format_exc()}"}
+        write(directory / f"{team}.{rank.rank}.answer", {"number": number, **answer})
+        if what == "end":
+            return
+
+
+if __name__ == "__main__":
+    main()
