@@ -44,6 +44,13 @@ SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, millise
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=20": {"HOROVOD_CYCLE_TIME": "20"},
 }
+AUTOTUNE = {  # as Horovod has it, but for fewer samples: each is of so many steps
+    "HOROVOD_AUTOTUNE": "1",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "4",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10",
+}
+TUNING_STEPS = 4 * (1 + 10) + 4
 RING = {  # both stock Horovod and ours: Open MPI's own choice takes 1.6 times as long (README)
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
@@ -76,10 +83,13 @@ class Team:
     def __init__(
         self, cluster: Cluster, name: str, env: dict[str, str], directory: Path, backend: str
     ) -> None:
-        self.name, self._directory, self._size = name, directory, len(cluster.hosts)
+        self.name, self.directory, self._size = name, directory, len(cluster.hosts)
         self._number = 0
+        for left in directory.glob(f"{name}.*"):  # by a team of this name before
+            left.unlink()
         self._mark = f"THROUGHPUT_TEAM={directory}/{name}"
         env = {**env, "THROUGHPUT_TEAM": f"{directory}/{name}", "OMP_NUM_THREADS": "1"}
+        env["HVD_PIPE_TIMEOUT"] = "0"  # ranks are stopped on purpose
         hosts = ",".join(f"{host}:1" for host in cluster.hosts)
         script = [sys.executable, str(SCRIPT), str(directory), name]
         if backend == "gloo" and name != "ddp":
@@ -104,7 +114,7 @@ class Team:
             RuntimeError: A rank failed, or the job has ended.
         """
         self._number += 1
-        write(self._directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
+        write(self.directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
         self._signal(signal.SIGCONT)
         answers = [self._answer(rank) for rank in range(self._size)]
         if do != "end":
@@ -121,7 +131,7 @@ class Team:
         self._log.close()
 
     def _answer(self, rank: int) -> dict[str, Any]:
-        file = self._directory / f"{self.name}.{rank}.answer"
+        file = self.directory / f"{self.name}.{rank}.answer"
         deadline = time.monotonic() + MOST_S
         while True:
             if file.exists():
@@ -130,7 +140,7 @@ class Team:
                     return answer
             if self._job.poll() is not None or time.monotonic() > deadline:
                 self._log.flush()
-                said = (self._directory / f"{self.name}.log").read_text()[-3000:]
+                said = (self.directory / f"{self.name}.log").read_text()[-3000:]
                 raise RuntimeError(f"team {self.name}: rank {rank} gave no answer:\n{said}")
             time.sleep(0.01)
 
@@ -150,9 +160,7 @@ class Team:
                 continue
 
 
-def contestants_of(
-    ratio: float, workers: int, options: argparse.Namespace
-) -> dict[str, list[str]]:
+def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the names of each team's contestants in a cell."""
     k = max(2, math.ceil(ratio))
     ours = ["merged-gradient", "merged-gradient+bf16", "merged-gradient+int8"]
@@ -162,6 +170,8 @@ def contestants_of(
     teams["ddp"] = ["single", "ddp", "ddp+fp16", "ddp:post-local"]
     if not options.no_sweep:
         teams |= {name: ["horovod"] for name in SWEEP}
+    if options.autotune:
+        teams["autotune"] = ["horovod"]
     if options.only:
         teams = {
             team: [name for name in names if name in options.only or name == "single"]
@@ -215,6 +225,11 @@ def run_cell(
         "compute_s": options.compute_ms / 1e3 if emulated else None,
         "gradient_bytes": size,
     }
+    teams = dict(teams)
+    if options.autotune:  # it tunes once in its life
+        teams["autotune"] = Team(
+            cluster, "autotune", AUTOTUNE, teams["stock"].directory, options.backend
+        )
     cluster.rate(None)
     built = teams["ddp"].ask("build", name="single", settle=SETTLE_STEPS, **build)
     size = built[0]["gradient_bytes"]
@@ -224,12 +239,13 @@ def run_cell(
     sizes = [4 * (each // 4) for each in sizes]
     answers = teams["ours"].ask("measure", sizes=sizes, samples=4)
     times = {int(key): max(a[key] for a in answers) for key in answers[0]}
-    chosen = contestants_of(cell.ratio, cell.workers, options)
+    chosen = contestants_of(cell.ratio, options)
     planned: dict[tuple[str, str], float | None] = {}
     for team, names in chosen.items():
         for name in names:
             if name != "single":
                 settle = PLANNING_STEPS if name.startswith("merged") else SETTLE_STEPS
+                settle = TUNING_STEPS if team == "autotune" else settle
                 built = teams[team].ask("build", name=name, settle=settle, **build)
                 planned[team, name] = built[0]["planned_exposed_s"]
     entrants = [(team, name) for team, names in chosen.items() for name in names]
@@ -245,6 +261,8 @@ def run_cell(
                 results[each].append(found)
     for team in chosen:
         teams[team].ask("drop")
+    if options.autotune:
+        teams["autotune"].close()
     rows = [
         {
             "team": team,
@@ -347,6 +365,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
     parser.add_argument("--no-sweep", action="store_true", help="stock Horovod's default only")
+    parser.add_argument(
+        "--autotune", action="store_true", help="stock Horovod tuned by itself, too"
+    )
     parser.add_argument("--only", nargs="+", help="these contestants, and single")
     parser.add_argument(
         "--realtime", action="store_true", help="the hosts go before all else on this machine"
