@@ -39,8 +39,8 @@ MODELS = ("vgg16", "resnet50", "densenet121", "transformer")
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, milliseconds of a cycle
     "fusion=0,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "0"},
-    "fusion=M/8,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "M/8"},
-    "fusion=M/8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
+    "fusion=M-over-8,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "M/8"},
+    "fusion=M-over-8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=20": {"HOROVOD_CYCLE_TIME": "20"},
 }
@@ -312,6 +312,7 @@ def race(team: Team, name: str, steps: int) -> dict[str, float]:
 def main() -> int:
     """Run the grid and report it."""
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that was started ends
     cells = [
         Cell(model, workers, ratio)
         for workers in options.workers
