@@ -248,7 +248,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
     first = axes[0] if len(models) > 1 else axes
     first.set_ylabel("speed of each worker / of one worker alone")
     handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(LINES), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
         f"{workers} workers, {cells[0]['compute']} compute, links limited by tc tbf",
         fontsize="medium",
