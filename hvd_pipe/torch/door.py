@@ -74,7 +74,7 @@ def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
     for way in ways:
         with suppress(OSError):
             link = socket.create_connection((way, address["port"]), CONNECT_S)
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # a stranger may answer in no text at all
                 link.settimeout(ANSWER_S)
                 link.sendall(f"{address['question']} {rank}\n".encode())
                 if link.makefile().readline(100).strip() == address["answer"]:

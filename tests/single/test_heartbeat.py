@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -191,6 +192,29 @@ def test_the_door_opens_for_those_that_know_the_secret() -> None:
     assert link.recv(1) == b"x"
     link.close()
     met[2].close()
+
+
+def test_a_stranger_behind_the_door() -> None:
+    """One rank alone must not raise on what a foreign service answers: the others wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as service:
+
+        def answer() -> None:
+            visitor, _ = service.accept()
+            with visitor:
+                visitor.sendall(b"\xff\xfe\x00\n")
+                visitor.recv(100)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = {
+            "host": "no-such-host.invalid",
+            "addresses": ["127.0.0.1"],
+            "port": service.getsockname()[1],
+            "question": "q",
+            "answer": "a",
+        }
+        assert knock(address, 1) is None
+        thread.join()
 
 
 def test_nobody_behind_the_door() -> None:
