@@ -192,17 +192,17 @@ class Cluster:
 
     def cut(self, host: str) -> None:
         """Pull the host's cable out of the switch; neither end is told."""
-        self._ip(self._switch, "link", "set", self._port(host), "nomaster")
+        self._plug(host, "nomaster")
 
     def heal(self, host: str) -> None:
         """Plug the cable in again."""
-        self._ip(self._switch, "link", "set", self._port(host), "master", "br0")
+        self._plug(host, "master", "br0")
 
     def power_off(self, host: str) -> None:
         """End every process of the host at once, and its network with them."""
-        port = self._port(host)
-        os.kill(self._inits.pop(host), signal.SIGKILL)
-        self._ip(self._switch, "link", "del", port)
+        os.kill(self._init(host), signal.SIGKILL)
+        del self._inits[host]
+        self._ip(self._switch, "link", "del", port(host))
 
     def traffic(self) -> dict[str, Traffic]:
         """Return what has crossed each host's link."""
@@ -215,9 +215,7 @@ class Cluster:
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
         """Return the command line that runs ``command`` on the host, in this folder."""
-        if host not in self._inits:
-            raise ValueError(f"no host {host!r}: this cluster has {', '.join(self._inits)}.")
-        inside = enter(self._inits[host], "--net", "--uts", "--mount", "--pid")
+        inside = enter(self._init(host), "--net", "--uts", "--mount", "--pid")
         return [*inside, "env", f"--chdir={Path.cwd()}", *command]
 
     def run(
@@ -306,10 +304,16 @@ class Cluster:
                     raise ClusterError(f"no answer from the sshd of {host}:\n{said}")
                 time.sleep(0.05)
 
-    def _port(self, host: str) -> str:
+    def _init(self, host: str) -> int:
+        """Return the id of the host's first process."""
         if host not in self._inits:
             raise ValueError(f"no host {host!r}: this cluster has {', '.join(self._inits)}.")
-        return port(host)
+        return self._inits[host]
+
+    def _plug(self, host: str, *words: str) -> None:
+        """Change what the host's port of the switch is plugged into."""
+        self._init(host)
+        self._ip(self._switch, "link", "set", port(host), *words)
 
     @staticmethod
     def _ip(namespace: int, *words: str) -> None:

@@ -27,7 +27,7 @@ from torch.optim import SGD
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.plan import Plan
 
-__all__ = ["PEERS", "Contestant", "make"]
+__all__ = ["PEERS", "Contestant", "make", "period_of"]
 
 PEERS = ("single", "conventional", "horovod", "ddp", "ddp+fp16", "ddp:post-local")
 REAL_MODEL_BYTES = 100e6
@@ -62,6 +62,14 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
             model, loss
         )
     return _ours(kind, compression, model, loss)
+
+
+def period_of(name: str) -> int:
+    """Return after how many steps a contestant averages models; 1 where it averages gradients."""
+    if name == "ddp:post-local":
+        return POST_LOCAL_PERIOD
+    _, _, period = name.partition("+")[0].partition("period=")
+    return int(period or 1)
 
 
 def _steps(

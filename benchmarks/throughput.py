@@ -30,12 +30,15 @@ from statistics import median
 from typing import Any
 
 from cluster import Cluster, ClusterError, end
+from contestants import period_of
+from models import MODELS
 from rich.console import Console
 from throughput_rank import write
 from throughput_report import bounds, draw, table
 from tqdm import tqdm
 
-MODELS = ("vgg16", "resnet50", "densenet121", "transformer")
+from hvd_pipe.planning.codec import CODECS
+
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, milliseconds of a cycle
     "fusion=0,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "0"},
@@ -117,8 +120,7 @@ class Team:
         write(self.directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
         self._signal(signal.SIGCONT)
         answers = [self._answer(rank) for rank in range(self._size)]
-        if do != "end":
-            self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         for answer in answers:
             if "error" in answer:
                 raise RuntimeError(f"team {self.name}: {answer['error']}")
@@ -235,7 +237,7 @@ def run_cell(
     size = built[0]["gradient_bytes"]
     alone = race(teams["ddp"], "single", 6)
     all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
-    sizes = sorted({size // 2, round(size * 0.254), size})
+    sizes = sorted({size // 2, round(size * CODECS["int8"].ratio), size})
     sizes = [4 * (each // 4) for each in sizes]
     answers = teams["ours"].ask("measure", sizes=sizes, samples=4)
     times = {int(key): max(a[key] for a in answers) for key in answers[0]}
@@ -291,11 +293,7 @@ def run_cell(
 
 def steps_for(name: str, wanted: float) -> int:
     """Return a number of steps near the wanted one: whole periods where models are averaged."""
-    period = 1
-    if "period=" in name:
-        period = int(name.split("period=")[1].split("+", maxsplit=1)[0])
-    elif name == "ddp:post-local":
-        period = 4
+    period = period_of(name)
     return max(1, round(max(4.0, wanted) / period)) * period
 
 
@@ -355,7 +353,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=list(RATIOS), help="communication / computation"
     )

@@ -141,7 +141,7 @@ def write(path: Path, answer: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Answer orders until one says to end."""
+    """Answer orders until the referee ends this process."""
     directory, team = Path(sys.argv[1]), sys.argv[2]
     rank = Rank(team, directory / "ddp.store")
     number = 0
@@ -156,13 +156,11 @@ def main() -> None:
         number += 1
         what = order.pop("do")
         try:
-            answer = {} if what == "end" else getattr(rank, what)(**order)
+            answer = getattr(rank, what)(**order)
         except Exception:
             where = f"rank {rank.rank} on {socket.gethostname()}"
             answer = {"error": f"{where}:\n{traceback.format_exc()}"}
         write(directory / f"{team}.{rank.rank}.answer", {"number": number, **answer})
-        if what == "end":
-            return
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from contestants import period_of
 from rich.table import Table
 
 from hvd_pipe._pictures import figure_of, save
+from hvd_pipe.planning.codec import CODECS
 
 __all__ = ["bounds", "draw", "limit_s", "table"]
 
-INT8_RATIO = 0.254
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
 
 
@@ -41,8 +42,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     """
     compute = of(cell, "single")["seconds"]
     kind, _, compression = contestant.partition("+")
-    size = cell["gradient_bytes"]
-    size *= {"": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": INT8_RATIO}[compression]
+    size = cell["gradient_bytes"] * CODECS[compression or "none"].ratio
     times = {int(key): value for key, value in cell["all_reduce_s"].items()}
     comm = times[min(times, key=lambda each: abs(each - size))]
     if kind == "single":
@@ -52,8 +52,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     if kind == "pipe-sgd":
         return max(compute, comm)
     if kind.startswith("cocod") or kind == "ddp:post-local":
-        period = 4 if kind == "ddp:post-local" else int(kind.split("period=")[1])
-        return max(compute, comm / period)
+        return max(compute, comm / period_of(kind))
     return max(compute, FIRST_READY * compute + comm)
 
 
