@@ -59,6 +59,7 @@ RING = {  # both stock Horovod and ours: Open MPI's own choice takes 1.6 times a
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
 }
 SETTLE_STEPS = 4
+LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
 PLANNING_STEPS = 16  # merged-gradient measures and plans within 14
 MOST_S = 600.0  # for one answer
 SCRIPT = Path(__file__).with_name("throughput_rank.py")
@@ -205,14 +206,14 @@ def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size
     """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
     workers = len(cluster.hosts)
     wire = 2 * (workers - 1) / workers * size
-    rate = wire / (ratio * compute_s)
-    taken = 0.0
-    for _ in range(3):
+    wanted, rate, taken = ratio * compute_s, wire / (ratio * compute_s), 0.0
+    for _ in range(5):
         cluster.rate(f"{rate / 1e6:.6f}MB/s")
-        taken = max(answer[str(size)] for answer in team.ask("measure", sizes=[size], samples=4))
-        if abs(taken / (ratio * compute_s) - 1) < 0.05:
+        taken = max(answer[str(size)] for answer in team.ask("measure", sizes=[size], samples=8))
+        if abs(taken / wanted - 1) < 0.04:
             break
-        rate = min(rate * taken / (ratio * compute_s), 2e9)
+        beside = taken - wire / rate  # what no faster link would spare
+        rate = min(wire / max(wanted - beside, wanted / 8), 2e9)
     return taken
 
 
@@ -294,7 +295,7 @@ def run_cell(
 def steps_for(name: str, wanted: float) -> int:
     """Return a number of steps near the wanted one: whole periods where models are averaged."""
     period = period_of(name)
-    return max(1, round(max(4.0, wanted) / period)) * period
+    return max(1, round(max(LEAST_STEPS, wanted) / period)) * period
 
 
 def race(team: Team, name: str, steps: int) -> dict[str, float]:
