@@ -3,7 +3,7 @@
 single               one worker by itself: no communication
 conventional         all gradients in one all-reduce after the backward pass
 horovod              stock Horovod
-ddp, ddp+bf16 ...    PyTorch DistributedDataParallel over Gloo, with its fp16 hook
+ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 hook
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
 pipe-sgd+int8 ...    hvd_pipe: a strategy's spelling, and a compression
 """
@@ -34,6 +34,12 @@ REAL_MODEL_BYTES = 100e6
 DDP_BUCKET_BYTES = 25 * 2**20
 POST_LOCAL_PERIOD = 4
 LR = 1e-3
+CODECS = {
+    "": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "bf16": hvd.Compression.bf16,
+    "int8": hvd.Compression.int8,
+}
 
 
 @dataclass
@@ -54,13 +60,15 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     Raises:
         ValueError: No contestant has this name.
     """
-    kind, _, compression = name.partition("+")
-    if kind in PEERS:
-        if kind.startswith("ddp"):
-            return _ddp(kind, compression, model, loss)
-        return {"single": _single, "conventional": _conventional, "horovod": _horovod}[kind](
+    if name in ("ddp", "ddp+fp16", "ddp:post-local"):
+        return _ddp(name, model, loss)
+    if name in PEERS:
+        return {"single": _single, "conventional": _conventional, "horovod": _horovod}[name](
             model, loss
         )
+    kind, _, compression = name.partition("+")
+    if kind in PEERS or compression not in CODECS:
+        raise ValueError(f"{name}: not one of {', '.join(PEERS)}, or a strategy[+codec]")
     return _ours(kind, compression, model, loss)
 
 
@@ -115,16 +123,10 @@ def _horovod(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
 def _ours(
     kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
 ) -> Contestant:
-    codecs = {
-        "": hvd.Compression.none,
-        "fp16": hvd.Compression.fp16,
-        "bf16": hvd.Compression.bf16,
-        "int8": hvd.Compression.int8,
-    }
     optimizer = hvd.DistributedOptimizer(
         SGD(model.parameters(), LR),
         model.named_parameters(),
-        compression=codecs[compression],
+        compression=CODECS[compression],
         strategy=kind,
     )
 
@@ -135,9 +137,7 @@ def _ours(
     return Contestant(_steps(optimizer, loss), optimizer.synchronize, planned_exposed_s)
 
 
-def _ddp(
-    kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
-) -> Contestant:
+def _ddp(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
     # The models are small ones, and so must be DDP's buckets, which it fills by size.
     size = 4.0 * sum(p.numel() for p in model.parameters())
     bucket_mib = DDP_BUCKET_BYTES / 2**20 * min(1.0, size / REAL_MODEL_BYTES)
@@ -145,9 +145,9 @@ def _ddp(
     wrapped = DistributedDataParallel(
         _Pass(model, loss), bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
     )
-    if compression == "fp16":  # PyTorch's bf16 hook asks for NCCL
+    if name == "ddp+fp16":  # PyTorch's bf16 hook asks for NCCL
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if kind == "ddp:post-local":
+    if name == "ddp:post-local":
         alone, _ = dist.new_subgroups(group_size=1)
         state = post_localSGD_hook.PostLocalSGDState(
             process_group=None, subgroup=alone, start_localSGD_iter=0

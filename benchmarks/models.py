@@ -72,13 +72,10 @@ def profile(name: str) -> ModelProfile:
     layers: dict[str, LayerProfile] = {}
     hooks = []
     for path, module in model.named_modules():
-        if list(module.parameters(recurse=False)):
-            hooks.append(module.register_forward_hook(_noting(path, layers)))
+        hooks.append(module.register_forward_hook(_noting(path, layers)))
     model(minibatch.to("meta"))
     for hook in hooks:
         hook.remove()
-    for path, parameter in model.named_parameters():  # those that a fused kernel uses
-        layers.setdefault(path, LayerProfile(path, 4 * parameter.numel(), 1.0, 1.0))
     return ModelProfile(tuple(layers.values()), batch=len(minibatch), name=name)
 
 
@@ -86,12 +83,15 @@ def _noting(path: str, layers: dict[str, LayerProfile]) -> Callable[..., None]:
     def hook(module: nn.Module, _: Any, out: Any) -> None:
         out = out[0] if isinstance(out, tuple) else out
         channels = out.shape[1] if out.dim() == 4 else out.shape[-1]
-        for name, parameter in module.named_parameters(recurse=False):
+        # Those of modules inside, too, which attention uses without calling them.
+        for name, parameter in module.named_parameters():
+            full = f"{path}.{name}" if path else name
+            if full in layers:
+                continue
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
                 work = 2.0 * parameter.numel() * out.numel() / channels
             else:
                 work = ELEMENTWISE * out.numel()
-            full = f"{path}.{name}"
             layers[full] = LayerProfile(full, 4 * parameter.numel(), BACKWARD * work, work)
 
     return hook

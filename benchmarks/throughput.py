@@ -1,6 +1,6 @@
 r"""Training throughput beside its peers: stock Horovod, PyTorch DDP, one worker, and hvd_pipe.
 
-    sudo python benchmarks/throughput.py --workers 4 --json grid.json --plot grid.png
+    sudo python benchmarks/throughput.py --workers 4 --json grid.json --page grid.md
 
 Workers are hosts of an emulated cluster (`cluster.py`): the communication crosses links of a known
 rate, which is set so that an all-reduce of all gradients takes ``r`` times a worker's computation.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from contestants import period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
-from throughput_report import bounds, draw, table
+from throughput_report import bounds, table, write_page
 from tqdm import tqdm
 
 from hvd_pipe.planning.codec import CODECS
@@ -47,13 +47,16 @@ SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, millise
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=20": {"HOROVOD_CYCLE_TIME": "20"},
 }
-AUTOTUNE = {  # as Horovod has it, but for fewer samples: each is of so many steps
+AUTOTUNE = {  # as Horovod has it, but for fewer and shorter samples, and what cannot matter here
     "HOROVOD_AUTOTUNE": "1",
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "4",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10",
+    "HOROVOD_CACHE_CAPACITY": "1024",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
 }
-TUNING_STEPS = 4 * (1 + 10) + 4
+TUNING_STEPS = (1 + 11) * 6 + 4  # a point is the median of 5 samples (parameter_manager.h)
 RING = {  # both stock Horovod and ours: Open MPI's own choice takes 1.6 times as long (README)
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
@@ -82,6 +85,7 @@ class Team:
         name: Its own; ``ddp`` and ``ours`` say which library its ranks use.
         env: Variables for its ranks.
         directory: Where orders and answers lie.
+        backend: Horovod's: ``gloo`` or ``mpi``.
     """
 
     def __init__(
@@ -115,16 +119,13 @@ class Team:
         """Give the team the turn for one order; return each rank's answer.
 
         Raises:
-            RuntimeError: A rank failed, or the job has ended.
+            RuntimeError: A rank failed, or the job has ended, or takes too long.
         """
         self._number += 1
         write(self.directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
         self._signal(signal.SIGCONT)
-        answers = [self._answer(rank) for rank in range(self._size)]
+        answers = self._answers()
         self._signal(signal.SIGSTOP)
-        for answer in answers:
-            if "error" in answer:
-                raise RuntimeError(f"team {self.name}: {answer['error']}")
         return answers
 
     def close(self) -> None:
@@ -133,19 +134,23 @@ class Team:
         end(self._job)
         self._log.close()
 
-    def _answer(self, rank: int) -> dict[str, Any]:
-        file = self.directory / f"{self.name}.{rank}.answer"
+    def _answers(self) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + MOST_S
-        while True:
-            if file.exists():
-                answer: dict[str, Any] = json.loads(file.read_text())
+        while len(found) < self._size:
+            for rank in set(range(self._size)) - set(found):
+                file = self.directory / f"{self.name}.{rank}.answer"
+                answer = json.loads(file.read_text()) if file.exists() else {"number": 0}
                 if answer.pop("number") == self._number:
-                    return answer
+                    found[rank] = answer
+                if "error" in answer:  # the others may be waiting for this rank
+                    raise RuntimeError(f"team {self.name}: {answer['error']}")
             if self._job.poll() is not None or time.monotonic() > deadline:
-                self._log.flush()
                 said = (self.directory / f"{self.name}.log").read_text()[-3000:]
-                raise RuntimeError(f"team {self.name}: rank {rank} gave no answer:\n{said}")
+                silent = sorted(set(range(self._size)) - set(found))
+                raise RuntimeError(f"team {self.name}: ranks {silent} gave no answer:\n{said}")
             time.sleep(0.01)
+        return [found[rank] for rank in range(self._size)]
 
     def _signal(self, number: int) -> None:
         for process in self._ranks():
@@ -176,6 +181,8 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     if options.autotune:
         teams["autotune"] = ["horovod"]
     if options.only:
+        known = {name for names in teams.values() for name in names}
+        teams["ours"] += [name for name in options.only if name not in known]
         teams = {
             team: [name for name in names if name in options.only or name == "single"]
             for team, names in teams.items()
@@ -202,6 +209,19 @@ def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str,
         yield found
 
 
+@contextmanager
+def tuned(
+    cluster: Cluster, teams: dict[str, Team], options: argparse.Namespace
+) -> Iterator[dict[str, Team]]:
+    """The teams, and one that tunes itself, which it does once in its life."""
+    if not options.autotune:
+        yield teams
+        return
+    directory = teams["stock"].directory
+    with closing(Team(cluster, "autotune", AUTOTUNE, directory, options.backend)) as team:
+        yield {**teams, "autotune": team}
+
+
 def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size: int) -> float:
     """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
     workers = len(cluster.hosts)
@@ -209,7 +229,7 @@ def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size
     wanted, rate, taken = ratio * compute_s, wire / (ratio * compute_s), 0.0
     for _ in range(5):
         cluster.rate(f"{rate / 1e6:.6f}MB/s")
-        taken = max(answer[str(size)] for answer in team.ask("measure", sizes=[size], samples=8))
+        taken = measured(team, "all-reduce", [size])[size]
         if abs(taken / wanted - 1) < 0.04:
             break
         beside = taken - wire / rate  # what no faster link would spare
@@ -228,20 +248,14 @@ def run_cell(
         "compute_s": options.compute_ms / 1e3 if emulated else None,
         "gradient_bytes": size,
     }
-    teams = dict(teams)
-    if options.autotune:  # it tunes once in its life
-        teams["autotune"] = Team(
-            cluster, "autotune", AUTOTUNE, teams["stock"].directory, options.backend
-        )
     cluster.rate(None)
     built = teams["ddp"].ask("build", name="single", settle=SETTLE_STEPS, **build)
     size = built[0]["gradient_bytes"]
     alone = race(teams["ddp"], "single", 6)
     all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
-    sizes = sorted({size // 2, round(size * CODECS["int8"].ratio), size})
-    sizes = [4 * (each // 4) for each in sizes]
-    answers = teams["ours"].ask("measure", sizes=sizes, samples=4)
-    times = {int(key): max(a[key] for a in answers) for key in answers[0]}
+    sizes = [4 * round(size * CODECS[codec].ratio / 4) for codec in ("int8", "bf16", "none")]
+    all_reduces = measured(teams["ours"], "all-reduce", sizes)
+    exchanges = measured(teams["ours"], "exchange", sizes[:2])
     chosen = contestants_of(cell.ratio, options)
     planned: dict[tuple[str, str], float | None] = {}
     for team, names in chosen.items():
@@ -264,8 +278,6 @@ def run_cell(
                 results[each].append(found)
     for team in chosen:
         teams[team].ask("drop")
-    if options.autotune:
-        teams["autotune"].close()
     rows = [
         {
             "team": team,
@@ -286,10 +298,17 @@ def run_cell(
         "compute": options.compute,
         "backend": options.backend,
         "gradient_bytes": size,
-        "all_reduce_s": times,
+        "all_reduce_s": all_reduces,
+        "exchange_s": exchanges,
         "reached_ratio": all_reduce_s / alone["seconds"],
         "rows": rows,
     }
+
+
+def measured(team: Team, kind: str, sizes: list[int]) -> dict[int, float]:
+    """Seconds of a message of each size, in bytes, on the slowest rank."""
+    answers = team.ask("measure", kind=kind, sizes=sizes)
+    return {int(size): max(answer[size] for answer in answers) for size in answers[0]}
 
 
 def steps_for(name: str, wanted: float) -> int:
@@ -319,10 +338,13 @@ def main() -> int:
         for ratio in options.ratios
     ]
     found: list[dict[str, Any]] = []
-    done = set()
     if options.json and options.resume and Path(options.json).exists():
         found = json.loads(Path(options.json).read_text())
-        done = {Cell(one["model"], one["workers"], one["ratio"]) for one in found}
+    done = {
+        Cell(one["model"], one["workers"], one["ratio"])
+        for one in found
+        if (one["compute"], one["backend"]) == (options.compute, options.backend)
+    }
     todo = [cell for cell in cells if cell not in done]
     if options.realtime:  # all that this process starts has it, too
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -334,7 +356,8 @@ def main() -> int:
                 continue
             with Cluster(workers) as cluster, started(cluster, options) as teams:
                 for cell in mine:
-                    found.append(run_cell(cell, cluster, teams, options))
+                    with tuned(cluster, teams, options) as entered:
+                        found.append(run_cell(cell, cluster, entered, options))
                     Console(width=150).print(table(found[-1]))
                     if options.json:
                         write(Path(options.json), found)
@@ -345,8 +368,8 @@ def main() -> int:
     finally:
         progress.close()
     Console(width=150).print(bounds(found))
-    if options.plot:
-        draw(found, Path(options.plot))
+    if options.page:
+        write_page(found, Path(options.page))
     return 0
 
 
@@ -373,9 +396,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--realtime", action="store_true", help="the hosts go before all else on this machine"
     )
     parser.add_argument("--json", help="write all cells here, after each one")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that --json has")
-    parser.add_argument("--plot", help="draw the ratios to stock Horovod here")
-    return parser.parse_args(words)
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cells that --json has, add the others"
+    )
+    parser.add_argument("--page", help="write all tables here as Markdown, pictures beside it")
+    options = parser.parse_args(words)
+    if min(options.workers) < 2:
+        parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
+    if min(options.ratios) <= 0.0:
+        parser.error("--ratios: more than 0, as they are reached by slowing the links down")
+    return options
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ import torch.distributed as dist
 import hvd_pipe.torch as hvd
 
 POLL_S = 0.01
-LEAD_STEPS = 2  # after a barrier, until each step waits for what the one before has sent
+SAMPLES = 5
+LEAD_STEPS = 2  # after a barrier, until each step waits for what one after it has sent
 
 
 class Rank:
@@ -53,37 +54,51 @@ class Rank:
             self.rank = stock.rank()
             self.barrier = stock.barrier
 
-    def measure(self, sizes: list[int], samples: int) -> dict[str, Any]:
-        """Seconds that an all-reduce of each size keeps the links busy.
+    def measure(self, kind: str, sizes: list[int]) -> dict[str, float]:
+        """Seconds that a message of each size, in bytes, keeps the links busy.
 
         Two that are sent together take that much longer than one by itself: what Horovod's cycle
-        adds is in both.
+        adds is in both. An exchange is what a codec sends: an all-to-all, and an all-gather.
         """
+        if kind == "exchange":
+            parts = [self.measure(each, sizes) for each in ("all-to-all", "all-gather")]
+            return {size: sum(part[size] for part in parts) for size in parts[0]}
         found = {}
         for size in sizes:
-            pair = [torch.zeros(max(1, size // 4)) for _ in range(2)]
             taken: list[list[float]] = [[], []]
-            for number in range(2 * samples + 2):
+            for number in range(2 * SAMPLES + 2):
                 together = 1 + number % 2
                 self.barrier()
                 start = time.perf_counter()
-                handles = [
-                    # Horovod does not fuse messages that differ in this factor.
-                    stock.allreduce_async_(
-                        pair[i], name=f"measure.{size}.{i}", op=stock.Sum, prescale_factor=1.0 + i
-                    )
-                    for i in range(together)
-                ]
+                handles = [self._send(kind, size, i) for i in range(together)]
                 for handle in handles:
                     stock.synchronize(handle)
                 taken[together - 1].append(time.perf_counter() - start)
             found[str(size)] = median(taken[1][1:]) - median(taken[0][1:])
         return found
 
+    def _send(self, kind: str, size: int, number: int) -> Any:
+        name, share = f"measure.{kind}.{size}.{number}", max(1, size // stock.size())
+        if kind == "all-to-all":
+            return stock.alltoall_async(
+                torch.zeros(stock.size(), share, dtype=torch.uint8), name=name
+            )
+        if kind == "all-gather":
+            return stock.allgather_async(torch.zeros(1, share, dtype=torch.uint8), name)
+        return stock.allreduce_async_(
+            torch.zeros(max(1, size // 4)),
+            name=name,
+            op=stock.Sum,
+            prescale_factor=1.0 + number,  # Horovod does not fuse messages that differ in it
+        )
+
     def build(
         self, name: str, model: str, compute_s: float | None, gradient_bytes: int, settle: int
     ) -> dict[str, Any]:
-        """Make a contestant and let it take its first steps."""
+        """Make a contestant and let it take its first steps.
+
+        ``compute_s`` is an emulated step's seconds; None computes on the processor.
+        """
         if compute_s is None:
             network, loss = models.on_cpu(model)
         else:
@@ -103,7 +118,7 @@ class Rank:
         step = self.contestants[name].step
         step()  # what the round before left in flight has arrived
         self.barrier()
-        for _ in range(LEAD_STEPS):
+        for _ in range(max(LEAD_STEPS, contestants.period_of(name))):
             step()
         before, sent = resource.getrusage(resource.RUSAGE_SELF), bytes_sent()
         start = time.perf_counter()

@@ -2,54 +2,72 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from contestants import period_of
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from hvd_pipe._pictures import figure_of, save
 from hvd_pipe.planning.codec import CODECS
 
-__all__ = ["bounds", "draw", "limit_s", "table"]
+__all__ = ["bounds", "draw", "limit_s", "summary", "table", "write_page"]
 
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
 
 
 def of(cell: dict[str, Any], contestant: str, team: str = "") -> dict[str, Any]:
-    """Return a contestant's row of a cell."""
-    return next(
-        row
-        for row in cell["rows"]
-        if row["contestant"] == contestant and (not team or row["team"] == team)
-    )
+    """Return a contestant's row of a cell.
+
+    Raises:
+        LookupError: It was not there.
+    """
+    for row in cell["rows"]:
+        if row["contestant"] == contestant and (not team or row["team"] == team):
+            return row
+    raise LookupError(f"{contestant} did not run in this cell")
+
+
+def seconds_or_nan(cell: dict[str, Any], contestant: str, team: str = "") -> float:
+    """Return a contestant's seconds a step; nan where it did not run."""
+    try:
+        return float(of(cell, contestant, team)["seconds"])
+    except LookupError:
+        return math.nan
 
 
 def best_stock(cell: dict[str, Any]) -> dict[str, Any]:
     """Return the row of stock Horovod's best settings, the default among them."""
     rows = [row for row in cell["rows"] if row["contestant"] == "horovod"]
-    return min(rows, key=lambda row: row["seconds"])
+    return sorted(rows, key=lambda row: row["seconds"])[0]
 
 
 def limit_s(cell: dict[str, Any], contestant: str) -> float:
     """Return the least seconds a step that the contestant's method allows.
 
-    From the computation C and the all-reduce T of all gradients (of the compressed size), both
-    measured in the same run: conventional C + T; overlapped with the backward pass, which takes
-    two thirds, max(C, C/3 + T); pipelined max(C, T); averaged every k steps max(C, T/k).
+    From the computation C and the all-reduce T of all gradients, both measured in the same run:
+    conventional C + T; overlapped with the backward pass, which takes two thirds, max(C, C/3 + T);
+    pipelined max(C, T); averaged every k steps max(C, T/k). With a codec, T is that of the two
+    messages that it sends, in their compressed size.
     """
     compute = of(cell, "single")["seconds"]
     kind, _, compression = contestant.partition("+")
-    size = cell["gradient_bytes"] * CODECS[compression or "none"].ratio
-    times = {int(key): value for key, value in cell["all_reduce_s"].items()}
+    codec = CODECS[compression or "none"]
+    size = cell["gradient_bytes"] * codec.ratio
+    measured = cell["exchange_s" if codec.phases > 1 else "all_reduce_s"]
+    times = {int(key): value for key, value in measured.items()}
     comm = times[min(times, key=lambda each: abs(each - size))]
     if kind == "single":
         return compute
     if kind == "conventional":
         return compute + comm
-    if kind == "pipe-sgd":
+    if kind.startswith("pipe-sgd"):
         return max(compute, comm)
     if kind.startswith("cocod") or kind == "ddp:post-local":
         return max(compute, comm / period_of(kind))
@@ -59,7 +77,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
 def table(cell: dict[str, Any]) -> Table:
     """Return a cell as a table."""
     compute = of(cell, "single")["seconds"]
-    stock = of(cell, "horovod", "stock")["seconds"] if has(cell, "horovod", "stock") else math.nan
+    stock = seconds_or_nan(cell, "horovod", "stock")
     least = 2 * (cell["workers"] - 1) / cell["workers"] * cell["gradient_bytes"]
     title = (
         f"{cell['model']}, {cell['workers']} workers, r = {cell['ratio']:g} "
@@ -68,7 +86,14 @@ def table(cell: dict[str, Any]) -> Table:
     )
     found = Table(title=title)
     found.add_column("contestant", no_wrap=True)
-    for heading in ("ms a step", "min .. max", "steps/s", "x stock", "x limit", "exposed ms"):
+    for heading in (
+        "ms a step",
+        "min .. max",
+        "minibatches/s",
+        "x stock",
+        "x limit",
+        "exposed ms",
+    ):
         found.add_column(heading, justify="right")
     found.add_column("wire / least", justify="right")
     found.add_column("CPU ms", justify="right")
@@ -90,12 +115,43 @@ def table(cell: dict[str, Any]) -> Table:
     return found
 
 
-def has(cell: dict[str, Any], contestant: str, team: str = "") -> bool:
-    """Return whether the cell has such a row."""
-    return any(
-        row["contestant"] == contestant and (not team or row["team"] == team)
-        for row in cell["rows"]
-    )
+def summary(cells: list[dict[str, Any]]) -> Table:
+    """Return all cells in a table: how many times as fast as stock Horovod's default."""
+    found = Table(title="Speed / stock Horovod's default")
+    for heading in ("model", "workers", "r", "one worker", "stock's best", *SUMMARY):
+        found.add_column(heading, justify="left" if heading == "model" else "right")
+    for cell in cells:
+        seconds = [seconds_or_nan(cell, name) for name in ("single", *SUMMARY)]
+        tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == "horovod"]
+        seconds.insert(1, min(tried, default=math.nan))
+        stock = seconds_or_nan(cell, "horovod", "stock")
+        found.add_row(
+            cell["model"],
+            f"{cell['workers']}",
+            f"{cell['ratio']:g}",
+            *(f"{stock / each:.2f}" for each in seconds),
+        )
+    return found
+
+
+SUMMARY = ("ddp", "merged-gradient", "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
+
+
+def write_page(cells: list[dict[str, Any]], path: Path) -> None:
+    """Write all tables as Markdown, and a picture for each number of workers beside it."""
+    text = io.StringIO()
+    console = Console(file=text, width=1000, highlight=False, markup=False)
+    console.print("# Throughput\n\nWritten by `benchmarks/throughput.py --page`.")
+    for workers in sorted({cell["workers"] for cell in cells}):
+        picture = path.with_name(f"{path.stem}-{workers}.png")
+        draw([cell for cell in cells if cell["workers"] == workers], picture)
+        console.print(f"\n![{workers} workers]({picture.name})")
+    for sheet in (bounds(cells), summary(cells), *map(table, cells)):
+        console.print(f"\n## {sheet.title}")
+        sheet.title, sheet.box = None, box.MARKDOWN
+        console.print(sheet)
+    lines = text.getvalue().splitlines()
+    path.write_text("".join(f"{line.rstrip()}\n" for line in lines))
 
 
 def bounds(cells: list[dict[str, Any]]) -> Table:
@@ -103,7 +159,7 @@ def bounds(cells: list[dict[str, Any]]) -> Table:
 
     All are ratios of medians within one cell.
     """
-    found = Table(title="bounds")
+    found = Table(title="Bounds")
     for heading in ("what", "bound", "reached", "where"):
         found.add_column(heading)
     for text, least, values, all_cells in _bounds(cells):
@@ -119,74 +175,66 @@ def _bounds(
     cells: list[dict[str, Any]],
 ) -> Iterator[tuple[str, float, list[tuple[float, str]], bool]]:
     def ratios(
-        ratio: Callable[[dict[str, Any]], float], chosen: Callable[[dict[str, Any]], bool]
+        ratio: Callable[[dict[str, Any]], float], at: float | None = None, model: str = ""
     ) -> list[tuple[float, str]]:
-        return [
-            (ratio(cell), f"{cell['model']}, r = {cell['ratio']:g}, {cell['workers']} workers")
-            for cell in cells
-            if chosen(cell)
-        ]
+        found = []
+        for cell in cells:
+            if at in (None, cell["ratio"]) and model in ("", cell["model"]):
+                where = f"{cell['model']}, r = {cell['ratio']:g}, {cell['workers']} workers"
+                with suppress(LookupError):  # of cells that lack a contestant
+                    found.append((ratio(cell), where))
+        return found
 
     def seconds(cell: dict[str, Any], name: str) -> float:
         return float(of(cell, name)["seconds"])
 
     def planned(cell: dict[str, Any]) -> float:
-        row = of(cell, "merged-gradient")
-        plan = seconds(cell, "single") + row["planned_exposed_s"]
-        return float(min(plan / row["seconds"], row["seconds"] / plan))
+        plan = seconds(cell, "single") + of(cell, merged)["planned_exposed_s"]
+        return float(min(plan / seconds(cell, merged), seconds(cell, merged) / plan))
 
-    def limited(name: str) -> list[tuple[float, str]]:
-        return ratios(
-            lambda cell: limit_s(cell, name) / seconds(cell, name), lambda cell: has(cell, name)
-        )
-
-    def stock(cell: dict[str, Any]) -> float:
+    def default(cell: dict[str, Any]) -> float:
         return float(of(cell, "horovod", "stock")["seconds"])
+
+    def in_time(cell: dict[str, Any]) -> list[float]:
+        return [
+            row["seconds"]
+            for row in cell["rows"]
+            if row["contestant"].startswith("cocod")
+            and period_of(row["contestant"]) >= cell["ratio"]
+        ]
 
     merged = "merged-gradient"
     yield (
         f"{merged} / stock Horovod, best of its settings",
         0.98,
-        ratios(
-            lambda cell: best_stock(cell)["seconds"] / seconds(cell, merged),
-            lambda cell: has(cell, merged) and has(cell, "horovod"),
-        ),
+        ratios(lambda cell: best_stock(cell)["seconds"] / seconds(cell, merged)),
         True,
     )
     yield (
         f"{merged} / stock Horovod, on DenseNet somewhere",
         1.15,
-        ratios(
-            lambda cell: stock(cell) / seconds(cell, merged),
-            lambda cell: cell["model"] == "densenet121" and has(cell, merged),
-        ),
+        ratios(lambda cell: default(cell) / seconds(cell, merged), model="densenet121"),
         False,
     )
-    yield (
-        f"{merged} / its own plan",
-        0.92,
-        ratios(planned, lambda cell: has(cell, merged)),
-        True,
-    )
+    yield f"{merged} / its own plan", 0.92, ratios(planned), True
     for name in ("pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"):
-        yield f"{name} / max(compute, communication)", 0.93, limited(name), True
+        yield (
+            f"{name} / max(compute, communication)",
+            0.93,
+            ratios(lambda cell, name=name: limit_s(cell, name) / seconds(cell, name)),
+            True,
+        )
     yield (
         "cocod with period >= r / one worker alone",
         0.95,
-        ratios(
-            lambda cell: seconds(cell, "single") / seconds(cell, "cocod:period=8"),
-            lambda cell: has(cell, "cocod:period=8"),
-        ),
+        ratios(lambda cell: seconds(cell, "single") / sorted(in_time(cell))[-1]),
         True,
     )
     for name, least in (("pipe-sgd+int8", 3.0), ("cocod:period=8", 4.0)):
         yield (
             f"{name} / stock Horovod, r = 4",
             least,
-            ratios(
-                lambda cell, name=name: stock(cell) / seconds(cell, name),
-                lambda cell, name=name: cell["ratio"] == 4 and has(cell, name),
-            ),
+            ratios(lambda cell, name=name: default(cell) / seconds(cell, name), at=4.0),
             True,
         )
     yield (
@@ -195,9 +243,9 @@ def _bounds(
         ratios(
             lambda cell: (
                 seconds(cell, "conventional")
-                / min(row["seconds"] for row in cell["rows"] if ours(row["contestant"]))
+                / sorted(row["seconds"] for row in cell["rows"] if ours(row["contestant"]))[0]
             ),
-            lambda cell: cell["ratio"] == 8 and has(cell, "conventional"),
+            at=8.0,
         ),
         True,
     )
@@ -221,8 +269,6 @@ LINES = {  # what is drawn: label, colour, marker
 
 def draw(cells: list[dict[str, Any]], path: Path) -> None:
     """Draw each model's speed by r: 1 is all workers at the speed of one worker by itself."""
-    workers = max(cell["workers"] for cell in cells)
-    cells = [cell for cell in cells if cell["workers"] == workers]
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     figure, axes = figure_of(4.6, columns=len(models))
     for axis, model in zip(axes if len(models) > 1 else [axes], models, strict=True):
@@ -230,13 +276,12 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             (cell for cell in cells if cell["model"] == model), key=lambda cell: cell["ratio"]
         )
         for name, (label, colour, marker) in LINES.items():
-            points = [
-                (cell["ratio"], of(cell, "single")["seconds"] / row["seconds"])
-                for cell in mine
-                if has(cell, name)
-                for row in [best_stock(cell) if name == "horovod" else of(cell, name)]
-            ]
-            axis.plot(*zip(*points, strict=True), label=label, color=colour, marker=marker)
+            speeds = []
+            for cell in mine:
+                tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == name]
+                speeds.append(seconds_or_nan(cell, "single") / min(tried, default=math.nan))
+            ratios = [cell["ratio"] for cell in mine]
+            axis.plot(ratios, speeds, label=label, color=colour, marker=marker)
         axis.set_xscale("log", base=2)
         ticks = [cell["ratio"] for cell in mine]
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -249,7 +294,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        f"{workers} workers, {cells[0]['compute']} compute, links limited by tc tbf",
+        f"{cells[0]['workers']} workers, {cells[0]['compute']} compute, links limited by tc tbf",
         fontsize="medium",
     )
     save(figure, path)

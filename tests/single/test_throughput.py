@@ -1,0 +1,183 @@
+"""The throughput benchmark: its limits, its turns, and its report; the race itself needs root."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import contestants
+import models
+import throughput
+import throughput_rank
+import throughput_report as report
+
+MIB = 2**20
+COMPUTE_S, COMM_S = 0.12, 0.48
+
+
+def row(contestant: str, seconds: float, team: str = "ours") -> dict[str, Any]:
+    return {
+        "team": team,
+        "contestant": contestant,
+        "seconds": seconds,
+        "least_s": seconds,
+        "most_s": seconds,
+        "cpu_s": 0.01,
+        "sent_bytes": 4.5 * MIB,
+        "planned_exposed_s": 0.41 if contestant == "merged-gradient" else None,
+    }
+
+
+def cell(**changed: Any) -> dict[str, Any]:
+    return {
+        "model": "densenet121",
+        "workers": 4,
+        "ratio": 4.0,
+        "compute": "emulated",
+        "backend": "gloo",
+        "gradient_bytes": 3 * MIB,
+        # The keys are text: a cell may come from a file.
+        "all_reduce_s": {str(MIB * 3): COMM_S, str(MIB * 3 // 2): COMM_S / 2},
+        "exchange_s": {str(MIB * 3 // 2): 0.30, "798720": 0.16},
+        "reached_ratio": 4.0,
+        "rows": [
+            row("single", COMPUTE_S, "ddp"),
+            row("conventional", 0.62, "stock"),
+            row("horovod", 0.55, "stock"),
+            row("horovod", 0.50, "fusion=0,cycle=1"),
+            row("merged-gradient", 0.52),
+            row("pipe-sgd", 0.50),
+            row("pipe-sgd+int8", 0.20),
+            row("cocod:period=8", 0.125),
+            row("cocod:period=2", 0.26),
+        ],
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("contestant", "limit"),
+    [
+        ("single", COMPUTE_S),
+        ("conventional", COMPUTE_S + COMM_S),
+        ("horovod", COMPUTE_S / 3 + COMM_S),
+        ("ddp+fp16", COMPUTE_S / 3 + COMM_S / 2),
+        ("merged-gradient", COMPUTE_S / 3 + COMM_S),
+        ("merged-gradient+bf16", COMPUTE_S / 3 + 0.30),
+        ("pipe-sgd", COMM_S),
+        ("pipe-sgd:bucket_bytes=786432+int8", 0.16),
+        ("cocod:period=2", COMM_S / 2),
+        ("cocod:period=8", COMPUTE_S),
+        ("ddp:post-local", COMM_S / 4),
+    ],
+)
+def test_a_limit_is_of_the_method_and_the_codec(contestant: str, limit: float) -> None:
+    assert report.limit_s(cell(), contestant) == pytest.approx(limit)
+
+
+def reached(cells: list[dict[str, Any]]) -> dict[str, str]:
+    columns = report.bounds(cells).columns
+    return dict(zip(columns[0].cells, columns[2].cells, strict=True))  # type: ignore[arg-type]
+
+
+def test_bounds_are_of_the_worst_cell_or_the_best_where_one_will_do() -> None:
+    better = cell(ratio=8.0, rows=[row("horovod", 1.2, "stock"), row("merged-gradient", 1.0)])
+    found = reached([cell(), better])
+    assert found["merged-gradient / stock Horovod, best of its settings"] == "0.96 (missed)"
+    assert found["merged-gradient / stock Horovod, on DenseNet somewhere"] == "1.20"
+    assert found["merged-gradient / its own plan"] == "0.98"
+    assert found["pipe-sgd / max(compute, communication)"] == "0.96"
+    # With a period of 2 a message of 4 steps cannot arrive in time, so that row is not asked.
+    assert found["cocod with period >= r / one worker alone"] == "0.96"
+    assert found["pipe-sgd+int8 / stock Horovod, r = 4"] == "2.75 (missed)"
+    assert found["cocod:period=8 / stock Horovod, r = 4"] == "4.40"
+    assert "the best strategy / conventional, r = 8" not in found
+
+
+@pytest.mark.parametrize("kept", ["single", "conventional", "merged-gradient", "horovod"])
+def test_a_cell_may_lack_contestants(kept: str) -> None:
+    some = cell(ratio=8.0, rows=[row("single", COMPUTE_S, "ddp"), row(kept, 0.5, "stock")])
+    reached([some])
+    assert report.summary([some]).row_count == 1
+    assert report.table(some).row_count == 2
+
+
+def test_a_page_shows_every_cell_and_a_picture_of_each_number_of_workers(tmp_path: Path) -> None:
+    report.write_page([cell(), cell(ratio=8.0), cell(workers=2)], tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("## densenet121, ") == 3
+    for workers in (2, 4):
+        assert f"![{workers} workers](page-{workers}.png)" in page
+        assert (tmp_path / f"page-{workers}.png").stat().st_size > 10_000
+
+
+def test_a_turn_is_of_whole_periods() -> None:
+    assert throughput.steps_for("pipe-sgd", 4.8) == 5
+    assert throughput.steps_for("pipe-sgd", 0.3) == 2
+    assert throughput.steps_for("cocod:period=8", 4.8) == 8
+    assert throughput.steps_for("cocod:period=8+int8", 17.0) == 16
+    assert throughput.steps_for("ddp:post-local", 4.8) == 4
+
+
+def test_a_turn_waits_for_messages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn once began right after a barrier, and models of 8 steps hid any communication.
+
+    Here a message takes 100 steps' time, so a step must take 12.5.
+    """
+    now = arrives = steps = 0
+
+    def step() -> None:
+        nonlocal now, arrives, steps
+        now, steps = now + 1, steps + 1
+        if steps % 8 == 0:
+            now = max(now, arrives)
+            arrives = now + 100
+
+    def barrier() -> None:
+        nonlocal now
+        now = max(now, arrives)
+
+    monkeypatch.setattr(throughput_rank, "time", SimpleNamespace(perf_counter=lambda: now))
+    rank = object.__new__(throughput_rank.Rank)
+    rank.contestants = {"cocod:period=8": contestants.Contestant(step)}
+    rank.barrier = barrier
+    assert rank.race("cocod:period=8", 8)["seconds"] == 12.5
+
+
+def test_names_of_nobody_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    for name in ("ddp+bf16", "horovod+fp16", "single+int8", "pipe-sgd+int4"):
+        with pytest.raises(ValueError, match="not one of single"):
+            contestants.make(name, model, lambda: model(torch.ones(2)).sum())
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "1"], ["--ratios", "0"]])
+def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        throughput.parse_arguments(arguments)
+
+
+@pytest.mark.parametrize("name", list(models.MODELS))
+def test_an_emulated_model_has_the_parameters_of_the_real_one(name: str) -> None:
+    with torch.device("meta"):
+        real, _ = models.MODELS[name]()
+    sizes = {path: 4 * parameter.numel() for path, parameter in real.named_parameters()}
+    layers = models.profile(name).layers
+    assert {layer.name: layer.gradient_bytes for layer in layers} == sizes
+    assert len(layers) == len(sizes)
+    model = models.emulated(name, 0.001, 3 * MIB)
+    assert sum(4 * p.numel() for p in model.parameters()) == pytest.approx(3 * MIB, rel=0.01)
+
+
+def test_attention_is_emulated_where_it_happens() -> None:
+    """Its output's weights, which PyTorch uses without calling their module, once came last."""
+    order = [layer.name for layer in models.profile("transformer").layers]
+    inside = order.index("encoder.layers.0.self_attn.out_proj.weight")
+    assert inside < order.index("encoder.layers.0.linear1.weight")
