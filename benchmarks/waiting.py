@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -122,7 +123,7 @@ def main() -> int:
                         files = [Path(folder, f"{place}.json") for place in range(HOSTS)]
                         ranks = [json.loads(file.read_text()) for file in files]
                         found[name].append({key: max(r[key] for r in ranks) for key in ranks[0]})
-    except ClusterError as error:
+    except (ClusterError, subprocess.TimeoutExpired) as error:
         print(f"waiting: {error}", file=sys.stderr)
         return 2
     table = Table(title=f"{MODEL} on {HOSTS} hosts of one core each, {options.rate}")
