@@ -36,10 +36,13 @@ take_keys() {
 
 # A login gets what this container's own commands have, such as PATH and NCCL's settings.
 environment() {
-  local line
-  while read -r line; do
-    printf ' "%s"' "$line"
-  done < <(env | grep -E '^(PATH|LD_LIBRARY_PATH|(HOROVOD|HVD_PIPE|NCCL|OMP|OMPI|TF|CUDA)_\w+)=')
+  local name
+  while read -r name; do
+    case ${!name} in
+      *'"'* | *$'\n'*) echo "entrypoint: $name holds a quote or a new line: logins lack it" >&2 ;;
+      *) printf ' "%s"' "$name=${!name}" ;;
+    esac
+  done < <(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|(HOROVOD|HVD_PIPE|NCCL|OMP|OMPI|TF|CUDA)_\w+)$')
 }
 
 node() {
