@@ -22,17 +22,26 @@ LEAST_SLEEP_S = 3e-4
 
 
 class Device:
-    """Takes time, one piece of work after another, as an accelerator's stream does."""
+    """Takes time, one piece of work after another, as an accelerator's stream does.
+
+    Work is launched ahead of time there: a host that is late for a moment, as others need its
+    cores, does not delay it. So all work of a step follows that before without a gap; what the
+    host sees of it is never early.
+    """
 
     def __init__(self) -> None:
         self._free = 0.0
 
+    def begin(self) -> None:
+        """Begin a step: its work cannot have been launched before now."""
+        self._free = max(self._free, time.perf_counter())
+
     def work(self, seconds: float) -> None:
         """Take this long after the work before; returns when no more than a moment is left."""
-        now = time.perf_counter()
-        self._free = max(self._free, now - LEAST_SLEEP_S) + seconds
-        if self._free - now > LEAST_SLEEP_S:
-            time.sleep(self._free - now)
+        self._free += seconds
+        left = self._free - time.perf_counter()
+        if left > LEAST_SLEEP_S:
+            time.sleep(left)
 
 
 class _Layer(torch.autograd.Function):
@@ -89,9 +98,11 @@ class EmulatedModel(nn.Sequential):
                 for layer in profile.layers
             )
         )
+        self.device = device
 
     def loss(self) -> torch.Tensor:
         """One forward pass."""
+        self.device.begin()
         return self(torch.zeros(1, requires_grad=True)).sum()  # type: ignore[no-any-return]
 
     def step(self) -> None:

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import contestants
@@ -30,7 +29,7 @@ import torch.distributed as dist
 import hvd_pipe.torch as hvd
 
 POLL_S = 0.01
-SAMPLES = 5
+SAMPLES = 5  # messages of each size whose time is measured
 LEAD_STEPS = 2  # after a barrier, until each step waits for what one after it has sent
 
 
@@ -57,24 +56,24 @@ class Rank:
     def measure(self, kind: str, sizes: list[int]) -> dict[str, float]:
         """Seconds that a message of each size, in bytes, keeps the links busy.
 
-        Two that are sent together take that much longer than one by itself: what Horovod's cycle
-        adds is in both. An exchange is what a codec sends: an all-to-all, and an all-gather.
+        There are always two on their way, so that what passes between messages is not counted. An
+        exchange is what a codec sends: an all-to-all, and an all-gather.
         """
         if kind == "exchange":
             parts = [self.measure(each, sizes) for each in ("all-to-all", "all-gather")]
             return {size: sum(part[size] for part in parts) for size in parts[0]}
         found = {}
         for size in sizes:
-            taken: list[list[float]] = [[], []]
-            for number in range(2 * SAMPLES + 2):
-                together = 1 + number % 2
-                self.barrier()
-                start = time.perf_counter()
-                handles = [self._send(kind, size, i) for i in range(together)]
-                for handle in handles:
-                    stock.synchronize(handle)
-                taken[together - 1].append(time.perf_counter() - start)
-            found[str(size)] = median(taken[1][1:]) - median(taken[0][1:])
+            self.barrier()
+            waiting = [self._send(kind, size, number) for number in range(2)]
+            for number in range(SAMPLES):
+                stock.synchronize(waiting.pop(0))
+                waiting.append(self._send(kind, size, number % 2))
+                if number == 0:
+                    start = time.perf_counter()
+            stock.synchronize(waiting.pop(0))
+            found[str(size)] = (time.perf_counter() - start) / SAMPLES
+            stock.synchronize(waiting.pop(0))
         return found
 
     def _send(self, kind: str, size: int, number: int) -> Any:
