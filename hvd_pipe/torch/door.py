@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +15,8 @@ import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
 
 __all__ = ["Door", "knock"]
 
-CONNECT_S = 3.0
-ANSWER_S = 10.0  # the first rank answers one after the other
+VISITOR_S = 3.0  # a stranger may say nothing
+KNOCK_S = 10.0  # in all: a firewall lets connections neither in nor fail
 MOST_ADDRESSES = 8
 
 
@@ -56,7 +57,7 @@ class Door:
             except OSError:
                 return
             try:
-                visitor.settimeout(CONNECT_S)
+                visitor.settimeout(VISITOR_S)
                 question, rank = visitor.makefile().readline(100).split()
                 if not hmac.compare_digest(question, self._question):
                     raise ValueError
@@ -71,11 +72,16 @@ def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
     ways = [*address["addresses"], address["host"]]
     if address["host"] == socket.gethostname():
         ways.insert(0, "127.0.0.1")
-    for way in ways:
+    deadline = time.monotonic() + KNOCK_S
+    for tried, way in enumerate(ways):
+        share = (deadline - time.monotonic()) / (len(ways) - tried)
+        if share <= 0:
+            break
         with suppress(OSError):
-            link = socket.create_connection((way, address["port"]), CONNECT_S)
+            link = socket.create_connection((way, address["port"]), share)
             with suppress(OSError, ValueError):  # a stranger may answer in no text at all
-                link.settimeout(ANSWER_S)
+                # The first rank answers one after the other.
+                link.settimeout(deadline - time.monotonic())
                 link.sendall(f"{address['question']} {rank}\n".encode())
                 if link.makefile().readline(100).strip() == address["answer"]:
                     return link

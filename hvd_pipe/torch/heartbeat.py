@@ -9,6 +9,7 @@ as lost after a limit. This module knows nothing of Horovod: it is given connect
 
 from __future__ import annotations
 
+import errno
 import json
 import selectors
 import socket
@@ -104,6 +105,7 @@ class Link:
         self.look = Look()
         self.warned = False
         self._rest = self._unsent = b""
+        self._error: OSError = ConnectionResetError()
         self._sending = threading.Lock()
         connected.setblocking(False)
 
@@ -112,8 +114,12 @@ class Link:
         with self._sending:
             if len(self._unsent) < LONGEST:  # a link that is cut takes nothing: do not queue
                 self._unsent += json.dumps(message).encode() + b"\n"
-            with suppress(OSError):  # that it is closed will be read
+            try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
+            except BlockingIOError:
+                pass
+            except OSError as error:  # the kernel says it once: to `receive` it says "closed"
+                self._error = error
 
     def receive(self) -> list[dict[str, Any]]:
         """Return what has come.
@@ -126,7 +132,7 @@ class Link:
         except BlockingIOError:
             return []
         if not data:
-            raise ConnectionResetError
+            raise self._error
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -202,14 +208,18 @@ class Heartbeat:
             patience_s: Wait so long for news that are on their way.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._loss() or self._left, patience_s)
-            found = self._loss() or self._silence()
-            if found is None and self._left:
+            self._changed.wait_for(lambda: self._loss(self.limit_s) or self._left, patience_s)
+            found = self._loss(0.0)
+            if found is not None:
+                return found[1]
+            if self.me in self._lost:
+                return f"the others have given this rank up: {self._lost[self.me]}"
+            if self._left:
                 return (
                     f"{self.peers[self._left[0]]} has ended without an exception: its script was "
                     "over, or called sys.exit() or hvd.shutdown(). Give every rank as many steps."
                 )
-            return found
+            return None
 
     # Within; all of it in the thread.
 
@@ -254,11 +264,13 @@ class Heartbeat:
     def _hear(self, link: Link) -> None:
         try:
             messages = link.receive()
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             self._selector.unregister(link.socket)
             del self._links[link.rank]
             if link.rank not in self._left:
-                self._note({"lost": link.rank, "how": _ENDED.format(self.peers[link.rank])})
+                cut = isinstance(error, OSError) and error.errno in _CUT
+                how = (_UNREACHABLE if cut else _ENDED).format(self.peers[link.rank])
+                self._note({"lost": link.rank, "how": how})
             return
         if messages:
             link.heard, link.warned = self._clock.now, False
@@ -266,17 +278,20 @@ class Heartbeat:
             if "look" in message:
                 link.look = Look(**message["look"])
             if "silent" in message:
-                self._silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
+                silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
+                self._silent = {rank: one for rank, one in silent.items() if rank != self.me}
             self._note(message)
 
     def _note(self, message: Mapping[str, Any]) -> None:
         """Take down what has become of a rank; the first rank passes it on."""
         with self._changed:
-            if "left" in message:
+            left = "left" in message and message["left"] not in self._left
+            lost = "lost" in message and message["lost"] not in self._lost
+            if left:
                 self._left.append(message["left"])
-            elif "lost" in message and message["lost"] not in self._lost:
+            if lost:
                 self._lost[message["lost"]] = message["how"]
-            else:
+            if not (left or lost):
                 return
             self._changed.notify_all()
         if self.me == FIRST:
@@ -296,12 +311,15 @@ class Heartbeat:
             if silence and silence.seconds > WARN * self.limit_s and not link.warned:
                 link.warned = True
                 self._process.say(
-                    f"{self._silence(link.rank)} Ranks that wait for it end after "
+                    f"{self._describe(link.rank, silence)} Ranks that wait for it end after "
                     f"{self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
                 )
-        loss = self._loss()
+        loss = self._loss(self.limit_s)
         if loss and self._look.waits and self._look.since_s > WARN * self.limit_s:
-            self._process.end(loss)
+            lost, how = loss
+            # Or the others would take this rank's end, and the next one's, for the cause.
+            self._tell({"left": self.me, "lost": lost, "how": how})
+            self._process.end(how)
         if self.me == FIRST:
             self._name_the_slow()
 
@@ -322,25 +340,29 @@ class Heartbeat:
                 f"{self.limit_s / 2:.0f} s: it is at {looks[rank].where or 'an unknown line'}."
             )
 
-    def _loss(self) -> str | None:
-        """Return what has become of the rank that was lost first; None where all are there."""
-        for rank, how in self._lost.items():
-            if rank != self.me:
-                return how
-        longest = max((silence.seconds for silence in self._silent.values()), default=0.0)
-        return self._silence() if longest > self.limit_s else None
-
-    def _silence(self, rank: int | None = None) -> str | None:
-        """Describe the silence of a rank, or of the one that has been silent for longest."""
+    def _loss(self, silence_s: float) -> tuple[int, str] | None:
+        """Return the rank that was lost first, or silent for longer, and what has become of it."""
+        with self._changed:
+            for rank, how in self._lost.items():
+                if rank != self.me:
+                    return rank, how
         silent = self._silent
-        if not silent:
+        rank = max(silent, key=lambda one: silent[one].seconds, default=self.me)
+        if rank == self.me or silent[rank].seconds <= silence_s:
             return None
-        rank = max(silent, key=lambda one: silent[one].seconds) if rank is None else rank
-        last = f", last seen at {silent[rank].where}" if silent[rank].where else ""
+        return rank, self._describe(rank, silent[rank])
+
+    def _describe(self, rank: int, silence: Silence) -> str:
+        last = f", last seen at {silence.where}" if silence.where else ""
         return (
-            f"{self.peers[rank]} has been silent for {silent[rank].seconds:.0f} s{last}: it is "
+            f"{self.peers[rank]} has been silent for {silence.seconds:.0f} s{last}: it is "
             "stopped, its host is down, or the link to it is cut."
         )
 
 
 _ENDED = "{} ended without a word: it was killed (by hand, or for memory), or crashed."
+_UNREACHABLE = (
+    "{} cannot be reached: its host is down or the link is cut. Try to ping it; how long TCP "
+    "itself tries is set by sysctl net.ipv4.tcp_retries2."
+)
+_CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)

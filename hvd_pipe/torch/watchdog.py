@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -35,6 +35,7 @@ import hvd_pipe
 from hvd_pipe.torch.agree import found_by_first, gather
 from hvd_pipe.torch.checks import is_elastic
 from hvd_pipe.torch.door import Door, knock
+from hvd_pipe.torch.exchange import Exchange
 from hvd_pipe.torch.heartbeat import FIRST, Heartbeat, Look, Peer
 
 __all__ = ["leave", "start", "stop"]
@@ -72,18 +73,24 @@ def start() -> None:
     offered = found_by_first(offer, f"{name}.offer", global_process_set)
     if offered is None:
         return
+    link: socket.socket | None = None
+    told: list[dict[str, Any]] = []
     try:
-        link = None
         if rank() != FIRST and offered["door"] is not None:
             link = knock(offered["door"], rank())
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "met": link is not None}
+        met = rank() == FIRST or link is not None
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "met": met}
         told = gather(me, f"{name}.met", global_process_set)
     finally:
         links = {} if door is None else door.close()
-    if link is not None:
-        links = {FIRST: link}
+        if link is not None:
+            links = {FIRST: link}
+        for other in list(links):
+            # A rank that had given up before it was let in holds no other end.
+            if not (told and told[other]["met"]):
+                links.pop(other).close()
     peers = [Peer(number, one["host"], one["pid"]) for number, one in enumerate(told)]
-    missed = [str(peer) for peer in peers[1:] if not told[peer.rank]["met"]]
+    missed = [str(peer) for peer in peers if not told[peer.rank]["met"]]
     if missed and rank() == FIRST:
         warnings.warn(
             f"{', '.join(missed[:3])}{' and others' if len(missed) > 3 else ''} cannot connect to "
@@ -122,11 +129,11 @@ class _Process:
 
     def look(self) -> Look:
         frames = sys._current_frames()
-        waits_for = _waits_for(frames)
+        main = frames.get(threading.main_thread().ident or 0)
+        waits_for = _waits_for(main, frames.values())
         now = time.monotonic()
         if waits_for != self._waits_for:
             self._waits_for, self._since = waits_for, now
-        main = frames.get(threading.main_thread().ident or 0)
         joined = waits_for is not None and "join" in waits_for
         return Look(_line(main), waits_for is not None, now - self._since, joined)
 
@@ -152,18 +159,39 @@ _WAITING = (
     "hvd_pipe.torch.in_flight",
     "hvd_pipe.torch.exchange",
 )
+_FOR_THREADS = ("threading", "torch.autograd.graph")  # the latter's own run hooks on a GPU
 
 
-def _waits_for(frames: dict[int, FrameType]) -> tuple[object, ...] | None:
-    """Return what a thread waits for inside Horovod; None where none does."""
-    for ident, innermost in frames.items():
-        frame: FrameType | None = innermost
-        while frame is not None and frame.f_globals.get("__name__") == "threading":
-            frame = frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") in _WAITING:
-            # Handles are numbered, so that a job which gets on never waits for one twice.
-            return ident, frame.f_code.co_name, frame.f_locals.get("handle")
-    return None
+def _waits_for(main: FrameType | None, threads: Iterable[FrameType]) -> tuple[object, ...] | None:
+    """Return what the main thread, or others that it waits for, wait for inside Horovod, if so.
+
+    Others do not count otherwise: a rank that saves a checkpoint may well wait in one of them.
+    """
+    found = _wait_of(main)
+    if found is None and (main is None or _module(main) in _FOR_THREADS):
+        found = next(filter(None, map(_wait_of, threads)), None)
+    return found
+
+
+def _wait_of(frame: FrameType | None) -> tuple[object, ...] | None:
+    """Return what a thread waits for inside Horovod; it changes with each message."""
+    while frame is not None and _module(frame) == "threading":
+        frame = frame.f_back
+    if frame is None or _module(frame) not in _WAITING:
+        return None
+    # Handles are numbered; an exchange has none here, but counts its bytes at each launch.
+    message, exchange = frame.f_locals.get("handle"), frame.f_locals.get("self")
+    if isinstance(exchange, Exchange):
+        message = (id(exchange), exchange._reduction.traffic.sent_bytes)
+    name = frame.f_code.co_name
+    while frame.f_back is not None and _module(frame.f_back) in _WAITING:
+        frame = frame.f_back  # synchronize() is called by join(), which is another matter
+        name = frame.f_code.co_name
+    return name, message
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 _LIBRARIES = (

@@ -66,14 +66,20 @@ class TestJobs:
             assert answer.split() == [host]
         assert "h1" not in Path("/etc/hosts").read_text().split()
 
-    def test_a_rate_holds_each_way(self, cluster: Cluster) -> None:
-        size, rate = 2**20, "40mbit"
+    @pytest.mark.parametrize("ways", [("h1 h2", "h3 h2"), ("h2 h1", "h2 h3")])
+    def test_a_rate_holds_each_way(self, cluster: Cluster, ways: tuple[str, str]) -> None:
+        """Into a host that two send to, and out of one that sends to two."""
+        size, rate = 2**23, "40mbit"
+        expected = len(ways) * size * 8 / 40e6
         cluster.rate(rate)
         try:
             start = time.monotonic()
-            send = f"head -c {size} /dev/zero | ssh h2 'cat >/dev/null'"
-            cluster.run("h1", ["sh", "-c", send], check=True, timeout=60)
-            assert time.monotonic() - start >= 0.9 * size * 8 / 40e6
+            sends = []
+            for source, target in map(str.split, ways):
+                send = f"head -c {size} /dev/zero | ssh {target} 'cat >/dev/null'"
+                sends.append(cluster.popen(source, ["sh", "-c", send]))
+            assert [one.wait(60) for one in sends] == [0, 0]
+            assert 0.95 * expected < time.monotonic() - start < 1.5 * expected
         finally:
             cluster.rate("1gbit")
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,7 +33,7 @@ class Job:
     def __init__(
         self, cluster: Cluster, launcher: str, folder: Path, steps: int, timeout_s: float
     ) -> None:
-        self.folder = folder
+        self._cluster, self.folder = cluster, folder
         self._log = folder / "log"
         command = ["horovodrun", "-np", "2", "-H", "h1:1,h2:1", f"--{launcher}"]
         command += [sys.executable, str(SCRIPT), str(folder), "pipe-sgd", "", str(steps)]
@@ -64,20 +64,25 @@ class Job:
         """Whether the launcher and all that it has started are gone, on both hosts."""
         return self.launched.poll() is not None and not self.processes()
 
-    def processes(self) -> list[int]:
+    def processes(self) -> list[str]:
+        """All that run on the hosts, but for the ends of idle sessions: a cut link keeps those."""
+        inits = self._cluster._inits.values()
+        hosts = {Path(f"/proc/{init}/ns/pid").readlink() for init in inits}
         found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if str(self.folder) in file.read_text() and file.parent.name != str(os.getpid()):
-                    found.append(int(file.parent.name))
-            except OSError:
-                pass
+        for one in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                name = (one / "comm").read_text(errors="replace").strip()
+                of_a_rank = str(self.folder).encode() in (one / "cmdline").read_bytes()
+                idle = name.startswith("ssh") and not of_a_rank  # sshd, and ssh for an orted
+                if (one / "ns" / "pid").readlink() in hosts and not idle:
+                    found.append(f"{name} {one.name}")
         return found
 
     def wait_for(self, true: Callable[[], bool], bound_s: float = BOUND_S) -> None:
         deadline = time.monotonic() + bound_s
         while not true():
-            assert time.monotonic() < deadline, f"{bound_s} s are over. Output:\n{self.output}"
+            left = f"{bound_s} s are over. Running: {self.processes()}. Output:\n{self.output}"
+            assert time.monotonic() < deadline, left
             time.sleep(0.05)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hvd_pipe.torch import door as doors
 from hvd_pipe.torch.door import Door, knock
 from hvd_pipe.torch.heartbeat import AwakeClock, Heartbeat, Look, Peer
 
@@ -23,6 +27,7 @@ class Process:
         self.doing = Look(where="train.py:3")
         self.said: list[str] = []
         self.ended: list[str] = []
+        self.sockets: list[socket.socket] = []
 
     def look(self) -> Look:
         return self.doing
@@ -32,6 +37,8 @@ class Process:
 
     def end(self, text: str) -> None:
         self.ended.append(text)
+        for one in self.sockets:
+            one.shutdown(socket.SHUT_RDWR)  # as the kernel does when it has ended
 
 
 class Job:
@@ -121,6 +128,56 @@ def test_a_silent_rank_is_named_and_then_given_up(job: Job, silent: int) -> None
         assert "silent" in job.processes[rank].ended[0]
     said = job.processes[0 if silent else 1].said
     assert any("silent" in line and "HVD_PIPE_TIMEOUT" in line for line in said), said
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_ends_for_a_lost_rank_is_not_taken_for_the_lost_one(first: int) -> None:
+    job = Job(4)
+    for rank, process in enumerate(job.processes):
+        process.sockets = list(job.sockets[rank].values())
+    job.start(2)
+    job.wait(first)
+    soon(lambda: job.processes[first].ended)
+    others = {0, 1, 3} - {first}
+    for rank in others:
+        job.wait(rank)
+    for rank in others:
+        soon(lambda rank=rank: job.processes[rank].ended)
+        assert "rank 2 on h2 (pid 102) has been silent" in job.processes[rank].ended[0]
+    job.hearts[2].start()  # goes on after all, and is told
+    assert "given this rank up: rank 2 on" in str(job.hearts[2].cause(SOON_S))
+    for heart in job.hearts:
+        heart.stop()
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH])
+def test_a_rank_that_tcp_gives_up_cannot_be_reached(
+    job: Job, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive() -> None:
+        raise OSError(number, "")
+
+    monkeypatch.setattr(job.hearts[0]._links[1], "receive", receive)
+    job.start()
+    for rank in (0, 2):
+        cause = str(job.hearts[rank].cause(SOON_S))
+        assert "rank 1 on h1 (pid 101) cannot be reached" in cause
+        assert "killed" not in cause
+
+
+def test_an_error_that_sending_has_met_first_is_not_lost(job: Job) -> None:
+    """The kernel tells it once."""
+    link = job.hearts[0]._links[1]
+    real = link.socket
+
+    def send(data: bytes) -> int:
+        raise OSError(errno.ETIMEDOUT, "")
+
+    link.socket = SimpleNamespace(send=send, recv=lambda size: b"")  # type: ignore[assignment]
+    link.send({})
+    with pytest.raises(TimeoutError):
+        link.receive()
+    link.socket = real
 
 
 def test_an_exception_is_known_with_its_text(job: Job) -> None:
@@ -221,6 +278,25 @@ def test_nobody_behind_the_door() -> None:
     door = Door()
     door.close()
     assert knock(door.address, 1) is None
+
+
+def test_knocking_where_nothing_answers_takes_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, tried = 0.0, []
+
+    def connect(way: tuple[str, int], timeout: float) -> Any:
+        nonlocal now
+        now += timeout
+        tried.append(way[0])
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=lambda: now), raising=False)
+    ways = [f"10.0.0.{number}" for number in range(8)]
+    assert knock({"host": "h0", "addresses": ways, "port": 1}, 1) is None
+    assert tried == [*ways, "h0"]
+    assert now <= 10.001
 
 
 def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import doctest
+import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_pipe.torch import watchdog
+from hvd_pipe.torch import exchange, watchdog
+from hvd_pipe.torch.compression import Compression
+from hvd_pipe.torch.door import knock
+from hvd_pipe.torch.exchange import Exchange
+from hvd_pipe.torch.heartbeat import Heartbeat, Look, Peer
+from hvd_pipe.torch.reduction import Reduction
 
 
 def test_doctests() -> None:
@@ -32,41 +43,179 @@ def test_the_line_of_the_script_is_named_not_that_of_a_library() -> None:
     assert watchdog._line(frame).startswith("test_watchdog.py:")
 
 
+class Stuck:
+    """Functions that call each other, the last of which waits, as Horovod's do for a message."""
+
+    def __init__(self, module: str, *names: str) -> None:
+        self.there, self.go_on = threading.Event(), threading.Event()
+        space = {"__name__": module, "there": self.there, "go_on": self.go_on}
+        body = "there.set()\n    go_on.wait()"
+        for name in reversed(names):
+            exec(f"def {name}(handle):\n    {body}", space)
+            body = f"{name}(handle)"
+        self.function: Any = space[names[0]]
+
+    def seen(self, look: Callable[[], Any], handle: int | None = None) -> Any:
+        """What another thread sees while the main one waits here."""
+        found = []
+
+        def run() -> None:
+            self.there.wait()
+            try:
+                found.append(look())
+            finally:
+                self.go_on.set()
+
+        with beside(run):
+            self.function(handle)
+        return found[0]
+
+
 @contextmanager
-def waiting(module: str, name: str, handle: int | None = None) -> Iterator[None]:
-    """A thread that waits in a function of a module, as Horovod's functions do for a message."""
-    go_on, there = threading.Event(), threading.Event()
-    space = {"__name__": module, "go_on": go_on, "there": there}
-    exec(f"def {name}(handle):\n    there.set()\n    go_on.wait()", space)
-    function: Callable[[int | None], None] = space[name]  # type: ignore[assignment]
-    thread = threading.Thread(target=function, args=(handle,))
+def beside(run: Callable[[], None]) -> Iterator[None]:
+    """Another thread, which ends by itself."""
+    thread = threading.Thread(target=run)
     thread.start()
-    there.wait()
-    try:
-        yield
-    finally:
-        go_on.set()
-        thread.join()
+    yield
+    thread.join()
 
 
 def test_a_rank_waits_where_horovod_does() -> None:
-    assert watchdog._waits_for(sys._current_frames()) is None
-    with waiting("my_script", "synchronize"):
-        assert watchdog._waits_for(sys._current_frames()) is None
-    with waiting("horovod.torch.mpi_ops", "synchronize", handle=7):
-        assert watchdog._waits_for(sys._current_frames())[1:] == ("synchronize", 7)  # type: ignore[index]
+    look = watchdog._Process(0).look
+    assert not look().waits
+    assert not Stuck("my_script", "synchronize").seen(look).waits
+    assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(look, 7).waits
 
 
 def test_the_time_is_that_of_one_message() -> None:
     """A job that waits for one message after the other gets on, however slow its links are."""
     process = watchdog._Process(0)
-    with waiting("horovod.torch.mpi_ops", "synchronize", handle=7):
-        process.look()
-        before = process.look()
-        assert before.waits
-        assert before.since_s > 0
-    with waiting("horovod.torch.mpi_ops", "synchronize", handle=8):
-        assert process.look().since_s == 0
-    with waiting("horovod.torch.mpi_ops", "join"):
-        assert process.look().joined
+
+    def look_twice() -> tuple[Look, Look]:
+        return process.look(), process.look()
+
+    for handle in (7, 8):
+        first, then = Stuck("horovod.torch.mpi_ops", "synchronize").seen(look_twice, handle)
+        assert first.waits
+        assert first.since_s == 0 < then.since_s
     assert not process.look().waits
+
+
+def test_join_waits_for_ranks_that_get_on() -> None:
+    look = watchdog._Process(0).look
+    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(look, 7).joined
+    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(look, 8).joined
+
+
+def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "courier", SimpleNamespace(take=id))  # nothing leaves
+    others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
+    message = Exchange(Reduction(process_set=others), torch.zeros(8), "g", Compression.int8)
+    process = watchdog._Process(0)
+    looks: list[Look] = []
+
+    def look_twice() -> None:
+        main = threading.main_thread().ident or 0
+        try:
+            while watchdog._wait_of(sys._current_frames()[main]) is None:
+                pass
+            looks.extend((process.look(), process.look()))
+        finally:
+            message.done.set()
+
+    for _ in range(2):
+        message.launch()
+        with beside(look_twice):
+            message.wait()
+    assert all(look.waits for look in looks)
+    assert [look.since_s == 0 for look in looks] == [True, False, True, False]
+
+
+def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count() -> None:
+    """A rank that saves a checkpoint would end; one whose main thread waits for it does wait."""
+    look = watchdog._Process(0).look
+    stuck = Stuck("horovod.torch.mpi_ops", "synchronize")
+    with beside(lambda: stuck.function(7)):
+        stuck.there.wait()
+        found = look().waits, Stuck("my_script", "train").seen(look).waits
+        stuck.go_on.set()
+    assert found == (False, True)
+
+
+class Ranks:
+    """Two ranks that knock at this one's door; the first of them gives up before it is let in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offered: dict[str, Any] = {}
+        self.links: list[Any] = []
+        monkeypatch.delenv("HVD_PIPE_TIMEOUT", raising=False)
+        monkeypatch.setattr(watchdog, "is_elastic", lambda: False)
+        monkeypatch.setattr(watchdog, "size", lambda: 3)
+        monkeypatch.setattr(watchdog, "rank", lambda: 0)
+        monkeypatch.setattr(watchdog, "found_by_first", self.offer)
+        monkeypatch.setattr(watchdog, "gather", self.gather)
+        monkeypatch.setattr(watchdog, "_install", lambda: None)
+
+    def offer(self, find: Callable[[], dict[str, Any]], *_: object) -> dict[str, Any]:
+        self.offered = find()
+        return self.offered
+
+    def gather(self, first: dict[str, Any], *_: object) -> list[dict[str, Any]]:
+        self.links = [knock(self.offered["door"], rank) for rank in (1, 2)]
+        return [first, first | {"met": False}, first | {"met": True}]
+
+
+def test_a_rank_that_gave_up_before_it_was_let_in_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its end of the connection is closed: that must not look like the end of the rank."""
+    ranks = Ranks(monkeypatch)
+    with pytest.warns(UserWarning, match="rank 1 on .* cannot connect to rank 0"):
+        watchdog.start()
+    assert watchdog._heartbeat is not None
+    assert list(watchdog._heartbeat._links) == [2]
+    assert ranks.links[0].recv(1) == b""
+    watchdog.stop()
+
+
+def test_nothing_stays_open_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch)
+
+    def gather(*words: Any) -> None:
+        ranks.gather(*words)
+        raise HorovodInternalError("another rank is gone")
+
+    monkeypatch.setattr(watchdog, "gather", gather)
+    with pytest.raises(HorovodInternalError) as error:  # holds the frame, and what that holds
+        watchdog.start()
+    assert [link.recv(1) for link in ranks.links] == [b"", b""], error
+
+
+def test_a_forked_child_does_not_keep_a_dead_ranks_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A data loader's worker outlives its rank for a while, and others must know at once."""
+    here, there = socket.socketpair()
+    there.settimeout(20)
+    heart = Heartbeat([Peer(0, "h0", 1), Peer(1, "h1", 2)], 0, {1: here}, 120.0, _NOBODY)
+    monkeypatch.setattr(watchdog, "_heartbeat", heart)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    watchdog._install()
+    mine, its = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        its.send(b"x")
+        its.recv(1)
+        os._exit(0)
+    try:
+        mine.recv(100)
+        heart.close()  # as the kernel does for a rank that is killed
+        assert there.recv(1) == b""
+    finally:
+        mine.send(b"x")
+        os.waitpid(child, 0)
+        for one in (mine, its, there):
+            one.close()
+
+
+_NOBODY: Any = None
