@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 __all__ = ["CODECS", "NONE", "CodecCost"]
@@ -53,6 +53,15 @@ class CodecCost:
 
         if self.phases not in (1, 2):
             raise ValueError(f"codec {self.name!r}: phases must be 1 or 2, got {self.phases}")
+
+    def of_encoded(self) -> CodecCost:
+        """The same costs, where sizes count bytes after encoding.
+
+        Example:
+            >>> CodecCost("half", ratio=0.5, seconds_per_byte=1e-10).of_encoded()
+            CodecCost(name='half', ratio=1.0, seconds_per_byte=2e-10, phases=1)
+        """
+        return replace(self, ratio=1.0, seconds_per_byte=self.seconds_per_byte / self.ratio)
 
 
 NONE = CodecCost("none", 1.0)

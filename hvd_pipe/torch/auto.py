@@ -25,7 +25,7 @@ import torch
 
 from hvd_pipe.planning.advise import MARGIN
 from hvd_pipe.planning.candidates import fitted_buckets, fitted_period
-from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
+from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.profile import ModelProfile
@@ -33,8 +33,7 @@ from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
-from hvd_pipe.torch.compression import Int8, codec_for
-from hvd_pipe.torch.engine import Engine, Settings
+from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import succeed
 from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
 from hvd_pipe.torch.merged_gradient import MergedGradientEngine
@@ -90,20 +89,6 @@ def predict(
     else:
         method = fitted_buckets(method, profile, carried)
     return Prediction(method, step_time(method, profile, comm, codec).total_s)
-
-
-def _codec(settings: Settings) -> CodecCost:
-    """Return what the job's compression costs, on this kind of device."""
-    like = settings.parameters[0]
-    ratio, codec = (
-        settings.reduction.ratio(like),
-        codec_for(settings.reduction.compression, like.dtype),
-    )
-    if codec is None:
-        return CodecCost("wire", ratio)
-    known = CODECS["int8" if isinstance(codec, Int8) else "bf16"]
-    seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
-    return dataclasses.replace(known, ratio=ratio, seconds_per_byte=seconds)
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:
@@ -237,7 +222,7 @@ class AutoChoice:
                 else candidate,
                 profile,
                 engine.comm,
-                _codec(settings),
+                settings.reduction.cost(settings.parameters[0]),
             )
             for candidate in self._candidates
         ]

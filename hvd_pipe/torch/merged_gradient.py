@@ -208,12 +208,13 @@ class MergedGradientEngine(Engine):
             p: kind for kind, places in enumerate(kinds(settings.parameters)) for p in places
         }
         wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
+        codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
         plan = plan_kinds(
             [settings.names[place] for place in order],
             ready[order],
             wire_bytes[order],
             [kind_of[place] for place in order],
-            self.comm or CommModel.linear(0.0, 0.0),
+            (self.comm or CommModel.linear(0.0, 0.0)).compressed(codec),
             method=self._method or "exact",
             bucket_bytes=self._bucket_bytes,
         )

@@ -10,14 +10,15 @@ A `Message` is a buffer that travels again and again under one name::
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
+from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.torch import in_flight, timeline
-from hvd_pipe.torch.compression import Compression, codec_for
+from hvd_pipe.torch.compression import Compression, Int8, codec_for
 
 if TYPE_CHECKING:
     from hvd_pipe.torch.exchange import Feedback
@@ -91,6 +92,15 @@ class Reduction:
         sample = like.new_zeros(1024)
         wire, _ = self.compression.compress(sample)
         return float(wire.nbytes / sample.nbytes)
+
+    def cost(self, like: torch.Tensor) -> CodecCost:
+        """Return what compression costs a buffer of this dtype, on this kind of device."""
+        ratio, codec = self.ratio(like), codec_for(self.compression, like.dtype)
+        if codec is None:
+            return CodecCost("wire", ratio)
+        known = CODECS["int8" if isinstance(codec, Int8) else "bf16"]
+        seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
+        return replace(known, ratio=ratio, seconds_per_byte=seconds)
 
     def message(
         self, flat: torch.Tensor, name: str, exact: int = 0, feedback: Feedback | None = None
