@@ -173,7 +173,11 @@ class Cluster:
         self._inits.clear()
 
     def rate(self, rate: str | None) -> None:
-        """Limit every link to this rate each way, such as ``"100mbit"``; None for no limit."""
+        """Limit every link to this rate each way, such as ``"100mbit"``; None for no limit.
+
+        Raises:
+            ValueError: No rate.
+        """
         limit: list[str] = []
         if rate is not None:
             per_second = parse_bandwidth(rate)

@@ -405,6 +405,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
     if min(options.ratios) <= 0.0:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
+    for file in (options.json, options.page):
+        if file and not Path(file).resolve().parent.is_dir():
+            parser.error(f"{file}: no such folder")
     return options
 
 

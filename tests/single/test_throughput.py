@@ -158,7 +158,9 @@ def test_names_of_nobody_are_refused() -> None:
             contestants.make(name, model, lambda: model(torch.ones(2)).sum())
 
 
-@pytest.mark.parametrize("arguments", [["--workers", "1"], ["--ratios", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--workers", "1"], ["--ratios", "0"], ["--json", "absent/grid.json"]]
+)
 def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         throughput.parse_arguments(arguments)
