@@ -60,9 +60,9 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     Raises:
         ValueError: No contestant has this name.
     """
-    if name in ("ddp", "ddp+fp16", "ddp:post-local"):
-        return _ddp(name, model, loss)
     if name in PEERS:
+        if name.startswith("ddp"):
+            return _ddp(name, model, loss)
         return {"single": _single, "conventional": _conventional, "horovod": _horovod}[name](
             model, loss
         )

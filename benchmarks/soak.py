@@ -284,7 +284,8 @@ def main() -> int:
         options.output.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     print(table(runs))
     faults = [fault for run in runs for fault in run.faults()]
-    print("\n".join(faults), file=sys.stderr)
+    for fault in faults:
+        print(fault, file=sys.stderr)
     return 1 if faults else 0
 
 

@@ -41,7 +41,7 @@ from hvd_pipe.planning.codec import CODECS
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, milliseconds of a cycle
-    # (Without fusion, or with a cycle of 20 ms, it was slower than its default in every cell.)
+    # (Without fusion, or with a cycle of 20 ms, DenseNet was slower than with the default.)
     "fusion=M-over-8,cycle=1": {"HOROVOD_FUSION_THRESHOLD": "M/8"},
     "fusion=M-over-8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},

@@ -42,10 +42,10 @@ def seconds_or_nan(cell: dict[str, Any], contestant: str, team: str = "") -> flo
         return math.nan
 
 
-def best_stock(cell: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of stock Horovod's best settings, the default among them."""
-    rows = [row for row in cell["rows"] if row["contestant"] == "horovod"]
-    return sorted(rows, key=lambda row: row["seconds"])[0]
+def best_s(cell: dict[str, Any], contestant: str) -> float:
+    """Return a contestant's seconds a step under its best settings; nan where it did not run."""
+    tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == contestant]
+    return min(tried, default=math.nan)
 
 
 def limit_s(cell: dict[str, Any], contestant: str) -> float:
@@ -121,9 +121,7 @@ def summary(cells: list[dict[str, Any]]) -> Table:
     for heading in ("model", "workers", "r", "one worker", "stock's best", *SUMMARY):
         found.add_column(heading, justify="left" if heading == "model" else "right")
     for cell in cells:
-        seconds = [seconds_or_nan(cell, name) for name in ("single", *SUMMARY)]
-        tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == "horovod"]
-        seconds.insert(1, min(tried, default=math.nan))
+        seconds = [best_s(cell, name) for name in ("single", "horovod", *SUMMARY)]
         stock = seconds_or_nan(cell, "horovod", "stock")
         found.add_row(
             cell["model"],
@@ -183,7 +181,7 @@ def _bounds(
                 where = f"{cell['model']}, r = {cell['ratio']:g}, {cell['workers']} workers"
                 with suppress(LookupError):  # of cells that lack a contestant
                     found.append((ratio(cell), where))
-        return found
+        return [(value, where) for value, where in found if not math.isnan(value)]
 
     def seconds(cell: dict[str, Any], name: str) -> float:
         return float(of(cell, name)["seconds"])
@@ -207,7 +205,7 @@ def _bounds(
     yield (
         f"{merged} / stock Horovod, best of its settings",
         0.98,
-        ratios(lambda cell: best_stock(cell)["seconds"] / seconds(cell, merged)),
+        ratios(lambda cell: best_s(cell, "horovod") / seconds(cell, merged)),
         True,
     )
     yield (
@@ -276,10 +274,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
             (cell for cell in cells if cell["model"] == model), key=lambda cell: cell["ratio"]
         )
         for name, (label, colour, marker) in LINES.items():
-            speeds = []
-            for cell in mine:
-                tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == name]
-                speeds.append(seconds_or_nan(cell, "single") / min(tried, default=math.nan))
+            speeds = [best_s(cell, "single") / best_s(cell, name) for cell in mine]
             ratios = [cell["ratio"] for cell in mine]
             axis.plot(ratios, speeds, label=label, color=colour, marker=marker)
         axis.set_xscale("log", base=2)

@@ -47,7 +47,7 @@ class Edit:
 
 
 # Gloo lets a rank send to all others at once, and TCP shares its link among them unfairly: over
-# links of 300 Mbit/s an all-to-all of 3 MB on four ranks took 110 ms, in turn 87 ms, of which the
+# links of 300 Mbit/s an all-to-all of 3 MB on four ranks took 110 ms, in turn 90 ms, of which the
 # bytes need 62.
 ALL_TO_ALL = """
     int sendRank = (myRank + i) % worldSize;
