@@ -26,6 +26,7 @@ from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import CoCoD, parse
 
 __all__ = ["PEERS", "Contestant", "make", "period_of"]
 
@@ -76,8 +77,11 @@ def period_of(name: str) -> int:
     """Return after how many steps a contestant averages models; 1 where it averages gradients."""
     if name == "ddp:post-local":
         return POST_LOCAL_PERIOD
-    _, _, period = name.partition("+")[0].partition("period=")
-    return int(period or 1)
+    kind = name.partition("+")[0]
+    if kind in PEERS:
+        return 1
+    strategy = parse(kind)
+    return strategy.period if isinstance(strategy, CoCoD) else 1
 
 
 def _steps(

@@ -25,8 +25,8 @@ class Device:
     """Takes time, one piece of work after another, as an accelerator's stream does.
 
     Work is launched ahead of time there: a host that is late for a moment, as others need its
-    cores, does not delay it. So all work of a step follows that before without a gap; what the
-    host sees of it is never early.
+    cores, does not delay it. So all work of a step follows that before without a gap; the host
+    sees the end of a piece no more than `LEAST_SLEEP_S` early.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ RING = {  # both stock Horovod and ours: Open MPI's own choice takes 1.6 times a
 }
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
-PLANNING_STEPS = 16  # merged-gradient measures and plans within 14
+PLANNING_STEPS = 16  # merged-gradient and auto measure and plan within 14
 MOST_S = 600.0  # for one answer
 SCRIPT = Path(__file__).with_name("throughput_rank.py")
 
@@ -175,8 +175,7 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
     teams = {"stock": ["conventional", "horovod"], "ours": ours}
     teams["ddp"] = ["single", "ddp", "ddp+fp16", "ddp:post-local"]
-    if not options.no_sweep:
-        teams |= {name: ["horovod"] for name in SWEEP}
+    teams |= {name: ["horovod"] for name in swept(options)}
     if options.autotune:
         teams["autotune"] = ["horovod"]
     if options.only:
@@ -189,12 +188,18 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     return teams
 
 
+def swept(options: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Return stock Horovod's settings beside its default; by the size of emulated gradients."""
+    if options.no_sweep:
+        return {}
+    emulated = options.compute == "emulated"
+    return {name: env for name, env in SWEEP.items() if emulated or "M/8" not in env.values()}
+
+
 @contextmanager
 def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str, Team]]:
     """All teams, started; none is left afterwards."""
-    settings: dict[str, dict[str, str]] = {"stock": {}, "ours": {}, "ddp": {}}
-    if not options.no_sweep:
-        settings |= SWEEP
+    settings: dict[str, dict[str, str]] = {"stock": {}, "ours": {}, "ddp": {}} | swept(options)
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder, ExitStack() as teams:
         found = {}
         for name, env in settings.items():
@@ -218,6 +223,7 @@ def tuned(
         return
     directory = teams["stock"].directory
     with closing(Team(cluster, "autotune", AUTOTUNE, directory, options.backend)) as team:
+        team.ask("drop")  # it is up, and stops
         yield {**teams, "autotune": team}
 
 
@@ -261,7 +267,8 @@ def run_cell(
     for team, names in chosen.items():
         for name in names:
             if name != "single":
-                settle = PLANNING_STEPS if name.startswith("merged") else SETTLE_STEPS
+                plans = name.startswith(("merged", "auto"))
+                settle = PLANNING_STEPS if plans else SETTLE_STEPS
                 settle = TUNING_STEPS if team == "autotune" else settle
                 built = teams[team].ask("build", name=name, settle=settle, **build)
                 planned[team, name] = built[0]["planned_exposed_s"]
@@ -297,12 +304,19 @@ def run_cell(
         "ratio": cell.ratio,
         "compute": options.compute,
         "backend": options.backend,
+        "settings": settings_of(options),
         "gradient_bytes": size,
         "all_reduce_s": all_reduces,
         "exchange_s": exchanges,
         "reached_ratio": all_reduce_s / alone["seconds"],
         "rows": rows,
     }
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what a cell's figures depend on besides its place in the grid."""
+    names = ("compute_ms", "rounds", "seconds", "no_sweep", "autotune", "only", "realtime")
+    return {name: getattr(options, name) for name in names}
 
 
 def measured(team: Team, kind: str, sizes: list[int]) -> dict[int, float]:
@@ -331,27 +345,14 @@ def main() -> int:
     """Run the grid and report it."""
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that was started ends
-    cells = [
-        Cell(model, workers, ratio)
-        for workers in options.workers
-        for model in options.models
-        for ratio in options.ratios
-    ]
-    found: list[dict[str, Any]] = []
-    if options.json and options.resume and Path(options.json).exists():
-        found = json.loads(Path(options.json).read_text())
-    done = {
-        Cell(one["model"], one["workers"], one["ratio"])
-        for one in found
-        if (one["compute"], one["backend"]) == (options.compute, options.backend)
-    }
-    todo = [cell for cell in cells if cell not in done]
+    found = kept(options)
+    left = todo(options, found)
     if options.realtime:  # all that this process starts has it, too
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    progress = tqdm(total=len(todo), desc="cells", disable=None)
+    progress = tqdm(total=len(left), desc="cells", disable=None)
     try:
         for workers in options.workers:
-            mine = [cell for cell in todo if cell.workers == workers]
+            mine = [cell for cell in left if cell.workers == workers]
             if not mine:
                 continue
             with Cluster(workers) as cluster, started(cluster, options) as teams:
@@ -367,10 +368,36 @@ def main() -> int:
         return 2
     finally:
         progress.close()
-    Console(width=150).print(bounds(found))
+    Console(width=170).print(bounds(found))
     if options.page:
         write_page(found, Path(options.page))
     return 0
+
+
+def todo(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[Cell]:
+    """Return the cells of the grid that are not among those found with these settings."""
+    alike = [
+        one
+        for one in found
+        if (one["compute"], one["backend"]) == (options.compute, options.backend)
+        and one["settings"] == settings_of(options)
+    ]
+    done = {Cell(one["model"], one["workers"], one["ratio"]) for one in alike}
+    cells = [
+        Cell(model, workers, ratio)
+        for workers in options.workers
+        for model in options.models
+        for ratio in options.ratios
+    ]
+    return [cell for cell in cells if cell not in done]
+
+
+def kept(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the cells of an earlier run that ``--resume`` goes on with."""
+    if not options.resume or not Path(options.json).exists():
+        return []
+    found: list[dict[str, Any]] = json.loads(Path(options.json).read_text())
+    return found
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -397,7 +424,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", help="write all cells here, after each one")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the cells that --json has, add the others"
+        "--resume",
+        action="store_true",
+        help="keep the cells that --json has with these settings, add the others",
     )
     parser.add_argument("--page", help="write all tables here as Markdown, pictures beside it")
     options = parser.parse_args(words)
@@ -405,6 +434,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
     if min(options.ratios) <= 0.0:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
+    if options.resume and not options.json:
+        parser.error("--resume: of which run? Give its --json, too")
     for file in (options.json, options.page):
         if file and not Path(file).resolve().parent.is_dir():
             parser.error(f"{file}: no such folder")

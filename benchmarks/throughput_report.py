@@ -53,8 +53,8 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
 
     From the computation C and the all-reduce T of all gradients, both measured in the same run:
     conventional C + T; overlapped with the backward pass, which takes two thirds, max(C, C/3 + T);
-    pipelined max(C, T); averaged every k steps max(C, T/k). With a codec, T is that of the two
-    messages that it sends, in their compressed size.
+    pipelined max(C, T); averaged behind k steps max(C, T/k), and after them, as PostLocalSGD does,
+    C + T/k. With a codec, T is that of the two messages that it sends, in their compressed size.
     """
     compute = of(cell, "single")["seconds"]
     kind, _, compression = contestant.partition("+")
@@ -69,7 +69,9 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
         return compute + comm
     if kind.startswith("pipe-sgd"):
         return max(compute, comm)
-    if kind.startswith("cocod") or kind == "ddp:post-local":
+    if kind == "ddp:post-local":
+        return compute + comm / period_of(kind)
+    if kind.startswith("cocod"):
         return max(compute, comm / period_of(kind))
     return max(compute, FIRST_READY * compute + comm)
 
@@ -105,7 +107,7 @@ def table(cell: dict[str, Any]) -> Table:
             name,
             f"{seconds * 1e3:.1f}",
             f"{row['least_s'] * 1e3:.1f} .. {row['most_s'] * 1e3:.1f}",
-            f"{cell['workers'] / seconds:.1f}",
+            f"{(1 if row['contestant'] == 'single' else cell['workers']) / seconds:.1f}",
             f"{stock / seconds:.2f}",
             f"{limit_s(cell, row['contestant']) / seconds:.2f}",
             f"{max(seconds - compute, 0.0) * 1e3:.1f}",
@@ -118,14 +120,18 @@ def table(cell: dict[str, Any]) -> Table:
 def summary(cells: list[dict[str, Any]]) -> Table:
     """Return all cells in a table: how many times as fast as stock Horovod's default."""
     found = Table(title="Speed / stock Horovod's default")
-    for heading in ("model", "workers", "r", "one worker", "stock's best", *SUMMARY):
-        found.add_column(heading, justify="left" if heading == "model" else "right")
+    headings = ("model", "workers", "compute", "backend", "r", "one worker", "stock's best")
+    for heading in (*headings, *SUMMARY):
+        words = heading in ("model", "compute", "backend")
+        found.add_column(heading, justify="left" if words else "right")
     for cell in cells:
         seconds = [best_s(cell, name) for name in ("single", "horovod", *SUMMARY)]
         stock = seconds_or_nan(cell, "horovod", "stock")
         found.add_row(
             cell["model"],
             f"{cell['workers']}",
+            f"{cell['compute']} {best_s(cell, 'single') * 1e3:.0f} ms",
+            cell["backend"],
             f"{cell['ratio']:g}",
             *(f"{stock / each:.2f}" for each in seconds),
         )
@@ -136,14 +142,17 @@ SUMMARY = ("ddp", "merged-gradient", "pipe-sgd", "pipe-sgd+int8", "cocod:period=
 
 
 def write_page(cells: list[dict[str, Any]], path: Path) -> None:
-    """Write all tables as Markdown, and a picture for each number of workers beside it."""
+    """Write all tables as Markdown, and beside it a picture of the cells that belong together."""
     text = io.StringIO()
     console = Console(file=text, width=1000, highlight=False, markup=False)
     console.print("# Throughput\n\nWritten by `benchmarks/throughput.py --page`.")
-    for workers in sorted({cell["workers"] for cell in cells}):
-        picture = path.with_name(f"{path.stem}-{workers}.png")
-        draw([cell for cell in cells if cell["workers"] == workers], picture)
-        console.print(f"\n![{workers} workers]({picture.name})")
+    together: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells:
+        together.setdefault(setting(cell), []).append(cell)
+    for number, (title, some) in enumerate(together.items()):
+        picture = path.with_name(f"{path.stem}-{number + 1}.png")
+        draw(some, picture)
+        console.print(f"\n![{title}]({picture.name})")
     for sheet in (bounds(cells), summary(cells), *map(table, cells)):
         console.print(f"\n## {sheet.title}")
         sheet.title, sheet.box = None, box.MARKDOWN
@@ -152,20 +161,38 @@ def write_page(cells: list[dict[str, Any]], path: Path) -> None:
     path.write_text("".join(f"{line.rstrip()}\n" for line in lines))
 
 
-def bounds(cells: list[dict[str, Any]]) -> Table:
-    """Return each bound that the cells can show, with its worst cell, or the best if one will do.
+def setting(cell: dict[str, Any]) -> str:
+    """Return what cells must share to be drawn together."""
+    compute = f"{cell['compute']} compute"
+    if cell["compute"] == "emulated":
+        compute += f" of {cell['settings']['compute_ms']:g} ms"
+    return f"{cell['workers']} workers, {compute}, Horovod over {cell['backend']}"
 
-    All are ratios of medians within one cell.
+
+JUDGED_WORKERS = 4
+
+
+def bounds(cells: list[dict[str, Any]]) -> Table:
+    """Return each bound with the worst cell, or the best where one will do.
+
+    All are ratios of medians within one cell; cells of 4 workers and emulated compute count.
     """
-    found = Table(title="Bounds")
+    cells = [
+        cell
+        for cell in cells
+        if (cell["compute"], cell["workers"]) == ("emulated", JUDGED_WORKERS)
+    ]
+    found = Table(title=f"Bounds ({JUDGED_WORKERS} workers, emulated compute)")
     for heading in ("what", "bound", "reached", "where"):
         found.add_column(heading)
     for text, least, values, all_cells in _bounds(cells):
-        if values:
-            pick = min if all_cells else max
-            value, where = pick(values, key=lambda each: each[0])
-            met = "" if value >= least else " (missed)"
-            found.add_row(text, f">= {least:g}", f"{value:.2f}{met}", where)
+        if not values:
+            found.add_row(text, f">= {least:g}", "not measured", "")
+            continue
+        pick = min if all_cells else max
+        value, where = pick(values, key=lambda each: each[0])
+        met = "" if value >= least else " (missed)"
+        found.add_row(text, f">= {least:g}", f"{value:.2f}{met}", where)
     return found
 
 
@@ -178,7 +205,8 @@ def _bounds(
         found = []
         for cell in cells:
             if at in (None, cell["ratio"]) and model in ("", cell["model"]):
-                where = f"{cell['model']}, r = {cell['ratio']:g}, {cell['workers']} workers"
+                where = f"{cell['model']}, r = {cell['ratio']:g}"
+                where += f" (reached {cell['reached_ratio']:.2f}), {setting(cell)}"
                 with suppress(LookupError):  # of cells that lack a contestant
                     found.append((ratio(cell), where))
         return [(value, where) for value, where in found if not math.isnan(value)]
@@ -289,7 +317,7 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
-        f"{cells[0]['workers']} workers, {cells[0]['compute']} compute, links limited by tc tbf",
+        f"{setting(cells[0])}, links limited by tc tbf",
         fontsize="medium",
     )
     save(figure, path)

@@ -36,6 +36,7 @@ TOOLS = {
 }
 # For the emulated cluster (benchmarks/cluster.py), which only root can have.
 ROOT_TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
+SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where they are, and not every root's PATH leads
 
 # What torch_examples/ needs beyond hvd_pipe itself: an image has it without the other tools.
 EXAMPLES = ("scikit-learn", "tqdm")
@@ -43,7 +44,10 @@ EXAMPLES = ("scikit-learn", "tqdm")
 
 def missing_packages() -> list[str]:
     tools = TOOLS | (ROOT_TOOLS if os.geteuid() == 0 else {})
-    packages = [package for tool, package in tools.items() if shutil.which(tool) is None]
+    path = f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
+    packages = [
+        package for tool, package in tools.items() if shutil.which(tool, path=path) is None
+    ]
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         packages.append("python3-dev")
     probe = "import venv, ensurepip"

@@ -27,7 +27,14 @@ __all__ = [
 ]
 
 BUILD = "make setup in hvd_pipe's checkout, or python docker/build_horovod.py with this Python"
-VARIABLES = ("HVD_PIPE_STRATEGY", "HVD_PIPE_PROFILE", "HVD_PIPE_TIMELINE", "HVD_PIPE_CACHE")
+VARIABLES = (
+    "HVD_PIPE_STRATEGY",
+    "HVD_PIPE_PROFILE",
+    "HVD_PIPE_TIMELINE",
+    "HVD_PIPE_TIMELINE_MB",
+    "HVD_PIPE_TIMEOUT",
+    "HVD_PIPE_CACHE",
+)
 
 _PREFIXES = ("HOROVOD_", "HVD_PIPE_", "OMPI_MCA_", "OMPI_ALLOW_", "NCCL_", "UCX_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

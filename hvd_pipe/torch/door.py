@@ -77,7 +77,7 @@ def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
         share = (deadline - time.monotonic()) / (len(ways) - tried)
         if share <= 0:
             break
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # the latter for names that cannot be looked up
             link = socket.create_connection((way, address["port"]), share)
             with suppress(OSError, ValueError):  # a stranger may answer in no text at all
                 # The first rank answers one after the other.

@@ -223,7 +223,7 @@ def measure_allreduce(
         spent += sum(times)
         short, long = median(times[0::2]), median(times[1::2])
         done.append(size)
-        occupied.append(max((long - short) / n, _LEAST_S))
+        occupied.append(max(_occupied(short, long, n, delay if len(done) > 1 else None), _LEAST_S))
         if len(done) == 1:
             delay = max(short - n * occupied[0], 0.0)
         if progress is not None:
@@ -278,6 +278,29 @@ def _messages(size: int, seconds: float = 0.0) -> int:
     """
     by_time = math.ceil(_CLEAR_S / seconds) if seconds else _MOST_MESSAGES
     return max(1, min(_MOST_MESSAGES, 2**21 // size, by_time))
+
+
+def _occupied(short: float, long: float, n: int, delay: float | None) -> float:
+    """Return T from the times of n messages and of 2n.
+
+    Their difference knows nothing of the delay, but with few repetitions one hiccup in it can
+    halve T. Where messages are much longer than the delay, each of the two times alone says about
+    as much, and hiccups only add to it: the difference must not be far from the lesser.
+
+    Args:
+        short: Seconds of n messages.
+        long: Seconds of 2n.
+        n: How many.
+        delay: What passes beside messages; None where that is not known yet.
+
+    >>> [_occupied(short, 2.0, 1, 0.0) for short in (1.0, 1.5)], _occupied(1.5, 2.0, 1, None)
+    ([1.0, 0.8], 0.5)
+    """
+    difference = (long - short) / n
+    if delay is None or short <= 4 * delay:
+        return difference
+    alone = min((short - delay) / n, (long - delay) / (2 * n))
+    return min(max(difference, 0.8 * alone), 1.25 * alone)
 
 
 def _sizes(largest_bytes: int) -> list[int]:

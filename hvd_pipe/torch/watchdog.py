@@ -70,12 +70,12 @@ def start() -> None:
         return {"limit_s": limit_s, "door": None if door is None else door.address}
 
     name = "hvd_pipe.watchdog"
-    offered = found_by_first(offer, f"{name}.offer", global_process_set)
-    if offered is None:
-        return
     link: socket.socket | None = None
     told: list[dict[str, Any]] = []
     try:
+        offered = found_by_first(offer, f"{name}.offer", global_process_set)
+        if offered is None:
+            return
         if rank() != FIRST and offered["door"] is not None:
             link = knock(offered["door"], rank())
         met = rank() == FIRST or link is not None

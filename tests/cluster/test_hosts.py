@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import as_root
 
 from benchmarks import cluster as emulated
 from benchmarks.cluster import Cluster, ClusterError
@@ -20,10 +21,6 @@ from benchmarks.cluster import Cluster, ClusterError
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("worker_allreduce.py")
 ELEMENTS = 2**20
-as_root = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
-]
 
 
 @pytest.fixture(scope="module")

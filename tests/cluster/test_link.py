@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import as_root
 
 from benchmarks.cluster import Cluster, end
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
-]
+pytestmark = as_root
 
 SCRIPT = Path(__file__).parents[1] / "parallel" / "workers_faults.py"
 RANKS = (0, 1)

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_the_disk_is_full_at_a_checkpoint(small_disk: Path) -> None:
     with Job("mpi", "pipe-sgd", timeout_s=NEVER_S, folder=small_disk) as job:
         job.train()
-        (small_disk / "other").write_bytes(b"\0" * _free(small_disk))
+        with suppress(OSError):  # a checkpoint may take its last page first
+            (small_disk / "other").write_bytes(b"\0" * _free(small_disk))
         job.ended()
         assert job.launched.returncode != 0
         told = r"because of another: rank 0 on .* raised \w+: .*(inline_container|No space left)"

@@ -172,6 +172,9 @@ def main(directory: Path) -> None:
     for optimizer in optimizers.values():
         optimizer.synchronize()
     result: dict[str, Any] = {"size": hvd.size(), "starts": state.starts}
+    if (directory / "moment").exists():
+        moment, again = (float((directory / each).read_text()) for each in ("moment", "again"))
+        result["recovered_s"] = again - moment
     result["weights"] = {name: weights_of(model).tolist() for name, model in models.items()}
     part = directory / f"part.{hvd.rank()}"
     part.write_text(json.dumps(result))

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
             if rank == 0:
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(folder / "checkpoint.pt", states | {"step": step})
-            (folder / f"step.{rank}").write_text(str(step))
+            with suppress(OSError):  # on a full disk it is the checkpoint that must fail
+                (folder / f"step.{rank}").write_text(str(step))
         if step == SOON and rank == LATE:
             go_wrong(wrong)
         time.sleep(0.002)
