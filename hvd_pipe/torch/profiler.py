@@ -283,9 +283,10 @@ def _messages(size: int, seconds: float = 0.0) -> int:
 def _occupied(short: float, long: float, n: int, delay: float | None) -> float:
     """Return T from the times of n messages and of 2n.
 
-    Their difference knows nothing of the delay, but with few repetitions one hiccup in it can
-    halve T. Where messages are much longer than the delay, each of the two times alone says about
-    as much, and hiccups only add to it: the difference must not be far from the lesser.
+    Their difference knows nothing of the delay, nor of what buffers hide, but with few repetitions
+    one hiccup in it can halve T. Where messages are much longer than the delay, the longer time
+    alone says about as much, or the shorter one, if that shows a hiccup in the longer: the
+    difference must not be far from it.
 
     Args:
         short: Seconds of n messages.
@@ -294,13 +295,17 @@ def _occupied(short: float, long: float, n: int, delay: float | None) -> float:
         delay: What passes beside messages; None where that is not known yet.
 
     >>> [_occupied(short, 2.0, 1, 0.0) for short in (1.0, 1.5)], _occupied(1.5, 2.0, 1, None)
-    ([1.0, 0.8], 0.5)
+    ([1.0, 0.95], 0.5)
+    >>> _occupied(1.0, 3.0, 1, 0.0)
+    1.15
     """
     difference = (long - short) / n
     if delay is None or short <= 4 * delay:
         return difference
-    alone = min((short - delay) / n, (long - delay) / (2 * n))
-    return min(max(difference, 0.8 * alone), 1.25 * alone)
+    first, alone = (short - delay) / n, (long - delay) / (2 * n)
+    if alone > 1.25 * first:
+        alone = first
+    return min(max(difference, 0.95 * alone), 1.15 * alone)
 
 
 def _sizes(largest_bytes: int) -> list[int]:
