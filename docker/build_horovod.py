@@ -82,7 +82,32 @@ ALL_TO_ALL_IN_TURN = """
 """
 
 
-def edits(cxx_standard: int, tensorflow: tuple[int, int]) -> list[Edit]:
+STREAM = """
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+#if TENSORFLOW_VERSION >= 2011000000
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+#else
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+"""
+STREAM_FROM_ITS_HANDLE = """
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+namespace stream_executor {
+namespace gpu {
+inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}
+} // namespace gpu
+} // namespace stream_executor
+"""
+
+
+def edits(cxx_standard: int, tensorflow: tuple[int, int], cuda: bool = False) -> list[Edit]:
     """Return the source edits that this torch and this TensorFlow need."""
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     needed = [Edit("CMakeLists.txt", *standard), Edit("horovod/torch/CMakeLists.txt", *standard)]
@@ -90,6 +115,9 @@ def edits(cxx_standard: int, tensorflow: tuple[int, int]) -> list[Edit]:
         # These wheels no longer ship the compiler headers that Horovod's XLA operations include.
         guard = "#if TENSORFLOW_VERSION >= 2006000000"
         needed.append(Edit("horovod/tensorflow/xla_mpi_ops.cc", guard, "#if 0"))
+    if tensorflow >= (2, 16) and cuda:
+        # A function that these wheels do not export: horovod.tensorflow could not be loaded.
+        needed.append(Edit("horovod/tensorflow/mpi_ops.cc", STREAM, STREAM_FROM_ITS_HANDLE))
     needed.append(Edit("third_party/gloo/gloo/alltoallv.cc", ALL_TO_ALL, ALL_TO_ALL_IN_TURN))
     return needed
 
@@ -192,7 +220,7 @@ def cache_key(cuda: bool, cxx_standard: int, tensorflow: str) -> str:
         mpi,
         first_line(["c++", "--version"]),
         str(cxx_standard),
-        repr(edits(cxx_standard, release(tensorflow))),
+        repr(edits(cxx_standard, release(tensorflow), cuda)),
     ]
     if cuda:
         parts.append(first_line([str(cuda_home() / "bin" / "nvcc"), "--version"]))
@@ -249,7 +277,7 @@ def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         folder = Path(name)
         root = fetch_source(folder)
-        for edit in edits(cxx_standard, release(tensorflow)):
+        for edit in edits(cxx_standard, release(tensorflow), cuda):
             apply(edit, root)
         environment = {
             **os.environ,

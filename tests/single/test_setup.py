@@ -36,6 +36,8 @@ def test_the_edits_follow_torch_and_tensorflow() -> None:
     new = {edit.path: edit.new for edit in recipe.edits(20, (2, 21))}
     assert new["CMakeLists.txt"] == "set(CMAKE_CXX_STANDARD 20)"
     assert set(new) - set(old) == {"horovod/tensorflow/xla_mpi_ops.cc"}
+    cuda = {edit.path: edit.new for edit in recipe.edits(20, (2, 21), cuda=True)}
+    assert set(cuda) - set(new) == {"horovod/tensorflow/mpi_ops.cc"}
 
 
 def test_an_edit_applies_once_or_not_at_all(tmp_path: Path) -> None:
