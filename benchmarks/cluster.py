@@ -38,6 +38,7 @@ from hvd_pipe.units import format_bytes, parse_bandwidth
 __all__ = ["Cluster", "ClusterError", "Traffic"]
 
 MOST_HOSTS = 64
+START_S = 60.0  # until sshd must answer
 TOOLS = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -301,12 +302,16 @@ class Cluster:
         return int(children[0])
 
     def _wait_for_sshd(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         for host in self.hosts:
-            while self.run(self.hosts[0], ["ssh", host, "true"], timeout=30).returncode:
+            asked = ["timeout", f"{START_S:.0f}", "ssh", "-v", host, "true"]
+            while (answer := self.run(self.hosts[0], asked)).returncode:
                 if time.monotonic() > deadline:
-                    said = self.run(self.hosts[0], ["ssh", "-v", host, "true"], timeout=30).stdout
-                    raise ClusterError(f"no answer from the sshd of {host}:\n{said}")
+                    raise ClusterError(
+                        f"no answer from the sshd of {host} within {START_S:.0f} s: is this "
+                        "machine busy with other things, or does a login script (~/.bashrc) wait "
+                        f"for something? ssh says:\n{answer.stdout}"
+                    )
                 time.sleep(0.05)
 
     def _init(self, host: str) -> int:
@@ -355,6 +360,7 @@ def environment() -> dict[str, str]:
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_orte_tmpdir_base": "/run",  # a host's own, gone with it
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
+        "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "0"),
     }
 
 
@@ -424,7 +430,9 @@ def main() -> int:
     except (ClusterError, ValueError) as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 2
-    return code
+    except KeyboardInterrupt:
+        return 130  # as a shell says it
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

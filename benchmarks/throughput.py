@@ -23,18 +23,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cluster import Cluster, ClusterError, end
+from cluster import MOST_HOSTS, Cluster, ClusterError, end
 from contestants import period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
-from throughput_report import bounds, table, write_page
+from throughput_report import bounds, judged, table, write_page
 from tqdm import tqdm
 
 from hvd_pipe.planning.codec import CODECS
@@ -153,7 +153,8 @@ class Team:
 
     def _signal(self, number: int) -> None:
         for process in self._ranks():
-            os.kill(process, number)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process, number)
 
     def _ranks(self) -> Iterator[int]:
         """The ids of the ranks, here, outside the hosts' own namespaces."""
@@ -345,7 +346,11 @@ def main() -> int:
     """Run the grid and report it."""
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that was started ends
-    found = kept(options)
+    try:
+        found = kept(options)
+    except RuntimeError as error:
+        print(f"throughput: {error}", file=sys.stderr)
+        return 2
     left = todo(options, found)
     if options.realtime:  # all that this process starts has it, too
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -366,9 +371,12 @@ def main() -> int:
     except (ClusterError, RuntimeError) as error:
         print(f"throughput: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # as a shell says it
     finally:
         progress.close()
-    Console(width=170).print(bounds(found))
+    if judged(found):
+        Console(width=170).print(bounds(found))
     if options.page:
         write_page(found, Path(options.page))
     return 0
@@ -396,14 +404,20 @@ def kept(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the cells of an earlier run that ``--resume`` goes on with."""
     if not options.resume or not Path(options.json).exists():
         return []
-    found: list[dict[str, Any]] = json.loads(Path(options.json).read_text())
+    try:
+        found: list[dict[str, Any]] = json.loads(Path(options.json).read_text())
+        todo(options, found)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RuntimeError(
+            f"{options.json} is no file of this benchmark ({error!r}): give --json another name."
+        ) from error
     return found
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="default: 2 4")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=list(RATIOS), help="communication / computation"
@@ -412,13 +426,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compute-ms", type=float, default=120.0, help="of an emulated step")
     parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20, help="of emulated models")
     parser.add_argument("--backend", choices=("gloo", "mpi"), default="gloo")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.6, help="of a turn")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each contestant (default 3)"
+    )
+    parser.add_argument("--seconds", type=float, default=0.6, help="of a turn (default 0.6)")
     parser.add_argument("--no-sweep", action="store_true", help="stock Horovod's default only")
     parser.add_argument(
         "--autotune", action="store_true", help="stock Horovod tuned by itself, too"
     )
-    parser.add_argument("--only", nargs="+", help="these contestants, and single")
+    parser.add_argument("--only", nargs="+", help="these contestants (contestants.py), and single")
     parser.add_argument(
         "--realtime", action="store_true", help="the hosts go before all else on this machine"
     )
@@ -432,6 +448,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if min(options.workers) < 2:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
+    if options.rounds < 1 or options.seconds <= 0.0:
+        parser.error("--rounds and --seconds: more than 0")
+    if max(options.workers) > MOST_HOSTS:
+        parser.error(f"--workers: {MOST_HOSTS} at most")
     if min(options.ratios) <= 0.0:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
     if options.resume and not options.json:

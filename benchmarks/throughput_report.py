@@ -17,7 +17,7 @@ from rich.table import Table
 from hvd_pipe._pictures import figure_of, save
 from hvd_pipe.planning.codec import CODECS
 
-__all__ = ["bounds", "draw", "limit_s", "summary", "table", "write_page"]
+__all__ = ["bounds", "draw", "judged", "limit_s", "summary", "table", "write_page"]
 
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
 
@@ -108,7 +108,7 @@ def table(cell: dict[str, Any]) -> Table:
             f"{seconds * 1e3:.1f}",
             f"{row['least_s'] * 1e3:.1f} .. {row['most_s'] * 1e3:.1f}",
             f"{(1 if row['contestant'] == 'single' else cell['workers']) / seconds:.1f}",
-            f"{stock / seconds:.2f}",
+            "-" if math.isnan(stock) else f"{stock / seconds:.2f}",
             f"{limit_s(cell, row['contestant']) / seconds:.2f}",
             f"{max(seconds - compute, 0.0) * 1e3:.1f}",
             f"{row['sent_bytes'] / least:.2f}",
@@ -133,7 +133,7 @@ def summary(cells: list[dict[str, Any]]) -> Table:
             f"{cell['compute']} {best_s(cell, 'single') * 1e3:.0f} ms",
             cell["backend"],
             f"{cell['ratio']:g}",
-            *(f"{stock / each:.2f}" for each in seconds),
+            *("-" if math.isnan(stock / each) else f"{stock / each:.2f}" for each in seconds),
         )
     return found
 
@@ -153,7 +153,8 @@ def write_page(cells: list[dict[str, Any]], path: Path) -> None:
         picture = path.with_name(f"{path.stem}-{number + 1}.png")
         draw(some, picture)
         console.print(f"\n![{title}]({picture.name})")
-    for sheet in (bounds(cells), summary(cells), *map(table, cells)):
+    sheets = [bounds(cells)] if judged(cells) else []
+    for sheet in (*sheets, summary(cells), *map(table, cells)):
         console.print(f"\n## {sheet.title}")
         sheet.title, sheet.box = None, box.MARKDOWN
         console.print(sheet)
@@ -172,16 +173,18 @@ def setting(cell: dict[str, Any]) -> str:
 JUDGED_WORKERS = 4
 
 
+def judged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cells that `bounds` is about."""
+    wanted = ("emulated", JUDGED_WORKERS)
+    return [cell for cell in cells if (cell["compute"], cell["workers"]) == wanted]
+
+
 def bounds(cells: list[dict[str, Any]]) -> Table:
     """Return each bound with the worst cell, or the best where one will do.
 
     All are ratios of medians within one cell; cells of 4 workers and emulated compute count.
     """
-    cells = [
-        cell
-        for cell in cells
-        if (cell["compute"], cell["workers"]) == ("emulated", JUDGED_WORKERS)
-    ]
+    cells = judged(cells)
     found = Table(title=f"Bounds ({JUDGED_WORKERS} workers, emulated compute)")
     for heading in ("what", "bound", "reached", "where"):
         found.add_column(heading)
@@ -303,6 +306,8 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
         )
         for name, (label, colour, marker) in LINES.items():
             speeds = [best_s(cell, "single") / best_s(cell, name) for cell in mine]
+            if all(map(math.isnan, speeds)):
+                continue  # it was not there
             ratios = [cell["ratio"] for cell in mine]
             axis.plot(ratios, speeds, label=label, color=colour, marker=marker)
         axis.set_xscale("log", base=2)
@@ -312,9 +317,12 @@ def draw(cells: list[dict[str, Any]], path: Path) -> None:
         axis.set_title(model)
         axis.set_xlabel("communication / computation")
         axis.grid(color="#DDDDDD")
-    first = axes[0] if len(models) > 1 else axes
-    first.set_ylabel("speed of each worker / of one worker alone")
-    handles, labels = first.get_legend_handles_labels()
+    every = list(axes) if len(models) > 1 else [axes]
+    every[0].set_ylabel("speed of each worker / of one worker alone")
+    shown: dict[str, Any] = {}
+    for axis in every:
+        shown |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    labels, handles = list(shown), list(shown.values())
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(
         f"{setting(cells[0])}, links limited by tc tbf",

@@ -217,8 +217,8 @@ class Heartbeat:
             if self._left:
                 return (
                     f"{self.peers[self._left[0]]} has ended without an exception: its script was "
-                    "over, or called sys.exit() or hvd.shutdown(). Give every rank as many steps. "
-                    "(Or it has said that it can no longer hear of others.)"
+                    "over, or called sys.exit() or hvd.shutdown() (unless it has said itself that "
+                    "it can no longer hear of others). Give every rank as many steps."
                 )
             return None
 

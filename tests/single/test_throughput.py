@@ -150,6 +150,14 @@ def test_a_run_goes_on_only_with_cells_of_its_own_settings(tmp_path: Path) -> No
     assert throughput.todo(other, throughput.kept(other)).count(GRID_CELL) == 1
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"model": "vgg16"}]', '{"a": 1}'])
+def test_a_run_goes_on_with_no_other_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "grid.json").write_text(text)
+    options = throughput.parse_arguments(["--json", str(tmp_path / "grid.json"), "--resume"])
+    with pytest.raises(RuntimeError, match=r"is no file of this benchmark .* give --json another"):
+        throughput.kept(options)
+
+
 GRID_CELL = throughput.Cell("densenet121", 4, 4.0)
 
 
@@ -205,7 +213,13 @@ def test_names_of_nobody_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--workers", "1"], ["--ratios", "0"], ["--json", "absent/grid.json"], ["--resume"]],
+    [
+        ["--workers", "1"],
+        ["--ratios", "0"],
+        ["--json", "absent/grid.json"],
+        ["--resume"],
+        ["--workers", "65"],
+    ],
 )
 def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
