@@ -149,7 +149,12 @@ def write_page(cells: list[dict[str, Any]], path: Path) -> None:
     together: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         together.setdefault(setting(cell), []).append(cell)
-    for number, (title, some) in enumerate(together.items()):
+    curves = {
+        title: some
+        for title, some in together.items()
+        if len({cell["ratio"] for cell in some}) > 1
+    }
+    for number, (title, some) in enumerate(curves.items()):
         picture = path.with_name(f"{path.stem}-{number + 1}.png")
         draw(some, picture)
         console.print(f"\n![{title}]({picture.name})")

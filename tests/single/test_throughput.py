@@ -118,10 +118,13 @@ def test_a_cell_may_lack_contestants(kept: str) -> None:
 def test_a_page_shows_every_cell_and_a_picture_of_those_that_belong_together(
     tmp_path: Path,
 ) -> None:
-    cells = [cell(), cell(ratio=8.0), cell(workers=2), cell(compute="cpu"), cell(backend="mpi")]
-    report.write_page(cells, tmp_path / "page.md")
+    settings: list[dict[str, Any]] = [{}, {"workers": 2}, {"compute": "cpu"}, {"backend": "mpi"}]
+    cells = [cell(ratio=ratio, **one) for one in settings for ratio in (4.0, 8.0)]
+    alone = cell(workers=3)  # a single point is no curve
+    report.write_page([*cells, alone], tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert page.count("## densenet121, ") == 5
+    assert page.count("## densenet121, ") == 9
+    assert page.count("![") == 4
     for number, title in enumerate(
         (
             "4 workers, emulated compute of 120 ms, Horovod over gloo",
