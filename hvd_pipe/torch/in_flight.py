@@ -70,7 +70,7 @@ def _sleep_until_arrived(handle: int) -> None:
     Not beside a GPU, where the host has cores to spare and messages are short. A pause is a tenth
     of the wait so far, so that none is longer by much more than that.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     begun = time.monotonic()
     while handle in mpi_ops._handle_map and not poll(handle):
