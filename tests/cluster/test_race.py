@@ -39,5 +39,6 @@ def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
     assert seconds["horovod"] > seconds["single"]
     sent = {row["contestant"]: row["sent_bytes"] for row in cell["rows"]}
     assert sent["pipe-sgd"] > cell["gradient_bytes"] > sent["pipe-sgd+int8"] > sent["single"]
-    assert "| pipe-sgd " in (tmp_path / "grid.md").read_text()
-    assert (tmp_path / "grid-1.png").exists()
+    page = (tmp_path / "grid.md").read_text()
+    assert "| pipe-sgd " in page
+    assert "![" not in page  # one point is no curve
