@@ -316,8 +316,8 @@ def run_cell(
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
-    names = ("compute_ms", "rounds", "seconds", "no_sweep", "autotune", "only", "realtime")
-    return {name: getattr(options, name) for name in names}
+    names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
+    return {name: getattr(options, name) for name in (*names, "realtime")}
 
 
 def measured(team: Team, kind: str, sizes: list[int]) -> dict[int, float]:

@@ -149,8 +149,9 @@ def test_a_run_goes_on_only_with_cells_of_its_own_settings(tmp_path: Path) -> No
     assert throughput.kept(options) == []
     throughput_rank.write(grid, [cell(settings=throughput.settings_of(options))])  # type: ignore[arg-type]
     assert throughput.todo(options, throughput.kept(options)).count(GRID_CELL) == 0
-    other = throughput.parse_arguments(["--json", str(grid), "--resume", "--rounds", "5"])
-    assert throughput.todo(other, throughput.kept(other)).count(GRID_CELL) == 1
+    for changed in ("--rounds", "--gradient-bytes"):
+        other = throughput.parse_arguments(["--json", str(grid), "--resume", changed, "5"])
+        assert throughput.todo(other, throughput.kept(other)).count(GRID_CELL) == 1
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '[{"model": "vgg16"}]', '{"a": 1}'])
