@@ -138,6 +138,7 @@ def simulate(
         twice = isinstance(method, PipeSGD) and method.prediction != "none"
         after = isinstance(method, Conventional) or wide == 1
         _gradients(run, _buckets(profile, sent, after), net.delay, lag, updates=1 + twice)
+        period = lag + 1  # a step goes with the update that waits for it: they come in bursts
     return run.result(label(method), cluster.workers, period)
 
 
@@ -188,8 +189,8 @@ class _Run:
         self.link_ends[step] = self.free
 
     def result(self, method: str, workers: int, period: int) -> Simulation:
-        half = self.iterations // period // 2 * period
-        steps = self.iterations - half
+        steps = min(self.iterations, math.ceil(self.iterations / (2 * period)) * period)
+        half = self.iterations - steps
 
         def growth(ends: FloatArray) -> float:
             return float(ends[-1] - (ends[half - 1] if half else 0.0)) / steps

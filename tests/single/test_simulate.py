@@ -58,6 +58,16 @@ def test_without_jitter_it_is_the_closed_form(
     assert (np.diff(found.iteration_ends) >= 0).all()
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 40, 41, 42])
+def test_steps_that_come_in_bursts_are_counted_in_whole_bursts(iterations: int) -> None:
+    """Width 3 and nothing but delay: three steps at once, then all wait for the first's average."""
+    model = ModelProfile((LayerProfile("fc", 1, 0.0),))
+    net = CommModel((0.0,), (0.0,), (0.0,), delay=0.25)
+    found = simulate(model, cluster(net), WidePipeSGD(width=3), iterations=iterations)
+    expected = 0.25 / 3 if iterations > 2 else 0.0  # the first two wait for nothing
+    assert found.step_s == pytest.approx(expected)
+
+
 @settings(deadline=None, max_examples=100)
 @given(methods(), profiles(), comm_models(), st.floats(0.01, 0.5), st.integers(0, 9))
 def test_stragglers_never_make_a_run_faster(
