@@ -1,10 +1,16 @@
-"""For all tests: a SIGTERM ends pytest as Ctrl-C does, so that the ranks of a test end with it."""
+"""For all tests: a SIGTERM ends pytest as Ctrl-C does, so that the ranks of a test end with it.
+
+Random cases are the same in every run, so that a change is judged by what it changes;
+``HYPOTHESIS_PROFILE=explore`` looks at new ones.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 
 def _interrupt(number: int, _frame: object) -> None:
@@ -13,3 +19,6 @@ def _interrupt(number: int, _frame: object) -> None:
 
 def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
+    settings.register_profile("repeat", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
