@@ -60,7 +60,7 @@ def test_without_jitter_it_is_the_closed_form(
 
 @pytest.mark.parametrize("iterations", [1, 2, 40, 41, 42])
 def test_steps_that_come_in_bursts_are_counted_in_whole_bursts(iterations: int) -> None:
-    """Width 3 and nothing but delay: three steps at once, then all wait for the first's average."""
+    """Width 3, nothing but delay: three steps at once, then all wait for the first average."""
     model = ModelProfile((LayerProfile("fc", 1, 0.0),))
     net = CommModel((0.0,), (0.0,), (0.0,), delay=0.25)
     found = simulate(model, cluster(net), WidePipeSGD(width=3), iterations=iterations)
