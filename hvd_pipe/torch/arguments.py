@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +11,15 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
+from hvd_pipe.argument_checks import (
+    check_compression,
+    check_process_set,
+    check_scaling,
+    refuse_for_cocod,
+)
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
-from hvd_pipe.torch.agree import Description, members
+from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.engine import Settings, describe, kinds
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
@@ -112,7 +117,13 @@ class Arguments:
         if self.op == Adasum:
             self._check_adasum(optimizer, strategy, groups)
         if isinstance(strategy, CoCoD):
-            self._refuse_for_cocod(strategy, groups)
+            refuse_for_cocod(
+                strategy,
+                is_average=self.op == Average,
+                gradient_predivide_factor=self.gradient_predivide_factor,
+                has_groups=groups is not None,
+                process_set=self.process_set,
+            )
         elif groups is not None and strategy.bucket_bytes is not None:
             raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
         if isinstance(strategy, MergedGradient) and groups is not None and strategy.plan != "auto":
@@ -123,32 +134,13 @@ class Arguments:
     def _check_reduction(self) -> None:
         if not isinstance(self.op, int) or self.op not in _OP_NAMES:
             raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {self.op!r}.")
-        factor = self.gradient_predivide_factor
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TypeError(f"gradient_predivide_factor must be a number, got {factor!r}.")
-        if not 0 < factor < math.inf or (factor != 1.0 and self.op != Average):
-            raise ValueError(
-                f"gradient_predivide_factor must be > 0 and needs op=hvd.Average, got {factor!r}."
-            )
-        if isinstance(self.compression, type) and issubclass(self.compression, Codec):
-            name = self.compression.__name__
-            raise TypeError(f"compression is the class {name}: write hvd.{name}().")
-        if not all(hasattr(self.compression, part) for part in ("compress", "decompress")):
-            raise TypeError(
-                "compression must be hvd.Compression.none, .fp16, .bf16, .int8, or another object "
-                f"with compress() and decompress(), got {self.compression!r}."
-            )
+        check_scaling(self.gradient_predivide_factor, self.op == Average)
+        check_compression(self.compression, Codec)
         if not isinstance(self.sparse_as_dense, bool):
             raise TypeError(
                 f"sparse_as_dense must be True or False, got {self.sparse_as_dense!r}."
             )
-        if not isinstance(self.process_set, ProcessSet):
-            raise TypeError(f"process_set must be an hvd.ProcessSet, got {self.process_set!r}.")
-        if self.process_set.process_set_id is None:
-            raise ValueError(
-                f"{self.process_set} is not registered: call hvd.add_process_set(...) on every "
-                "rank, or list it in hvd.init(process_sets=[...])."
-            )
+        check_process_set(self.process_set)
 
     def _check_adasum(
         self, optimizer: torch.optim.Optimizer, strategy: Strategy, groups: object
@@ -168,25 +160,6 @@ class Arguments:
                 raise ValueError(
                     f"op=hvd.Adasum does not go with {what}: use {fix}, or op=hvd.Average."
                 )
-
-    def _refuse_for_cocod(self, strategy: CoCoD, groups: object) -> None:
-        """CoCoD sends models: say so instead of ignoring arguments about gradients."""
-        for wrong, what, fix in (
-            (self.op != Average, "op=hvd.Sum", "op=hvd.Average"),
-            (self.gradient_predivide_factor != 1.0, "gradient_predivide_factor", "1.0"),
-            (groups is not None, "groups", "groups=None"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"{what} has no meaning under CoCoD, which averages models, not gradients: "
-                    f"use {fix}, or strategy='merged-gradient' or 'pipe-sgd'."
-                )
-        ranks = len(members(self.process_set))
-        if strategy.weights is not None and len(strategy.weights) != ranks:
-            raise ValueError(
-                f"CoCoD has {len(strategy.weights)} weights, and the process set has {ranks} "
-                "ranks: give one weight a rank, or weights=None."
-            )
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,25 @@
 wire. ``.bf16`` and ``.int8`` are codecs: what they make cannot be summed as it is, so a buffer
 travels in the two phases of `hvd_pipe.torch.exchange`.
 
-    values   x x x x x x x x | x x x x x x x x | x x x         chunks, the last one may be shorter
-               |    max|x|/127   |                 |
-    int8     [ s0 s1 s2 ][ q q q q q q q q  q q q q q q q q  q q q ]      4 and 1 bytes each
-    bf16     [ h h h h h h h h h h h h h h h h h h h ]                    2 bytes each
+`hvd_pipe.codec_format` draws the bytes.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from horovod.torch import compression as _horovod
+
+from hvd_pipe.codec_format import (
+    LARGEST_SCALE,
+    LEVELS,
+    SMALLEST_SCALE,
+    BF16Format,
+    Int8Format,
+)
 
 __all__ = ["BF16", "Codec", "Compression", "Int8", "blocks", "codec_for"]
 
@@ -122,13 +126,8 @@ class Codec(abc.ABC):
                 f"{tuple(data.shape)}: allocate codec.nbytes(values.numel())."
             )
 
-    def _check_feedback(self) -> None:
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"error_feedback must be True or False, got {self.error_feedback!r}.")
 
-
-@dataclass(frozen=True)
-class BF16(Codec):
+class BF16(BF16Format, Codec):
     """The upper half of a float32, rounded to nearest, ties to even.
 
     Keeps 8 bits of precision and all of float32's range: ``|x - dec(enc(x))| <= 2**-8 |x|`` for
@@ -152,18 +151,6 @@ class BF16(Codec):
         Pipe-SGD (Li et al., NeurIPS 2018), "truncation", with rounding in its place.
     """
 
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        self._check_feedback()
-
-    @property
-    def chunk(self) -> int:
-        return 1
-
-    def nbytes(self, numel: int) -> int:
-        return 2 * numel
-
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         step = _step(values)
         half = values.new_empty(min(step, values.numel()), dtype=torch.bfloat16)
@@ -183,8 +170,7 @@ class BF16(Codec):
             yield start, values[:count].copy_(half.view(torch.bfloat16))
 
 
-@dataclass(frozen=True)
-class Int8(Codec):
+class Int8(Int8Format, Codec):
     """Eight bits a value and a float32 scale a chunk.
 
     With the scale ``s = max|x| / 127`` of a chunk, ``q = round(x / s)`` in [-127, 127] travels and
@@ -217,38 +203,22 @@ class Int8(Codec):
         Tang et al., DoubleSqueeze (ICML 2019).
     """
 
-    chunk: int = 256
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int):
-            raise TypeError(f"chunk must be an int, got {self.chunk!r}: 256 is the default.")
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}: 256 is the default.")
-        self._check_feedback()
-
-    def nbytes(self, numel: int) -> int:
-        return 4 * self._chunks(numel) + numel
-
-    def _chunks(self, numel: int) -> int:
-        return -(-numel // self.chunk)
-
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         numel, chunk = values.numel(), self.chunk
         scales, code = self._parts(out, numel)
         step = _step(values, chunk)
-        size = min(step, chunk * self._chunks(numel))
+        size = min(step, chunk * self.chunks(numel))
         work = values.new_empty(size, dtype=torch.float32)
         magnitudes = torch.empty_like(work)
         for start in range(0, numel, step):
             count = min(step, numel - start)
-            size = chunk * self._chunks(count)
+            size = chunk * self.chunks(count)
             work[:count].copy_(values[start : start + count])
             work[count:size].zero_()
             rows = work[:size].view(-1, chunk)
             peak = torch.abs(rows, out=magnitudes[:size].view(-1, chunk)).amax(1, keepdim=True)
             # 0 * peak is NaN where the peak is not finite. It must stay so: clamp would hide it.
-            scale = peak.div(_LEVELS).clamp_(_SMALLEST, _LARGEST).add_(peak.mul_(0.0))
+            scale = peak.div(LEVELS).clamp_(SMALLEST_SCALE, LARGEST_SCALE).add_(peak.mul_(0.0))
             rows.div_(scale).round_()  # may be NaN; what that becomes as an int8 does not matter
             scales[4 * (start // chunk) :][: scale.nbytes].copy_(scale.view(torch.uint8).view(-1))
             code[start : start + count].copy_(work[:count])
@@ -257,11 +227,11 @@ class Int8(Codec):
         chunk = self.chunk
         scales, code = self._parts(data, numel)
         step = _step(data, chunk)
-        values = data.new_empty(min(step, chunk * self._chunks(numel)), dtype=torch.float32)
+        values = data.new_empty(min(step, chunk * self.chunks(numel)), dtype=torch.float32)
         scale = data.new_empty(4 * (values.numel() // chunk))
         for start in range(0, numel, step):
             count = min(step, numel - start)
-            rows = values[: chunk * self._chunks(count)].view(-1, chunk)
+            rows = values[: chunk * self.chunks(count)].view(-1, chunk)
             own = scale[: 4 * rows.shape[0]].copy_(scales[4 * (start // chunk) :][: 4 * len(rows)])
             values[:count].copy_(code[start : start + count])
             rows.mul_(own.view(torch.float32).view(-1, 1))
@@ -269,13 +239,8 @@ class Int8(Codec):
 
     def _parts(self, data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Split encoded data into the scales' bytes (at any address) and the int8 codes."""
-        border = 4 * self._chunks(numel)
+        border = 4 * self.chunks(numel)
         return data[:border], data[border:].view(torch.int8)
-
-
-_LEVELS = 127
-_SMALLEST = 2.0**-126  # float32's smallest normal number
-_LARGEST = 2.0**121 * (128 / 127 - 2.0**-23)  # 127 times the next float32 would be infinite
 
 
 class Compression(_horovod.Compression):  # type: ignore[misc]
