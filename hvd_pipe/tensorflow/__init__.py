@@ -1,0 +1,52 @@
+"""All of ``horovod.tensorflow`` by the same names, with our optimizer and tape.
+
+Change ``import horovod.tensorflow as hvd`` to ``import hvd_pipe.tensorflow as hvd``.
+"""
+
+import hvd_pipe.tensorflow.versions  # noqa: F401 - raises unless this is Keras 3
+
+try:
+    import horovod.tensorflow as _horovod
+
+    _horovod.init  # noqa: B018 - absent when its extension is missing
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `make setup` in "
+        "hvd_pipe's checkout, or `python docker/build_horovod.py` with this Python."
+    ) from error
+
+from horovod.tensorflow import *  # noqa: F403
+
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
+from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
+from hvd_pipe.tensorflow.overrides import init, shutdown
+from hvd_pipe.tensorflow.tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+    drain_gradients,
+)
+
+__all__ = [  # noqa: PLE0604
+    *[name for name in dir(_horovod) if not name.startswith("_")],
+    "BF16",
+    "CoCoD",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HvdPipeError",
+    "Int8",
+    "MergedGradient",
+    "PartialDistributedGradientTape",
+    "PipeSGD",
+    "Plan",
+    "RanksDisagreeError",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "drain_gradients",
+    "init",
+    "shutdown",
+]

@@ -1,0 +1,207 @@
+"""Check what an optimizer or a tape was given, and put it into the terms of the engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
+
+from hvd_pipe.argument_checks import (
+    check_compression,
+    check_process_set,
+    check_scaling,
+    refuse_for_cocod,
+)
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy, parse
+from hvd_pipe.tensorflow.agree import Description
+from hvd_pipe.tensorflow.compression import Codec
+from hvd_pipe.tensorflow.packing import Shapes
+from hvd_pipe.tensorflow.reduction import Reduction
+
+__all__ = ["Arguments", "shapes_of", "user_groups"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the user passed beside the optimizer or tape: Horovod's arguments, and the strategy.
+
+    Args:
+        owner: How errors call what they are for.
+    """
+
+    owner: str
+    compression: Any
+    sparse_as_dense: bool
+    op: Any
+    gradient_predivide_factor: float
+    groups: Any
+    process_set: ProcessSet
+    device_dense: str
+    device_sparse: str
+    scale_local_gradients: bool
+    strategy: str | Strategy | None
+    backward_passes_per_step: int = 1
+    average_aggregated_gradients: bool = False
+
+    def check(self) -> Method:
+        """Return the strategy; looks at this rank only and sends nothing.
+
+        Raises:
+            TypeError, ValueError: What cannot be; the message says what to do.
+        """
+        strategy = parse(self.strategy)
+        if isinstance(strategy, Auto):
+            raise ValueError(
+                f"strategy='auto' cannot choose for {self.owner} yet: use one of "
+                f"{MergedGradient.name!r}, {PipeSGD.name!r} and {CoCoD.name!r}; `hvd-pipe advise` "
+                "predicts which is fastest."
+            )
+        if self.op == Adasum:
+            raise ValueError(
+                "op=hvd.Adasum is not for Keras optimizers and tapes, as in Horovod: use "
+                "op=hvd.Average, or hvd_pipe.torch."
+            )
+        if not isinstance(self.op, int) or self.op not in _OP_NAMES:
+            raise ValueError(f"op must be hvd.Average or hvd.Sum, got {self.op!r}.")
+        check_scaling(self.gradient_predivide_factor, self.op == Average)
+        check_compression(self.compression, Codec)
+        check_process_set(self.process_set)
+        for name in ("sparse_as_dense", "average_aggregated_gradients", "scale_local_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name in ("device_dense", "device_sparse"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"{name} must be a device's name such as '/gpu:0', or '' for any, got "
+                    f"{getattr(self, name)!r}."
+                )
+        passes = self.backward_passes_per_step
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+        _check_groups(self.groups)
+        self._check_strategy(strategy)
+        return strategy
+
+    def _check_strategy(self, strategy: Method) -> None:
+        if isinstance(strategy, CoCoD):
+            refuse_for_cocod(
+                strategy,
+                is_average=self.op == Average,
+                gradient_predivide_factor=self.gradient_predivide_factor,
+                has_groups=self.groups is not None,
+                process_set=self.process_set,
+            )
+            if strategy.momentum != "local":
+                raise ValueError(
+                    "CoCoD(momentum='average') is hvd_pipe.torch's: here use momentum='local', "
+                    "and pull_back=0.6 where replicas overshoot."
+                )
+        elif self.groups is not None and strategy.bucket_bytes is not None:
+            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
+        planned = isinstance(strategy, MergedGradient) and strategy.plan != "auto"
+        if planned and self.groups is not None:
+            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
+
+    def reduction(self) -> Reduction:
+        """Return how gradients are reduced."""
+        return Reduction(
+            self.op,
+            self.gradient_predivide_factor,
+            self.compression,
+            self.process_set,
+            self.device_dense,
+        )
+
+    def describe(self, strategy: Method) -> Description:
+        """Say in lines what this rank is about to do; all ranks must say the same."""
+        codec = self.compression
+        name = repr(codec) if isinstance(codec, Codec) else _name_of(codec)
+        chosen: object = strategy
+        if isinstance(strategy, MergedGradient) and (plan := strategy.load_plan()) is not None:
+            chosen = f"MergedGradient(plan={plan.buckets})"
+        return [
+            ("what is distributed", self.owner),
+            ("strategy", str(chosen)),
+            ("op", _OP_NAMES[self.op]),
+            ("gradient_predivide_factor", str(self.gradient_predivide_factor)),
+            ("compression", name),
+            ("backward_passes_per_step", str(self.backward_passes_per_step)),
+            ("sparse_as_dense", str(self.sparse_as_dense)),
+        ]
+
+
+_OP_NAMES = {Average: "Average", Sum: "Sum"}
+
+
+def _name_of(compression: Any) -> str:
+    return str(getattr(compression, "__name__", type(compression).__name__))
+
+
+def _check_groups(groups: Any) -> None:
+    if groups is None:
+        return
+    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    if not is_count and not is_lists:
+        raise ValueError(
+            f"groups must be a positive int or a list of lists of variables, got {groups!r}."
+        )
+    if is_lists:
+        listed = [id(variable) for group in groups for variable in group]
+        if len(set(listed)) < len(listed):
+            raise ValueError("a variable can appear only once in groups.")
+
+
+def user_groups(
+    groups: Any, variables: Sequence[Any], shapes: Shapes, places: Sequence[int]
+) -> list[list[int]] | None:
+    """Return Horovod's ``groups`` argument as places; None where not given.
+
+    Args:
+        groups: As the user passed it.
+        variables: All variables, by place.
+        shapes: Their shapes and dtypes.
+        places: Those whose gradients travel in buckets.
+
+    Raises:
+        ValueError: It lists something else than these variables.
+    """
+    if groups is None or not places:
+        return None
+    if isinstance(groups, int):
+        count, backward = min(groups, len(places)), list(reversed(places))
+        cuts = [len(places) * i // count for i in range(count + 1)]
+        found = [backward[start:end] for start, end in itertools.pairwise(cuts)]
+    else:
+        place = {id(variable): i for i, variable in enumerate(variables)}
+        listed = [each for group in groups for each in group]
+        foreign = [each for each in listed if id(each) not in place]
+        if foreign:
+            raise ValueError(
+                f"groups must list variables that are trained here, but {len(foreign)} of the "
+                f"{len(listed)} listed are not: take them from model.trainable_variables."
+            )
+        sent = set(places)
+        found = [[place[id(v)] for v in group if place[id(v)] in sent] for group in groups]
+        alone = sent - {i for group in found for i in group}
+        found += [[i] for i in places if i in alone]
+    return [same for group in found for same in shapes.kinds(group)]
+
+
+def shapes_of(variables: Sequence[Any]) -> Shapes:
+    """Describe variables, Keras' or TensorFlow's; names that come twice are numbered."""
+    names: list[str] = []
+    seen: dict[str, int] = {}
+    for each in variables:
+        name = str(getattr(each, "path", each.name))
+        count = seen[name] = seen.get(name, 0) + 1
+        names.append(name if count == 1 else f"{name}#{count}")
+    return Shapes(
+        names,
+        [tuple(each.shape) for each in variables],
+        [tf.as_dtype(each.dtype) for each in variables],
+    )

@@ -1,0 +1,156 @@
+"""What all strategies share: gradients in, what the optimizer may apply out.
+
+One engine belongs to one optimizer or tape. It is asked at these moments, mostly while a graph is
+traced, so that what it does becomes operations of the step::
+
+    exchange(gradients) -> Due     this rank's gradients; Due says what is to be applied, and when
+    before_update()                right before the update
+    after_step(peek)               when the update has been made, or left out
+    drain(update)                  now, outside any graph: finish what is in flight
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from hvd_pipe.tensorflow.packing import Shapes
+from hvd_pipe.tensorflow.reduction import Reduction
+
+__all__ = [
+    "Arrays",
+    "Due",
+    "Engine",
+    "Gradients",
+    "Peek",
+    "Settings",
+    "raw",
+    "restore",
+    "variable",
+]
+
+Gradients = Mapping[int, Any]
+"""Dense tensors, or ``tf.IndexedSlices``, by place."""
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""What is in flight, by name; of this rank."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' places.
+
+    Args:
+        shapes: Names, shapes and dtypes of all variables, in an order that all ranks share.
+        variables: These variables.
+        reduction: How gradients are reduced.
+        tag: Begins the names of all messages.
+        sparse: Places of the gradients that travel as they are, sparse.
+        groups: Gradients that the user groups by hand (places), or None.
+    """
+
+    shapes: Shapes
+    variables: Sequence[Any]
+    reduction: Reduction
+    tag: str
+    sparse: frozenset[int] = frozenset()
+    groups: Sequence[Sequence[int]] | None = None
+
+    @property
+    def dense(self) -> list[int]:
+        """The places whose gradients travel in buckets."""
+        return [place for place in range(len(self.shapes)) if place not in self.sparse]
+
+
+@dataclass(frozen=True)
+class Peek:
+    """What prediction asks of the user's optimizer.
+
+    Args:
+        state: Its variables.
+        update: Applies gradients, by place.
+    """
+
+    state: Sequence[tf.Variable]
+    update: Callable[[Gradients], None]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the optimizer may apply in this step.
+
+    Args:
+        gradients: By place.
+        when: A bool tensor, the same on all ranks; None where there always is an update.
+    """
+
+    gradients: Gradients
+    when: tf.Tensor | None = None
+
+
+class Engine(abc.ABC):
+    """One strategy at work; see the module's docstring."""
+
+    name: str
+    remembers = True
+    """Whether something is in flight between two steps, which a checkpoint must hold."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @abc.abstractmethod
+    def exchange(self, gradients: Gradients) -> Due:
+        """Send this rank's gradients and return what is due."""
+
+    def before_update(self) -> None:  # noqa: B027 - most have nothing to do
+        """Prepare the variables for the update, or for the step that has none."""
+
+    def after_step(self, peek: Peek | None = None) -> None:  # noqa: B027 - most do nothing
+        """Go on after the update, or after the step that had none.
+
+        Args:
+            peek: What the owner's update does, and its variables; None for a tape.
+        """
+
+    @abc.abstractmethod
+    def drain(self, update: Callable[[Gradients], None]) -> None:
+        """Finish what is in flight, on all ranks; ``update`` applies gradients."""
+
+    def equalise(self, variables: Sequence[Any]) -> None:  # noqa: B027 - most have equal ones
+        """Make moving averages of the model equal on all ranks, after `drain`."""
+
+    def state(self) -> Arrays:
+        """Return what is in flight; waits for what has been sent."""
+        return {}
+
+    def load(self, state: Arrays) -> None:  # noqa: B027 - the same
+        """Go on from a `state` of this rank, of the same engine on the same variables."""
+
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+        """Wait for what this rank has sent, so that no other waits for it in vain."""
+
+
+def raw(each: Any) -> Any:
+    """Return the ``tf.Variable`` of a Keras variable."""
+    return each.value if hasattr(each, "value") and not callable(each.value) else each
+
+
+def variable(shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Variable:
+    """Return a variable of ours, of zeros, made outside of whatever graph is being traced."""
+    with tf.init_scope():
+        return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+
+def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
+    """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
+    for name, each in variables.items():
+        found = state.get(name)
+        if found is None or tuple(found.shape) != tuple(each.shape):
+            found = np.zeros(each.shape, each.dtype.as_numpy_dtype)
+        each.assign(found)

@@ -1,0 +1,104 @@
+"""`DistributedOptimizer`: the user's Keras optimizer, with a strategy that moves its gradients."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
+
+from hvd_pipe.strategy import Strategy
+from hvd_pipe.tensorflow.arguments import Arguments
+from hvd_pipe.tensorflow.compression import Compression
+from hvd_pipe.tensorflow.keras.optimizer import distribute
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    strategy: str | Strategy | None = None,
+) -> Any:
+    """Return the Keras optimizer with its gradients (or models) averaged over the workers.
+
+    With n workers, g_i worker i's gradient and x_i its model::
+
+        merged-gradient   w[t+1] = w[t] - lr * mean_i g_i(w[t])
+        pipe-sgd          w[t+1] = w[t] - lr * mean_i g_i(w[t-1])
+        cocod             x_i[s+1] = mean_j x_j[s] + (x_i after k local steps - x_i[s])
+
+    The result is an instance of a subclass of ``type(optimizer)`` and shares its iterations,
+    slots and options. It works in ``model.fit``, in custom training steps and in eager loops:
+    wherever Keras' ``apply`` or ``apply_gradients`` is called. Models are saved with the plain
+    optimizer, and load without hvd_pipe; `load_model` distributes a loaded one. ``fit`` ends with
+    ``synchronize()``; call that yourself at the end of a loop of your own.
+
+    Args:
+        optimizer: Any ``keras.optimizers.Optimizer``; LossScaleOptimizer goes around the result.
+        name: Accepted for Horovod's sake: messages have names of their own.
+        device_dense: Where dense gradients are reduced, such as ``"/gpu:0"``.
+        device_sparse: Accepted for Horovod's sake: sparse ones stay where they are.
+        compression: ``none``, ``fp16``, ``bf16`` or ``int8`` of ``hvd.Compression``,
+            ``hvd.Int8(error_feedback=True)``, or any Horovod compressor.
+        sparse_as_dense: Send sparse gradients as dense ones, as ``pipe-sgd`` does anyway.
+        gradient_predivide_factor: Divide by this before the sum, and by n over it after.
+        op: ``hvd.Average``; ``hvd.Sum``, not with CoCoD.
+        backward_passes_per_step: Gradients that are summed up into one.
+        average_aggregated_gradients: Whether that sum is divided by their number.
+        num_groups: Horovod's older name for an int ``groups``.
+        groups: Lists of variables that share a message, or a number of messages.
+        process_set: The workers that take part.
+        scale_local_gradients: Whether gradients of local variables are divided by n.
+        strategy: ``"merged-gradient"``, ``"pipe-sgd"``, ``"cocod"``, one of these with options as
+            in ``"cocod:period=8"``, or a strategy object; None takes ``HVD_PIPE_STRATEGY``.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be, before training starts.
+        RanksDisagreeError: Ranks came with different arguments, or one of them failed here.
+
+    Example:
+        >>> import hvd_pipe.tensorflow.keras as hvd
+        >>> hvd.init()
+        >>> opt = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="pipe-sgd")
+        >>> isinstance(opt, keras.optimizers.SGD)
+        True
+    """
+    if num_groups:
+        warnings.warn("num_groups is Horovod's old name: use groups", DeprecationWarning, 2)
+        groups = num_groups if groups is None else groups
+    passes = backward_passes_per_step
+    if passes != 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+        raise ValueError(
+            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps} both sum up gradients: give one of them."
+        )
+    arguments = Arguments(
+        owner=f"the optimizer {type(optimizer).__name__}",
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+        strategy=strategy,
+        backward_passes_per_step=passes,
+        average_aggregated_gradients=average_aggregated_gradients,
+    )
+    return distribute(optimizer, arguments)

@@ -1,0 +1,254 @@
+"""Horovod's callbacks, for Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Average as _Average
+from horovod.tensorflow.mpi_ops import _allreduce, rank, size
+
+from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
+from hvd_pipe.tensorflow.replan import Replan
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
+
+    Each rank keeps the state of its own random numbers (dropout). Under ``merged-gradient`` this
+    also measures the first steps and has the step traced anew with the plan that they lead to.
+
+    Args:
+        root_rank: Whose variables count.
+        device: Accepted for Horovod's sake: variables stay where they are.
+        local_variables: Variables that each rank keeps.
+
+    Example:
+        >>> callback = BroadcastGlobalVariablesCallback(0)
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank, self.device = root_rank, device
+        self.broadcast_done = False
+        self._replan: Replan | None = None
+        if local_variables is None:
+            local_variables = []
+        elif not isinstance(local_variables, list | tuple):
+            local_variables = [local_variables]
+        self._local = {id(each) for each in local_variables}
+
+    def register_local_var(self, var: Any) -> None:
+        """Let each rank keep this variable."""
+        self._local.add(id(var))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if self._replan is None and isinstance(optimizer, DistributedMixin):
+            self._replan = Replan(optimizer._hvd_pipe)
+        # `fit` has built the model and the optimizer; a model that it cannot build waits a step.
+        if self.model.built and self.model.optimizer.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._broadcast()
+        if self._replan is not None and self._replan.after_step():
+            self.model.make_train_function(force=True)
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        self.broadcast_done = True
+        found = [*self.model.variables, *self.model.optimizer.variables]
+        shared = [
+            each
+            for each in found
+            if id(each) not in self._local and each.name != "seed_generator_state"
+        ]
+        broadcast_variables(shared, self.root_rank)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average the metrics over all ranks at the end of an epoch.
+
+    Put it before callbacks that look at metrics (ReduceLROnPlateau, EarlyStopping), so that these
+    decide alike on all ranks.
+
+    Args:
+        device: Accepted for Horovod's sake.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if not names:
+            return
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = _allreduce(values, name="hvd_pipe.metrics", op=_Average).numpy()
+        logs.update({name: float(mean) for name, mean in zip(names, means, strict=True)})
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Set the learning rate to ``initial_lr * multiplier(epoch)`` from epoch to epoch.
+
+    Args:
+        initial_lr: At the start of training.
+        multiplier: A function of the epoch, or a number m for ``m ** (epoch - start_epoch)``.
+        start_epoch: The first epoch in which this acts.
+        end_epoch: The first one in which it no longer does; None for never.
+        staircase: Whether at the beginning of epochs only; else before every batch, with a
+            fraction of the epoch.
+        momentum_correction: Whether SGD's velocities are scaled with the learning rate that they
+            contain.
+        steps_per_epoch: Batches an epoch, where Keras does not know.
+
+    Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677).
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: Callable[[float], float] | float,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr is needed: the learning rate that multiplier multiplies.")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction = staircase, momentum_correction
+        self.steps_per_epoch, self.current_epoch = steps_per_epoch, 0
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            base = float(multiplier)
+            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if isinstance(
+            getattr(self.model.optimizer, "_learning_rate", None),
+            keras.optimizers.schedules.LearningRateSchedule,
+        ):
+            raise ValueError(
+                f"{type(self).__name__} and the optimizer's LearningRateSchedule both set the "
+                "learning rate: give the optimizer a number, or leave this callback out."
+            )
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"Keras does not know how many batches an epoch has: pass steps_per_epoch= to "
+                    f"{type(self).__name__}."
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.current_epoch < self.start_epoch:
+            return
+        if self.end_epoch is not None and self.current_epoch >= self.end_epoch:
+            return
+        if self.staircase:
+            if batch == 0:
+                self._adjust(self.current_epoch)
+        else:
+            assert self.steps_per_epoch is not None
+            self._adjust(self.current_epoch + batch / self.steps_per_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if self.momentum_correction and isinstance(inner, keras.optimizers.SGD) and old:
+            # Keras' velocity holds the learning rate: v = mu v - lr g.
+            for velocity in getattr(inner, "momentums", None) or []:
+                velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` in the first epochs.
+
+    Args:
+        initial_lr: What is reached, usually the rate for one worker times ``hvd.size()``.
+        warmup_epochs: After how many epochs.
+        momentum_correction: As `LearningRateScheduleCallback`.
+        steps_per_epoch: The same.
+        verbose: 1 prints when it is reached.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            epoch += 1.0 / self.steps_per_epoch  # so that an epoch ends at a round number
+            return float((epoch * (size() - 1) / warmup_epochs + 1) / size())
+
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch == epoch + 1 and self.verbose and rank() == 0:
+            lr = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {lr:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Keras' ModelCheckpoint that saves the best model only.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: As Keras'.
+        filepath: Where; Keras 3 must know, Horovod's callback did not.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        *,
+        filepath: str = "best_model.keras",
+    ) -> None:
+        super().__init__(
+            filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )

@@ -1,0 +1,293 @@
+"""A Keras optimizer whose `apply` exchanges gradients with the other workers.
+
+``model.fit``, custom training steps and ``apply_gradients`` of Keras 3 all end in ``apply``:
+
+    apply(gradients)      accumulate, if asked for; then:
+      exchange            this rank's gradients out, what is due in
+      plain apply         Keras' own: unscale, clip, decay, update, average, constrain, count
+
+The result is an instance of a subclass of the user's class, over the same attributes, so that
+iterations and slots are there, and that is saved as the user's class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.saving import object_registration
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.tensorflow.arguments import Arguments
+from hvd_pipe.tensorflow.engine import Gradients, Peek, raw, variable
+from hvd_pipe.tensorflow.saved import InFlight
+from hvd_pipe.tensorflow.session import Session, Sessions
+from hvd_pipe.tensorflow.xla import refuse_xla
+
+__all__ = ["DistributedMixin", "distribute"]
+
+
+class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """What the user's class gains."""
+
+    _hvd_pipe: Sessions
+    _hvd_pipe_local: set[int]
+    _hvd_pipe_sums: list[tf.Variable] | None
+    _hvd_pipe_steps: int | None
+    _hvd_pipe_counter: tf.Variable
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
+        self._hvd_pipe_apply(grads, trainable_variables, None)
+
+    def _hvd_pipe_apply(self, grads: Sequence[Any], variables: Any, scaler: Any) -> None:
+        """Apply gradients; ``scaler`` is the LossScaleOptimizer that has unscaled them, if any."""
+        if len(grads) == 0:
+            return
+        refuse_xla()
+        variables = self._hvd_pipe_variables(variables)
+        gradients = list(grads)
+        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
+        sums = self._hvd_pipe_accumulators(variables)
+        if sums is None:
+            self._hvd_pipe_step(session, gradients, scaler)
+            return
+        steps, share = self._hvd_pipe_passes()
+        # What has no gradient keeps none, and neither its sum.
+        pairs = [
+            None if gradient is None else (tf.convert_to_tensor(gradient), total)
+            for gradient, total in zip(gradients, sums, strict=True)
+        ]
+
+        def last() -> None:
+            totals = [None if pair is None else (pair[0] + pair[1]) * share for pair in pairs]
+            for each in sums:
+                each.assign(tf.zeros(each.shape, each.dtype))
+            with self._hvd_pipe_plainly():
+                self._hvd_pipe_step(session, totals, scaler)
+
+        def another() -> None:
+            for gradient, total in filter(None, pairs):
+                total.assign_add(gradient)
+            self._iterations.assign_add(1)
+
+        count = self._hvd_pipe_counter.assign_add(1)
+        tf.cond(tf.equal(count % steps, 0), _run(last), _run(another))
+
+    def _hvd_pipe_step(self, session: Session, gradients: list[Any], scaler: Any) -> None:
+        """Exchange, and update where that is due."""
+        engine = session.engine
+        due = engine.exchange(session.outgoing(gradients))
+        incoming = session.incoming(due.gradients, gradients)
+
+        def update() -> None:
+            super(DistributedMixin, self).apply(incoming, session.variables)
+
+        engine.before_update()
+        if scaler is None:
+            _when(due.when, update)
+        else:
+            _when(due.when, lambda: _update_if_finite(scaler, incoming, update))
+        engine.after_step(
+            Peek([raw(each) for each in self.variables], self._hvd_pipe_update_of(session))
+        )
+
+    def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
+        def update(gradients: Gradients) -> None:
+            incoming = session.incoming(gradients, [None] * len(session.variables))
+            super(DistributedMixin, self).apply(incoming, session.variables)
+
+        return update
+
+    def synchronize(self) -> None:
+        """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
+
+        Pipe-SGD applies its last gradient, CoCoD makes the replicas equal. ``model.fit`` calls
+        this at its end.
+        """
+        for session in self._hvd_pipe:
+            plain = self._hvd_pipe_update_of(session)
+
+            def update(due: Gradients, plain: Callable[[Gradients], None] = plain) -> None:
+                finite = [tf.reduce_all(tf.math.is_finite(each)) for each in due.values()]
+                if not tf.reduce_all(tf.stack(finite)):
+                    return  # an overflow of loss scaling: on all ranks alike
+                with self._hvd_pipe_plainly():
+                    plain(due)
+
+            session.engine.drain(update)
+            if self.use_ema:
+                session.engine.equalise(self._model_variables_moving_average)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Called by ``model.fit`` at its end: as Keras', after `synchronize`."""
+        self.synchronize()
+        super().finalize_variable_values(var_list)
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep a variable's gradients on this worker, as Horovod's.
+
+        Raises:
+            HvdPipeError: Training has begun.
+        """
+        if list(self._hvd_pipe):
+            raise HvdPipeError("register_local_var() after training has begun: call it before.")
+        self._hvd_pipe_local.add(id(var))
+
+    @property
+    def plan(self) -> Any:
+        """The `hvd_pipe.Plan` in use under merged-gradient; None before training, and else."""
+        plans = [getattr(session.engine, "plan", None) for session in self._hvd_pipe]
+        return plans[0] if plans else None
+
+    # Within.
+
+    @property
+    def iterations(self) -> Any:
+        """As Keras', also while an accumulated gradient is applied."""
+        steps = self._hvd_pipe_steps
+        if steps is None:
+            return super().iterations
+        return keras.ops.floor_divide(self._iterations, steps)
+
+    def _hvd_pipe_variables(self, variables: Any) -> list[Any]:
+        if variables is None:
+            if not self.built:
+                raise ValueError(
+                    "apply() without variables: call optimizer.build(trainable_variables) first."
+                )
+            return list(self._trainable_variables)
+        variables = list(variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(variables)
+        self._check_variables_are_known(variables)
+        return list(variables)
+
+    def _hvd_pipe_accumulators(self, variables: Sequence[Any]) -> list[tf.Variable] | None:
+        """Return what sums up the gradients of several passes; None where each is applied."""
+        if self.gradient_accumulation_steps:
+            kept = self._accumulated_gradients
+            return [raw(kept[self._get_variable_index(each)]) for each in variables]
+        if self._hvd_pipe.arguments.backward_passes_per_step == 1:
+            return None
+        if self._hvd_pipe_sums is None:
+            self._hvd_pipe_sums = [
+                variable(each.shape, each.dtype, f"hvd_pipe.sum.{i}")
+                for i, each in enumerate(variables)
+            ]
+        return self._hvd_pipe_sums
+
+    def _hvd_pipe_passes(self) -> tuple[int, float]:
+        """Return how many passes make a gradient, and what their sum is multiplied by."""
+        steps = self.gradient_accumulation_steps
+        if steps:
+            return int(steps), 1.0 / steps
+        arguments = self._hvd_pipe.arguments
+        passes = arguments.backward_passes_per_step
+        return passes, 1.0 / passes if arguments.average_aggregated_gradients else 1.0
+
+    @contextmanager
+    def _hvd_pipe_plainly(self) -> Iterator[None]:
+        """Let Keras apply a gradient without accumulating it once more."""
+        steps = self.gradient_accumulation_steps  # type: ignore[has-type]
+        self._hvd_pipe_steps, self.gradient_accumulation_steps = steps, None
+        try:
+            yield
+        finally:
+            self._hvd_pipe_steps, self.gradient_accumulation_steps = None, steps
+
+
+def distribute(optimizer: Any, arguments: Arguments) -> Any:
+    """Make the distributed twin; it shares the optimizer's attributes, so nothing is lost.
+
+    Raises:
+        TypeError, ValueError: What cannot be, on any rank.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"optimizer must be a keras.optimizers.Optimizer of Keras 3, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}. (With TF_USE_LEGACY_KERAS "
+            "set, tf.keras is Keras 2: unset it.)"
+        )
+    if isinstance(optimizer, DistributedMixin):
+        raise ValueError("this optimizer is distributed already: wrap it once.")
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        raise ValueError(
+            "wrap the optimizer inside of LossScaleOptimizer: keras.optimizers.LossScaleOptimizer("
+            "hvd.DistributedOptimizer(optimizer)). Keras does that by itself under mixed_float16."
+        )
+    sessions = Sessions(arguments)
+    plain: Any = type(optimizer)
+    cls = _distributed_class(plain)
+    wrapped = cls.__new__(cls)
+    object.__setattr__(wrapped, "__dict__", optimizer.__dict__)  # past Keras' tracking
+    fields = {
+        "_hvd_pipe": sessions,
+        "_hvd_pipe_local": set(),
+        "_hvd_pipe_sums": None,
+        "_hvd_pipe_steps": None,
+        "_hvd_pipe_counter": variable([], tf.int64, "hvd_pipe.passes"),
+    }
+    wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
+    wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
+    return wrapped
+
+
+@functools.cache
+def _distributed_class(cls: Any) -> Any:
+    """Return the subclass, under the names by which Keras saves and finds the user's class."""
+    made = type(cls.__name__, (DistributedMixin, cls), {"__doc__": cls.__doc__})
+    public = getattr(keras.optimizers, cls.__name__, None) is cls
+    made.__module__ = "keras.optimizers" if public else cls.__module__
+    made.__qualname__ = cls.__qualname__
+    registered = object_registration.GLOBAL_CUSTOM_NAMES
+    if cls in registered:
+        registered[made] = registered[cls]
+    return made
+
+
+def _when(condition: tf.Tensor | None, then: Callable[[], None]) -> None:
+    if condition is None:
+        then()
+    else:
+        tf.cond(condition, _run(then), tf.no_op)
+
+
+def _run(what: Callable[[], None]) -> Callable[[], Any]:
+    """Return what ``tf.cond`` wants: a function that returns an operation."""
+
+    def branch() -> Any:
+        what()
+        return tf.no_op()
+
+    return branch
+
+
+def _update_if_finite(scaler: Any, gradients: Sequence[Any], update: Callable[[], None]) -> None:
+    """As Keras' LossScaleOptimizer, on gradients that are the same on all ranks."""
+    finite = scaler.check_finite(gradients)
+
+    def and_grow() -> None:
+        update()
+        full = keras.ops.equal(scaler.step_counter, scaler.dynamic_growth_steps - 1)
+
+        def grow() -> None:
+            scaler.step_counter.assign(0)
+            scaler.dynamic_scale.assign(scaler.dynamic_scale * 2.0)
+
+        def count() -> None:
+            scaler.step_counter.assign_add(1)
+
+        tf.cond(full, _run(grow), _run(count))
+
+    def shrink() -> None:
+        scaler.step_counter.assign(0)
+        scaler.dynamic_scale.assign(scaler.dynamic_scale * 0.5)
+
+    tf.cond(finite, _run(and_grow), _run(shrink))

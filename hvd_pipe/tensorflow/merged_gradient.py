@@ -1,0 +1,84 @@
+"""MG-WFBP: gradients travel in buckets, each of which leaves when its last gradient is there.
+
+In a graph, Horovod's operations start when their input is ready, so a bucket's all-reduce overlaps
+the rest of the backward pass. Which gradients share a bucket is planned from their measured ready
+times (`hvd_pipe.tensorflow.replan`); until then, and where nothing measures, in reverse order of
+the variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.tensorflow.engine import Arrays, Due, Engine, Gradients, Settings, restore
+from hvd_pipe.tensorflow.packing import (
+    DEFAULT_BUCKET_BYTES,
+    Packing,
+    default_groups,
+    plan_groups,
+)
+from hvd_pipe.tensorflow.profiler import ReadyTimes
+from hvd_pipe.tensorflow.residuals import Residuals
+
+__all__ = ["MergedGradientEngine"]
+
+
+class MergedGradientEngine(Engine):
+    """Synchronous SGD: all buckets of a step are averaged before its update."""
+
+    name = MergedGradient.name
+    remembers = False
+
+    def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
+        super().__init__(settings)
+        self.times: ReadyTimes | None = None
+        """Set while ready times are recorded; graphs that are traced meanwhile note them."""
+        self.adopt(first_plan(settings, strategy) if plan is None else plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Take the plan's buckets; graphs that were traced before keep theirs."""
+        settings = self.settings
+        groups = plan_groups(plan, settings.shapes, settings.dense) if settings.dense else []
+        self.plan, self._packing = plan, Packing(settings.shapes, groups)
+        self._residuals = Residuals(settings.reduction, self._packing)
+
+    def exchange(self, gradients: Gradients) -> Due:
+        reduction, tag = self.settings.reduction, self.settings.tag
+        if self.times is not None:
+            gradients = self.times.watched(gradients)
+        flats = self._packing.pack(gradients)
+        reduced = [
+            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
+            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
+        ]
+        found = dict(self._packing.unpack(reduced))
+        for place in self.settings.sparse:
+            found[place] = reduction.gather(gradients[place], f"{tag}.sparse.{place}")
+        return Due(found)
+
+    def drain(self, update: Callable[[Gradients], None]) -> None:
+        """Nothing is ever in flight between two steps."""
+
+    def state(self) -> Arrays:
+        return self._residuals.state()
+
+    def load(self, state: Arrays) -> None:
+        restore(self._residuals.named, state)
+
+
+def first_plan(settings: Settings, strategy: MergedGradient) -> Plan:
+    """Return the plan that needs no measurement."""
+    groups = settings.groups
+    method = "given"
+    if groups is None:
+        limit: int | None = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        method = "bytes"
+        if strategy.plan in ("wfbp", "single"):
+            limit, method = (1 if strategy.plan == "wfbp" else None), str(strategy.plan)
+        groups = default_groups(settings.shapes, settings.dense, limit)
+    names = settings.shapes.names
+    if not groups:  # all gradients are sparse
+        return Plan(((names[0],),), method)
+    return Plan(tuple(tuple(names[i] for i in group) for group in groups), method)

@@ -1,0 +1,180 @@
+"""What CoCoD sends: flat vectors of models, and what becomes of them, outside of any graph.
+
+    start(x_i)    the models as they are leave, in a thread of their own
+    finish(x_i)   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
+                  pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
+
+With a codec, all rounds but the first send ``x_i - (last round's mean)``: what is lost then is a
+part of a small difference, not of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow.engine import Arrays
+from hvd_pipe.tensorflow.reduction import Feedback, Reduction
+
+__all__ = ["ModelAverage"]
+
+Flats = Sequence[tf.Tensor]
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+class ModelAverage:
+    """Averages flat vectors behind a round of local steps.
+
+    Args:
+        reduction: How they are averaged.
+        strategy: Its weights, and what `finish` does.
+        sizes: How many elements each vector has.
+        tag: Begins the messages' names.
+    """
+
+    def __init__(
+        self, reduction: Reduction, strategy: CoCoD, sizes: Sequence[int], tag: str
+    ) -> None:
+        self._reduction = reduction
+        self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
+        weights = strategy.weights
+        self._factor = 1.0
+        if weights and not reduction.alone:
+            mine = weights[reduction.process_set.rank()]
+            self._factor = mine * len(weights) / sum(weights)
+        self._feedback: list[Feedback | None] = [reduction.feedback(size) for size in sizes]
+        nothing = [None] * len(self._feedback)
+        self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
+        self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
+        self._courier = ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
+        self._sent: Future[list[tf.Tensor]] | None = None
+        self._start: list[tf.Tensor] = []
+        self._base: list[tf.Tensor] = []
+        self._anchor: list[tf.Tensor] = []
+        self._velocity: list[tf.Tensor] = []
+
+    def start(self, flats: Flats) -> None:
+        """Send a snapshot."""
+        self._start = [tf.identity(flat) for flat in flats]
+        outgoing = [_wide(flat) for flat in self._start]
+        if self._base:
+            outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
+        self._sent = self._courier.submit(self._average, *outgoing)
+
+    def finish(self, flats: Flats) -> list[tf.Tensor]:
+        """Return the models that the next round starts with."""
+        means = self._arrive()
+        ends = [_wide(flat) for flat in flats]
+        if self._alpha is None:
+            starts = [_wide(flat) for flat in self._start]
+            found = [m + (x - s) for m, x, s in zip(means, ends, starts, strict=True)]
+        else:
+            pull = self._alpha
+            anchors = self._moved(means)
+            found = [x - pull * (x - z) for x, z in zip(ends, anchors, strict=True)]
+        return [tf.cast(x, flat.dtype) for x, flat in zip(found, flats, strict=True)]
+
+    def average_now(self, flats: Flats) -> list[tf.Tensor]:
+        """Return the average of the models as they are, the same bits on every rank."""
+        self.settle()
+        means = self._average_exactly(*(_wide(flat) for flat in flats))
+        self._start, self._sent = [], None
+        self._base = means if self._reduction.codec is not None else []
+        return [tf.cast(mean, flat.dtype) for mean, flat in zip(means, flats, strict=True)]
+
+    def settle(self) -> None:
+        """Wait for what has been sent."""
+        if self._sent is not None:
+            self._sent.result()
+
+    def state(self) -> Arrays:
+        """Return copies of what the coming rounds need; waits for what has been sent."""
+        kinds = {
+            "start": self._start,
+            "sent": self._sent.result() if self._sent is not None else [],
+            "base": self._base,
+            "anchor": self._anchor,
+            "velocity": self._velocity,
+        }
+        found = {
+            f"{kind}.{i}": np.array(flat)
+            for kind, flats in kinds.items()
+            for i, flat in enumerate(flats)
+        }
+        for i, feedback in enumerate(self._feedback):
+            if feedback is not None:
+                found[f"lost.sent.{i}"] = feedback.sent.numpy()
+                found[f"lost.reduced.{i}"] = feedback.reduced.numpy()
+        return found
+
+    def load(self, state: Arrays) -> None:
+        """Go on from a `state`."""
+        self.settle()
+
+        def flats(kind: str) -> list[tf.Tensor]:
+            count = sum(name.startswith(f"{kind}.") for name in state)
+            return [tf.constant(state[f"{kind}.{i}"]) for i in range(count)]
+
+        self._start, self._base = flats("start"), flats("base")
+        self._anchor, self._velocity = flats("anchor"), flats("velocity")
+        self._sent = None
+        sent = flats("sent")
+        if sent:
+            self._sent = Future()
+            self._sent.set_result(sent)
+        for i, feedback in enumerate(self._feedback):
+            if feedback is not None and f"lost.sent.{i}" in state:
+                feedback.sent.assign(state[f"lost.sent.{i}"])
+                feedback.reduced.assign(state[f"lost.reduced.{i}"])
+
+    def _arrive(self) -> list[tf.Tensor]:
+        assert self._sent is not None
+        means, self._sent = self._sent.result(), None
+        if self._base:
+            means = [mean + base for mean, base in zip(means, self._base, strict=True)]
+        if self._reduction.codec is not None:
+            self._base = means
+        return means
+
+    def _averaging(
+        self, kind: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]
+    ) -> Any:
+        """Return a function that averages flats.
+
+        A graph of its own: outside of graphs, TensorFlow forgets the names of operations, by which
+        ranks meet, and this runs beside whatever else sends.
+        """
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def average(*flats: tf.Tensor) -> list[tf.Tensor]:
+            return [
+                reduction.reduce(flat * tf.cast(self._factor, flat.dtype), f"{kind}.{i}", feedback)
+                for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
+            ]
+
+        return average
+
+    def _moved(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the anchors after v = beta v + (mean - z), z = z + v."""
+        if not self._beta:
+            return list(means)
+        if not self._anchor:
+            self._anchor = list(means)
+            self._velocity = [tf.zeros_like(mean) for mean in means]
+        self._velocity = [
+            self._beta * v + (mean - z)
+            for v, mean, z in zip(self._velocity, means, self._anchor, strict=True)
+        ]
+        self._anchor = [z + v for z, v in zip(self._anchor, self._velocity, strict=True)]
+        return self._anchor
+
+
+def _wide(flat: tf.Tensor) -> tf.Tensor:
+    """Half-precision models are averaged in float32, and rounded once a round."""
+    return tf.cast(flat, tf.float32) if flat.dtype in _HALF else flat

@@ -1,0 +1,132 @@
+"""Which gradients share a message, and how they lie in it.
+
+gradients   [ a b ]  [ c ]  [ d e f ]          places 0, 1, 2
+groups      (2, 1), (0,)
+flats       [ d e f c ], [ a b ]               one message each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_pipe.planning import merge
+from hvd_pipe.planning.plan import Plan
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "Packing", "Shapes", "default_groups", "plan_groups"]
+
+DEFAULT_BUCKET_BYTES = 8 * 2**20
+
+
+class Shapes:
+    """The gradients of a job: names, shapes and dtypes, in an order that all ranks share."""
+
+    def __init__(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[tf.DType]
+    ) -> None:
+        self.names = list(names)
+        self.shapes = [[int(extent) for extent in shape] for shape in shapes]
+        self.dtypes = [tf.as_dtype(dtype) for dtype in dtypes]
+        self.numel = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def nbytes(self, place: int) -> int:
+        """Return the size of a gradient in bytes."""
+        return self.numel[place] * int(self.dtypes[place].size)
+
+    def kinds(self, places: Sequence[int]) -> list[list[int]]:
+        """Part places by dtype, which must not mix in a message, keeping their order."""
+        found: dict[tf.DType, list[int]] = {}
+        for place in places:
+            found.setdefault(self.dtypes[place], []).append(place)
+        return list(found.values())
+
+
+class Packing:
+    """Lays gradients into flat buffers and takes them out again.
+
+    Args:
+        shapes: All gradients.
+        groups: The places of the gradients of each buffer, in the order in which they lie there;
+            one dtype in each.
+    """
+
+    def __init__(self, shapes: Shapes, groups: Sequence[Sequence[int]]) -> None:
+        self.shapes, self.groups = shapes, [list(group) for group in groups]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many elements each buffer has."""
+        return [sum(self.shapes.numel[place] for place in group) for group in self.groups]
+
+    @property
+    def dtypes(self) -> list[tf.DType]:
+        """The dtype of each buffer."""
+        return [self.shapes.dtypes[group[0]] for group in self.groups]
+
+    def pack(self, values: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+        """Return the buffers that hold ``values``, by place."""
+        flats = []
+        for group in self.groups:
+            parts = [tf.reshape(values[place], [-1]) for place in group]
+            flats.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
+        return flats
+
+    def unpack(self, flats: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
+        """Return the values that lie in the buffers, by place."""
+        values: dict[int, tf.Tensor] = {}
+        for group, flat in zip(self.groups, flats, strict=True):
+            sizes = [self.shapes.numel[place] for place in group]
+            parts = [flat] if len(group) == 1 else tf.split(flat, sizes)
+            for place, part in zip(group, parts, strict=True):
+                values[place] = tf.reshape(part, self.shapes.shapes[place])
+        return values
+
+
+def default_groups(
+    shapes: Shapes, places: Sequence[int], bucket_bytes: int | None
+) -> list[list[int]]:
+    """Fill buckets in reverse order of variables, about the order in which backward goes.
+
+    Args:
+        shapes: All gradients.
+        places: Those that are sent.
+        bucket_bytes: Size of a bucket at most; 1 for one tensor a bucket, None for one bucket.
+    """
+    groups: list[list[int]] = []
+    for order in shapes.kinds(list(reversed(places))):
+        sizes = [shapes.nbytes(place) for place in order]
+        start = 0
+        for count in merge.by_bytes(sizes, bucket_bytes or max(sum(sizes), 1)).tolist():
+            groups.append(order[start : start + count])
+            start += count
+    return groups
+
+
+def plan_groups(plan: Plan, shapes: Shapes, places: Sequence[int]) -> list[list[int]]:
+    """Return the plan in terms of places.
+
+    Raises:
+        ValueError: The plan is not about these gradients, or mixes dtypes in one bucket.
+    """
+    place = {shapes.names[i]: i for i in places}
+    unknown = [name for name in plan.names if name not in place]
+    absent = [name for name in place if name not in set(plan.names)]
+    if unknown or absent:
+        what = f"names {unknown[0]!r}, no variable" if unknown else f"lacks {absent[0]!r}, one"
+        raise ValueError(
+            f"the plan {what} that is sent here ({len(plan.names)} names in the plan, "
+            f"{len(place)} variables): make a new one with plan='auto'."
+        )
+    groups = [[place[name] for name in bucket] for bucket in plan.buckets]
+    for bucket, group in zip(plan.buckets, groups, strict=True):
+        if len(shapes.kinds(group)) > 1:
+            raise ValueError(
+                f"the plan's bucket {bucket[0]!r} .. {bucket[-1]!r} mixes dtypes: split it so "
+                "that each bucket has one."
+            )
+    return groups

@@ -1,0 +1,32 @@
+"""What lossy codecs have left over of each bucket, in variables of this rank."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from hvd_pipe.tensorflow.engine import Arrays
+from hvd_pipe.tensorflow.packing import Packing
+from hvd_pipe.tensorflow.reduction import Feedback, Reduction
+
+__all__ = ["Residuals"]
+
+
+class Residuals:
+    """One `Feedback` a bucket, or None where the codec keeps none."""
+
+    def __init__(self, reduction: Reduction, packing: Packing) -> None:
+        self.each: list[Feedback | None] = [reduction.feedback(size) for size in packing.sizes]
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """The variables, by the names that they have in a checkpoint."""
+        return {
+            f"{kind}.{i}": getattr(feedback, kind)
+            for i, feedback in enumerate(self.each)
+            if feedback is not None
+            for kind in ("sent", "reduced")
+        }
+
+    def state(self) -> Arrays:
+        """Return copies of them all."""
+        return {name: each.numpy() for name, each in self.named.items()}

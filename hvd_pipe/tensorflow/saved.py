@@ -1,0 +1,75 @@
+"""What ``tf.train.Checkpoint`` holds of a distributed optimizer: what is in flight.
+
+It lies beside the optimizer's own variables, under ``hvd_pipe``: checkpoints load without
+hvd_pipe, and plain ones load here, with nothing in flight. A checkpoint of each rank's own goes on
+bit for bit. Where all ranks load the one of rank 0, its gradient or snapshot stands for theirs.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import rank, size
+
+from hvd_pipe.tensorflow.engine import Arrays
+
+__all__ = ["InFlight"]
+
+_log = logging.getLogger("hvd_pipe")
+
+_VERSION = 1
+
+
+class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
+    """The state of an optimizer's sessions, asked for when a checkpoint is written.
+
+    Args:
+        sessions: `hvd_pipe.tensorflow.session.Sessions`.
+    """
+
+    def __init__(self, sessions: Any) -> None:
+        super().__init__()
+        self._sessions = sessions
+
+    def serialize(self) -> bytes:
+        """Return all that is in flight; waits for what has been sent."""
+        arrays: Arrays = {}
+        for i, session in enumerate(self._sessions):
+            for name, array in session.engine.state().items():
+                arrays[f"{i}/{name}"] = array
+        strategy = self._sessions.strategy.name
+        head = {"version": _VERSION, "strategy": strategy, "rank": rank(), "size": size()}
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, head=np.array(json.dumps(head)), **arrays)
+        return file.getvalue()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Go on from a `serialize`; sessions that are still to come take theirs then."""
+        with np.load(io.BytesIO(string_value), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        head = json.loads(str(arrays.pop("head")))
+        strategy = self._sessions.strategy.name
+        if head["version"] != _VERSION or head["strategy"] != strategy:
+            _log.warning(
+                "the checkpoint holds what %s had in flight: %s starts with nothing in flight",
+                head["strategy"],
+                strategy,
+            )
+            return
+        if (head["rank"], head["size"]) != (rank(), size()) and arrays:
+            _log.warning(
+                "rank %d of %d goes on with what rank %d of %d had in flight; for a run that goes "
+                "on bit for bit, save and load on each rank, or call optimizer.synchronize() "
+                "on all ranks before saving",
+                *(rank(), size(), head["rank"], head["size"]),
+            )
+        found: dict[int, Arrays] = {}
+        for name, array in arrays.items():
+            number, _, label = name.partition("/")
+            found.setdefault(int(number), {})[label] = array
+        self._sessions.load(found)

@@ -1,0 +1,231 @@
+"""From arguments and the first gradients to an engine, alike on all ranks.
+
+What an optimizer or a tape distributes shows when gradients come for the first time, mostly while
+the step is traced. There ranks compare their variables, and agree on which gradients there are:
+one that a rank lacks travels as zeros, as others may have it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.strategy import MergedGradient, Method
+from hvd_pipe.tensorflow.agree import Description, checked, gather
+from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
+from hvd_pipe.tensorflow.engine import Arrays, Engine, Gradients, Settings, raw
+from hvd_pipe.tensorflow.engines import make_engine
+from hvd_pipe.tensorflow.overrides import note
+
+__all__ = ["Session", "Sessions"]
+
+_NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
+
+# Numbers what is distributed over each process set, whose members all count the same ones.
+_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+
+
+class Sessions:
+    """What one optimizer or tape distributes; it may be given several lists of variables.
+
+    Args:
+        arguments: As the user passed them.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be.
+        RanksDisagreeError: Ranks came with different ones.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        if not is_initialized():
+            raise ValueError("Horovod is not initialised: call hvd.init() before this.")
+        self.arguments = arguments
+        process_set = arguments.process_set
+        if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+            process_set = global_process_set  # it is refused below, and all ranks must hear of it
+        number = process_set.process_set_id
+        count = next(_counts[number])
+        self.tag = f"hvd_pipe.tf.{number}.{count}"
+
+        def check() -> tuple[Method, Description]:
+            strategy = arguments.check()
+            made = ("the number of distributed optimizers and tapes made before", str(count))
+            return strategy, [made, *arguments.describe(strategy)]
+
+        # One name for all, so that ranks which have made different numbers still meet here.
+        self.strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
+        self._found: dict[tuple[int, ...], Session] = {}
+        self._loaded: dict[int, Arrays] = {}
+        note(self)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._found.values())
+
+    def of(self, variables: Sequence[Any], gradients: Sequence[Any], local: set[int]) -> Session:
+        """Return the session of these variables; the first time, all ranks must come here.
+
+        Args:
+            variables: Keras' or TensorFlow's.
+            gradients: One for each: a tensor, ``tf.IndexedSlices``, or None.
+            local: Identities of the variables that are not distributed.
+        """
+        key = tuple(id(each) for each in variables)
+        if key not in self._found:
+            number = len(self._found)
+            tag = f"{self.tag}.{number}"
+            made = Session(self.arguments, self.strategy, tag, variables, gradients, local)
+            if number in self._loaded:
+                with tf.init_scope():  # now, not in the graph that is being traced
+                    made.engine.load(self._loaded.pop(number))
+            self._found[key] = made
+        return self._found[key]
+
+    def load(self, states: dict[int, Arrays]) -> None:
+        """Go on from what sessions had in flight, by their number."""
+        self._loaded = states
+        for number, session in enumerate(self):
+            if number in states:
+                session.engine.load(states.pop(number))
+
+
+class Session:
+    """One list of variables, and the engine that distributes their gradients.
+
+    Args:
+        arguments: As the user passed them.
+        strategy: What `Arguments.check` has found.
+        tag: Begins the names of all messages.
+        variables, gradients, local: As `Sessions.of`.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        strategy: Method,
+        tag: str,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        local: set[int],
+    ) -> None:
+        self.variables = list(variables)
+        self._arguments = arguments
+        self._shapes = shapes_of(variables)
+        sparse_travels = isinstance(strategy, MergedGradient) and not arguments.sparse_as_dense
+        self._kinds = self._agreed_kinds(gradients, tag, local, sparse_travels)
+        self._sent = [
+            place
+            for place, each in enumerate(variables)
+            if self._kinds[place] != _NONE and id(each) not in local
+        ]
+        sparse = frozenset(
+            i for i, place in enumerate(self._sent) if self._kinds[place] == _SPARSE
+        )
+        mine = [self.variables[place] for place in self._sent]
+        shapes = shapes_of(mine)
+        dense = [i for i in range(len(mine)) if i not in sparse]
+        groups = user_groups(arguments.groups, mine, shapes, dense)
+        settings = Settings(
+            shapes, [raw(each) for each in mine], arguments.reduction(), tag, sparse, groups
+        )
+        self.engine: Engine = make_engine(settings, strategy)
+
+    def outgoing(self, gradients: Sequence[Any]) -> Gradients:
+        """Return what the engine is given: one gradient for each variable that is sent.
+
+        Raises:
+            HvdPipeError: There is a gradient where no rank had one at first.
+        """
+        found: dict[int, Any] = {}
+        for i, place in enumerate(self._sent):
+            found[i] = self._as_agreed(place, gradients[place])
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and self._kinds[place] == _NONE:
+                raise HvdPipeError(
+                    f"{self._shapes.names[place]!r} has a gradient now, and had none on any rank "
+                    "when training began: compile the model with a new DistributedOptimizer when "
+                    "other layers are trained."
+                )
+        return found
+
+    def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
+        """Return one gradient a variable: what is due, and this rank's own for local ones."""
+        found = list(gradients)
+        if self._arguments.scale_local_gradients:
+            for place in set(range(len(found))) - set(self._sent):
+                if found[place] is not None:
+                    workers = self._arguments.reduction().workers
+                    found[place] = _scaled(found[place], 1.0 / workers)
+        for i, place in enumerate(self._sent):
+            found[place] = due[i]
+        return found
+
+    def _as_agreed(self, place: int, gradient: Any) -> Any:
+        shape, dtype = self._shapes.shapes[place], self._shapes.dtypes[place]
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        if self._kinds[place] == _DENSE:
+            if gradient is None:
+                return tf.zeros(shape, dtype)
+            return tf.convert_to_tensor(gradient) if is_sparse else gradient
+        if gradient is None:
+            nothing = tf.zeros([0, *shape[1:]], dtype)
+            return tf.IndexedSlices(nothing, tf.zeros([0], tf.int64), tf.constant(shape))
+        if not is_sparse:
+            rows = tf.range(shape[0], dtype=tf.int64)
+            return tf.IndexedSlices(gradient, rows, tf.constant(shape))
+        # Ranks must send indices of one dtype.
+        return tf.IndexedSlices(
+            gradient.values, tf.cast(gradient.indices, tf.int64), gradient.dense_shape
+        )
+
+    def _agreed_kinds(
+        self, gradients: Sequence[Any], tag: str, local: set[int], sparse_travels: bool
+    ) -> list[str]:
+        """Compare the variables with other ranks', and return what all know of each gradient."""
+        process_set = self._arguments.process_set
+        mine = [_kind(gradient) for gradient in gradients]
+        shapes = self._shapes
+        here = [id(each) in local for each in self.variables]
+        lines = [
+            (name, f"{shapes.dtypes[i].name}{shapes.shapes[i]}{', local' if here[i] else ''}")
+            for i, name in enumerate(shapes.names)
+        ]
+
+        def check() -> tuple[None, Description]:
+            count = ("the number of variables", str(len(lines)))
+            return None, [count, *(("the variable " + name, what) for name, what in lines)]
+
+        checked(check, f"{tag}.variables", process_set)
+        everyone = gather(mine, f"{tag}.gradients.kinds", process_set)
+        return [_together(kinds, sparse_travels) for kinds in zip(*everyone, strict=True)]
+
+
+def _kind(gradient: Any) -> str:
+    if gradient is None:
+        return _NONE
+    return _SPARSE if isinstance(gradient, tf.IndexedSlices) else _DENSE
+
+
+def _together(kinds: Sequence[str], sparse_travels: bool) -> str:
+    """Return what a gradient is on all ranks together.
+
+    >>> _together(("none", "sparse"), True), _together(("sparse", "dense"), True)
+    ('sparse', 'dense')
+    >>> _together(("none", "none"), True), _together(("sparse", "sparse"), False)
+    ('none', 'dense')
+    """
+    there = {kind for kind in kinds if kind != _NONE}
+    if not there:
+        return _NONE
+    return _SPARSE if there == {_SPARSE} and sparse_travels else _DENSE
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor

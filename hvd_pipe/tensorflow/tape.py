@@ -1,0 +1,247 @@
+"""A gradient tape whose gradients are averaged over the workers, for loops of one's own.
+
+A tape lives for one step, what is in flight for all of them, so sessions are kept here, by the
+arguments; each list of sources has its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
+
+from hvd_pipe.strategy import CoCoD, PipeSGD, Strategy, parse
+from hvd_pipe.tensorflow.arguments import Arguments
+from hvd_pipe.tensorflow.compression import Compression
+from hvd_pipe.tensorflow.engine import Gradients
+from hvd_pipe.tensorflow.session import Session, Sessions
+from hvd_pipe.tensorflow.xla import refuse_xla
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape", "drain_gradients"]
+
+
+class TapeMixin(tf.GradientTape):  # type: ignore[misc]
+    """What ``tf.GradientTape`` gains."""
+
+    _hvd_pipe: Sessions
+    _hvd_pipe_local: set[int]
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep a source's gradients on this worker, as Horovod's."""
+        self._hvd_pipe_local.add(id(source))
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Return the gradients that are due: this step's averages, or last step's (Pipe-SGD).
+
+        Args:
+            target, sources, output_gradients, options: As ``tf.GradientTape``.
+            use_generic_names: Accepted for Horovod's sake: names are generic.
+        """
+        refuse_xla()
+        found = super().gradient(target, sources, output_gradients, **options)
+        variables, gradients = tf.nest.flatten(sources), _flat(found, sources)
+        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
+        due = session.engine.exchange(session.outgoing(gradients))
+        session.engine.after_step()
+        incoming = session.incoming(due.gradients, gradients)
+        return tf.nest.pack_sequence_as(sources, incoming)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Sequence[Any],
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) pairs of the local sources, and of the others."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(sources, gradients, strict=True))
+        local = [pair for pair in pairs if id(pair[0]) in self._hvd_pipe_local]
+        return local, [pair for pair in pairs if id(pair[0]) not in self._hvd_pipe_local]
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    strategy: str | Strategy | None = None,
+) -> Any:
+    """Return the tape with its gradients averaged over the workers.
+
+    Under ``pipe-sgd``, ``gradient()`` returns the averages of the step before, whose messages
+    travel behind this step; zeros in the first step. After the last step,
+    ``hvd.drain_gradients(sources)`` returns what is still in flight, for one more
+    ``apply_gradients``. CoCoD averages models, so it is for optimizers.
+
+    Args:
+        gradtape: A ``tf.GradientTape``, persistent or not, recorded or about to.
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
+            num_groups, groups, process_set, scale_local_gradients: As `DistributedOptimizer`.
+        strategy: ``"merged-gradient"`` or ``"pipe-sgd"``, with options as in
+            ``"pipe-sgd:warmup_steps=100"``; None takes ``HVD_PIPE_STRATEGY``.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be.
+        RanksDisagreeError: Ranks came with different arguments, or one of them failed here.
+
+    Example:
+        >>> import hvd_pipe.tensorflow as hvd
+        >>> hvd.init()
+        >>> w = tf.Variable(3.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = w * w
+        >>> tape = hvd.DistributedGradientTape(tape)
+        >>> float(tape.gradient(loss, [w])[0])
+        6.0
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}.")
+    if isinstance(gradtape, TapeMixin):
+        raise ValueError("this tape is distributed already: wrap it once.")
+    parsed = parse(strategy)
+    if isinstance(parsed, CoCoD):
+        raise ValueError(
+            "CoCoD averages models, and a tape has gradients only: give strategy='cocod' to "
+            "hvd.DistributedOptimizer, with a plain tape."
+        )
+    if isinstance(parsed, PipeSGD) and parsed.prediction != "none":
+        raise ValueError(
+            f"prediction={parsed.prediction!r} needs the optimizer, and a tape has gradients "
+            "only: give the strategy to hvd.DistributedOptimizer, with a plain tape."
+        )
+    if num_groups:
+        warnings.warn("num_groups is Horovod's old name: use groups", DeprecationWarning, 2)
+        groups = num_groups if groups is None else groups
+    arguments = Arguments(
+        owner="a gradient tape",
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local_gradients=scale_local_gradients,
+        strategy=strategy,
+    )
+    plain: Any = type(gradtape)
+    cls = _distributed_class(plain)
+    wrapped = cls.__new__(cls)
+    wrapped.__dict__ = gradtape.__dict__
+    wrapped._hvd_pipe, wrapped._hvd_pipe_local = _sessions(arguments), set()
+    return wrapped
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None, **keywords: Any
+) -> Any:
+    """Return a `DistributedGradientTape` that leaves some layers' gradients on their worker.
+
+    Args:
+        gradtape, arguments, keywords: As `DistributedGradientTape`.
+        local_layers: A Keras layer, or a list of them.
+
+    Raises:
+        TypeError, ValueError: As `DistributedGradientTape`; ``local_layers`` are no layers.
+    """
+    layers = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
+    layers = [layer for layer in layers if layer is not None]
+    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
+        raise ValueError(f"local_layers must be Keras layers, got {local_layers!r}.")
+    tape = DistributedGradientTape(gradtape, *arguments, **keywords)
+    for layer in layers:
+        for each in layer.trainable_weights:
+            tape.register_local_source(each)
+    return tape
+
+
+def drain_gradients(sources: Sequence[Any]) -> list[Any]:
+    """Return the averages that a tape's Pipe-SGD still has in flight; call it on all ranks.
+
+    Args:
+        sources: As they were given to ``tape.gradient``.
+
+    Returns:
+        One gradient a source; zeros where nothing is in flight.
+
+    Example:
+        >>> import hvd_pipe.tensorflow as hvd
+        >>> w = tf.Variable(3.0)
+        >>> float(hvd.drain_gradients([w])[0])
+        0.0
+    """
+    found = [tf.zeros(each.shape, each.dtype) for each in sources]
+    key = tuple(id(each) for each in sources)
+    for sessions in _kept.values():
+        for session in sessions:
+            if tuple(id(each) for each in session.variables) == key:
+                _drain(session, found)
+    return found
+
+
+def _drain(session: Session, found: list[Any]) -> None:
+    def take(due: Gradients) -> None:
+        found[:] = session.incoming(due, found)
+
+    session.engine.drain(take)
+
+
+_kept: dict[tuple[object, ...], Sessions] = {}
+
+
+def _sessions(arguments: Arguments) -> Sessions:
+    """Return what earlier tapes with the same arguments have started."""
+    groups = arguments.groups
+    if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
+        groups = tuple(tuple(id(each) for each in group) for group in groups)
+    key = (
+        repr(arguments.compression),
+        arguments.sparse_as_dense,
+        arguments.op,
+        arguments.gradient_predivide_factor,
+        repr(groups),
+        arguments.process_set,
+        arguments.device_dense,
+        arguments.scale_local_gradients,
+        str(parse(arguments.strategy)),
+    )
+    if key not in _kept:
+        _kept[key] = Sessions(arguments)
+    return _kept[key]
+
+
+def _flat(found: Any, sources: Any) -> list[Any]:
+    """Flatten gradients as their sources; a sparse one is a leaf, not a structure."""
+    if found is None:
+        return [None]
+    if isinstance(sources, list | tuple) and isinstance(found, list | tuple):
+        return list(found)
+    if isinstance(found, tf.IndexedSlices):
+        return [found]
+    return list(tf.nest.flatten(found))
+
+
+@functools.cache
+def _distributed_class(cls: Any) -> Any:
+    return type(cls.__name__, (TapeMixin, cls), {})

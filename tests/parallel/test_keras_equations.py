@@ -1,0 +1,83 @@
+"""Each strategy under Keras 3 is its equation: every weight after every batch."""
+
+from __future__ import annotations
+
+import functools
+
+import keras_reference
+import numpy as np
+import numpy.typing as npt
+import pytest
+import workers_keras_equations
+from cases import of_case
+from ranks import once, run_ranks
+
+TOLERANCE = 1e-10
+STRATEGIES = (
+    "merged-gradient",
+    "merged-gradient:plan=wfbp",
+    "merged-gradient:bucket_bytes=64",
+    "pipe-sgd",
+    "pipe-sgd:warmup_steps=5",
+    "pipe-sgd:prediction=local",
+    "pipe-sgd:prediction=previous,warmup_steps=3",
+    "cocod:period=1",
+    "cocod:period=4",
+    "cocod:period=3,warmup_steps=4",
+)
+CASES: list[workers_keras_equations.Case] = [
+    (mode, strategy, "momentum")
+    for mode in ("fit", "function", "eager")
+    for strategy in STRATEGIES
+]
+CASES += [
+    ("fit", strategy, optimizer)
+    for strategy in ("merged-gradient", "pipe-sgd", "cocod:period=4")
+    for optimizer in ("sgd", "adam", "clipped", "scheduled", "averaged", "accumulating")
+]
+
+expected = functools.cache(keras_reference.trajectory)
+trajectories = once(lambda n: run_ranks(n, workers_keras_equations.trajectories, CASES))
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_trajectory(n: int, case: workers_keras_equations.Case) -> None:
+    _, strategy, optimizer = case
+    wanted = expected(n, strategy, optimizer)
+    for rank, actual in enumerate(of_case(trajectories(n), case)):
+        assert actual.shape == wanted[rank].shape
+        errors = np.abs(actual - wanted[rank]).max(axis=1)
+        wrong = np.flatnonzero(~(errors <= TOLERANCE))  # ~(<=): a NaN is wrong, too
+        assert not len(wrong), (
+            f"rank {rank}: {len(wrong)} of {len(errors)} records differ, first record {wrong[0]} "
+            f"by {errors[wrong[0]]:.3g}, at most by {np.nanmax(errors):.3g}"
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("n", [2, 4])
+def test_replicas_are_equal_bit_for_bit(n: int, case: workers_keras_equations.Case) -> None:
+    """After training; where all ranks update alike, after every batch.
+
+    Stock Horovod under Keras 3 fails this: ``fit`` calls ``apply`` alone, which it does not know,
+    so nothing is ever averaged, and nobody is told.
+    """
+    first, *others = of_case(trajectories(n), case)
+    local = case[1].startswith("cocod") or "prediction=local" in case[1]
+    records = slice(-1, None) if local else slice(None)
+    for other in others:
+        assert np.array_equal(other[records], first[records])
+
+
+def test_the_equations_can_be_told_apart() -> None:
+    """A tolerance of 1e-10 shows something only where a wrong strategy is off by far more."""
+
+    def spread(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
+        return float(np.abs(a - b).max())
+
+    found = [expected(2, name, "momentum") for name in ("merged-gradient", *STRATEGIES[3:])]
+    for i, one in enumerate(found):
+        for other in found[i + 1 :]:
+            assert spread(one[:, :-1], other[:, :-1]) > 1e-3
+    assert spread(expected(2, "pipe-sgd", "sgd")[0], expected(1, "pipe-sgd", "sgd")[0]) > 1e-3
