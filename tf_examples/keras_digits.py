@@ -70,7 +70,7 @@ def main() -> None:
     )
 
     _, accuracy = model.evaluate(data.test_x, data.test_y, verbose=0)
-    weights = np.concatenate([np.array(each).ravel() for each in model.trainable_variables])
+    weights = np.concatenate([each.numpy().ravel() for each in model.trainable_variables])
     checksums = hvd.allgather([zlib.crc32(weights.tobytes())])
     if hvd.rank() == 0:
         alike = "alike" if len(set(checksums)) == 1 else "NOT alike"

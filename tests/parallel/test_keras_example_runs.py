@@ -1,0 +1,36 @@
+"""The Keras examples as a user starts them: horovodrun, two workers, few steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_script
+
+pytest.importorskip("tensorflow")
+
+FOLDER = Path(__file__).resolve().parents[2] / "tf_examples"
+
+
+def run(script: str, *arguments: str) -> str:
+    """What rank 0 printed, less the tags that mpirun puts into its lines."""
+    output = run_script(2, str(FOLDER / script), *arguments)
+    return re.sub(r"\[1,\d+\]<std(out|err)>:", "", output)
+
+
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "cocod:period=4"])
+def test_fit_leaves_equal_weights_on_all_ranks(strategy: str) -> None:
+    output = run("keras_digits.py", "--epochs", "3", "--strategy", strategy)
+    percent = re.search(rf"^{strategy}: test accuracy ([\d.]+)%$", output, re.MULTILINE)
+    assert percent
+    assert float(percent[1]) > 80  # guessing gets 10
+    assert "weights on 2 ranks: alike" in output
+
+
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
+def test_a_loop_of_ones_own(strategy: str) -> None:
+    output = run("custom_loop_digits.py", "--epochs", "3", "--strategy", strategy)
+    percent = re.search(rf"^{strategy}: test accuracy ([\d.]+)%$", output, re.MULTILINE)
+    assert percent
+    assert float(percent[1]) > 80
