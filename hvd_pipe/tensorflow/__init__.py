@@ -24,6 +24,7 @@ from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
 from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
 from hvd_pipe.tensorflow.overrides import init, shutdown
+from hvd_pipe.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvd_pipe.tensorflow.tape import (
     DistributedGradientTape,
     PartialDistributedGradientTape,
@@ -44,6 +45,7 @@ __all__ = [  # noqa: PLE0604
     "PipeSGD",
     "Plan",
     "RanksDisagreeError",
+    "SyncBatchNormalization",
     "broadcast_global_variables",
     "broadcast_variables",
     "drain_gradients",

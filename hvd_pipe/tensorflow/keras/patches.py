@@ -1,4 +1,4 @@
-"""Three places in Keras that must know of distributed optimizers, as nobody asks these.
+"""Four places in Keras that must know of Horovod, as nobody asks ours.
 
 - ``model.compile(jit_compile="auto")`` compiles with XLA wherever layers allow it. XLA cannot
   compile Horovod's messages, so with a distributed optimizer "auto" means no.
@@ -7,6 +7,8 @@
   optimizer inside it decides by what has been averaged.
 - Horovod's scripts write ``model.compile(..., experimental_run_tf_function=False)``, which older
   versions needed, and Keras 3 refuses.
+- ``BatchNormalization(synchronized=True)`` knows ``tf.distribute``'s replicas only. That is what a
+  SyncBatchNormalization is in a file, and it must not become a local one when it is loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import is_initialized
 from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
+from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
 __all__ = ["install"]
 
@@ -30,6 +35,8 @@ def install() -> None:
         scaler = keras.optimizers.LossScaleOptimizer
         scaler.apply = _alike(scaler.apply)
         trainer.Trainer.compile = _tolerant(trainer.Trainer.compile)
+        normalization = keras.layers.BatchNormalization
+        normalization._moments = _over_ranks(normalization._moments)
 
 
 def _no_xla(supports_jit: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -67,6 +74,16 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
         compile(self, *args, **kwargs)
 
     return compiled
+
+
+def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(moments)
+    def found(self: Any, inputs: Any, mask: Any) -> Any:
+        if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
+            return moments_of_all(self, inputs, mask)
+        return moments(self, inputs, mask)
+
+    return found
 
 
 def _divided(gradient: Any, scale: Any) -> Any:
