@@ -16,9 +16,11 @@ def check() -> None:
     """
     if int(keras.__version__.partition(".")[0]) < 3:
         raise ImportError(
-            f"hvd_pipe.tensorflow needs Keras 3, as in TensorFlow 2.16 and newer; this is Keras "
-            f"{keras.__version__} with TensorFlow {tf.__version__}. Under Keras 2, stock Horovod "
-            "works: import horovod.tensorflow, or upgrade TensorFlow."
+            f"hvd_pipe.tensorflow needs Keras 3, as in TensorFlow 2.16 and newer (tested: 2.21); "
+            f"this is Keras {keras.__version__} with TensorFlow {tf.__version__}. Upgrade with "
+            "`pip install 'tensorflow>=2.16'` and build Horovod for it with `python "
+            "docker/build_horovod.py` in hvd_pipe's checkout. Or stay, and import "
+            "horovod.tensorflow: under Keras 2, stock Horovod works."
         )
     if keras.backend.backend() != "tensorflow":
         raise ImportError(

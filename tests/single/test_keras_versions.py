@@ -1,0 +1,44 @@
+"""`import hvd_pipe.tensorflow` says no to what it is not for, with what to install or set."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+from hvd_pipe.tensorflow import versions
+from hvd_pipe.tensorflow.keras import DistributedOptimizer
+
+
+def test_keras_3_on_tensorflow_is_fine() -> None:
+    versions.check()
+
+
+@pytest.mark.parametrize("version", ["2.15.0", "2.13.1rc0"])
+def test_keras_2_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorFlow 2.15 and older, where ``keras`` is Keras 2."""
+    monkeypatch.setattr(keras, "__version__", version)
+    monkeypatch.setattr(tf, "__version__", "2.15.1")
+    with pytest.raises(ImportError) as refused:
+        versions.check()
+    text = str(refused.value)
+    assert f"this is Keras {version} with TensorFlow 2.15.1" in text
+    assert "TensorFlow 2.16 and newer" in text
+    assert "pip install" in text
+    assert "horovod.tensorflow" in text
+
+
+def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ImportError, match="KERAS_BACKEND is 'jax': set KERAS_BACKEND=tensorflow"):
+        versions.check()
+
+
+def test_an_optimizer_of_the_legacy_package_is_refused() -> None:
+    """TF_USE_LEGACY_KERAS makes ``tf.keras`` the package tf_keras, beside Keras 3.
+
+    Tapes work with that, so that importing is no mistake yet.
+    """
+    legacy = type("Adam", (), {"__module__": "tf_keras.src.optimizers.adam"})()
+    with pytest.raises(TypeError, match=r"got tf_keras\.src\.optimizers\.adam\.Adam.*: unset it"):
+        DistributedOptimizer(legacy)
