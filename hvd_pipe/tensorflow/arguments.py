@@ -95,11 +95,6 @@ class Arguments:
                 has_groups=self.groups is not None,
                 process_set=self.process_set,
             )
-            if strategy.momentum != "local":
-                raise ValueError(
-                    "CoCoD(momentum='average') is hvd_pipe.torch's: here use momentum='local', "
-                    "and pull_back=0.6 where replicas overshoot."
-                )
         elif self.groups is not None and strategy.bucket_bytes is not None:
             raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
         planned = isinstance(strategy, MergedGradient) and strategy.plan != "auto"

@@ -5,17 +5,21 @@ k local steps      the user's optimizer, on local gradients
 end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next round starts
 
 `ModelAverage` has the arithmetic, and Overlap-Local-SGD's rule for the end of a round. In a graph,
-a round's border is a call out of it, inside a condition that is true once in k steps.
+a round's border is a call out of it, inside a condition that is true once in k steps. With
+``momentum="average"`` the optimizer's momenta follow the models' rule, in messages of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow.agree import Description, checked
+from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.engine import (
     Arrays,
     Due,
@@ -41,10 +45,15 @@ class CoCoDEngine(Engine):
         super().__init__(settings)
         shapes = settings.shapes
         self._period, self._warmup_steps = strategy.period, strategy.warmup_steps
-        self._models = Packing(shapes, shapes.kinds(range(len(shapes))))
-        self._average = ModelAverage(
-            settings.reduction, strategy, self._models.sizes, f"{settings.tag}.models"
+        models = Packing(shapes, shapes.kinds(range(len(shapes))))
+        average = ModelAverage(
+            settings.reduction, strategy, models.sizes, f"{settings.tag}.models"
         )
+        self._parts = [_Part("", settings.variables, models, average)]
+        if strategy.momentum == "average":
+            _check_momenta(settings)
+            if settings.momenta:
+                self._parts.append(_momenta(settings, strategy))
         self._warmup = Packing(
             shapes, default_groups(shapes, settings.dense, DEFAULT_BUCKET_BYTES)
         )
@@ -83,7 +92,8 @@ class CoCoDEngine(Engine):
         With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
         need not be added.
         """
-        self._assign(self._average.average_now(self._flats()))
+        for part in self._parts:
+            part.assign(part.average.average_now(part.flats()))
         self._local_steps.assign(0)
 
     def equalise(self, variables: Sequence[Any]) -> None:
@@ -94,16 +104,28 @@ class CoCoDEngine(Engine):
             each.assign(tf.reshape(mean, each.shape))
 
     def settle(self) -> None:
-        self._average.settle()
+        for part in self._parts:
+            part.average.settle()
 
     def state(self) -> Arrays:
-        counters = {"rounds": self._rounds.numpy(), "local_steps": self._local_steps.numpy()}
-        return {**counters, **self._average.state()}
+        found = {"rounds": self._rounds.numpy(), "local_steps": self._local_steps.numpy()}
+        for part in self._parts:
+            found |= {part.label + name: each for name, each in part.average.state().items()}
+        return found
 
     def load(self, state: Arrays) -> None:
         self._rounds.assign(state["rounds"])
-        self._local_steps.assign(state["local_steps"])
-        self._average.load(state)
+        for part in self._parts:
+            part.average.load(
+                {
+                    name.removeprefix(part.label): each
+                    for name, each in state.items()
+                    if name.startswith(part.label)
+                }
+            )
+        # Momenta that were left alone until now begin with a round of their own.
+        is_whole = all(part.average.due for part in self._parts)
+        self._local_steps.assign(state["local_steps"] if is_whole else 0)
 
     def _is_local(self) -> tf.Tensor:
         return self._rounds >= self._warmup_steps
@@ -112,29 +134,94 @@ class CoCoDEngine(Engine):
         return self._rounds < self._warmup_steps
 
     def _flats(self) -> list[tf.Tensor]:
-        return self._models.pack(
-            dict(enumerate(map(tf.convert_to_tensor, self.settings.variables)))
-        )
+        return [flat for part in self._parts for flat in part.flats()]
 
-    def _assign(self, flats: list[tf.Tensor]) -> None:
-        for place, value in self._models.unpack(flats).items():
-            self.settings.variables[place].assign(value)
+    def _split(self, flats: Sequence[tf.Tensor]) -> list[tuple[_Part, Sequence[tf.Tensor]]]:
+        found, start = [], 0
+        for part in self._parts:
+            end = start + len(part.packing.groups)
+            found.append((part, flats[start:end]))
+            start = end
+        return found
 
     def _begin(self) -> tf.Operation:
         return tf.group(tf.py_function(self._send, self._flats(), [tf.int32]))
 
     def _send(self, *flats: tf.Tensor) -> tf.Tensor:
-        self._average.start(flats)
+        for part, mine in self._split(flats):
+            part.average.start(mine)
         return tf.constant(0)
 
     def _next_round(self) -> tf.Operation:
-        flats = tf.py_function(self._finish, self._flats(), self._models.dtypes)
-        for flat, size in zip(flats, self._models.sizes, strict=True):
-            flat.set_shape([size])
-        self._assign(flats)
+        dtypes = [dtype for part in self._parts for dtype in part.packing.dtypes]
+        flats = tf.py_function(self._finish, self._flats(), dtypes)
+        for part, mine in self._split(flats):
+            part.assign(mine)
         return tf.no_op()
 
     def _finish(self, *flats: tf.Tensor) -> list[tf.Tensor]:
-        found = self._average.finish(flats)
-        self._average.start(found)
-        return found
+        found = [(part, part.average.finish(mine)) for part, mine in self._split(flats)]
+        for part, mine in found:
+            part.average.start(mine)
+        return [flat for _, mine in found for flat in mine]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Variables that are averaged: the model's, or the momenta.
+
+    Args:
+        label: Begins the names of its state.
+        variables: By place.
+        packing: How they lie in flat vectors.
+        average: What becomes of these.
+    """
+
+    label: str
+    variables: Sequence[tf.Variable]
+    packing: Packing
+    average: ModelAverage
+
+    def flats(self) -> list[tf.Tensor]:
+        return self.packing.pack(dict(enumerate(map(tf.convert_to_tensor, self.variables))))
+
+    def assign(self, flats: Sequence[tf.Tensor]) -> None:
+        for flat, size in zip(flats, self.packing.sizes, strict=True):
+            flat.set_shape([size])
+        for place, value in self.packing.unpack(flats).items():
+            self.variables[place].assign(value)
+
+
+def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
+    """Return the momenta, which travel uncompressed: float16 makes zeros of second moments.
+
+    They follow the pull-back, but no anchor momentum, which could carry a second moment below
+    zero. Progress can, so that these stop at zero.
+    """
+    variables = [each.variable for each in settings.momenta]
+    shapes = shapes_of(variables)
+    groups, clamped = [], []
+    for nonnegative in (False, True):
+        places = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
+        kinds = shapes.kinds(places)
+        groups += kinds
+        clamped += [nonnegative] * len(kinds)
+    packing = Packing(shapes, groups)
+    average = ModelAverage(
+        settings.reduction.lossless(),
+        replace(strategy, anchor_momentum=0.0),
+        packing.sizes,
+        f"{settings.tag}.momenta",
+        clamped,
+    )
+    return _Part("momenta.", variables, packing, average)
+
+
+def _check_momenta(settings: Settings) -> None:
+    """Raise on all ranks where they have other momenta, as with a momentum of 0 on one of them."""
+
+    def check() -> tuple[None, Description]:
+        names = ", ".join(each.name for each in settings.momenta)
+        return None, [("the optimizer's momenta, which are averaged", names or "none")]
+
+    checked(check, f"{settings.tag}.momenta.names", settings.reduction.process_set)

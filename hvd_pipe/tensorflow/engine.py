@@ -28,6 +28,7 @@ __all__ = [
     "Due",
     "Engine",
     "Gradients",
+    "Momentum",
     "Peek",
     "Settings",
     "raw",
@@ -43,6 +44,21 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
+class Momentum:
+    """A variable of the optimizer that has a value for each value of a model variable.
+
+    Args:
+        variable: It.
+        name: Of its model variable, and of what it is.
+        nonnegative: Whether the optimizer takes a root of it.
+    """
+
+    variable: tf.Variable
+    name: str
+    nonnegative: bool = False
+
+
+@dataclass(frozen=True)
 class Settings:
     """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' places.
 
@@ -53,6 +69,7 @@ class Settings:
         tag: Begins the names of all messages.
         sparse: Places of the gradients that travel as they are, sparse.
         groups: Gradients that the user groups by hand (places), or None.
+        momenta: The owner's momenta of these variables; none for a tape.
     """
 
     shapes: Shapes
@@ -61,6 +78,7 @@ class Settings:
     tag: str
     sparse: frozenset[int] = frozenset()
     groups: Sequence[Sequence[int]] | None = None
+    momenta: Sequence[Momentum] = ()
 
     @property
     def dense(self) -> list[int]:

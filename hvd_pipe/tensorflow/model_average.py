@@ -4,8 +4,8 @@
     finish(x_i)   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
                   pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
 
-With a codec, all rounds but the first send ``x_i - (last round's mean)``: what is lost then is a
-part of a small difference, not of the model.
+With compression, the first round sends models as they are, and all others ``x_i - (last round's
+mean)``: what is lost then is a part of a small difference, not of the model.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.engine import Arrays
 from hvd_pipe.tensorflow.reduction import Feedback, Reduction
 
@@ -36,13 +37,22 @@ class ModelAverage:
         strategy: Its weights, and what `finish` does.
         sizes: How many elements each vector has.
         tag: Begins the messages' names.
+        nonnegative: For each vector, whether its values may not become negative; none of them by
+            default.
     """
 
     def __init__(
-        self, reduction: Reduction, strategy: CoCoD, sizes: Sequence[int], tag: str
+        self,
+        reduction: Reduction,
+        strategy: CoCoD,
+        sizes: Sequence[int],
+        tag: str,
+        nonnegative: Sequence[bool] | None = None,
     ) -> None:
         self._reduction = reduction
         self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
+        self._nonnegative = nonnegative or [False] * len(sizes)
+        self._is_lossy = reduction.compression is not Compression.none and not reduction.alone
         weights = strategy.weights
         self._factor = 1.0
         if weights and not reduction.alone:
@@ -59,13 +69,19 @@ class ModelAverage:
         self._anchor: list[tf.Tensor] = []
         self._velocity: list[tf.Tensor] = []
 
+    @property
+    def due(self) -> bool:
+        """Whether a round is on, which `finish` ends."""
+        return self._sent is not None
+
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
         self._start = [tf.identity(flat) for flat in flats]
-        outgoing = [_wide(flat) for flat in self._start]
+        outgoing, average = [_wide(flat) for flat in self._start], self._average_exactly
         if self._base:
             outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
-        self._sent = self._courier.submit(self._average, *outgoing)
+            average = self._average
+        self._sent = self._courier.submit(average, *outgoing)
 
     def finish(self, flats: Flats) -> list[tf.Tensor]:
         """Return the models that the next round starts with."""
@@ -78,6 +94,10 @@ class ModelAverage:
             pull = self._alpha
             anchors = self._moved(means)
             found = [x - pull * (x - z) for x, z in zip(ends, anchors, strict=True)]
+        found = [
+            tf.maximum(x, 0) if clamp else x
+            for x, clamp in zip(found, self._nonnegative, strict=True)
+        ]
         return [tf.cast(x, flat.dtype) for x, flat in zip(found, flats, strict=True)]
 
     def average_now(self, flats: Flats) -> list[tf.Tensor]:
@@ -85,7 +105,7 @@ class ModelAverage:
         self.settle()
         means = self._average_exactly(*(_wide(flat) for flat in flats))
         self._start, self._sent = [], None
-        self._base = means if self._reduction.codec is not None else []
+        self._base = means if self._is_lossy else []
         return [tf.cast(mean, flat.dtype) for mean, flat in zip(means, flats, strict=True)]
 
     def settle(self) -> None:
@@ -138,7 +158,7 @@ class ModelAverage:
         means, self._sent = self._sent.result(), None
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
-        if self._reduction.codec is not None:
+        if self._is_lossy:
             self._base = means
         return means
 

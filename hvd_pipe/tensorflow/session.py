@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,13 +19,15 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import MergedGradient, Method
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
-from hvd_pipe.tensorflow.engine import Arrays, Engine, Gradients, Settings, raw
+from hvd_pipe.tensorflow.engine import Arrays, Engine, Gradients, Momentum, Settings, raw
 from hvd_pipe.tensorflow.engines import make_engine
 from hvd_pipe.tensorflow.overrides import note
 
 __all__ = ["Session", "Sessions"]
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
+
+FindMomenta = Callable[[Sequence[Any]], Sequence[Momentum]]
 
 # Numbers what is distributed over each process set, whose members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
@@ -67,19 +69,28 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._found.values())
 
-    def of(self, variables: Sequence[Any], gradients: Sequence[Any], local: set[int]) -> Session:
+    def of(
+        self,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        local: set[int],
+        momenta: FindMomenta | None = None,
+    ) -> Session:
         """Return the session of these variables; the first time, all ranks must come here.
 
         Args:
             variables: Keras' or TensorFlow's.
             gradients: One for each: a tensor, ``tf.IndexedSlices``, or None.
             local: Identities of the variables that are not distributed.
+            momenta: Finds the optimizer's momenta of variables; None for a tape.
         """
         key = tuple(id(each) for each in variables)
         if key not in self._found:
             number = len(self._found)
             tag = f"{self.tag}.{number}"
-            made = Session(self.arguments, self.strategy, tag, variables, gradients, local)
+            made = Session(
+                self.arguments, self.strategy, tag, variables, gradients, local, momenta
+            )
             if number in self._loaded:
                 with tf.init_scope():  # now, not in the graph that is being traced
                     made.engine.load(self._loaded.pop(number))
@@ -101,7 +112,7 @@ class Session:
         arguments: As the user passed them.
         strategy: What `Arguments.check` has found.
         tag: Begins the names of all messages.
-        variables, gradients, local: As `Sessions.of`.
+        variables, gradients, local, momenta: As `Sessions.of`.
     """
 
     def __init__(
@@ -112,6 +123,7 @@ class Session:
         variables: Sequence[Any],
         gradients: Sequence[Any],
         local: set[int],
+        momenta: FindMomenta | None,
     ) -> None:
         self.variables = list(variables)
         self._arguments = arguments
@@ -131,7 +143,13 @@ class Session:
         dense = [i for i in range(len(mine)) if i not in sparse]
         groups = user_groups(arguments.groups, mine, shapes, dense)
         settings = Settings(
-            shapes, [raw(each) for each in mine], arguments.reduction(), tag, sparse, groups
+            shapes,
+            [raw(each) for each in mine],
+            arguments.reduction(),
+            tag,
+            sparse,
+            groups,
+            momenta(mine) if momenta is not None else (),
         )
         self.engine: Engine = make_engine(settings, strategy)
 

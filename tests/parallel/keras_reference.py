@@ -5,6 +5,7 @@ None of hvd_pipe's code: gradients are averaged with numpy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,26 @@ from hvd_pipe.strategy import CoCoD, PipeSGD, parse
 
 Vectors = list[npt.NDArray[np.float64]]
 
+MOMENTA = {
+    "momentum": ("momentums",),
+    "accumulating": ("momentums",),
+    "adam": ("_momentums", "_velocities"),
+    "forgetful": ("_momentums", "_velocities"),
+}
+ROOTS = ("_velocities",)  # which are not let below zero
+
 
 class Workers:
-    """n models with their optimizers."""
+    """n models with their optimizers.
 
-    def __init__(self, n: int, optimizer: str) -> None:
+    Args:
+        n: How many.
+        optimizer: Its name.
+        momenta: Those attributes of the optimizers that belong to a worker's position.
+    """
+
+    def __init__(self, n: int, optimizer: str, momenta: tuple[str, ...] = ()) -> None:
+        self._momenta = momenta
         self.models = [make_model() for _ in range(n)]
         self.optimizers = [OPTIMIZERS[optimizer]() for _ in range(n)]
         self.steps = self.optimizers[0].gradient_accumulation_steps or 1
@@ -45,12 +61,23 @@ class Workers:
         for model, optimizer, vectors in zip(self.models, self.optimizers, gradients, strict=True):
             optimizer.apply([tf.constant(v) for v in vectors], model.trainable_variables)
 
+    def variables(self, worker: int) -> list[Any]:
+        found = list(self.models[worker].trainable_variables)
+        for name in self._momenta:
+            found += getattr(self.optimizers[worker], name)
+        return found
+
+    def roots(self) -> list[bool]:
+        """For each of `variables`, whether a root is taken of it."""
+        weights = len(self.models[0].trainable_variables)
+        return [name in ROOTS for name in ("", *self._momenta) for _ in range(weights)]
+
     def positions(self) -> list[Vectors]:
-        return [[v.numpy() for v in model.trainable_variables] for model in self.models]
+        return [[v.numpy() for v in self.variables(i)] for i in range(len(self.models))]
 
     def move(self, positions: list[Vectors]) -> None:
-        for model, values in zip(self.models, positions, strict=True):
-            for variable, value in zip(model.trainable_variables, values, strict=True):
+        for i, values in enumerate(positions):
+            for variable, value in zip(self.variables(i), values, strict=True):
                 variable.assign(value)
 
     def lead(self, guess: list[Vectors]) -> list[Vectors]:
@@ -77,10 +104,62 @@ def mean(vectors: list[Vectors]) -> Vectors:
     return [np.mean(column, axis=0) for column in zip(*vectors, strict=True)]
 
 
+class Rounds:
+    """What a round of CoCoD's ends with, by its docstring."""
+
+    def __init__(self, method: CoCoD, roots: list[bool], weights: int) -> None:
+        self.method, self.roots, self.weights = method, roots, weights
+        self.anchor: Vectors = []
+        self.velocity: Vectors = []
+        self.clamped = 0
+
+    def finish(self, starts: list[Vectors], ends: list[Vectors]) -> list[Vectors]:
+        alpha, average = self.method.pull_back, mean(starts)
+        z = average if alpha is None else self._anchors(average)
+        found = []
+        for start, end in zip(starts, ends, strict=True):
+            one = []
+            for i, (x, s) in enumerate(zip(end, start, strict=True)):
+                value = average[i] + (x - s) if alpha is None else x - alpha * (x - z[i])
+                if self.roots[i]:
+                    self.clamped += int((value < 0).sum())
+                    value = np.maximum(value, 0)
+                one.append(value)
+            found.append(one)
+        return found
+
+    def _anchors(self, average: Vectors) -> Vectors:
+        """The weights' anchors, and plain averages of momenta."""
+        mine = average[: self.weights]
+        if not self.anchor:
+            self.anchor, self.velocity = mine, [np.zeros_like(each) for each in mine]
+        self.velocity = [
+            self.method.anchor_momentum * v + (m - z)
+            for v, m, z in zip(self.velocity, mine, self.anchor, strict=True)
+        ]
+        self.anchor = [z + v for z, v in zip(self.anchor, self.velocity, strict=True)]
+        return [*self.anchor, *average[self.weights :]]
+
+
 def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:
     """Every worker's weights after every update, and after the last drain: (n, records, size)."""
+    return _trained(n, strategy, optimizer)[0]
+
+
+def values_clamped(n: int, strategy: str, optimizer: str) -> int:
+    """How often a value was kept from getting below zero."""
+    return _trained(n, strategy, optimizer)[1]
+
+
+@functools.cache
+def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], int]:
     method = parse(strategy)
-    workers = Workers(n, optimizer)
+    follow = isinstance(method, CoCoD) and method.momentum == "average"
+    workers = Workers(n, optimizer, MOMENTA[optimizer] if follow else ())
+    rounds = None
+    if isinstance(method, CoCoD):
+        count = len(workers.models[0].trainable_variables)
+        rounds = Rounds(method, workers.roots(), count)
     records: list[list[Any]] = []
     pending: Vectors | None = None
     started: list[Vectors] = []
@@ -98,19 +177,13 @@ def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:
             pending = mean(mine)
             if guess:
                 true = workers.lead(guess)
-        elif isinstance(method, CoCoD) and step >= method.warmup_steps:
+        elif rounds is not None and step >= rounds.method.warmup_steps:
             if not started:
                 started = workers.positions()
             workers.update(mine)
             local += 1
-            if local % method.period == 0:
-                ends, average = workers.positions(), mean(started)
-                workers.move(
-                    [
-                        [m + (x - s) for m, x, s in zip(average, end, start, strict=True)]
-                        for end, start in zip(ends, started, strict=True)
-                    ]
-                )
+            if local % rounds.method.period == 0:
+                workers.move(rounds.finish(started, workers.positions()))
                 started = workers.positions()
         else:
             workers.update([mean(mine)] * n)
@@ -119,10 +192,10 @@ def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:
         workers.move(true)
     if pending is not None:
         workers.update([pending] * n)
-    if isinstance(method, CoCoD):
+    if rounds is not None:
         workers.move([mean(workers.positions())] * n)
         workers.average_moving_averages()
     for model, each in zip(workers.models, workers.optimizers, strict=True):
         each.finalize_variable_values(model.trainable_variables)
     records.append([weights_of(model) for model in workers.models])
-    return np.array(records).swapaxes(0, 1)
+    return np.array(records).swapaxes(0, 1), rounds.clamped if rounds is not None else 0

@@ -147,8 +147,6 @@ TABLE = [
     Wrong("auto", ValueError, "cannot choose .* yet: use one of", given(strategy="auto")),
     Wrong("a tape with prediction", ValueError, "prediction='local' needs the optimizer",
           tape(strategy="pipe-sgd:prediction=local")),
-    Wrong("averaged momenta", ValueError, "momentum='average'.* here use momentum='local'",
-          given(strategy="cocod:momentum=average")),
     Wrong("op is a word", ValueError, "op must be hvd.Average or hvd.Sum, got 'mean'",
           given(op="mean")),
     Wrong("op is Adasum", ValueError, "Adasum is not for Keras", given(op=hvd_tf.Adasum)),

@@ -24,6 +24,7 @@ from keras.src.saving import object_registration
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.engine import Gradients, Peek, raw, variable
+from hvd_pipe.tensorflow.momenta import momenta_of
 from hvd_pipe.tensorflow.saved import InFlight
 from hvd_pipe.tensorflow.session import Session, Sessions
 from hvd_pipe.tensorflow.xla import refuse_xla
@@ -51,7 +52,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         refuse_xla()
         variables = self._hvd_pipe_variables(variables)
         gradients = list(grads)
-        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
+        find = functools.partial(momenta_of, self)
+        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local, find)
         sums = self._hvd_pipe_accumulators(variables)
         if sums is None:
             self._hvd_pipe_step(session, gradients, scaler)
