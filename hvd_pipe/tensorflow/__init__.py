@@ -22,6 +22,14 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from hvd_pipe.tensorflow.horovod_calls import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_,
+    broadcast_object,
+    broadcast_object_fn,
+    grouped_allreduce,
+)
 from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
 from hvd_pipe.tensorflow.overrides import init, shutdown
 from hvd_pipe.tensorflow.sync_batch_norm import SyncBatchNormalization
@@ -34,6 +42,7 @@ from hvd_pipe.tensorflow.tape import (
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],
     "BF16",
+    "BroadcastGlobalVariablesHook",
     "CoCoD",
     "Compression",
     "DistributedGradientTape",
@@ -46,9 +55,14 @@ __all__ = [  # noqa: PLE0604
     "Plan",
     "RanksDisagreeError",
     "SyncBatchNormalization",
+    "allgather_object",
+    "broadcast_",
     "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
     "drain_gradients",
+    "grouped_allreduce",
     "init",
     "shutdown",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import horovod.tensorflow as _horovod
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
@@ -66,12 +67,14 @@ def _broadcast_all(
     return [each.assign(value) for each, value in zip(variables, values(), strict=True)]
 
 
-def broadcast_global_variables(root_rank: int) -> None:
-    """Refuse: nothing knows all variables of a program since TensorFlow 2.
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Broadcast the variables of a graph of TensorFlow 1's; else nothing knows all variables.
 
     Raises:
-        RuntimeError: Always, with what to write.
+        RuntimeError: Not in such a graph; with what to write.
     """
+    if not tf.executing_eagerly() and not tf.inside_function():
+        return _horovod.broadcast_global_variables(root_rank)
     raise RuntimeError(
         "hvd.broadcast_global_variables() has no variables to find in TensorFlow 2: call "
         f"hvd.broadcast_variables(model.variables + optimizer.variables, root_rank={root_rank}), "

@@ -135,6 +135,11 @@ WARMUP = "hvd.callbacks.LearningRateWarmupCallback"
 TABLE = [
     Wrong("no optimizer", TypeError, "must be a keras.optimizers.Optimizer of Keras 3, got .*str",
           lambda: hvd.DistributedOptimizer("sgd")),
+    Wrong("an optimizer of TensorFlow 1", TypeError,
+          r"v1.train.GradientDescentOptimizer .* use horovod.tensorflow.DistributedOptimizer",
+          lambda: hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))),
+    Wrong("a hook", RuntimeError, "BroadcastGlobalVariablesCallback.* to model.fit",
+          lambda: hvd_tf.BroadcastGlobalVariablesHook(0)),
     Wrong("wrapped twice", ValueError, "distributed already: wrap it once", _twice),
     Wrong("around LossScaleOptimizer", ValueError, "wrap the optimizer inside",
           _around_loss_scale),

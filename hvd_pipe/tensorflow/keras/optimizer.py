@@ -210,6 +210,12 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     Raises:
         TypeError, ValueError: What cannot be, on any rank.
     """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise TypeError(
+            f"tf.compat.v1.train.{type(optimizer).__name__} belongs to TensorFlow 1's graphs and "
+            "sessions: use horovod.tensorflow.DistributedOptimizer there, which has no "
+            "strategies, or a keras.optimizers.Optimizer here."
+        )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"optimizer must be a keras.optimizers.Optimizer of Keras 3, got "
