@@ -9,7 +9,7 @@ import pytest
 import workers_keras_features as features
 from cases import of_case
 from ranks import once, run_ranks
-from workers_keras_features import CODECS, EXACT, STEPS, UPDATES
+from workers_keras_features import CODECS, EXACT, MOMENTA, STEPS, UPDATES
 
 N = 2
 MEAN = 1.5  # of rank + 1 over the ranks
@@ -165,7 +165,7 @@ def test_tapes_of_all_kinds() -> None:
         np.testing.assert_allclose(found["global"], MEAN)
 
 
-@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize("strategy", [*EXACT, MOMENTA])
 def test_a_checkpoint_goes_on_bit_for_bit(strategy: str) -> None:
     for found in ranks_of(f"checkpoint {strategy}"):
         np.testing.assert_array_equal(found["resumed"], found["whole"])
@@ -185,6 +185,9 @@ def test_ranks_that_differ_are_all_told() -> None:
     for found in ranks_of("disagreeing model"):
         assert found["kind"] == "RanksDisagreeError"
         assert "the variable weight" in found["text"]
+    for found in ranks_of("disagreeing momenta"):
+        assert found["kind"] == "RanksDisagreeError"
+        assert "weight.momentums" in found["text"]
 
 
 def test_horovods_names_are_there() -> None:

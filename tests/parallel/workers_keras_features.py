@@ -371,6 +371,11 @@ def disagreeing(what: str) -> Found:
             )
         elif what == "argument":
             hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=0 if last else 1)
+        elif what == "momenta":
+            weight = keras.Variable(np.zeros(3), name="weight")
+            plain = keras.optimizers.SGD(0.1, momentum=0.0 if last else 0.9)
+            optimizer = hvd.DistributedOptimizer(plain, strategy=MOMENTA)
+            optimizer.apply([tf.zeros(3, tf.float64)], [weight])
         else:
             weight = keras.Variable(np.zeros(4 if last else 3), name="weight")
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -394,6 +399,8 @@ def names() -> Found:
 
 CODECS = ("none", "fp16", "bf16", "int8", "int8 and feedback")
 EXACT = ("merged-gradient", "pipe-sgd", "cocod:period=3")
+MOMENTA = "cocod:period=3,momentum=average"
+DISAGREEMENTS = ("strategy", "argument", "model", "momenta")
 CASES = {
     **{f"plain {s}": (plain, s) for s in EXACT},
     **{f"several steps {s}": (several_steps_an_execution, s) for s in EXACT},
@@ -417,8 +424,8 @@ CASES = {
         for mode in ("function", "eager")
     },
     "tapes": (tapes_of_all_kinds,),
-    **{f"checkpoint {s}": (checkpoint, s) for s in EXACT},
-    **{f"disagreeing {what}": (disagreeing, what) for what in ("strategy", "argument", "model")},
+    **{f"checkpoint {s}": (checkpoint, s) for s in (*EXACT, MOMENTA)},
+    **{f"disagreeing {what}": (disagreeing, what) for what in DISAGREEMENTS},
     "names": (names,),
 }
 UPDATES = {
