@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda: keras.optimizers.Adam(0.01),
-    "forgetful": lambda: keras.optimizers.Adam(0.01, beta_2=0.3),
+    "forgetful": lambda: keras.optimizers.Adam(0.01, beta_2=0.3, epsilon=1e-3),
     "clipped": lambda: keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.3),
     "scheduled": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.PiecewiseConstantDecay([4, 11], [0.1, 0.05, 0.02])
