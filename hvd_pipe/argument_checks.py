@@ -10,7 +10,13 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.agreement import members
 from hvd_pipe.strategy import CoCoD
 
-__all__ = ["check_compression", "check_process_set", "check_scaling", "refuse_for_cocod"]
+__all__ = [
+    "check_compression",
+    "check_process_set",
+    "check_scaling",
+    "refuse_for_cocod",
+    "refuse_ranks",
+]
 
 
 def check_scaling(gradient_predivide_factor: Any, is_average: bool) -> None:
@@ -79,3 +85,15 @@ def refuse_for_cocod(
             f"CoCoD has {len(strategy.weights)} weights, and the process set has {ranks} "
             "ranks: give one weight a rank, or weights=None."
         )
+
+
+def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
+    """Refuse what names ranks, in an elastic job; ``has_weights`` is about CoCoD's."""
+    for wrong, what, fix in (
+        (has_weights, "CoCoD's weights, one a rank", "weights=None, and equal batches"),
+        (process_set.process_set_id != 0, "a process_set of ranks", "the global one"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
+            )

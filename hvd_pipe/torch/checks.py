@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
+from hvd_pipe.argument_checks import refuse_ranks
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, check_alike, failed
@@ -28,11 +30,6 @@ def count_anew() -> None:
     _counts.clear()
 
 
-def is_elastic() -> bool:
-    """Whether workers may come and go: Horovod's launchers say so to each."""
-    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
-
-
 def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
     """Check the arguments of a worker of an elastic job, which must not send anything yet.
 
@@ -41,15 +38,10 @@ def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Check
     """
     checked = arguments.check(optimizer, "hvd_pipe")
     strategy, process_set = checked.strategy, arguments.process_set
-    weights = isinstance(strategy, CoCoD) and strategy.weights is not None
-    for wrong, what, fix in (
-        (weights, "CoCoD's weights, one a rank", "weights=None, and equal batches"),
-        (process_set.process_set_id != 0, "a process_set of ranks", "the global one"),
-    ):
-        if wrong:
-            raise ValueError(
-                f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
-            )
+    refuse_ranks(
+        has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
+        process_set=process_set,
+    )
     if os.environ.get(timeline.DIRECTORY):
         warnings.warn(f"{timeline.DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
     return checked
