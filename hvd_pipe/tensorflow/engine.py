@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from hvd_pipe.tensorflow.packing import Shapes
 from hvd_pipe.tensorflow.reduction import Reduction
+from hvd_pipe.tensorflow.variables import variable
 
 __all__ = [
     "Arrays",
@@ -157,12 +158,6 @@ class Engine(abc.ABC):
 def raw(each: Any) -> Any:
     """Return the ``tf.Variable`` of a Keras variable."""
     return each.value if hasattr(each, "value") and not callable(each.value) else each
-
-
-def variable(shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Variable:
-    """Return a variable of ours, of zeros, made outside of whatever graph is being traced."""
-    with tf.init_scope():
-        return tf.Variable(tf.zeros(shape, dtype), trainable=False, name=name)
 
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:

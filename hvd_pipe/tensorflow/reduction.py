@@ -16,6 +16,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.tensorflow.compression import Codec, Compression
+from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["Feedback", "Reduction"]
 
@@ -82,9 +83,11 @@ class Reduction:
         if self.codec is None or not self.codec.error_feedback or self.alone:
             return None
         size = _slice(numel, self.workers, self.codec.chunk)
-        with tf.init_scope():
-            rows = (tf.zeros([count, size]) for count in (self.workers, 1))
-            return Feedback(*(tf.Variable(row, trainable=False) for row in rows))
+        sent, reduced = (
+            variable([rows, size], tf.float32, f"hvd_pipe.lost.{rows}")
+            for rows in (self.workers, 1)
+        )
+        return Feedback(sent, reduced)
 
     def reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None = None) -> tf.Tensor:
         """Return the reduced buffer: the same bits on every rank.

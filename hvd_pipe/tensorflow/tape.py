@@ -34,6 +34,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         """Keep a source's gradients on this worker, as Horovod's."""
         self._hvd_pipe_local.add(id(source))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(
         self,
         target: Any,

@@ -45,6 +45,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
         self._hvd_pipe_apply(grads, trainable_variables, None)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _hvd_pipe_apply(self, grads: Sequence[Any], variables: Any, scaler: Any) -> None:
         """Apply gradients; ``scaler`` is the LossScaleOptimizer that has unscaled them, if any."""
         if len(grads) == 0:
