@@ -20,6 +20,7 @@ from horovod.tensorflow import *  # noqa: F403
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.tensorflow import elastic
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
 from hvd_pipe.tensorflow.horovod_calls import (
@@ -62,6 +63,7 @@ __all__ = [  # noqa: PLE0604
     "broadcast_object_fn",
     "broadcast_variables",
     "drain_gradients",
+    "elastic",
     "grouped_allreduce",
     "init",
     "shutdown",

@@ -15,6 +15,7 @@ from hvd_pipe.argument_checks import (
     check_process_set,
     check_scaling,
     refuse_for_cocod,
+    refuse_ranks,
 )
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
@@ -84,6 +85,19 @@ class Arguments:
             raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
         _check_groups(self.groups)
         self._check_strategy(strategy)
+        return strategy
+
+    def check_alone(self) -> Method:
+        """Check on a worker of an elastic job, where ranks come and go.
+
+        Raises:
+            TypeError, ValueError: As `check`; also what names ranks.
+        """
+        strategy = self.check()
+        refuse_ranks(
+            has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
+            process_set=self.process_set,
+        )
         return strategy
 
     def _check_strategy(self, strategy: Method) -> None:

@@ -28,6 +28,7 @@ from hvd_pipe.tensorflow.engine import (
     Peek,
     Settings,
     raw,
+    restore,
     variable,
 )
 from hvd_pipe.tensorflow.model_average import ModelAverage
@@ -107,6 +108,14 @@ class CoCoDEngine(Engine):
         for part in self._parts:
             part.average.settle()
 
+    def forget(self) -> None:
+        for part in self._parts:
+            part.average.forget()
+        self._local_steps.assign(0)
+
+    def share(self) -> None:
+        self.drain(lambda _: None)
+
     def state(self) -> Arrays:
         found = {"rounds": self._rounds.numpy(), "local_steps": self._local_steps.numpy()}
         for part in self._parts:
@@ -114,7 +123,7 @@ class CoCoDEngine(Engine):
         return found
 
     def load(self, state: Arrays) -> None:
-        self._rounds.assign(state["rounds"])
+        restore({"rounds": self._rounds, "local_steps": self._local_steps}, state)
         for part in self._parts:
             part.average.load(
                 {
@@ -125,7 +134,8 @@ class CoCoDEngine(Engine):
             )
         # Momenta that were left alone until now begin with a round of their own.
         is_whole = all(part.average.due for part in self._parts)
-        self._local_steps.assign(state["local_steps"] if is_whole else 0)
+        if not is_whole:
+            self._local_steps.assign(0)
 
     def _is_local(self) -> tf.Tensor:
         return self._rounds >= self._warmup_steps

@@ -25,6 +25,7 @@ from hvd_pipe.tensorflow.reduction import Reduction
 from hvd_pipe.tensorflow.variables import variable
 
 __all__ = [
+    "LOST",
     "Arrays",
     "Due",
     "Engine",
@@ -42,6 +43,9 @@ Gradients = Mapping[int, Any]
 
 Arrays = dict[str, npt.NDArray[Any]]
 """What is in flight, by name; of this rank."""
+
+LOST = "lost."
+"""Begins the names of what codecs have left over, which means nothing on another rank."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +153,16 @@ class Engine(abc.ABC):
         return {}
 
     def load(self, state: Arrays) -> None:  # noqa: B027 - the same
-        """Go on from a `state` of this rank, of the same engine on the same variables."""
+        """Go on from a `state`, of the same engine on the same variables; {} holds nothing."""
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Wait for what this rank has sent, so that no other waits for it in vain."""
+
+    def forget(self) -> None:  # noqa: B027 - the same
+        """Wait for nothing that was sent: after a failure it may never arrive."""
+
+    def share(self) -> None:  # noqa: B027 - the same
+        """Make what is in flight, or the models, equal on all ranks; between two steps."""
 
 
 def raw(each: Any) -> Any:

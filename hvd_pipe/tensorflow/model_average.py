@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.compression import Compression
-from hvd_pipe.tensorflow.engine import Arrays
+from hvd_pipe.tensorflow.engine import LOST, Arrays, restore
 from hvd_pipe.tensorflow.reduction import Feedback, Reduction
 
 __all__ = ["ModelAverage"]
@@ -62,7 +62,7 @@ class ModelAverage:
         nothing = [None] * len(self._feedback)
         self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
         self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
-        self._courier = ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
+        self._courier = _courier()
         self._sent: Future[list[tf.Tensor]] | None = None
         self._start: list[tf.Tensor] = []
         self._base: list[tf.Tensor] = []
@@ -113,6 +113,12 @@ class ModelAverage:
         if self._sent is not None:
             self._sent.result()
 
+    def forget(self) -> None:
+        """Wait for nothing that was sent, and keep it from whatever comes."""
+        self._sent, self._start = None, []
+        self._courier.shutdown(wait=False)
+        self._courier = _courier()
+
     def state(self) -> Arrays:
         """Return copies of what the coming rounds need; waits for what has been sent."""
         kinds = {
@@ -127,11 +133,7 @@ class ModelAverage:
             for kind, flats in kinds.items()
             for i, flat in enumerate(flats)
         }
-        for i, feedback in enumerate(self._feedback):
-            if feedback is not None:
-                found[f"lost.sent.{i}"] = feedback.sent.numpy()
-                found[f"lost.reduced.{i}"] = feedback.reduced.numpy()
-        return found
+        return {**found, **{name: each.numpy() for name, each in self._lost().items()}}
 
     def load(self, state: Arrays) -> None:
         """Go on from a `state`."""
@@ -148,10 +150,16 @@ class ModelAverage:
         if sent:
             self._sent = Future()
             self._sent.set_result(sent)
-        for i, feedback in enumerate(self._feedback):
-            if feedback is not None and f"lost.sent.{i}" in state:
-                feedback.sent.assign(state[f"lost.sent.{i}"])
-                feedback.reduced.assign(state[f"lost.reduced.{i}"])
+        restore(self._lost(), state)
+
+    def _lost(self) -> dict[str, tf.Variable]:
+        """The variables of what encoding has lost, by the names that they have in a `state`."""
+        return {
+            f"{LOST}{kind}.{i}": getattr(feedback, kind)
+            for i, feedback in enumerate(self._feedback)
+            if feedback is not None
+            for kind in ("sent", "reduced")
+        }
 
     def _arrive(self) -> list[tf.Tensor]:
         assert self._sent is not None
@@ -193,6 +201,10 @@ class ModelAverage:
         ]
         self._anchor = [z + v for z, v in zip(self._anchor, self._velocity, strict=True)]
         return self._anchor
+
+
+def _courier() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
 
 
 def _wide(flat: tf.Tensor) -> tf.Tensor:

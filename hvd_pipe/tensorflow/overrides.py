@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from typing import Any
 
 from horovod.tensorflow import mpi_ops
 
-__all__ = ["init", "note", "shutdown"]
+from hvd_pipe import restarts
+from hvd_pipe.tensorflow import workers
 
-_running: weakref.WeakSet[Any] = weakref.WeakSet()
+__all__ = ["init", "shutdown"]
 
 
 def init(*args: Any, **kwargs: Any) -> Any:
@@ -18,19 +17,20 @@ def init(*args: Any, **kwargs: Any) -> Any:
 
     Our buckets are merged already; fusing them again would copy every byte twice more. Set
     ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Arguments as Horovod's ``init``.
+
+    Raises:
+        HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    restarts.prepare(mpi_ops.is_initialized())
     return mpi_ops.init(*args, **kwargs)
 
 
-def note(sessions: Any) -> None:
-    """Remember whose messages must have arrived before Horovod ends."""
-    _running.add(sessions)
-
-
 def shutdown(*args: Any, **kwargs: Any) -> Any:
-    """Shut Horovod down when the other ranks no longer need what this one has sent."""
-    for sessions in list(_running):
-        for session in sessions:
-            session.engine.settle()
+    """Shut Horovod down when the other ranks no longer need what this one has sent.
+
+    Optimizers and tapes keep what was in flight, and go on with it after another `init`, on other
+    workers if need be; their graphs are traced anew.
+    """
+    workers.part()
+    restarts.note_end(mpi_ops.is_initialized() and mpi_ops.mpi_enabled())
     return mpi_ops.shutdown(*args, **kwargs)

@@ -124,6 +124,15 @@ class PipeSGDEngine(Engine):
         self._is_pending.assign(False)
         update(self._packing.unpack(self._reduce([each.read_value() for each in self._pending])))
 
+    def share(self) -> None:
+        """Have each rank's pending gradient be the average, which comes of that once more."""
+        if not self._is_pending.numpy():
+            return
+        reduction, tag = self.settings.reduction.lossless(), self.settings.tag
+        for i, each in enumerate(self._pending):
+            arrived = reduction.reduce(each.read_value(), f"{tag}.shared.{i}")
+            each.assign(arrived / reduction.workers if reduction.op == Sum else arrived)
+
     def state(self) -> Arrays:
         return {name: each.numpy() for name, each in self._named().items()}
 

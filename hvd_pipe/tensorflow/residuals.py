@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from hvd_pipe.tensorflow.engine import Arrays
+from hvd_pipe.tensorflow.engine import LOST, Arrays
 from hvd_pipe.tensorflow.packing import Packing
 from hvd_pipe.tensorflow.reduction import Feedback, Reduction
 
@@ -21,7 +21,7 @@ class Residuals:
     def named(self) -> dict[str, tf.Variable]:
         """The variables, by the names that they have in a checkpoint."""
         return {
-            f"{kind}.{i}": getattr(feedback, kind)
+            f"{LOST}{kind}.{i}": getattr(feedback, kind)
             for i, feedback in enumerate(self.each)
             if feedback is not None
             for kind in ("sent", "reduced")

@@ -7,30 +7,58 @@ one that a rank lacks travels as zeros, as others may have it.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+import logging
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import MergedGradient, Method
+from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
-from hvd_pipe.tensorflow.engine import Arrays, Engine, Gradients, Momentum, Settings, raw
+from hvd_pipe.tensorflow.engine import (
+    LOST,
+    Arrays,
+    Engine,
+    Gradients,
+    Momentum,
+    Settings,
+    raw,
+)
 from hvd_pipe.tensorflow.engines import make_engine
-from hvd_pipe.tensorflow.overrides import note
 
-__all__ = ["Session", "Sessions"]
+__all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit"]
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
 
 FindMomenta = Callable[[Sequence[Any]], Sequence[Momentum]]
 
-# Numbers what is distributed over each process set, whose members all count the same ones.
-_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+States = dict[int, Arrays]
+"""What sessions have in flight, by their number; beside it what their owner has, by `OWNERS`."""
+
+OWNERS = -1
+
+_log = logging.getLogger("hvd_pipe")
+
+# How many were made of each description, so that a worker that comes knows which is which.
+_made: Counter[str] = Counter()
+
+# What is still to be made here, and goes on from another rank's.
+_inherited: dict[str, States] = {}
+
+
+class Owner(Protocol):
+    """An optimizer that keeps something between two steps itself."""
+
+    def _hvd_pipe_state(self) -> Arrays: ...
+
+    def _hvd_pipe_load(self, state: Arrays) -> None: ...
 
 
 class Sessions:
@@ -48,12 +76,30 @@ class Sessions:
         if not is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
         self.arguments = arguments
-        process_set = arguments.process_set
+        self._tag: str | None = None
+        self._owner: weakref.ref[Owner] | None = None
+        self._found: dict[tuple[int, ...], Session] = {}
+        self._loaded: States = {}
+        # A worker that comes to an elastic job is here alone: there, ranks compare at a step.
+        self.strategy = arguments.check_alone() if is_elastic() else self._start()
+        lines = arguments.describe(self.strategy)
+        text = "; ".join(f"{label} {value}" for label, value in lines)
+        self.label = f"{text}; {_made[text]}"
+        _made[text] += 1
+        workers.note(self)
+
+    def _start(self) -> Method:
+        """Compare the arguments with those of the other workers; all of them must come here.
+
+        Raises:
+            TypeError, ValueError, RanksDisagreeError: As the class.
+        """
+        arguments, process_set = self.arguments, self.arguments.process_set
         if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
             process_set = global_process_set  # it is refused below, and all ranks must hear of it
         number = process_set.process_set_id
-        count = next(_counts[number])
-        self.tag = f"hvd_pipe.tf.{number}.{count}"
+        count = workers.count(number)
+        self._tag = f"hvd_pipe.tf.{number}.{count}"
 
         def check() -> tuple[Method, Description]:
             strategy = arguments.check()
@@ -61,10 +107,7 @@ class Sessions:
             return strategy, [made, *arguments.describe(strategy)]
 
         # One name for all, so that ranks which have made different numbers still meet here.
-        self.strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
-        self._found: dict[tuple[int, ...], Session] = {}
-        self._loaded: dict[int, Arrays] = {}
-        note(self)
+        return checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._found.values())
@@ -84,25 +127,81 @@ class Sessions:
             local: Identities of the variables that are not distributed.
             momenta: Finds the optimizer's momenta of variables; None for a tape.
         """
+        workers.note_graphs()
+        if self._tag is None:
+            self._start()
+            if self._owner is None:  # a tape begins with the first step, after `inherit`
+                self._loaded = _inherited.pop(self.label, self._loaded)
         key = tuple(id(each) for each in variables)
         if key not in self._found:
             number = len(self._found)
-            tag = f"{self.tag}.{number}"
+            tag = f"{self._tag}.{number}"
             made = Session(
                 self.arguments, self.strategy, tag, variables, gradients, local, momenta
             )
-            if number in self._loaded:
+            loaded = self._loaded.pop(number, None)
+            if is_elastic() or workers.generation():
+                everyone = gather(loaded is not None, f"{tag}.loaded", self.arguments.process_set)
+                loaded = loaded if all(everyone) else None  # some may have been made anew
+            if loaded is not None:
                 with tf.init_scope():  # now, not in the graph that is being traced
-                    made.engine.load(self._loaded.pop(number))
+                    made.engine.load(loaded)
             self._found[key] = made
         return self._found[key]
 
-    def load(self, states: dict[int, Arrays]) -> None:
+    def load(self, states: States) -> None:
         """Go on from what sessions had in flight, by their number."""
         self._loaded = states
         for number, session in enumerate(self):
             if number in states:
                 session.engine.load(states.pop(number))
+        owner = None if self._owner is None else self._owner()
+        if owner is not None and OWNERS in states:
+            owner._hvd_pipe_load(states.pop(OWNERS))
+
+    # What elastic jobs need, and another `hvd.init()`.
+
+    def own(self, owner: Owner) -> None:
+        """Remember the optimizer that these belong to."""
+        self._owner = weakref.ref(owner)
+
+    def states(self) -> States:
+        """Return what is in flight, of sessions that are still to come as well."""
+        found = dict(self._loaded)
+        for number, session in enumerate(self):
+            found[number] = session.engine.state()
+        owner = None if self._owner is None else self._owner()
+        return found if owner is None else {**found, OWNERS: owner._hvd_pipe_state()}
+
+    def go_back(self, states: States | None) -> None:
+        """Go on from earlier `states`, and from nothing in flight where these hold none."""
+        nothing: States = {number: {} for number in [OWNERS, *range(len(self._found))]}
+        self.load({**nothing, **(states or {})})
+
+    def rest(self) -> None:
+        """Let Horovod end: each session is made again when its gradients come again."""
+        for number, session in enumerate(self):
+            try:
+                self._loaded[number] = session.engine.state()
+            except Exception as error:  # whatever it is, Horovod must end
+                _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
+        self._found.clear()
+        self._tag = None
+
+
+def inherit(found: dict[str, States]) -> None:
+    """Have all that is distributed go on from one rank's `Sessions.states`, by their label.
+
+    What codecs have left over is dropped: it was another rank's, or is of other workers.
+    """
+    _inherited.clear()
+    for label, states in found.items():
+        _inherited[label] = {
+            number: {name: array for name, array in state.items() if not name.startswith(LOST)}
+            for number, state in states.items()
+        }
+    for sessions in workers.running():
+        sessions.go_back(_inherited.pop(sessions.label, None))
 
 
 class Session:

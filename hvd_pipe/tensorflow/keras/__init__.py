@@ -36,7 +36,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
-from hvd_pipe.tensorflow.keras import callbacks, patches
+from hvd_pipe.tensorflow.keras import callbacks, elastic, patches
 from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
 from hvd_pipe.tensorflow.keras.saving import load_model
 from hvd_pipe.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
@@ -70,6 +70,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

@@ -11,6 +11,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average as _Average
 from horovod.tensorflow.mpi_ops import _allreduce, rank, size
 
+from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.replan import Replan
@@ -44,6 +45,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
         self._replan: Replan | None = None
+        self._generation = workers.generation()
         if local_variables is None:
             local_variables = []
         elif not isinstance(local_variables, list | tuple):
@@ -55,6 +57,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._local.add(id(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if self._generation != workers.generation():  # workers that come have done nothing yet
+            self._generation = workers.generation()
+            self._replan, self.broadcast_done = None, False
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if self._replan is None and isinstance(optimizer, DistributedMixin):
             self._replan = Replan(optimizer._hvd_pipe)

@@ -23,7 +23,7 @@ from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow.arguments import Arguments
-from hvd_pipe.tensorflow.engine import Gradients, Peek, raw, variable
+from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, raw, restore, variable
 from hvd_pipe.tensorflow.momenta import momenta_of
 from hvd_pipe.tensorflow.saved import InFlight
 from hvd_pipe.tensorflow.session import Session, Sessions
@@ -194,6 +194,22 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         passes = arguments.backward_passes_per_step
         return passes, 1.0 / passes if arguments.average_aggregated_gradients else 1.0
 
+    def _hvd_pipe_state(self) -> Arrays:
+        """Return what accumulates here; `hvd_pipe.tensorflow.session` asks."""
+        sums = {f"sum.{i}": each.numpy() for i, each in enumerate(self._hvd_pipe_sums or [])}
+        return {"passes": self._hvd_pipe_counter.numpy(), **sums}
+
+    def _hvd_pipe_load(self, state: Arrays) -> None:
+        """Go on from a `_hvd_pipe_state`; {} holds nothing."""
+        sums = [array for name, array in state.items() if name.startswith("sum.")]
+        if self._hvd_pipe_sums is None and sums:
+            self._hvd_pipe_sums = [
+                variable(each.shape, tf.as_dtype(each.dtype), f"hvd_pipe.sum.{i}")
+                for i, each in enumerate(sums)
+            ]
+        named = {f"sum.{i}": each for i, each in enumerate(self._hvd_pipe_sums or [])}
+        restore({"passes": self._hvd_pipe_counter, **named}, state)
+
     @contextmanager
     def _hvd_pipe_plainly(self) -> Iterator[None]:
         """Let Keras apply a gradient without accumulating it once more."""
@@ -244,6 +260,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         "_hvd_pipe_counter": variable([], tf.int64, "hvd_pipe.passes"),
     }
     wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
+    sessions.own(wrapped)
     wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
     return wrapped
 

@@ -1,0 +1,210 @@
+"""``hvd.elastic``: Horovod's elastic training, with something in flight, under Keras 3.
+
+Horovod's own words hold: `run` around the training function, a state for what all workers share,
+``state.commit()`` now and then. What becomes of what is in flight::
+
+    hosts come or go     averages of the old workers are made of it, and go on
+    a worker fails       what was sent since the last commit is dropped, the commit is loaded on
+                         the workers that are left, every rank goes on from rank 0's
+
+Either way graphs are traced anew, and every optimizer and tape gets a new engine, on the new
+workers; what error feedback has left over is dropped on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.tensorflow.functions import broadcast_object
+from horovod.tensorflow.mpi_ops import broadcast, rank
+
+from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow.engine import raw
+from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.overrides import init, shutdown
+from hvd_pipe.tensorflow.session import States, inherit
+
+__all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
+
+_log = logging.getLogger("hvd_pipe")
+
+_FAILURES = (tf.errors.UnknownError, tf.errors.AbortedError)
+# Horovod's own words, the names of messages, and the library below, one of which an error has.
+_WORDS = ("Horovod", "hvd_pipe.tf.", "hvd_pipe.broadcast", "gloo")
+
+
+class TensorFlowState(ObjectState):  # type: ignore[misc]
+    """What workers share: variables, what is in flight, and numbers of the user's.
+
+    Args:
+        variables: Keras' or TensorFlow's; of the model and the optimizer, say.
+        session: Accepted for Horovod's sake: TensorFlow 2 has none.
+        kwargs: More that workers share, by name; attributes of the state.
+
+    Raises:
+        ValueError: There are no variables.
+
+    Example::
+
+        variables = [*model.trainable_variables, *optimizer.variables]
+        state = hvd.elastic.TensorFlowState(variables, step=0)
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
+        if not variables:
+            raise ValueError(
+                "TensorFlow 2 keeps no list of all variables: pass variables=[*model.variables, "
+                "*optimizer.variables], of a model and an optimizer that have been built."
+            )
+        self.variables, self.session = list(variables), session
+        self._values: list[npt.NDArray[Any]] = []
+        self._in_flight: dict[str, States] = {}
+        self._keep()
+        super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+
+    def save(self) -> None:
+        """Copy everything to host memory; waits for what this rank has sent."""
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the last commit; `run` calls this when a worker has failed."""
+        for each, value in zip(self.variables, self._values, strict=True):
+            raw(each).assign(value)
+        for sessions in workers.running():
+            sessions.go_back(self._in_flight.get(sessions.label))
+        super().restore()
+        _log.warning(
+            "elastic: a worker has failed, back to the last commit; what was sent since then is "
+            "dropped"
+        )
+
+    def sync(self) -> None:
+        """Have all ranks go on from rank 0's state; each keeps its own random numbers."""
+        with _failures():
+            found = [each for each in self.variables if each.name != "seed_generator_state"]
+            broadcast_variables(found, root_rank=0)
+            inherit(_of_first(_in_flight()))
+            self._keep()
+            super().sync()
+
+    def _keep(self) -> None:
+        self._values = [raw(each).numpy() for each in self.variables]
+        self._in_flight = _in_flight()
+
+
+class TensorFlowKerasState(TensorFlowState):
+    """What workers share: a model, its optimizer, what is in flight, and numbers of the user's.
+
+    Args:
+        model: A Keras model that has been built.
+        optimizer: Its optimizer, where it is not compiled into the model.
+        backend: Accepted for Horovod's sake.
+        kwargs: As `TensorFlowState`.
+
+    Raises:
+        ValueError: The model has not been built, or there is no optimizer.
+
+    Example::
+
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+        state = hvd.elastic.TensorFlowKerasState(model, batch=0, epoch=0)
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        if not model.built:
+            raise ValueError("the model has no variables yet: call model.build(input_shape).")
+        self.model, self.backend = model, backend
+        compiled = getattr(model, "optimizer", None)
+        self.optimizer = compiled if optimizer is None else optimizer
+        if self.optimizer is None:
+            raise ValueError(
+                "there is no optimizer: compile the model with one before this, or pass optimizer="
+            )
+        if not self.optimizer.built:  # workers that come must have what the others have
+            self.optimizer.build(model.trainable_variables)
+        super().__init__([*model.variables, *self.optimizer.variables], **kwargs)
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function ``func(state, ...)``: it starts anew when workers change.
+
+    As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
+    elastic job optimizers and tapes send none before their first step, where ranks compare their
+    arguments.
+    """
+
+    @functools.wraps(func)
+    def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with _failures():
+                return func(state, *args, **kwargs)
+        except HostsUpdatedInterrupt:
+            # All ranks raise this at one step, those that have to leave as well.
+            with _failures():
+                for sessions in workers.running():
+                    for session in sessions:
+                        session.engine.share()
+            state.save()
+            # Horovod goes without sync() if hosts have only gone. A host that comes a moment
+            # later would wait in sync() alone.
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    return run_fn(guarded, _reset)  # type: ignore[no-any-return]
+
+
+def _reset() -> None:
+    shutdown()
+    init()
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Say in Horovod's terms that a message has failed: TensorFlow has errors of its own.
+
+    Raises:
+        HorovodInternalError: It has, for `run_fn`.
+    """
+    try:
+        yield
+    except HorovodInternalError:
+        _forget()
+        raise
+    except _FAILURES as error:
+        if not any(word in str(error) for word in _WORDS):
+            raise
+        _forget()
+        raise HorovodInternalError(str(error)) from error
+
+
+def _forget() -> None:
+    for sessions in workers.running():
+        for session in sessions:
+            session.engine.forget()
+
+
+def _in_flight() -> dict[str, States]:
+    return {sessions.label: sessions.states() for sessions in workers.running()}
+
+
+def _of_first(value: Any) -> Any:
+    """Return rank 0's value on every rank; arrays of any size and dtype are fine."""
+    data = pickle.dumps(value) if rank() == 0 else b""
+    size = int(broadcast(tf.constant([len(data)], tf.int64), 0, "hvd_pipe.elastic.size")[0])
+    mine = np.frombuffer(data, np.uint8) if rank() == 0 else np.zeros(size, np.uint8)
+    sent = broadcast(tf.constant(mine), 0, "hvd_pipe.elastic.data")
+    return value if rank() == 0 else pickle.loads(sent.numpy().tobytes())
