@@ -1,6 +1,8 @@
 """The errors that are hvd_pipe's own; wrong arguments raise plain ValueError and TypeError."""
 
-__all__ = ["HvdPipeError", "RanksDisagreeError"]
+import sys
+
+__all__ = ["HvdPipeError", "RanksDisagreeError", "is_failing"]
 
 
 class HvdPipeError(RuntimeError):
@@ -9,3 +11,8 @@ class HvdPipeError(RuntimeError):
 
 class RanksDisagreeError(HvdPipeError):
     """Two workers came with different models, strategies or plans; raised on every worker."""
+
+
+def is_failing() -> bool:
+    """Whether this process handles an exception, or ends by one."""
+    return getattr(sys, "last_value", None) is not None or sys.exc_info()[0] is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 from hvd_pipe.errors import HvdPipeError
 
@@ -25,19 +26,19 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
 
 
-def prepare(running: bool) -> None:
+def prepare(horovod: Any) -> None:
     """Before Horovod starts: turn its own fusion off, unless the user has set it.
 
     In an elastic job, which will start again, it stays on where the user has set the cycle time.
 
     Args:
-        running: Whether Horovod has started already, so that nothing happens now.
+        horovod: The framework's ``mpi_ops``.
 
     Raises:
         HvdPipeError: This start, or one that must be expected, would crash the process.
     """
     global _fixed_both  # noqa: PLW0603 - one a process, as Horovod itself
-    if running:
+    if horovod.is_initialized():
         return
     if _ended_mpi:
         raise HvdPipeError(
@@ -57,12 +58,12 @@ def prepare(running: bool) -> None:
     _fixed_both = both
 
 
-def note_end(by_mpi: bool) -> None:
+def note_end(horovod: Any) -> None:
     """Before Horovod ends: note what that ends for good.
 
     Args:
-        by_mpi: Whether it runs, and under MPI.
+        horovod: The framework's ``mpi_ops``.
     """
     global _ended_mpi  # noqa: PLW0603
-    if by_mpi and "mpi4py.MPI" not in sys.modules:
+    if horovod.is_initialized() and horovod.mpi_enabled() and "mpi4py.MPI" not in sys.modules:
         _ended_mpi = True

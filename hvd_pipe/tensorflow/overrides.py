@@ -21,7 +21,7 @@ def init(*args: Any, **kwargs: Any) -> Any:
     Raises:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
-    restarts.prepare(mpi_ops.is_initialized())
+    restarts.prepare(mpi_ops)
     return mpi_ops.init(*args, **kwargs)
 
 
@@ -32,5 +32,5 @@ def shutdown(*args: Any, **kwargs: Any) -> Any:
     workers if need be; their graphs are traced anew.
     """
     workers.part()
-    restarts.note_end(mpi_ops.is_initialized() and mpi_ops.mpi_enabled())
+    restarts.note_end(mpi_ops)
     return mpi_ops.shutdown(*args, **kwargs)

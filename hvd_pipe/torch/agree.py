@@ -12,6 +12,7 @@ from hvd_pipe.agreement import Agreement, Description, failed, members
 
 __all__ = [
     "Description",
+    "agreement",
     "check_alike",
     "failed",
     "found_by_first",
@@ -30,11 +31,11 @@ def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes
     return [part.numpy().tobytes() for part in parts]
 
 
-_agreement = Agreement(_gather_bytes)
-check_alike = _agreement.check_alike
-found_by_first = _agreement.found_by_first
-from_first = _agreement.from_first
-gather = _agreement.gather
+agreement = Agreement(_gather_bytes)
+check_alike = agreement.check_alike
+found_by_first = agreement.found_by_first
+from_first = agreement.from_first
+gather = agreement.gather
 
 
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:

@@ -19,7 +19,7 @@ from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.arguments import Arguments, Checked
 
-__all__ = ["check_alone", "check_everywhere", "count_anew", "is_elastic"]
+__all__ = ["check_alone", "check_everywhere", "count_anew"]
 
 # Numbers the optimizers of each process set, whose members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)

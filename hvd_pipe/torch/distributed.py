@@ -17,11 +17,12 @@ import torch
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import Auto
 from hvd_pipe.torch import saved, timeline
 from hvd_pipe.torch.arguments import Arguments, Checked, check_passes
 from hvd_pipe.torch.auto import AutoChoice
-from hvd_pipe.torch.checks import check_alone, check_everywhere, is_elastic
+from hvd_pipe.torch.checks import check_alone, check_everywhere
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
 from hvd_pipe.torch.job_times import JobProfile, profile_job

@@ -11,7 +11,6 @@ Module-wide, because the optimizer that sent a message may be gone when the scri
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +23,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
-from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.errors import HvdPipeError, is_failing
 
 __all__ = ["arrive", "before_shutdown", "finished", "follow", "forget", "sent", "settle", "wait"]
 
@@ -115,7 +114,7 @@ def settle() -> bool:
     Returns:
         Whether all has arrived.
     """
-    if (_handles or _exchanges) and not _failing():
+    if (_handles or _exchanges) and not is_failing():
         warnings.warn(
             "training ended with averages in flight: call optimizer.synchronize() after the last "
             "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",
@@ -127,7 +126,3 @@ def settle() -> bool:
     for end in _endings:
         end()
     return whole
-
-
-def _failing() -> bool:
-    return getattr(sys, "last_value", None) is not None or sys.exc_info()[0] is not None

@@ -15,11 +15,14 @@ from horovod.torch.mpi_ops import broadcast_async_, rank
 from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.torch import in_flight, restarts, watchdog
+from hvd_pipe import restarts
+from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.checks import count_anew
 from hvd_pipe.torch.distributed import rest_all
 from hvd_pipe.torch.engine import all_joined, refuse_join
 from hvd_pipe.torch.reduction import sendable
+from hvd_pipe.torch.waiting import JOB
+from hvd_pipe.watch import watchdog
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "init", "join", "shutdown"]
 
@@ -35,13 +38,13 @@ def init(*args: Any, **kwargs: Any) -> Any:
     Raises:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
-    restarts.prepare()
+    restarts.prepare(mpi_ops)
     if not torch.cuda.is_available():
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     running = mpi_ops.is_initialized()
     result = mpi_ops.init(*args, **kwargs)
     if not running:
-        watchdog.start()
+        watchdog.start(JOB)
     atexit.register(in_flight.settle)  # after Horovod's own, so it is called before it
     return result
 
@@ -54,7 +57,7 @@ def shutdown(*args: Any, **kwargs: Any) -> Any:
     """
     rest_all(keep=in_flight.settle())
     count_anew()
-    restarts.note_end()
+    restarts.note_end(mpi_ops)
     watchdog.leave()
     result = mpi_ops.shutdown(*args, **kwargs)
     watchdog.stop()

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+from horovod.torch import mpi_ops
 from ranks import once
 from workers_elastic import LR, METHODS, NUMEL, Scenario, Weights, target
 
+from hvd_pipe import restarts
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch import restarts
 
 PERIOD = 3
 TIMEOUT = 240.0
@@ -245,8 +246,8 @@ def test_settings_that_crash_a_reset_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "0.1")
     monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
-    restarts.prepare()
+    restarts.prepare(mpi_ops)
     assert "HOROVOD_FUSION_THRESHOLD" not in os.environ
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
     with pytest.raises(HvdPipeError, match="unset HOROVOD_CYCLE_TIME"):
-        restarts.prepare()
+        restarts.prepare(mpi_ops)

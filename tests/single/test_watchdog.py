@@ -16,12 +16,13 @@ import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_pipe.torch import exchange, watchdog
+from hvd_pipe.torch import exchange, waiting
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.door import knock
 from hvd_pipe.torch.exchange import Exchange
-from hvd_pipe.torch.heartbeat import Heartbeat, Look, Peer
 from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.watch import watchdog
+from hvd_pipe.watch.door import knock
+from hvd_pipe.watch.heartbeat import Heartbeat, Look, Peer
 
 
 def test_doctests() -> None:
@@ -81,7 +82,7 @@ def beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def test_a_rank_waits_where_horovod_does() -> None:
-    look = watchdog._Process(0).look
+    look = watchdog._Process(0, waiting.waits_for).look
     assert not look().waits
     assert not Stuck("my_script", "synchronize").seen(look).waits
     assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(look, 7).waits
@@ -89,7 +90,7 @@ def test_a_rank_waits_where_horovod_does() -> None:
 
 def test_the_time_is_that_of_one_message() -> None:
     """A job that waits for one message after the other gets on, however slow its links are."""
-    process = watchdog._Process(0)
+    process = watchdog._Process(0, waiting.waits_for)
 
     def look_twice() -> tuple[Look, Look]:
         return process.look(), process.look()
@@ -102,7 +103,7 @@ def test_the_time_is_that_of_one_message() -> None:
 
 
 def test_join_waits_for_ranks_that_get_on() -> None:
-    look = watchdog._Process(0).look
+    look = watchdog._Process(0, waiting.waits_for).look
     assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(look, 7).joined
     assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(look, 8).joined
 
@@ -111,13 +112,13 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
     monkeypatch.setattr(exchange, "courier", SimpleNamespace(take=id))  # nothing leaves
     others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
     message = Exchange(Reduction(process_set=others), torch.zeros(8), "g", Compression.int8)
-    process = watchdog._Process(0)
+    process = watchdog._Process(0, waiting.waits_for)
     looks: list[Look] = []
 
     def look_twice() -> None:
         main = threading.main_thread().ident or 0
         try:
-            while watchdog._wait_of(sys._current_frames()[main]) is None:
+            while waiting._wait_of(sys._current_frames()[main]) is None:
                 pass
             looks.extend((process.look(), process.look()))
         finally:
@@ -133,7 +134,7 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
 
 def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count() -> None:
     """A rank that saves a checkpoint would end; one whose main thread waits for it does wait."""
-    look = watchdog._Process(0).look
+    look = watchdog._Process(0, waiting.waits_for).look
     stuck = Stuck("horovod.torch.mpi_ops", "synchronize")
     with beside(lambda: stuck.function(7)):
         stuck.there.wait()
@@ -150,11 +151,10 @@ class Ranks:
         self.links: list[Any] = []
         monkeypatch.delenv("HVD_PIPE_TIMEOUT", raising=False)
         monkeypatch.setattr(watchdog, "is_elastic", lambda: False)
-        monkeypatch.setattr(watchdog, "size", lambda: 3)
-        monkeypatch.setattr(watchdog, "rank", lambda: 0)
-        monkeypatch.setattr(watchdog, "found_by_first", self.offer)
-        monkeypatch.setattr(watchdog, "gather", self.gather)
         monkeypatch.setattr(watchdog, "_install", lambda: None)
+        everyone: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 0)
+        self.agreement: Any = SimpleNamespace(found_by_first=self.offer, gather=self.gather)
+        self.job = watchdog.Job(everyone, self.agreement, waiting.waits_for, lambda error: False)
 
     def offer(self, find: Callable[[], dict[str, Any]], *_: object) -> dict[str, Any]:
         self.offered = find()
@@ -171,7 +171,7 @@ def test_a_rank_that_gave_up_before_it_was_let_in_is_not_watched(
     """Its end of the connection is closed: that must not look like the end of the rank."""
     ranks = Ranks(monkeypatch)
     with pytest.warns(UserWarning, match="rank 1 on .* cannot connect to rank 0"):
-        watchdog.start()
+        watchdog.start(ranks.job)
     assert watchdog._heartbeat is not None
     assert list(watchdog._heartbeat._links) == [2]
     assert ranks.links[0].recv(1) == b""
@@ -185,9 +185,9 @@ def test_nothing_stays_open_where_ranks_cannot_agree(monkeypatch: pytest.MonkeyP
         ranks.gather(*words)
         raise HorovodInternalError("another rank is gone")
 
-    monkeypatch.setattr(watchdog, "gather", gather)
+    ranks.agreement.gather = gather
     with pytest.raises(HorovodInternalError) as error:  # holds the frame, and what that holds
-        watchdog.start()
+        watchdog.start(ranks.job)
     assert [link.recv(1) for link in ranks.links] == [b"", b""], error
 
 

@@ -1,10 +1,9 @@
 """No rank waits for ever for one that is gone: it ends, and says who is gone and why.
 
 Open MPI waits for a stopped rank, and behind a cut link, for ever; Gloo gives up after half a
-minute with an error that names nobody. So the ranks keep a `hvd_pipe.torch.heartbeat` of their
-own, beside Horovod, from ``hvd.init()`` to ``hvd.shutdown()``. A rank ends itself only when
-another is known to be lost *and* it has itself done nothing but wait for a while. Launchers then
-end the rest of the job.
+minute with an error that names nobody. So the ranks keep a `hvd_pipe.watch.heartbeat` of their
+own, beside Horovod, until ``hvd.shutdown()``. A rank ends itself only when another is known to be
+lost *and* it has itself done nothing but wait for a while. Launchers then end the rest of the job.
 
 ``HVD_PIPE_TIMEOUT`` is how many seconds a rank may be silent (120; 0 switches all of this off).
 Elastic jobs recover by themselves and have none of it.
@@ -22,42 +21,72 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from horovod.common.exceptions import HorovodInternalError
-from horovod.torch.mpi_ops import global_process_set, rank, size
+from horovod.common.process_sets import ProcessSet
 
 import hvd_pipe
-from hvd_pipe.torch.agree import found_by_first, gather
-from hvd_pipe.torch.checks import is_elastic
-from hvd_pipe.torch.door import Door, knock
-from hvd_pipe.torch.exchange import Exchange
-from hvd_pipe.torch.heartbeat import FIRST, Heartbeat, Look, Peer
+from hvd_pipe.agreement import Agreement
+from hvd_pipe.restarts import is_elastic
+from hvd_pipe.watch.door import Door, knock
+from hvd_pipe.watch.heartbeat import FIRST, Heartbeat, Look, Peer
 
-__all__ = ["leave", "start", "stop"]
+__all__ = ["Frames", "Job", "is_library", "leave", "module_of", "start", "stop"]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_TIMEOUT"
 DEFAULT_S = 120.0
 NEWS_S = 2.0  # how long news of a rank may take to come after Horovod's own error
 
+Frames = Mapping[int, FrameType]
+"""What each thread of this process is doing, by the thread's number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a framework's adapter knows of the job and of this process.
+
+    Args:
+        ranks: All of them.
+        agreement: How they ask each other.
+        waits_for: Returns what the main thread waits for, or others that it waits for, when that
+            is other ranks; None when it is not. It changes with each message.
+        failed_elsewhere: Whether an exception says that Horovod's communication has failed.
+        is_sure: Whether `waits_for` can tell a wait from a computation that takes long; where it
+            cannot, only what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
+    """
+
+    ranks: ProcessSet
+    agreement: Agreement
+    waits_for: Callable[[Frames], tuple[object, ...] | None]
+    failed_elsewhere: Callable[[BaseException], bool]
+    is_sure: Callable[[], bool] = lambda: True
+
+
 _heartbeat: Heartbeat | None = None
+_job: Job | None = None
 
 
-def start() -> None:
-    """Begin to watch the other ranks, and to be watched; all ranks do this after ``hvd.init()``.
+def start(job: Job) -> None:
+    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time.
+
+    Args:
+        job: This process's view of it.
 
     Raises:
         ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
             decides for all (`HvdPipeError` elsewhere).
     """
-    global _heartbeat  # noqa: PLW0603 - one a process, as Horovod is
+    global _heartbeat, _job  # noqa: PLW0603 - one a process, as Horovod is
     stop()
-    if size() == 1 or is_elastic():
+    ranks, agreement = job.ranks, job.agreement
+    if ranks.size() == 1 or is_elastic():
         return
+    rank: int = ranks.rank()
     door: Door | None = None
 
     def offer() -> dict[str, Any] | None:
@@ -73,14 +102,14 @@ def start() -> None:
     link: socket.socket | None = None
     told: list[dict[str, Any]] = []
     try:
-        offered = found_by_first(offer, f"{name}.offer", global_process_set)
+        offered = agreement.found_by_first(offer, f"{name}.offer", ranks)
         if offered is None:
             return
-        if rank() != FIRST and offered["door"] is not None:
-            link = knock(offered["door"], rank())
-        met = rank() == FIRST or link is not None
+        if rank != FIRST and offered["door"] is not None:
+            link = knock(offered["door"], rank)
+        met = rank == FIRST or link is not None
         me = {"host": socket.gethostname(), "pid": os.getpid(), "met": met}
-        told = gather(me, f"{name}.met", global_process_set)
+        told = agreement.gather(me, f"{name}.met", ranks)
     finally:
         links = {} if door is None else door.close()
         if link is not None:
@@ -91,7 +120,7 @@ def start() -> None:
                 links.pop(other).close()
     peers = [Peer(number, one["host"], one["pid"]) for number, one in enumerate(told)]
     missed = [str(peer) for peer in peers if not told[peer.rank]["met"]]
-    if missed and rank() == FIRST:
+    if missed and rank == FIRST:
         warnings.warn(
             f"{', '.join(missed[:3])}{' and others' if len(missed) > 3 else ''} cannot connect to "
             f"{peers[FIRST]}: where one of them is stopped or its link is cut, nobody notices. "
@@ -100,7 +129,10 @@ def start() -> None:
             stacklevel=3,
         )
     if links:
-        _heartbeat = Heartbeat(peers, rank(), links, offered["limit_s"], _Process(rank()))
+        limit_s = offered["limit_s"]
+        process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
+        _heartbeat = Heartbeat(peers, rank, links, limit_s, process)
+        _job = job
         _heartbeat.start()
         _install()
 
@@ -122,20 +154,27 @@ def stop() -> None:
 class _Process:
     """What the heartbeat knows of this process; it asks from a thread of its own."""
 
-    def __init__(self, own_rank: int) -> None:
+    def __init__(
+        self,
+        own_rank: int,
+        waits_for: Callable[[Frames], tuple[object, ...] | None],
+        patience_s: float = 0.0,
+    ) -> None:
         self._rank = own_rank
+        self._find, self._patience_s = waits_for, patience_s
         self._waits_for: tuple[object, ...] | None = None
         self._since = time.monotonic()
 
     def look(self) -> Look:
         frames = sys._current_frames()
-        main = frames.get(threading.main_thread().ident or 0)
-        waits_for = _waits_for(main, frames.values())
+        waits_for = self._find(frames)
         now = time.monotonic()
         if waits_for != self._waits_for:
             self._waits_for, self._since = waits_for, now
+        seconds = now - self._since
+        waits = waits_for is not None and seconds >= self._patience_s
         joined = waits_for is not None and "join" in waits_for
-        return Look(_line(main), waits_for is not None, now - self._since, joined)
+        return Look(_line(frames.get(threading.main_thread().ident or 0)), waits, seconds, joined)
 
     def say(self, text: str) -> None:
         _say(text)
@@ -153,44 +192,8 @@ def _say(text: str) -> None:
         sys.stderr.flush()
 
 
-_WAITING = (
-    "horovod.torch.mpi_ops",
-    "horovod.common.basics",  # shutdown
-    "hvd_pipe.torch.in_flight",
-    "hvd_pipe.torch.exchange",
-)
-_FOR_THREADS = ("threading", "torch.autograd.graph")  # the latter's own run hooks on a GPU
-
-
-def _waits_for(main: FrameType | None, threads: Iterable[FrameType]) -> tuple[object, ...] | None:
-    """Return what the main thread, or others that it waits for, wait for inside Horovod, if so.
-
-    Others do not count otherwise: a rank that saves a checkpoint may well wait in one of them.
-    """
-    found = _wait_of(main)
-    if found is None and (main is None or _module(main) in _FOR_THREADS):
-        found = next(filter(None, map(_wait_of, threads)), None)
-    return found
-
-
-def _wait_of(frame: FrameType | None) -> tuple[object, ...] | None:
-    """Return what a thread waits for inside Horovod; it changes with each message."""
-    while frame is not None and _module(frame) == "threading":
-        frame = frame.f_back
-    if frame is None or _module(frame) not in _WAITING:
-        return None
-    # Handles are numbered; an exchange has none here, but counts its bytes at each launch.
-    message, exchange = frame.f_locals.get("handle"), frame.f_locals.get("self")
-    if isinstance(exchange, Exchange):
-        message = (id(exchange), exchange._reduction.traffic.sent_bytes)
-    name = frame.f_code.co_name
-    while frame.f_back is not None and _module(frame.f_back) in _WAITING:
-        frame = frame.f_back  # synchronize() is called by join(), which is another matter
-        name = frame.f_code.co_name
-    return name, message
-
-
-def _module(frame: FrameType) -> str:
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module that a frame runs."""
     return str(frame.f_globals.get("__name__"))
 
 
@@ -201,6 +204,11 @@ _LIBRARIES = (
 )
 
 
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame runs code that is not the user's own."""
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
 def _line(frame: FrameType | None) -> str:
     """Return the line of the user's own code that a thread is at, or the innermost one.
 
@@ -209,7 +217,7 @@ def _line(frame: FrameType | None) -> str:
     """
     innermost = frame
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+        if not is_library(frame):
             break
         frame = frame.f_back
     frame = frame or innermost
@@ -264,7 +272,7 @@ def _on_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Tell the others why this rank ends, or the user why Horovod's communication failed."""
-    failed_here = not isinstance(error, HorovodInternalError)
+    failed_here = _job is None or not _job.failed_elsewhere(error)
     if failed_here and _heartbeat is not None:
         last = traceback.extract_tb(trace)[-1:]
         place = f" ({_place(last[0].filename, last[0].lineno or 0)})" if last else ""
