@@ -12,6 +12,7 @@ from hvd_pipe.agreement import Agreement, Description, failed, members
 
 __all__ = [
     "Description",
+    "agreement",
     "check_alike",
     "checked",
     "failed",
@@ -32,12 +33,12 @@ def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes
     return [part.tobytes() for part in np.split(whole, np.cumsum(counts)[:-1])]
 
 
-_agreement = Agreement(_gather_bytes)
-check_alike = _agreement.check_alike
-checked = _agreement.checked
-found_by_first = _agreement.found_by_first
-from_first = _agreement.from_first
-gather = _agreement.gather
+agreement = Agreement(_gather_bytes)
+check_alike = agreement.check_alike
+checked = agreement.checked
+found_by_first = agreement.found_by_first
+from_first = agreement.from_first
+gather = agreement.gather
 
 
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:

@@ -104,6 +104,9 @@ class CoCoDEngine(Engine):
             mean = reduction.reduce(flat, f"{tag}.equal.{i}")
             each.assign(tf.reshape(mean, each.shape))
 
+    def is_ahead(self) -> bool:
+        return any(part.average.is_ahead for part in self._parts)
+
     def settle(self) -> None:
         for part in self._parts:
             part.average.settle()

@@ -155,6 +155,10 @@ class Engine(abc.ABC):
     def load(self, state: Arrays) -> None:  # noqa: B027 - the same
         """Go on from a `state`, of the same engine on the same variables; {} holds nothing."""
 
+    def is_ahead(self) -> bool:
+        """Whether an average is in flight that the model has not had."""
+        return False
+
     def settle(self) -> None:  # noqa: B027 - most have nothing to do
         """Wait for what this rank has sent, so that no other waits for it in vain."""
 

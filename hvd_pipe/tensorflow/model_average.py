@@ -108,6 +108,11 @@ class ModelAverage:
         self._base = means if self._is_lossy else []
         return [tf.cast(mean, flat.dtype) for mean, flat in zip(means, flats, strict=True)]
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether an average has not been asked for since its `start`."""
+        return self._sent is not None
+
     def settle(self) -> None:
         """Wait for what has been sent."""
         if self._sent is not None:

@@ -133,6 +133,9 @@ class PipeSGDEngine(Engine):
             arrived = reduction.reduce(each.read_value(), f"{tag}.shared.{i}")
             each.assign(arrived / reduction.workers if reduction.op == Sum else arrived)
 
+    def is_ahead(self) -> bool:
+        return bool(self._is_pending.numpy())
+
     def state(self) -> Arrays:
         return {name: each.numpy() for name, each in self._named().items()}
 

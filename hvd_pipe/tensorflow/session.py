@@ -107,7 +107,10 @@ class Sessions:
             return strategy, [made, *arguments.describe(strategy)]
 
         # One name for all, so that ranks which have made different numbers still meet here.
-        return checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
+        strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
+        if number == 0:
+            workers.watch()
+        return strategy
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._found.values())

@@ -1,6 +1,7 @@
 """What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
 
     note(sessions)      what is distributed; it outlives the workers, and starts anew on the next
+    watch()             each other, from the first that is distributed over all
     note_graphs()       graphs hold numbers of these workers, so they are traced anew on the next
     part()              Horovod is about to end: keep what is in flight, forget the rest
 
@@ -19,7 +20,10 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["count", "generation", "note", "note_graphs", "part", "running"]
+from hvd_pipe.tensorflow.waiting import JOB
+from hvd_pipe.watch import watchdog
+
+__all__ = ["count", "generation", "note", "note_graphs", "part", "running", "watch"]
 
 _Function: Any = type(tf.function(lambda: None))
 _TRACER = inspect.unwrap(_Function.__call__).__code__.co_filename
@@ -32,11 +36,24 @@ _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _generation = 0
+_watching = False
 
 
 def note(sessions: Any) -> None:
     """Remember what is distributed."""
     _running[next(_numbers)] = sessions
+
+
+def watch() -> None:
+    """Have all ranks watch each other; all come here with the first that all distribute.
+
+    Not in ``hvd.init()``: to connect, they use TensorFlow, and scripts must choose their devices
+    before anybody does.
+    """
+    global _watching  # noqa: PLW0603 - one a process, as Horovod itself
+    if not _watching:
+        _watching = True
+        watchdog.start(JOB)
 
 
 def running() -> list[Any]:
@@ -72,7 +89,7 @@ def note_graphs() -> None:
 
 def part() -> None:
     """Leave these workers: everything starts anew on the next ones."""
-    global _generation  # noqa: PLW0603 - one a process, as Horovod itself
+    global _generation, _watching  # noqa: PLW0603 - one a process, as Horovod itself
     for sessions in running():
         sessions.rest()
     for function in _graphs:
@@ -80,3 +97,4 @@ def part() -> None:
     _graphs.clear()
     _counts.clear()
     _generation += 1
+    _watching = False

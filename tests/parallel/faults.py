@@ -35,10 +35,11 @@ class Job:
     Args:
         launcher: A key of `LAUNCHERS`.
         strategy: As in ``strategy=``, with ``+int8`` for compression.
-        words: What else `workers_faults.py` is told.
+        words: What else the script is told.
         timeout_s: The job's HVD_PIPE_TIMEOUT.
         folder: Where checkpoints go; a new one by default.
         ranks: How many.
+        script: What they run; `workers_faults.py` by default.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Job:
         timeout_s: float,
         folder: Path | None = None,
         ranks: int = 2,
+        script: Path = SCRIPT,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
         self.directory = Path(self._temporary.name)
@@ -62,7 +64,7 @@ class Job:
                     "-np",
                     str(ranks),
                     sys.executable,
-                    str(SCRIPT),
+                    str(script),
                     str(self.folder),
                     strategy,
                     *words,

@@ -1,0 +1,142 @@
+"""When a process waits for other ranks inside TensorFlow, which does not say so.
+
+A step is one call of TensorFlow's, in which it computes and waits in threads of its own. A process
+counts as one that waits for other ranks while all of this is so:
+
+1. its main thread is inside one and the same call of TensorFlow's or Horovod's;
+2. none of its threads runs, is about to run, or reads a disk; but for those that communicate,
+   which poll all the time under Open MPI;
+3. TensorFlow is not in Python code of the user's, as for samples that he makes.
+
+So a rank that computes for long on CPUs is none. Computing on a GPU looks like waiting, and
+systems without ``/proc`` show no threads: there, only a call that has lasted ``HVD_PIPE_TIMEOUT``
+counts, and a single call that computes for longer than that while another rank is lost is ended.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow.mpi_ops import global_process_set
+
+from hvd_pipe.tensorflow.agree import agreement
+from hvd_pipe.watch.watchdog import Frames, Job, is_library, module_of
+
+__all__ = ["JOB", "starting_to_communicate", "waits_for"]
+
+_THREADS = Path("/proc/self/task")
+_INSIDE = ("tensorflow.", "horovod.")
+_CALLS_BACK = "tensorflow.python.ops.script_ops"
+_AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
+
+_communicating: set[int] = set()
+
+
+@contextmanager
+def starting_to_communicate() -> Iterator[None]:
+    """Take the threads that appear within this for those that communicate."""
+    before = _threads()
+    yield
+    _communicating.clear()
+    _communicating.update(_threads() - before)
+
+
+def waits_for(frames: Frames) -> tuple[object, ...] | None:
+    """Return what the main thread, or one that it waits for, is inside of while nothing works.
+
+    It changes whenever that thread has run.
+    """
+    thread = threading.main_thread()
+    frame = _python(frames.get(thread.ident or 0))
+    if frame is not None and module_of(frame) == "threading":  # it waits for another
+        for other in threading.enumerate():
+            found = _python(frames.get(other.ident or 0))
+            if found is not None and _is_inside(found):
+                thread, frame = other, found
+                break
+    if frame is None or not _is_inside(frame):
+        return None
+    if any(map(_calls_back, frames.values())) or _is_at_work():
+        return None
+    names = []
+    while frame is not None and module_of(frame).startswith("horovod."):
+        names.append(frame.f_code.co_name)  # "join" is another matter
+        frame = frame.f_back
+    return (thread.native_id, _pauses(thread.native_id or 0), *names)
+
+
+def _python(frame: FrameType | None) -> FrameType | None:
+    """Leave out the functions that TensorFlow makes for operations from C++."""
+    while frame is not None and frame.f_code.co_filename.startswith("<"):
+        frame = frame.f_back
+    return frame
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return module_of(frame).startswith(_INSIDE)
+
+
+def _calls_back(frame: FrameType | None) -> bool:
+    """Whether a thread runs the user's Python code for an operation of TensorFlow's."""
+    users = False
+    while frame is not None:
+        if module_of(frame) == _CALLS_BACK:
+            return users
+        users = users or not is_library(frame)
+        frame = frame.f_back
+    return False
+
+
+def _threads() -> set[int]:
+    with suppress(OSError):
+        return {int(each.name) for each in _THREADS.iterdir()}
+    return set()
+
+
+def _is_at_work() -> bool:
+    for number in _threads() - _communicating - {threading.get_native_id()}:
+        with suppress(OSError):  # it has ended
+            stat = (_THREADS / str(number) / "stat").read_text()
+            if stat.rpartition(")")[2].split()[0] in _AT_WORK:
+                return True
+    return False
+
+
+def _pauses(number: int) -> str:
+    """Return how often a thread has gone to sleep, as Linux writes it."""
+    with suppress(OSError):
+        status = (_THREADS / str(number) / "status").read_text()
+        return status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0].strip()
+    return ""
+
+
+def _is_sure() -> bool:
+    return sys.platform == "linux" and not tf.config.list_logical_devices("GPU")
+
+
+def _failed_elsewhere(error: BaseException) -> bool:
+    """Whether an operation of Horovod's has failed; TensorFlow has no class for that.
+
+    >>> _failed_elsewhere(tf.errors.UnknownError(None, None, "Horovod has been shut down. This"))
+    True
+    >>> _failed_elsewhere(tf.errors.InvalidArgumentError(None, None, "{{node horovod.py}} shapes"))
+    False
+    """
+    if isinstance(error, HorovodInternalError):
+        return True
+    return isinstance(error, tf.errors.OpError) and bool(_OF_HOROVOD.search(error.message))
+
+
+_OF_HOROVOD = re.compile(
+    r"Horovod has been shut down|\{\{(?:function_)?node [^}]*(?:hvd_pipe\.|Horovod)"
+)
+
+JOB = Job(global_process_set, agreement, waits_for, _failed_elsewhere, _is_sure)

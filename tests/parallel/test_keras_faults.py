@@ -1,0 +1,78 @@
+"""A rank of a Keras job is killed, stopped, raises, is interrupted or leaves early.
+
+The others end soon, and say why; nothing is left of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from faults import Job
+
+SCRIPT = Path(__file__).with_name("workers_keras_faults.py")
+N = 3
+LOST = 1
+TIMEOUT_S = 8.0
+NEVER_S = 1000.0  # the fault is noticed by other means than silence
+
+
+def job(launcher: str, strategy: str, *words: str, timeout_s: float = NEVER_S) -> Job:
+    return Job(launcher, strategy, *words, timeout_s=timeout_s, ranks=N, script=SCRIPT)
+
+
+@pytest.mark.parametrize("strategy", ["merged-gradient", "cocod:period=2"])
+def test_a_rank_is_stopped(strategy: str) -> None:
+    """Open MPI would wait for ever; under cocod, it is a thread that waits."""
+    with job("mpi", strategy, timeout_s=TIMEOUT_S) as one:
+        one.train()
+        os.kill(one.pid(LOST), signal.SIGSTOP)
+        one.ended()
+        assert one.launched.returncode != 0
+        assert f"it waits for a rank that is lost: rank {LOST} on " in one.output, one.output
+        named = re.findall(r"(?:is lost|of another): rank (\d+) on", one.output)
+        assert set(named) == {str(LOST)}, one.output
+        assert "has been silent" in one.output
+
+
+def test_a_rank_is_killed() -> None:
+    """The launcher is the first to know."""
+    with job("mpi", "pipe-sgd", "kill") as one:
+        one.started()
+        one.ended()
+        assert one.launched.returncode != 0
+        assert f"process rank {LOST} " in one.output, one.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "strategy"), [("mpi", "cocod:period=2"), ("gloo", "merged-gradient")]
+)
+def test_a_rank_raises(launcher: str, strategy: str) -> None:
+    with job(launcher, strategy, "raise") as one:
+        one.started()
+        one.ended()
+        assert one.launched.returncode != 0
+        told = rf"of another: rank {LOST} on .* raised ValueError: bad sample 17 \(\w+\.py:"
+        assert re.search(told, one.output), one.output
+
+
+def test_an_interrupt_from_the_terminal() -> None:
+    """Ctrl-C: the launcher's whole process group gets a SIGINT."""
+    with job("mpi", "pipe-sgd") as one:
+        one.train()
+        os.killpg(one.launched.pid, signal.SIGINT)
+        one.ended()
+        assert one.launched.returncode != 0
+
+
+def test_ranks_that_end_at_different_times_with_averages_in_flight_end_well() -> None:
+    with job("mpi", "merged-gradient+pipe-sgd+cocod:period=2+cocod:period=4", "exit") as one:
+        one.started()
+        one.ended()
+        assert one.launched.returncode == 0, one.output
+        assert all(f"rank {rank} leaves" in one.output for rank in range(N))
+        assert "training ended with averages in flight" in one.output
+        assert "Traceback" not in one.output

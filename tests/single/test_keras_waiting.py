@@ -1,0 +1,171 @@
+"""When a process counts as one that waits for other ranks inside TensorFlow."""
+
+from __future__ import annotations
+
+import doctest
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from hvd_pipe.tensorflow import waiting
+from hvd_pipe.watch.watchdog import _Process
+
+SOON_S = 60.0  # for what takes a moment on a quiet machine
+LONG_S = 0.5
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(waiting).failed == 0
+
+
+def look() -> tuple[object, ...] | None:
+    return waiting.waits_for(sys._current_frames())
+
+
+class Queue:
+    """A graph that waits in TensorFlow for what another thread gives it, as for a message."""
+
+    def __init__(self) -> None:
+        self.queue = tf.queue.FIFOQueue(10, [tf.int32], [[]])
+        self.graph = tf.function(lambda: self.queue.dequeue() + 1)
+        self.give()
+        self.graph()  # traced before anybody looks
+
+    def give(self) -> None:
+        self.queue.enqueue(1)
+
+    def take(self) -> None:
+        self.graph()
+
+
+@pytest.fixture(scope="module")
+def queue() -> Queue:
+    return Queue()
+
+
+def seen_beside(
+    work: Callable[[], object], see: Callable[[], object], go_on: Callable[[], object]
+) -> Any:
+    """Return what another thread sees while the main one works, which ``go_on`` lets end."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(see())
+        finally:
+            go_on()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    work()
+    thread.join()
+    assert found, "it raised"
+    return found[0]
+
+
+def soon() -> tuple[object, ...]:
+    """Return the first wait that is seen."""
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        if (found := look()) is not None:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("nobody waits")
+
+
+def looks(seconds: float = LONG_S) -> list[bool]:
+    """Whether each of many looks finds a wait."""
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end or len(found) < 5:
+        found.append(look() is not None)
+        time.sleep(0.02)
+    return found
+
+
+def test_a_call_in_which_nothing_works_is_a_wait(queue: Queue) -> None:
+    def twice() -> tuple[object, object]:
+        first = soon()
+        time.sleep(LONG_S)
+        return first, soon()
+
+    first, then = seen_beside(queue.take, twice, queue.give)
+    assert first == then
+
+
+def test_another_call_is_another_wait(queue: Queue) -> None:
+    """A job that gets on is none that waits, however slow its links are."""
+
+    def take_two() -> None:
+        queue.take()
+        queue.take()
+
+    def see() -> tuple[object, object]:
+        first = soon()
+        queue.give()
+        deadline = time.monotonic() + SOON_S
+        while (then := soon()) == first:
+            assert time.monotonic() < deadline
+        return first, then
+
+    first, then = seen_beside(take_two, see, queue.give)
+    assert first != then
+
+
+@pytest.fixture(scope="module")
+def computing() -> tuple[Callable[[], object], Callable[[], object]]:
+    """A call that computes until it is told to end."""
+    ends = tf.Variable(False)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def compute() -> tf.Tensor:
+        x = tf.ones([64, 64])
+        while not ends:
+            x = tf.linalg.matmul(x, x) / 64.0
+        return x
+
+    ends.assign(True)
+    compute()
+    ends.assign(False)
+    return compute, lambda: ends.assign(True)
+
+
+def test_a_call_that_computes_for_long_is_no_wait(computing: Any) -> None:
+    compute, end = computing
+    # The first looks may come before the call.
+    assert not any(seen_beside(compute, looks, end))
+
+
+def test_the_users_own_code_is_no_wait_even_where_tensorflow_calls_it() -> None:
+    assert not any(seen_beside(lambda: time.sleep(2 * LONG_S), looks, lambda: None))
+    there, ended = threading.Event(), threading.Event()
+
+    def sample() -> int:
+        there.set()
+        ended.wait()
+        return 3
+
+    graph = tf.function(lambda: tf.py_function(sample, [], tf.int32))
+
+    def see() -> list[bool]:
+        there.wait()
+        return looks()
+
+    assert not any(seen_beside(graph, see, ended.set))
+
+
+def test_a_main_thread_that_waits_for_one_that_waits(queue: Queue) -> None:
+    other = threading.Thread(target=queue.take)
+    other.start()
+    assert seen_beside(other.join, soon, queue.give)
+
+
+def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
+    process = _Process(0, lambda frames: ("a step on a GPU",), patience_s=LONG_S)
+    assert not process.look().waits
+    time.sleep(LONG_S)
+    assert process.look().waits
