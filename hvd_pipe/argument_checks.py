@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.agreement import members
-from hvd_pipe.strategy import CoCoD
+from hvd_pipe.strategy import Auto, CoCoD, Method, parse
 
 __all__ = [
+    "candidates",
     "check_compression",
     "check_process_set",
     "check_scaling",
@@ -97,3 +99,31 @@ def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
             raise ValueError(
                 f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
             )
+
+
+def candidates(
+    auto: Auto, check: Callable[[Method], None]
+) -> tuple[tuple[Method, ...], dict[str, str]]:
+    """Return the allowed methods that go with the other arguments; and why others do not.
+
+    Args:
+        auto: What the user allows.
+        check: Raises ValueError where a method does not go with the other arguments.
+
+    Raises:
+        ValueError: None of them does.
+    """
+    found: list[Method] = []
+    left_out: dict[str, str] = {}
+    for name in auto.allow:
+        method = parse(name)
+        assert not isinstance(method, Auto)
+        try:
+            check(method)
+            found.append(method)
+        except ValueError as error:
+            left_out[name] = str(error)
+    if not found:
+        name, why = next(iter(left_out.items()))
+        raise ValueError(f"{auto} leaves nothing to choose from. With {name!r}: {why}")
+    return tuple(found), left_out

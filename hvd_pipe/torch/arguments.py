@@ -11,6 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
+from hvd_pipe.argument_checks import candidates as allowed
 from hvd_pipe.argument_checks import (
     check_compression,
     check_process_set,
@@ -62,7 +63,9 @@ class Arguments:
         candidates: tuple[Method, ...] = ()
         left_out: dict[str, str] = {}
         if isinstance(strategy, Auto):
-            candidates, left_out = self._candidates(optimizer, strategy, groups)
+            candidates, left_out = allowed(
+                strategy, lambda method: self._check_strategy(optimizer, method, groups)
+            )
             if self.op == Adasum or isinstance(optimizer, torch.optim.LBFGS):
                 (strategy,), candidates = candidates, ()  # nothing to choose from
         else:
@@ -85,25 +88,6 @@ class Arguments:
         if plan is not None:
             plan_groups(plan, settings)
         return Checked(settings, strategy, plan, names, candidates, left_out)
-
-    def _candidates(
-        self, optimizer: torch.optim.Optimizer, auto: Auto, groups: object
-    ) -> tuple[tuple[Method, ...], dict[str, str]]:
-        """Return the allowed methods that go with the other arguments; and why others do not."""
-        candidates: list[Method] = []
-        left_out: dict[str, str] = {}
-        for name in auto.allow:
-            method = parse(name)
-            assert not isinstance(method, Auto)
-            try:
-                self._check_strategy(optimizer, method, groups)
-                candidates.append(method)
-            except ValueError as error:
-                left_out[name] = str(error)
-        if not candidates:
-            name, why = next(iter(left_out.items()))
-            raise ValueError(f"{auto} leaves nothing to choose from. With {name!r}: {why}")
-        return tuple(candidates), left_out
 
     def _check_strategy(
         self, optimizer: torch.optim.Optimizer, strategy: Method, groups: object

@@ -12,34 +12,28 @@ at the step at which merged-gradient plans, which is the same on all ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from hvd_pipe.planning.advise import MARGIN
-from hvd_pipe.planning.candidates import fitted_buckets, fitted_period
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.choice import choose, least_of, milliseconds, predict, report
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.timing import step_time
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
+from hvd_pipe.planning.own_times import OwnTimes, profile_of
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import succeed
-from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
+from hvd_pipe.torch.job_times import JobTimes
 from hvd_pipe.torch.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.saved import VERSION
 
-__all__ = ["AutoChoice", "Prediction", "choose", "predict"]
+__all__ = ["AutoChoice"]
 
 KEY = "chosen"
 """What a checkpoint has the choice under."""
@@ -48,65 +42,6 @@ SETTLE_STEPS = 3
 REPORT_STEPS = 20
 
 _log = logging.getLogger("hvd_pipe")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A method, and the seconds of a step that it is expected to take."""
-
-    method: Method
-    seconds: float
-
-
-def predict(
-    method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
-) -> Prediction:
-    """Return how long a step of a method will take, with the options that fit.
-
-    Args:
-        method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
-        profile: Of a worker's own work.
-        comm: As `hvd_pipe.torch.profiler.measure_comm` has found it.
-        codec: What compression makes of a message.
-
-    Example:
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> profile = ModelProfile((LayerProfile("w", 10, backward_s=1.0, forward_s=1.0),))
-        >>> net = CommModel((0.0,), (0.0,), (0.5,), delay=1.0)
-        >>> for method in (MergedGradient(), PipeSGD(), CoCoD()):
-        ...     found = predict(method, profile, net)
-        ...     print(spell(found.method), found.seconds)
-        merged-gradient 8.0
-        pipe-sgd 5.0
-        cocod:period=3 2.0
-    """
-    if isinstance(method, MergedGradient):  # with the plan in use, whose engine goes on
-        return Prediction(MergedGradient(), step_time(method, profile, comm, codec).total_s)
-    carried = comm.compressed(codec)
-    if isinstance(method, CoCoD):
-        period = fitted_period(profile, carried, profile.compute_s)
-        method = dataclasses.replace(method, period=period)
-    else:
-        method = fitted_buckets(method, profile, carried)
-    return Prediction(method, step_time(method, profile, comm, codec).total_s)
-
-
-def choose(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the fastest; what changes the mathematics more must be faster by `MARGIN`.
-
-    Example:
-        >>> choose([Prediction(PipeSGD(), 0.96), Prediction(MergedGradient(), 1.0)]).method.name
-        'merged-gradient'
-    """
-    first, *others = sorted(predictions, key=lambda found: _ORDER.index(found.method.name))
-    best = first
-    for other in others:
-        if best.seconds > (1.0 + MARGIN) * other.seconds:
-            best = other
-    return best
-
-
-_ORDER = (MergedGradient.name, PipeSGD.name, CoCoD.name)
 
 
 class AutoChoice:
@@ -193,7 +128,7 @@ class AutoChoice:
             mine = [1.0, own.before_s, own.update_s, *own.ready_s]
         measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
         if not measured:  # no step of any rank had an update: each overflowed, for example
-            least = min(self._candidates, key=lambda one: _ORDER.index(one.name))
+            least = least_of(self._candidates)
             self._say("auto: no step could be measured: goes on with %s", spell(least))
             return least, 0.0
         own = OwnTimes(before, ready, update)
@@ -227,17 +162,7 @@ class AutoChoice:
             for candidate in self._candidates
         ]
         best = choose(found)
-        others = [
-            f"{spell(one.method)} {_milliseconds(one.seconds)}"
-            for one in sorted(found, key=lambda one: one.seconds)
-            if one is not best
-        ]
-        self._say(
-            "auto: chose %s: predicted %s a step%s",
-            spell(best.method),
-            _milliseconds(best.seconds),
-            f" ({', '.join(others)})" if others else "",
-        )
+        self._say("auto: %s", report(best, found))
         return spell(best.method), best.seconds
 
     def _say(self, text: str, *values: object) -> None:
@@ -263,8 +188,8 @@ class _Reached:
         ends, k = self._ends[SETTLE_STEPS:], self._round
         steps = [(end - start) / k for start, end in zip(ends, ends[k:], strict=False)]
         return (
-            f"{spell(self._method)} reached {_milliseconds(median(steps))} a step "
-            f"(predicted {_milliseconds(self._predicted)})"
+            f"{spell(self._method)} reached {milliseconds(median(steps))} a step "
+            f"(predicted {milliseconds(self._predicted)})"
         )
 
 
@@ -277,7 +202,3 @@ def _watcher(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[torch.Tenso
         return JobTimes(owner, parameters)
 
     return watch
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"

@@ -15,13 +15,12 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.torch.engine import Settings
 from hvd_pipe.torch.profiler import Clock, Moment
 
@@ -29,9 +28,7 @@ __all__ = [
     "ENVIRONMENT_VARIABLE",
     "JobProfile",
     "JobTimes",
-    "OwnTimes",
     "profile_job",
-    "profile_of",
 ]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
@@ -40,25 +37,7 @@ SKIP_STEPS = 3
 RECORD_STEPS = 10
 MOST_STEPS = 64
 
-FORWARD = "(forward)"
-
 _log = logging.getLogger("hvd_pipe")
-
-
-@dataclass(frozen=True)
-class OwnTimes:
-    """Medians over steps, in seconds.
-
-    Args:
-        before_s: From the end of a step to the first gradient of the next one.
-        ready_s: From the first gradient to each one, by place; one that was not computed is
-            ready with the last.
-        update_s: The user's optimizer.
-    """
-
-    before_s: float
-    ready_s: Sequence[float]
-    update_s: float
 
 
 class JobTimes:
@@ -157,32 +136,6 @@ def _hook(times: weakref.ref[JobTimes], place: int) -> Callable[[torch.Tensor], 
             watching.mark(place)
 
     return hook
-
-
-def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
-    """Return a profile with a layer a parameter, in the reverse of the order of readiness.
-
-    Its first layer, ``(forward)``, has all that comes before the first gradient. The first
-    gradient is thus ready as backward starts.
-
-    Args:
-        own: Measured times.
-        names: The parameters' names, by place.
-        sizes: Bytes of each gradient, by place.
-
-    Example:
-        >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
-        >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
-        (('b', 'a'), [0.0, 0.25], 0.875)
-    """
-    order = sorted(range(len(names)), key=lambda place: (own.ready_s[place], -place))
-    layers, last = [], 0.0
-    for place in order:
-        seconds = max(0.0, own.ready_s[place] - last)
-        layers.append(LayerProfile(names[place], sizes[place], seconds))
-        last += seconds
-    forward = LayerProfile(FORWARD, 0, 0.0, own.before_s, 0, "all before the first gradient")
-    return ModelProfile((forward, *reversed(layers)), update_s=own.update_s)
 
 
 class JobProfile:

@@ -14,16 +14,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hvd_pipe.planning import choice, own_times
+from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch import auto, job_times, layer_times
-from hvd_pipe.torch.job_times import JobTimes, OwnTimes, profile_of
+from hvd_pipe.torch import layer_times
+from hvd_pipe.torch.job_times import JobTimes
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
 from hvd_pipe.torch.profiler import Clock
 
 SLEEP = 0.004
 
 
-@pytest.mark.parametrize("module", [layer_times, job_times, auto])
+@pytest.mark.parametrize("module", [layer_times, own_times, choice])
 def test_examples(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.failed == 0 < found.attempted
