@@ -12,7 +12,7 @@ from hvd_pipe.agreement import members
 from hvd_pipe.strategy import Auto, CoCoD, Method, parse
 
 __all__ = [
-    "candidates",
+    "allowed",
     "check_compression",
     "check_process_set",
     "check_scaling",
@@ -101,7 +101,7 @@ def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
             )
 
 
-def candidates(
+def allowed(
     auto: Auto, check: Callable[[Method], None]
 ) -> tuple[tuple[Method, ...], dict[str, str]]:
     """Return the allowed methods that go with the other arguments; and why others do not.

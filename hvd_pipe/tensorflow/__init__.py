@@ -19,7 +19,7 @@ from horovod.tensorflow import *  # noqa: F403
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow import elastic
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
@@ -43,6 +43,7 @@ from hvd_pipe.tensorflow.tape import (
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],
     "BF16",
+    "Auto",
     "BroadcastGlobalVariablesHook",
     "CoCoD",
     "Compression",

@@ -11,13 +11,14 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
 
 from hvd_pipe.argument_checks import (
+    allowed,
     check_compression,
     check_process_set,
     check_scaling,
     refuse_for_cocod,
     refuse_ranks,
 )
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.packing import Shapes
@@ -48,19 +49,13 @@ class Arguments:
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
 
-    def check(self) -> Method:
+    def check(self) -> Strategy:
         """Return the strategy; looks at this rank only and sends nothing.
 
         Raises:
             TypeError, ValueError: What cannot be; the message says what to do.
         """
         strategy = parse(self.strategy)
-        if isinstance(strategy, Auto):
-            raise ValueError(
-                f"strategy='auto' cannot choose for {self.owner} yet: use one of "
-                f"{MergedGradient.name!r}, {PipeSGD.name!r} and {CoCoD.name!r}; `hvd-pipe advise` "
-                "predicts which is fastest."
-            )
         if self.op == Adasum:
             raise ValueError(
                 "op=hvd.Adasum is not for Keras optimizers and tapes, as in Horovod: use "
@@ -84,21 +79,37 @@ class Arguments:
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
         _check_groups(self.groups)
-        self._check_strategy(strategy)
+        if isinstance(strategy, Auto):
+            self.candidates(strategy)
+        else:
+            self._check_strategy(strategy)
         return strategy
 
-    def check_alone(self) -> Method:
+    def check_alone(self) -> Strategy:
         """Check on a worker of an elastic job, where ranks come and go.
 
         Raises:
             TypeError, ValueError: As `check`; also what names ranks.
         """
         strategy = self.check()
+        if isinstance(strategy, Auto):
+            raise ValueError(
+                "strategy='auto' chooses for the workers that it has measured, and in an elastic "
+                f"job they change: name the strategy, {MergedGradient.name!r} say."
+            )
         refuse_ranks(
             has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
             process_set=self.process_set,
         )
         return strategy
+
+    def candidates(self, auto: Auto) -> tuple[tuple[Method, ...], dict[str, str]]:
+        """Return what ``auto`` may choose from here; and why not from the rest, by name.
+
+        Raises:
+            ValueError: Nothing is left.
+        """
+        return allowed(auto, self._check_strategy)
 
     def _check_strategy(self, strategy: Method) -> None:
         if isinstance(strategy, CoCoD):
@@ -125,7 +136,7 @@ class Arguments:
             self.device_dense,
         )
 
-    def describe(self, strategy: Method) -> Description:
+    def describe(self, strategy: Strategy) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
         codec = self.compression
         name = repr(codec) if isinstance(codec, Codec) else _name_of(codec)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.tensorflow.engine import Arrays, Due, Engine, Gradients, Settings, restore
+from hvd_pipe.tensorflow.engine import Arrays, Due, Engine, Gradients, Peek, Settings, restore
 from hvd_pipe.tensorflow.packing import (
     DEFAULT_BUCKET_BYTES,
     Packing,
@@ -34,7 +34,7 @@ class MergedGradientEngine(Engine):
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         super().__init__(settings)
         self.times: ReadyTimes | None = None
-        """Set while ready times are recorded; graphs that are traced meanwhile note them."""
+        """Set while times are recorded; graphs that are traced meanwhile note them."""
         self.adopt(first_plan(settings, strategy) if plan is None else plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -56,7 +56,11 @@ class MergedGradientEngine(Engine):
         found = dict(self._packing.unpack(reduced))
         for place in self.settings.sparse:
             found[place] = reduction.gather(gradients[place], f"{tag}.sparse.{place}")
-        return Due(found)
+        return Due(found if self.times is None else self.times.arrived(found))
+
+    def after_step(self, peek: Peek | None = None) -> None:
+        if self.times is not None:
+            self.times.updated(self.settings.variables)
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
         """Nothing is ever in flight between two steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from hvd_pipe import comm_probe
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.tensorflow.agree import largest
 
-__all__ = ["ReadyTimes", "measure_comm"]
+__all__ = ["ReadyTimes", "measure_comm", "noted"]
 
 
 class ReadyTimes:
@@ -46,15 +46,17 @@ class ReadyTimes:
         }
 
     def _mark(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
-        # It takes an element, as what depends on nothing would be computed before the first step.
-        some = tf.reshape(gradient, [-1])[:1]
-        noted = tf.numpy_function(partial(self._note, place), [some], tf.int32, stateful=False)
-        with tf.control_dependencies([noted]):
-            return tf.identity(gradient)
+        return noted([gradient], partial(self._note, place))[0]
 
-    def _note(self, place: int, some: Any) -> Any:
+    def _note(self, place: int) -> None:
         self._moments[place] = time.perf_counter()
-        return np.int32(0)
+
+    def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return the averages, which are of no interest here."""
+        return gradients
+
+    def updated(self, variables: Sequence[tf.Variable]) -> None:
+        """Note the end of an update, which is of no interest either."""
 
     def end_step(self) -> None:
         """Close a step; a gradient that was not computed counts as ready with the last."""
@@ -70,6 +72,28 @@ class ReadyTimes:
         """Return the median over steps of each gradient's ready time, from the first one's."""
         medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
         return medians
+
+
+def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:
+    """Return the tensors as they are, each of them there when all are, and that has been noted.
+
+    TensorFlow gives what has effects an order of its own, that of the program, in which a gradient
+    would wait for all that were traced before. So the note claims to have none, and a zero that it
+    returns is added: what no value depends on is not computed.
+
+    Args:
+        tensors: Of a graph, or eager ones.
+        note: Called at that moment.
+    """
+
+    def call(*some: Any) -> Any:
+        note()
+        return np.int32(0)
+
+    some = [tf.reshape(each, [-1])[:1] for each in tensors]
+    zero = tf.numpy_function(call, some, tf.int32, stateful=False)
+    zero.set_shape([])
+    return [each + tf.cast(zero, each.dtype) for each in tensors]
 
 
 def measure_comm(largest_bytes: int, process_set: ProcessSet, tag: str) -> CommModel:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
-from hvd_pipe.tensorflow.compression import Codec, Compression
+from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["Feedback", "Reduction"]
@@ -73,6 +74,13 @@ class Reduction:
             return self.codec.nbytes(2**20) / (2**20 * int(dtype.size))
         wire, _ = self.compression.compress(tf.zeros([1], dtype))
         return float(wire.dtype.size / dtype.size)
+
+    def cost(self, dtype: tf.DType) -> CodecCost:
+        """Return what compression costs a buffer of this dtype."""
+        if self.codec is None:
+            return CodecCost("wire", self.ratio(dtype))
+        known = CODECS["int8" if isinstance(self.codec, Int8) else "bf16"]
+        return replace(known, ratio=self.ratio(dtype))
 
     def lossless(self) -> Reduction:
         """Return the same without compression."""

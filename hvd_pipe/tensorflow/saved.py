@@ -3,6 +3,7 @@
 It lies beside the optimizer's own variables, under ``hvd_pipe``: checkpoints load without
 hvd_pipe, and plain ones load here, with nothing in flight. A checkpoint of each rank's own goes on
 bit for bit. Where all ranks load the one of rank 0, its gradient or snapshot stands for theirs.
+What ``strategy="auto"`` has chosen lies there, too, and holds for as many workers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import rank, size
 
+from hvd_pipe.planning.methods import spell
+from hvd_pipe.strategy import Auto, parse
 from hvd_pipe.tensorflow.engine import Arrays
 
 __all__ = ["InFlight"]
@@ -23,6 +26,9 @@ __all__ = ["InFlight"]
 _log = logging.getLogger("hvd_pipe")
 
 _VERSION = 1
+
+KEY = "chosen"
+"""What ``strategy="auto"`` has come to, where it has."""
 
 
 class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -42,8 +48,14 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         for i, session in enumerate(self._sessions):
             for name, array in session.engine.state().items():
                 arrays[f"{i}/{name}"] = array
-        strategy = self._sessions.strategy.name
-        head = {"version": _VERSION, "strategy": strategy, "rank": rank(), "size": size()}
+        head = {
+            "version": _VERSION,
+            "strategy": self._sessions.method.name,
+            "rank": rank(),
+            "size": size(),
+        }
+        if self._sessions.chosen is not None:
+            head[KEY] = spell(self._sessions.chosen)
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, head=np.array(json.dumps(head)), **arrays)
         return file.getvalue()
@@ -53,7 +65,8 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         with np.load(io.BytesIO(string_value), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         head = json.loads(str(arrays.pop("head")))
-        strategy = self._sessions.strategy.name
+        self._choose(head)
+        strategy = self._sessions.method.name
         if head["version"] != _VERSION or head["strategy"] != strategy:
             _log.warning(
                 "the checkpoint holds what %s had in flight: %s starts with nothing in flight",
@@ -73,3 +86,18 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
             number, _, label = name.partition("/")
             found.setdefault(int(number), {})[label] = array
         self._sessions.load(found)
+
+    def _choose(self, head: dict[str, Any]) -> None:
+        """Under ``auto``, go on with the choice that the checkpoint holds, if it still stands."""
+        sessions, text = self._sessions, head.get(KEY)
+        if not isinstance(sessions.strategy, Auto) or text is None or head["version"] != _VERSION:
+            return
+        if head["size"] != size():
+            _log.info("auto: %s was chosen for %d workers: measures again", text, head["size"])
+            return
+        method = parse(text)
+        assert not isinstance(method, Auto)
+        candidates, _ = sessions.arguments.candidates(sessions.strategy)
+        if method.name in [each.name for each in candidates]:
+            _log.info("auto: goes on with %s, as chosen before", text)
+            sessions.follow(method)

@@ -18,7 +18,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initia
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.restarts import is_elastic
-from hvd_pipe.strategy import MergedGradient, Method
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
 from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
@@ -82,13 +82,22 @@ class Sessions:
         self._loaded: States = {}
         # A worker that comes to an elastic job is here alone: there, ranks compare at a step.
         self.strategy = arguments.check_alone() if is_elastic() else self._start()
+        auto = isinstance(self.strategy, Auto)
+        self.method: Method = MergedGradient() if auto else self.strategy  # type: ignore[assignment]
+        """What is carried out: the strategy, or under ``auto`` what that has come to."""
+        self.chosen: Method | None = None
+        """What ``auto`` has chosen."""
+        self.is_stale = False
+        """Whether steps that were traced before are another method's."""
+        self.watcher: Any = None
+        """The `hvd_pipe.tensorflow.replan.Replan` that sees the steps, if somebody drives it."""
         lines = arguments.describe(self.strategy)
         text = "; ".join(f"{label} {value}" for label, value in lines)
         self.label = f"{text}; {_made[text]}"
         _made[text] += 1
         workers.note(self)
 
-    def _start(self) -> Method:
+    def _start(self) -> Strategy:
         """Compare the arguments with those of the other workers; all of them must come here.
 
         Raises:
@@ -101,7 +110,7 @@ class Sessions:
         count = workers.count(number)
         self._tag = f"hvd_pipe.tf.{number}.{count}"
 
-        def check() -> tuple[Method, Description]:
+        def check() -> tuple[Strategy, Description]:
             strategy = arguments.check()
             made = ("the number of distributed optimizers and tapes made before", str(count))
             return strategy, [made, *arguments.describe(strategy)]
@@ -111,6 +120,14 @@ class Sessions:
         if number == 0:
             workers.watch()
         return strategy
+
+    @property
+    def tag(self) -> str:
+        """What begins the names of all messages; the first time, all ranks must come here."""
+        if self._tag is None:
+            self._start()
+        assert self._tag is not None
+        return self._tag
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._found.values())
@@ -136,12 +153,18 @@ class Sessions:
             if self._owner is None:  # a tape begins with the first step, after `inherit`
                 self._loaded = _inherited.pop(self.label, self._loaded)
         key = tuple(id(each) for each in variables)
+        if isinstance(self.strategy, Auto) and self.watcher is None:
+            raise ValueError(  # of the errors that autograph hands on as they are
+                "strategy='auto' measures steps and then changes them, which it can do between "
+                "two steps of model.fit only: pass "
+                "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] to fit; in a loop "
+                f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
+                f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
+            )
         if key not in self._found:
             number = len(self._found)
             tag = f"{self._tag}.{number}"
-            made = Session(
-                self.arguments, self.strategy, tag, variables, gradients, local, momenta
-            )
+            made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
             loaded = self._loaded.pop(number, None)
             if is_elastic() or workers.generation():
                 everyone = gather(loaded is not None, f"{tag}.loaded", self.arguments.process_set)
@@ -151,6 +174,18 @@ class Sessions:
                     made.engine.load(loaded)
             self._found[key] = made
         return self._found[key]
+
+    def follow(self, method: Method) -> None:
+        """Go on with what ``auto`` has chosen; all ranks, between two steps.
+
+        Nothing is in flight, as the steps before were synchronous. What a lossy codec has left
+        over of them is dropped.
+        """
+        before, self.method, self.chosen = self.method, method, method
+        if method != before:
+            self.is_stale = True
+            for session in self:
+                session.adopt(method)
 
     def load(self, states: States) -> None:
         """Go on from what sessions had in flight, by their number."""
@@ -189,7 +224,7 @@ class Sessions:
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
         self._found.clear()
-        self._tag = None
+        self._tag = self.watcher = None
 
 
 def inherit(found: dict[str, States]) -> None:
@@ -212,7 +247,7 @@ class Session:
 
     Args:
         arguments: As the user passed them.
-        strategy: What `Arguments.check` has found.
+        method: What distributes the gradients at first.
         tag: Begins the names of all messages.
         variables, gradients, local, momenta: As `Sessions.of`.
     """
@@ -220,7 +255,7 @@ class Session:
     def __init__(
         self,
         arguments: Arguments,
-        strategy: Method,
+        method: Method,
         tag: str,
         variables: Sequence[Any],
         gradients: Sequence[Any],
@@ -228,14 +263,22 @@ class Session:
         momenta: FindMomenta | None,
     ) -> None:
         self.variables = list(variables)
-        self._arguments = arguments
+        self._arguments, self._tag, self._momenta = arguments, tag, momenta
         self._shapes = shapes_of(variables)
-        sparse_travels = isinstance(strategy, MergedGradient) and not arguments.sparse_as_dense
-        self._kinds = self._agreed_kinds(gradients, tag, local, sparse_travels)
+        self._agreed = self._agreed_kinds(gradients, tag, local)
         self._sent = [
             place
             for place, each in enumerate(variables)
-            if self._kinds[place] != _NONE and id(each) not in local
+            if self._agreed[place] != _NONE and id(each) not in local
+        ]
+        self.adopt(method)
+
+    def adopt(self, method: Method) -> None:
+        """Let an engine of this method distribute the gradients; nothing is in flight."""
+        arguments = self._arguments
+        sparse_travels = isinstance(method, MergedGradient) and not arguments.sparse_as_dense
+        self._kinds = [
+            _DENSE if kind == _SPARSE and not sparse_travels else kind for kind in self._agreed
         ]
         sparse = frozenset(
             i for i, place in enumerate(self._sent) if self._kinds[place] == _SPARSE
@@ -248,12 +291,12 @@ class Session:
             shapes,
             [raw(each) for each in mine],
             arguments.reduction(),
-            tag,
+            self._tag,
             sparse,
             groups,
-            momenta(mine) if momenta is not None else (),
+            self._momenta(mine) if self._momenta is not None else (),
         )
-        self.engine: Engine = make_engine(settings, strategy)
+        self.engine: Engine = make_engine(settings, method)
 
     def outgoing(self, gradients: Sequence[Any]) -> Gradients:
         """Return what the engine is given: one gradient for each variable that is sent.
@@ -303,9 +346,7 @@ class Session:
             gradient.values, tf.cast(gradient.indices, tf.int64), gradient.dense_shape
         )
 
-    def _agreed_kinds(
-        self, gradients: Sequence[Any], tag: str, local: set[int], sparse_travels: bool
-    ) -> list[str]:
+    def _agreed_kinds(self, gradients: Sequence[Any], tag: str, local: set[int]) -> list[str]:
         """Compare the variables with other ranks', and return what all know of each gradient."""
         process_set = self._arguments.process_set
         mine = [_kind(gradient) for gradient in gradients]
@@ -322,7 +363,7 @@ class Session:
 
         checked(check, f"{tag}.variables", process_set)
         everyone = gather(mine, f"{tag}.gradients.kinds", process_set)
-        return [_together(kinds, sparse_travels) for kinds in zip(*everyone, strict=True)]
+        return [_together(kinds) for kinds in zip(*everyone, strict=True)]
 
 
 def _kind(gradient: Any) -> str:
@@ -331,18 +372,16 @@ def _kind(gradient: Any) -> str:
     return _SPARSE if isinstance(gradient, tf.IndexedSlices) else _DENSE
 
 
-def _together(kinds: Sequence[str], sparse_travels: bool) -> str:
+def _together(kinds: Sequence[str]) -> str:
     """Return what a gradient is on all ranks together.
 
-    >>> _together(("none", "sparse"), True), _together(("sparse", "dense"), True)
-    ('sparse', 'dense')
-    >>> _together(("none", "none"), True), _together(("sparse", "sparse"), False)
-    ('none', 'dense')
+    >>> _together(("none", "sparse")), _together(("sparse", "dense")), _together(("none", "none"))
+    ('sparse', 'dense', 'none')
     """
     there = {kind for kind in kinds if kind != _NONE}
     if not there:
         return _NONE
-    return _SPARSE if there == {_SPARSE} and sparse_travels else _DENSE
+    return _SPARSE if there == {_SPARSE} else _DENSE
 
 
 def _scaled(gradient: Any, factor: float) -> Any:

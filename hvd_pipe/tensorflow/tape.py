@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
-from hvd_pipe.strategy import CoCoD, PipeSGD, Strategy, parse
+from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.engine import Gradients
@@ -120,6 +120,12 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     if isinstance(gradtape, TapeMixin):
         raise ValueError("this tape is distributed already: wrap it once.")
     parsed = parse(strategy)
+    if isinstance(parsed, Auto):
+        raise ValueError(
+            "strategy='auto' changes the training step once it has measured it, and a tape has no "
+            "say in that: use hvd.DistributedOptimizer under model.fit, or give the tape "
+            "strategy='merged-gradient' or 'pipe-sgd'."
+        )
     if isinstance(parsed, CoCoD):
         raise ValueError(
             "CoCoD averages models, and a tape has gradients only: give strategy='cocod' to "

@@ -11,8 +11,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
-from hvd_pipe.argument_checks import candidates as allowed
 from hvd_pipe.argument_checks import (
+    allowed,
     check_compression,
     check_process_set,
     check_scaling,

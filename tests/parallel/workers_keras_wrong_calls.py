@@ -129,6 +129,16 @@ def _load_without_optimizer() -> None:
         hvd.load_model(file)
 
 
+def _auto(model: Any) -> None:
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="auto"), "mse")
+
+
+def _auto_loop() -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy="auto")
+    weight = keras.Variable([1.0])
+    optimizer.apply([tf.constant([1.0])], [weight])
+
+
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
 WARMUP = "hvd.callbacks.LearningRateWarmupCallback"
 
@@ -149,7 +159,16 @@ TABLE = [
           given(strategy="cocod:k=3")),
     Wrong("strategy is a number", TypeError, "strategy must be a string or one of",
           given(strategy=3)),
-    Wrong("auto", ValueError, "cannot choose .* yet: use one of", given(strategy="auto")),
+    Wrong("auto without a callback", ValueError,
+          r"pass callbacks=\[hvd.callbacks.BroadcastGlobalVariablesCallback\(0\)\] to fit; in a "
+          "loop of your own, name the strategy", trained(_auto)),
+    Wrong("auto in a loop of one's own", ValueError, "in a loop of your own, name the strategy",
+          _auto_loop),
+    Wrong("a tape under auto", ValueError, "use hvd.DistributedOptimizer under model.fit, or give",
+          tape(strategy="auto")),
+    Wrong("auto has nothing to choose from", ValueError,
+          "leaves nothing to choose from. With 'cocod': op=hvd.Sum",
+          given(op=hvd.Sum, strategy="auto:allow=cocod")),
     Wrong("a tape with prediction", ValueError, "prediction='local' needs the optimizer",
           tape(strategy="pipe-sgd:prediction=local")),
     Wrong("op is a word", ValueError, "op must be hvd.Average or hvd.Sum, got 'mean'",

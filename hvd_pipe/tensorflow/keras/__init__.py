@@ -33,7 +33,7 @@ from horovod.tensorflow.mpi_ops import (
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
 from hvd_pipe.tensorflow.keras import callbacks, elastic, patches
@@ -46,6 +46,7 @@ patches.install()
 
 __all__ = [
     "BF16",
+    "Auto",
     "Average",
     "CoCoD",
     "Compression",

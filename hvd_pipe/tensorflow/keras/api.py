@@ -65,6 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale_local_gradients: Whether gradients of local variables are divided by n.
         strategy: ``"merged-gradient"``, ``"pipe-sgd"``, ``"cocod"``, one of these with options as
             in ``"cocod:period=8"``, or a strategy object; None takes ``HVD_PIPE_STRATEGY``.
+            ``"auto"`` measures and chooses, under ``model.fit`` with
+            `callbacks.BroadcastGlobalVariablesCallback`.
 
     Raises:
         TypeError, ValueError: An argument that cannot be, before training starts.

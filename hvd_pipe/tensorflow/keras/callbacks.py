@@ -28,8 +28,9 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
 
-    Each rank keeps the state of its own random numbers (dropout). Under ``merged-gradient`` this
-    also measures the first steps and has the step traced anew with the plan that they lead to.
+    Each rank keeps the state of its own random numbers (dropout). Under ``merged-gradient`` and
+    ``auto`` this also measures the first steps and has the step traced anew with the plan, and the
+    method, that they lead to.
 
     Args:
         root_rank: Whose variables count.
@@ -59,10 +60,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: Any = None) -> None:
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
-            self._replan, self.broadcast_done = None, False
+            self.broadcast_done = False
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if self._replan is None and isinstance(optimizer, DistributedMixin):
-            self._replan = Replan(optimizer._hvd_pipe)
+        self._replan = None
+        if isinstance(optimizer, DistributedMixin):
+            passes, _ = optimizer._hvd_pipe_passes()
+            self._replan = Replan.of(optimizer._hvd_pipe, passes)
+            if self._replan.begin():
+                self.model.make_train_function(force=True)
         # `fit` has built the model and the optimizer; a model that it cannot build waits a step.
         if self.model.built and self.model.optimizer.built:
             self._broadcast()
