@@ -1,4 +1,4 @@
-"""A model that the command line names: made by its factory, fed with made-up inputs."""
+"""A model that the command line names: made by its factory, measured by its framework's way."""
 
 from __future__ import annotations
 
@@ -6,39 +6,27 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from hvd_pipe.cli.output import InputError
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.torch.layer_times import measure_profile
 
-__all__ = ["Shape", "measure"]
+__all__ = ["Shape", "find", "made", "measure", "said"]
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.bool,
-    )
-}
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 _SHAPE = re.compile(r"(?P<sizes>[1-9][0-9]*(,[1-9][0-9]*)*)(:(?P<dtype>\w+))?")
 
 
 @dataclass(frozen=True)
 class Shape:
     """One input of a model: ``32,3,224,224`` or ``32,128:int64``.
+
+    It is made of normal numbers, or of zeros and ones where it has integers, which are indices of
+    every embedding and classes of every task with two.
 
     Example:
         >>> Shape.parse("32,128:int64").sizes
@@ -47,7 +35,7 @@ class Shape:
 
     text: str
     sizes: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -61,16 +49,7 @@ class Shape:
         name = match["dtype"] or "float32"
         if name not in DTYPES:
             raise ValueError(f"--input {text}: the dtype is one of {', '.join(DTYPES)}")
-        return cls(text, tuple(map(int, match["sizes"].split(","))), DTYPES[name])
-
-    def make(self, device: torch.device) -> Tensor:
-        """Return a tensor of this shape: normal numbers, or zeros and ones where it has integers.
-
-        Zeros and ones are indices of every embedding and classes of every task with two.
-        """
-        if self.dtype.is_floating_point:
-            return torch.randn(self.sizes, device=device, dtype=self.dtype)
-        return torch.randint(0, 2, self.sizes, device=device, dtype=self.dtype)
+        return cls(text, tuple(map(int, match["sizes"].split(","))), name)
 
 
 def measure(
@@ -80,8 +59,9 @@ def measure(
 
     Args:
         name: ``package.module:factory`` or ``file.py:factory``.
-        inputs: What the model is fed, as `Shape.parse` reads it; the batch first.
-        loss: Names a function from the model's output to its loss; None for `mean_of`.
+        inputs: What the model is fed, as `Shape.parse` reads it; the batch first. None of them
+            where a Keras model knows its own.
+        loss: Names a function from the model's output to its loss; None for a plain mean.
         device: Where; None for a GPU if there is one.
         steps: How many steps count.
 
@@ -89,15 +69,33 @@ def measure(
         InputError: One of these is not what it should be; one line.
     """
     shapes = [Shape.parse(text) for text in inputs]
-    try:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    model = make_model(name, where)
-    step = training_step(model, shapes, make_loss(loss), where)
+    model = made(name)
     short = name.rpartition(":")[2]
-    return measure_profile(model, step, batch=shapes[0].sizes[0], steps=steps, name=short)
+    # No framework is imported for a model of another.
+    if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
+        from hvd_pipe.cli import _keras_model  # noqa: PLC0415
+
+        return _keras_model.measure(model, short, shapes, loss, device, steps)
+    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        if not shapes:
+            raise InputError("say what the model is fed: --input 32,3,224,224")
+        from hvd_pipe.cli import _torch_model  # noqa: PLC0415
+
+        return _torch_model.measure(model, name, shapes, loss, device, steps)
+    raise InputError(
+        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
+    )
+
+
+def made(name: str) -> Any:
+    """Return what the factory that ``name`` names makes."""
+    factory = find(name)
+    try:
+        return factory()
+    except Exception as error:
+        raise InputError(f"{name}() failed: {said(error)}; it is called without arguments") from (
+            error
+        )
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -126,72 +124,6 @@ def find(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def make_model(name: str, device: torch.device) -> nn.Module:
-    """Call the factory that ``name`` names and return its model on a device, in training mode."""
-    factory = find(name)
-    try:
-        model = factory()
-    except Exception as error:
-        raise InputError(f"{name}() failed: {_said(error)}; it is called without arguments") from (
-            error
-        )
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{name}() returned {type(model).__name__}, not a torch.nn.Module")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(f"{name}()'s model has no parameter to train")
-    return model.to(device).train()
-
-
-def make_loss(name: str | None) -> Callable[[Any], Tensor]:
-    """Return the function from a model's output to its loss: the named one, or a plain mean."""
-    return mean_of if name is None else find(name)
-
-
-def mean_of(output: Any) -> Tensor:
-    """Return the sum of the means of all tensors in an output that carry a gradient."""
-    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
-    if not means:
-        raise ValueError(
-            f"the model's output ({type(output).__name__}) has no tensor with a gradient: "
-            "say with --loss module:function how it becomes a loss"
-        )
-    return torch.stack(means).sum()
-
-
-def training_step(
-    model: nn.Module, shapes: Sequence[Shape], loss: Callable[[Any], Tensor], device: torch.device
-) -> Callable[[], None]:
-    """Return a forward and a backward pass as a function; tried once here, so errors are told.
-
-    Raises:
-        InputError: The model does not take the inputs, or its output gives no loss.
-    """
-    inputs = [shape.make(device) for shape in shapes]
-
-    def step() -> None:
-        model.zero_grad()
-        loss(model(*inputs)).backward()  # type: ignore[no-untyped-call]
-
-    given = " ".join(f"--input {shape.text}" for shape in shapes)
-    try:
-        output = model(*inputs)
-    except Exception as error:
-        raise InputError(f"the model does not take {given}: {_said(error)}") from error
-    try:
-        value = loss(output)
-    except Exception as error:
-        raise InputError(f"the loss of the model's output failed: {_said(error)}") from error
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        what = f"{list(value.shape)} tensor" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"the loss must be one number with a gradient, got a {what}")
-    try:
-        value.backward()  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise InputError(f"the backward pass failed: {_said(error)}") from error
-    model.zero_grad()
-    return step
-
-
 def _module(where: str) -> ModuleType:
     path = Path(where)
     is_file = path.suffix == ".py"
@@ -209,20 +141,11 @@ def _module(where: str) -> ModuleType:
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"importing {where} failed: {_said(error)}") from error
+        raise InputError(f"importing {where} failed: {said(error)}") from error
     return module
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, Sequence) and not isinstance(output, str):
-        return [tensor for part in output for tensor in _tensors(part)]
-    return []
-
-
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """Return an error's kind and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"

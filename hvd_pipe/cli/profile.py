@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hvd_pipe import units
+from hvd_pipe.cli import _model
 from hvd_pipe.cli._launch import SharedCommand, job_rank, job_size
 from hvd_pipe.cli._script import profile_script
 from hvd_pipe.cli.options import json_option, output_option, profile_json, summary
@@ -72,7 +73,8 @@ def command(
     The profile goes to NAME.profile.json, or to -o, for advise, plan, simulate and partition.
 
     A model is package.module:factory or file.py:factory, where factory() returns a
-    torch.nn.Module; its training step is measured in this process, and --input says with what.
+    torch.nn.Module or a keras.Model; its training step is measured in this process, and --input
+    says with what. A Keras model that knows its input is fed 32 samples of that by default.
 
     A script, train.py and its arguments, trains with hvd_pipe; it is run until its profile is
     there (under horovodrun to its end). The options of this command stand before the script.
@@ -91,17 +93,14 @@ def command(
     elif ":" in target:
         if arguments:
             raise click.UsageError(f"a model takes no arguments, got {' '.join(arguments)}.")
-        if not inputs:
-            raise click.UsageError("say what the model is fed: --input 32,3,224,224")
         if job_size() > 1:
             raise InputError("a model is measured on one process: run this without a launcher")
         path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
         _writable(path)
         try:
-            from hvd_pipe.cli import _model  # noqa: PLC0415 - torch and Horovod: seconds
+            profile = _model.measure(target, inputs, loss, device, steps or 10)
         except ImportError as error:
             raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
-        profile = _model.measure(target, inputs, loss, device, steps or 10)
         profile.save(path)
     else:
         raise click.UsageError(

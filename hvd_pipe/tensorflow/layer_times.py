@@ -1,0 +1,429 @@
+"""Times of a Keras model's layers, each measured by itself, scaled to the whole step.
+
+A compiled graph does not tell which layer a moment belongs to. So every layer of the model's graph
+is compiled on its own and fed with what it got in one pass of the whole model::
+
+    forward    the layer alone
+    backward   the layer with the gradients of its weights and inputs, less the layer alone
+
+(no gradient of an input that depends on no weight, as in a real step). Within one graph, layers
+overlap on several cores, and neighbours are fused, so these times need not add up to the step.
+Forward passes and backward passes are therefore each scaled to the time of the whole model's, and
+what remains is how the time is shared out.
+
+Source: PipeDream (Narayanan et al., SOSP 2019) profiles layer by layer as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional, operation_fn
+
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.tensorflow.engine import raw
+from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
+
+__all__ = ["measure_profile"]
+
+LOSS = "(loss)"
+"""From the model's output to its loss."""
+UNUSED = "(unused)"
+"""Weights of no layer of the graph."""
+
+
+def measure_profile(
+    model: Any,
+    inputs: Sequence[tf.Tensor],
+    loss: Callable[[Any], Any] | None = None,
+    batch: int | None = None,
+    steps: int = 10,
+    skip: int = 3,
+    name: str = "",
+) -> ModelProfile:
+    """Return what each layer of a Keras model costs; the model's variables keep their values.
+
+    Layers come in forward order, those of nested models as ``outer/inner``. A layer that is called
+    several times is there for each call (``dense``, ``dense#2``); its gradient is complete at the
+    first. Masks of Keras are not passed on between layers.
+
+    Args:
+        model: Sequential, functional, or a subclassed one whose ``call`` uses Keras' layers and
+            operations only. If it is compiled, its optimizer's update is measured, too.
+        inputs: What it is fed: a tensor for each of its inputs, the batch first.
+        loss: From the model's output to one number; None for the mean of the output.
+        batch: Samples of a minibatch of one worker; the first size of the first input if None.
+        steps: Times that everything is measured; medians count.
+        skip: Times before that.
+        name: The model's, for people; its own if left out.
+
+    Raises:
+        ValueError: A model whose layers cannot be told apart, or with nothing to train, a loss
+            that is not one number, or ``steps`` or ``skip`` that are too small.
+
+    Example:
+        >>> model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        >>> profile = measure_profile(model, [tf.ones((5, 2))], name="net", steps=1)
+        >>> profile.gradient_bytes().tolist(), profile.layers[-1].name, profile.edges
+        ([16, 36], '(loss)', None)
+    """
+    if steps < 1 or skip < 0:
+        raise ValueError(f"steps must be at least 1 and skip at least 0, got {steps} and {skip}.")
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow to measure."
+        )
+    graph = functional(model, inputs)
+    if len(graph.inputs) != len(inputs):
+        raise ValueError(
+            f"the model has {len(graph.inputs)} inputs, and {len(inputs)} were given: give a "
+            "tensor (on the command line --input) for each."
+        )
+    if not model.trainable_variables:
+        raise ValueError(f"{type(model).__name__} has no weight to train: nothing to measure.")
+    clock = _Clock(skip, steps)
+    with _kept(model.variables):
+        outputs = _Outputs(model, loss or mean_of)
+        calls = _calls(graph, inputs, outputs)
+        forward = [_forward_seconds(call, clock) for call in calls]
+        backward = [
+            _backward_seconds(call, clock, alone)
+            for call, alone in zip(calls, forward, strict=True)
+        ]
+        forward_s = clock.of(tf.function(outputs.loss), inputs)
+        backward_s = clock.of(tf.function(outputs.gradients), inputs) - forward_s
+        update_s = _update_seconds(model, clock)
+    forward, backward = _scaled(forward, forward_s), _scaled(backward, backward_s)
+    sizes = _gradient_bytes(model, calls)
+    layers = [
+        LayerProfile(
+            call.name, sizes.pop(call.name, 0), b, f, sum(map(_nbytes, call.outputs)), call.what
+        )
+        for call, f, b in zip(calls, forward, backward, strict=True)
+    ]
+    if sizes:
+        what = "weights of no layer of the model's graph"
+        layers.insert(0, LayerProfile(UNUSED, sizes[UNUSED], 0.0, 0.0, 0, what))
+    return ModelProfile(
+        tuple(layers),
+        _edges(calls),
+        batch=batch or int(inputs[0].shape[0]),
+        update_s=update_s,
+        name=name or model.name,
+    )
+
+
+def mean_of(output: Any) -> Any:
+    """Return the sum of the means of all tensors of an output that can carry a gradient."""
+    means = [
+        tf.reduce_mean(tf.cast(each, tf.float32))
+        for each in tf.nest.flatten(output)
+        if tf.as_dtype(each.dtype).is_floating
+    ]
+    if not means:
+        raise ValueError(
+            "the model's output has no tensor with a gradient: say how it becomes a loss "
+            "(loss=, on the command line --loss module:function)."
+        )
+    return tf.add_n(means)
+
+
+def functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
+    """Return the graph of a model's layers.
+
+    Raises:
+        ValueError: It has none, and none can be made.
+    """
+    if isinstance(model, Functional):
+        return model
+    if isinstance(model, keras.Sequential):
+        if not model.built or model._functional is None:
+            model.build((None, *inputs[0].shape[1:]))
+        if model._functional is not None:
+            return model._functional
+    symbolic = [keras.Input(batch_shape=each.shape, dtype=each.dtype.name) for each in inputs]
+    try:
+        # Keras builds what it can, then takes down which layers `call` uses.
+        model(inputs[0] if len(inputs) == 1 else list(inputs))
+        found = model.call(symbolic[0] if len(symbolic) == 1 else symbolic)
+        return Functional(symbolic, found)
+    except Exception as error:
+        line = str(error).strip().splitlines()
+        raise ValueError(
+            f"the layers of {type(model).__name__} cannot be told apart, as its call() does more "
+            "than to call Keras' layers and operations: write it as keras.Model(inputs, outputs). "
+            f"({type(error).__name__}: {line[0] if line else ''})"
+        ) from error
+
+
+@dataclass
+class _Call:
+    """One call of a layer, or of an operation, in one pass of the model."""
+
+    name: str
+    what: str
+    run: Callable[[Sequence[tf.Tensor]], Any]
+    """The layer, as a function of the tensors that it gets."""
+    tensors: list[tf.Tensor]
+    """What it got."""
+    sources: list[str | None]
+    """Which call made each of these; None for an input of the model."""
+    wanted: list[bool]
+    """Whether a gradient of each is wanted."""
+    weights: list[Any]
+    outputs: list[tf.Tensor]
+
+    @property
+    def trains(self) -> bool:
+        """Whether backward comes here."""
+        return bool(self.weights) or any(self.wanted)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor of the pass: its value, who made it, and whether it depends on a weight."""
+
+    value: tf.Tensor
+    by: str | None
+    trains: bool
+
+
+def _calls(graph: Functional, inputs: Sequence[tf.Tensor], outputs: _Outputs) -> list[_Call]:
+    """Run the model once, layer by layer, then its loss; return all calls in that order."""
+    calls: list[_Call] = []
+    made = {
+        id(symbol): _Made(tf.cast(value, symbol.dtype), None, False)
+        for symbol, value in zip(graph.inputs, inputs, strict=True)
+    }
+    _pass(graph, made, "", calls, {})
+    return [*calls, _loss_call(graph, made, outputs)]
+
+
+def _pass(
+    graph: Functional,
+    made: dict[int, _Made],
+    prefix: str,
+    calls: list[_Call],
+    counts: dict[str, int],
+) -> None:
+    """Run a graph layer by layer, nested ones in their place, and note every call."""
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            symbols = list(node.arguments.keras_tensors)
+            if node.is_input or any(id(symbol) not in made for symbol in symbols):
+                continue
+            layer = node.operation
+            path = f"{prefix}{layer.name}"
+            nested = layer if isinstance(layer, Functional) else None
+            if isinstance(layer, keras.Sequential):
+                nested = layer._functional
+            found = [made[id(symbol)] for symbol in symbols]
+            if nested is not None and len(nested.inputs) == len(found):
+                within = dict(zip(map(id, nested.inputs), found, strict=True))
+                _pass(nested, within, f"{path}/", calls, counts)
+                results = [within[id(symbol)] for symbol in nested.outputs]
+            else:
+                count = counts[path] = counts.get(path, 0) + 1
+                name = path if count == 1 else f"{path}#{count}"
+                weights = [raw(each) for each in getattr(layer, "trainable_variables", [])]
+                what = type(layer).__name__
+                calls.append(call := _called(name, what, _layer(node), found, weights))
+                results = [_Made(value, name, call.trains) for value in call.outputs]
+            made.update(zip(map(id, node.outputs), results, strict=True))
+
+
+def _layer(node: Any) -> Callable[[Sequence[tf.Tensor]], Any]:
+    """Return a call of a layer as a function of the tensors that it gets."""
+    symbols = list(node.arguments.keras_tensors)
+
+    def run(tensors: Sequence[tf.Tensor]) -> Any:
+        values = {id(symbol): value for symbol, value in zip(symbols, tensors, strict=True)}
+        args, kwargs = node.arguments.fill_in(values)
+        return operation_fn(node.operation, training=True)(*args, **kwargs)
+
+    return run
+
+
+def _called(
+    name: str,
+    what: str,
+    run: Callable[[Sequence[tf.Tensor]], Any],
+    found: Sequence[_Made],
+    weights: list[Any],
+) -> _Call:
+    """Make a call, and note it."""
+    tensors = [each.value for each in found]
+    outputs = tf.nest.flatten(run(tensors))
+    return _Call(
+        name,
+        f"{what} {tuple(outputs[0].shape)}",
+        run,
+        tensors,
+        [each.by for each in found],
+        [each.trains and each.value.dtype.is_floating for each in found],
+        weights,
+        outputs,
+    )
+
+
+class _Outputs:
+    """The whole model with its loss."""
+
+    def __init__(self, model: Any, loss: Callable[[Any], Any]) -> None:
+        self._model, self._loss = model, loss
+
+    def of(self, tensors: Sequence[tf.Tensor]) -> Any:
+        return self._model(tensors[0] if len(tensors) == 1 else list(tensors), training=True)
+
+    def checked(self, output: Any) -> tf.Tensor:
+        """Return the loss of an output, which must be one number."""
+        value = tf.convert_to_tensor(self._loss(output))
+        if value.shape.num_elements() != 1 or not value.dtype.is_floating:
+            raise ValueError(
+                f"the loss must be one number with a gradient, got a {list(value.shape)} tensor "
+                f"of {value.dtype.name}."
+            )
+        return value
+
+    def loss(self, *tensors: tf.Tensor) -> tf.Tensor:
+        return self.checked(self.of(tensors))
+
+    def gradients(self, *tensors: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.loss(*tensors)
+        weights = [raw(each) for each in self._model.trainable_variables]
+        return loss, _present(tape.gradient(loss, weights))
+
+
+def _loss_call(graph: Functional, made: Mapping[int, _Made], outputs: _Outputs) -> _Call:
+    """Return the loss as the last call."""
+    found = [made[id(symbol)] for symbol in graph.outputs]
+
+    def run(tensors: Sequence[tf.Tensor]) -> Any:
+        return outputs.checked(keras.tree.pack_sequence_as(graph._outputs_struct, tensors))
+
+    return _called(LOSS, "from the model's output to one number", run, found, [])
+
+
+class _Clock:
+    """Times compiled functions: medians over some calls, the first ones left out."""
+
+    def __init__(self, skip: int, steps: int) -> None:
+        self._skip, self._steps = skip, steps
+
+    def of(self, function: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> float:
+        for _ in range(1 + self._skip):
+            function(*tensors)
+        seconds = []
+        for _ in range(self._steps):
+            tf.test.experimental.sync_devices()
+            start = time.perf_counter()
+            function(*tensors)
+            tf.test.experimental.sync_devices()
+            seconds.append(time.perf_counter() - start)
+        return median(seconds)
+
+
+def _forward_seconds(call: _Call, clock: _Clock) -> float:
+    return clock.of(tf.function(lambda *tensors: call.run(tensors)), call.tensors)
+
+
+def _backward_seconds(call: _Call, clock: _Clock, forward_s: float) -> float:
+    """Return what the gradients of a call take; the forward pass is not left out by its graph."""
+    floats = [each for each in call.outputs if each.dtype.is_floating]
+    if not call.trains or not floats:
+        return 0.0
+    # Given from outside, as TensorFlow would compute with constants before the first step.
+    seeds = [tf.random.normal(each.shape, dtype=each.dtype) for each in floats]
+    count = len(call.tensors)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def both(*given: tf.Tensor) -> Any:
+        tensors, arriving = given[:count], list(given[count:])
+        wanted = [each for each, is_wanted in zip(tensors, call.wanted, strict=True) if is_wanted]
+        with tf.GradientTape() as tape:
+            tape.watch(wanted)
+            results = tf.nest.flatten(call.run(tensors))
+        targets = [each for each in results if each.dtype.is_floating]
+        return results, _present(tape.gradient(targets, [*wanted, *call.weights], arriving))
+
+    return max(0.0, clock.of(both, [*call.tensors, *seeds]) - forward_s)
+
+
+def _update_seconds(model: Any, clock: _Clock) -> float:
+    """Time the update of a compiled model's optimizer, with another of its kind."""
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if optimizer is None:
+        return 0.0
+    plain: Any = next(
+        cls for cls in type(optimizer).__mro__ if not issubclass(cls, DistributedMixin)
+    )
+    other = plain.from_config(optimizer.get_config())
+    other.build(model.trainable_variables)
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def update(*gradients: tf.Tensor) -> None:
+        other.apply(list(gradients), model.trainable_variables)
+
+    return clock.of(update, [tf.zeros_like(raw(each)) for each in model.trainable_variables])
+
+
+def _scaled(seconds: Sequence[float], total: float) -> list[float]:
+    """Return what adds up to ``total``, in the same proportions.
+
+    >>> _scaled([1.0, 3.0], 2.0), _scaled([1.0, 3.0], -0.1)
+    ([0.5, 1.5], [1.0, 3.0])
+    """
+    added = sum(seconds)
+    scale = total / added if added > 0.0 < total else 1.0  # a difference may be lost in noise
+    return [scale * each for each in seconds]
+
+
+def _gradient_bytes(model: Any, calls: Sequence[_Call]) -> dict[str, int]:
+    """Return the bytes of each layer's gradients, which are complete at its first call."""
+    owners: dict[int, str] = {}
+    for call in calls:
+        for each in call.weights:
+            owners.setdefault(id(each), call.name)
+    sizes: dict[str, int] = {}
+    for each in map(raw, model.trainable_variables):
+        owner = owners.get(id(each), UNUSED)
+        sizes[owner] = sizes.get(owner, 0) + _nbytes(each)
+    return sizes
+
+
+def _edges(calls: Sequence[_Call]) -> tuple[tuple[str, str], ...] | None:
+    """Return who uses whose output; None for a chain."""
+    edges = dict.fromkeys(
+        (source, call.name) for call in calls for source in call.sources if source is not None
+    )
+    chain = [(before.name, after.name) for before, after in itertools.pairwise(calls)]
+    return None if list(edges) == chain else tuple(edges)
+
+
+def _present(gradients: Sequence[Any]) -> list[Any]:
+    return [each for each in gradients if each is not None]
+
+
+def _nbytes(tensor: Any) -> int:
+    return int(tensor.shape.num_elements() * tensor.dtype.size)
+
+
+@contextmanager
+def _kept(variables: Sequence[Any]) -> Iterator[None]:
+    """Put the variables back in the end: BatchNormalization's averages, weights, random seeds."""
+    kept = [tf.identity(raw(each)) for each in variables]
+    try:
+        yield
+    finally:
+        for each, value in zip(variables, kept, strict=True):
+            raw(each).assign(value)
