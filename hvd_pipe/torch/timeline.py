@@ -20,11 +20,7 @@ Where the variable is not set, `active` is None and each place that is traced as
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,63 +31,42 @@ from horovod.torch.mpi_ops import ProcessSet, rank, size
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.timeline import CLOCK, MARK
+from hvd_pipe import recorder
+from hvd_pipe.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.clock import DeviceClock, Moment, agree_on_clock, own_clock
 from hvd_pipe.torch.flights import Flight, Flights
-from hvd_pipe.trace_file import TraceFile
 
 __all__ = ["DIRECTORY", "MEGABYTES", "Flight", "Moment", "Recorder", "active", "describe", "start"]
 
-DIRECTORY = "HVD_PIPE_TIMELINE"
-MEGABYTES = "HVD_PIPE_TIMELINE_MB"
-DEFAULT_MEGABYTES = "64"
-
-_COMPUTE, _HOST, _CODEC, _NETWORK = 0, 1, 2, 3
-_LANES = {_COMPUTE: "compute", _HOST: "host", _CODEC: "codec"}
 _LOOK_STEPS = 20
 
 
-class Recorder:
-    """Takes down what this process does; one a process, whatever its optimizers."""
+class Recorder(recorder.Recorder):
+    """`hvd_pipe.recorder` for torch: the host's moments, and those of a CUDA stream."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
-        self.file = TraceFile(path, max_bytes, self._marker, f"raise {MEGABYTES}")
-        self.worker = worker
+        super().__init__(path, max_bytes, worker)
         self.forwards = _Forwards(self)
-        self._zero: float | None = None
-        self._step = 0
-        self._named: set[int] = set()
-        self._texts: dict[str, tuple[str, str]] = {}
         self._started: Moment | None = None
         self._last: Moment | None = None
         self._device: DeviceClock | None = None
-        self._flights = Flights(self.now, self._landed)
         in_flight.before_shutdown(self._flights.halt)
+
+    def _make_flights(self) -> Flights:
+        return Flights(self.now, self._landed)
 
     def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
         """Take an optimizer in; all ranks do this, those of its process set together."""
         # A rank outside of the set may come first: it shows its own steps, by its own clock.
         member = process_set.included()
-        clock = agree_on_clock(process_set) if member else own_clock()
-        if self._zero is None:
-            self._zero = clock.zero
-            self.file.add(_metadata("process_name", self.worker, 0, name=f"worker {self.worker}"))
-            self.file.add(_metadata("process_sort_index", self.worker, 0, sort_index=self.worker))
-            about = {"zero_unix_ns": clock.zero_unix_ns, "clock_error_s": clock.error_s}
-            self.file.add(_metadata(CLOCK, self.worker, 0, **about))
+        self.set_clock(agree_on_clock(process_set) if member else own_clock())
         if any(parameter.is_cuda for parameter in parameters) and self._device is None:
             self._device = DeviceClock(self.now)
+            self.wait_lane = HOST
         if member:
             self.forwards.want(parameters)
-
-    # Moments.
-
-    def now(self) -> float:
-        """Return the host's seconds since zero."""
-        return time.perf_counter() - (self._zero or 0.0)
 
     def moment(self) -> Moment:
         """Return the moment at which the device will have done what it was given so far."""
@@ -116,32 +91,10 @@ class Recorder:
     def end_backward(self) -> None:
         """Note that the last gradient was the last one."""
         if self._started is not None and self._last is not None:
-            self._span("backward", "backward", self._started, self._last)
+            self.span("backward", "backward", self._started, self._last)
             self._started = self._last = None
 
-    def ready(self, message: str) -> None:
-        """Note that what a message carries is complete."""
-        self._span("ready", message, self.moment(), None)
-
-    def launched(self, message: str, nbytes: int, handle: int | None = None) -> Flight:
-        """Note that a message leaves; its end is when it lands, or when Horovod says so."""
-        return self._flights.launch(message, nbytes, self.moment(), handle)
-
-    def waited(self, begun: float, message: str) -> None:
-        """Note that the host was blocked from ``begun`` until now."""
-        lane = _COMPUTE if self._device is None else _HOST
-        self._span("wait", message, begun, self.now(), lane)
-
-    def update(self, begun: Moment) -> None:
-        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-        self._span("update", "update", begun, self.moment())
-
-    def codec(self, begun: float, message: str) -> None:
-        """Note that the courier has worked on a message."""
-        self._span("codec", message, begun, self.now(), _CODEC)
-
     def end_step(self) -> None:
-        """Close a step and bring it to the disk."""
         self._step += 1
         self.forwards.end_step()
         if self._device is not None:
@@ -151,72 +104,24 @@ class Recorder:
     def forward(self, begun: Moment) -> None:
         """Note that a model has run, from ``begun`` until now."""
         name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
-        self._span("forward", name, begun, self.moment())
+        self.span("forward", name, begun, self.moment())
 
-    def _span(
+    def span(
         self,
         category: str,
         name: str,
         start: Moment,
         end: Moment | None,
-        tid: int = _COMPUTE,
+        tid: int = COMPUTE,
         more: str = "",
     ) -> None:
-        """Write an event; one without an end is an instant."""
         if self.file.full:
             return
-        write = partial(self._write, category, name, tid, f'{{"step":{self._step}', more)
+        write = partial(self._write, category, name, tid, self._args(), more)
         if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
             write(start, end)
         elif self._device is not None:
             self._device.take(start, end, write)
-
-    def _write(
-        self,
-        category: str,
-        name: str,
-        tid: int,
-        args: str,
-        more: str,
-        start: float,
-        end: float | None,
-    ) -> None:
-        if tid not in self._named:
-            self._named.add(tid)
-            slot = tid - _NETWORK
-            lane = _LANES.get(tid) or ("network" if slot == 0 else f"network {slot + 1}")
-            self.file.add(_metadata("thread_name", self.worker, tid, name=lane))
-            self.file.add(_metadata("thread_sort_index", self.worker, tid, sort_index=tid))
-        shown, full = self._text(name)
-        kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
-        self.file.add(
-            f'{{"name":{shown},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{tid},'
-            f'"ts":{start * 1e6:.3f},"args":{args}{full}{more}}}}}'
-        )
-
-    def _text(self, name: str) -> tuple[str, str]:
-        """Return a message's name, short and whole, as JSON.
-
-        ``hvd_pipe.0.2.gradients.1`` is bucket 1 of the third optimizer of process set 0.
-        """
-        text = self._texts.get(name)
-        if text is None:
-            short = re.sub(r"^hvd_pipe\.\d+\.\d+\.", "", name)
-            whole = "" if short == name else f',"message":{json.dumps(name)}'
-            text = self._texts[name] = json.dumps(short), whole
-        return text
-
-    def _landed(self, flight: Flight) -> None:
-        name, tid, size = flight.message, _NETWORK + flight.slot, f',"bytes":{flight.nbytes}'
-        self._span("allreduce", name, flight.start, flight.end_s, tid, size)
-
-    def _marker(self) -> str:
-        """Return the event that ends a full file."""
-        name = f"the trace ends here: raise {MEGABYTES}"
-        return (
-            f'{{"name":"{name}","cat":"{MARK}","ph":"i","s":"p","pid":{self.worker},'
-            f'"tid":{_COMPUTE},"ts":{self.now() * 1e6:.3f}}}'
-        )
 
 
 class _Forwards:
@@ -320,9 +225,8 @@ def describe() -> Description:
         ValueError: The limit is not a number of megabytes.
     """
     global active  # noqa: PLW0603 - one a process, as Horovod itself
-    directory = os.environ.get(DIRECTORY)
-    if active is None and directory:
-        active = _open(Path(directory))
+    if active is None:
+        active = open_recorder(Recorder, rank(), size())
     return [] if active is None else [(DIRECTORY, "set")]
 
 
@@ -330,37 +234,3 @@ def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
     """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
     if active is not None:
         active.join(parameters, process_set)
-
-
-def _open(directory: Path) -> Recorder:
-    text = os.environ.get(MEGABYTES, DEFAULT_MEGABYTES)
-    try:
-        limit = round(float(text) * 1e6)
-        if limit < 1e4:
-            raise ValueError
-    except (ValueError, OverflowError):
-        raise ValueError(
-            f"{MEGABYTES} must be a number of megabytes of at least 0.01, got {text!r}"
-        ) from None
-    path = directory / f"rank{rank()}.json"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _remove_older(directory)
-        return Recorder(path, limit, rank())
-    except OSError as error:
-        raise HvdPipeError(
-            f"{DIRECTORY}={directory}: {path} cannot be written ({error.strerror}): name a "
-            f"directory that this user can write on every host, or unset {DIRECTORY}."
-        ) from error
-
-
-def _remove_older(directory: Path) -> None:
-    """Remove what an older run on more ranks has left; the others write their files anew."""
-    for path in directory.glob("rank*.json"):
-        number = path.stem.removeprefix("rank")
-        if number.isdecimal() and int(number) >= size():
-            path.unlink(missing_ok=True)  # every rank does this: hosts may not share a disk
-
-
-def _metadata(what: str, worker: int, tid: int, **args: object) -> str:
-    return json.dumps({"name": what, "ph": "M", "pid": worker, "tid": tid, "args": args})

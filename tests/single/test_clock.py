@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_pipe import clock as shared
 from hvd_pipe.torch import clock, flights
 from hvd_pipe.torch.clock import bound_offset
 
@@ -28,6 +29,7 @@ def test_a_halted_observer_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_doctests() -> None:
     assert doctest.testmod(clock).failed == 0
+    assert doctest.testmod(shared).failed == 0
 
 
 @given(
