@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from hvd_pipe.argument_checks import (
     refuse_for_cocod,
     refuse_ranks,
 )
+from hvd_pipe.recorder import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
@@ -101,6 +104,8 @@ class Arguments:
             has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
             process_set=self.process_set,
         )
+        if os.environ.get(DIRECTORY):
+            warnings.warn(f"{DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
         return strategy
 
     def candidates(self, auto: Auto) -> tuple[tuple[Method, ...], dict[str, str]]:

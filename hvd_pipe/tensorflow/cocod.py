@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.agree import Description, checked
 from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.engine import (
@@ -65,14 +66,21 @@ class CoCoDEngine(Engine):
         if not self._warmup_steps:
             return Due(gradients)
         reduction, tag = self.settings.reduction, self.settings.tag
+        step = timeline.current()
 
-        def averaged() -> list[tf.Tensor]:
-            return [
+        def averaged() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            flats = [
                 reduction.reduce(flat, f"{tag}.warmup.{i}")
                 for i, flat in enumerate(self._warmup.pack(gradients))
             ]
+            return flats, [] if step is None else step.part()
 
-        flats = tf.cond(self._is_warm(), averaged, lambda: self._warmup.pack(gradients))
+        def local() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            return self._warmup.pack(gradients), [] if step is None else step.part()
+
+        flats, notes = tf.cond(self._is_warm(), averaged, local)
+        if step is not None:
+            step.whole(notes)
         return Due(self._warmup.unpack(flats))
 
     def before_update(self) -> None:

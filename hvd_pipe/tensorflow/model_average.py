@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.engine import LOST, Arrays, restore
 from hvd_pipe.tensorflow.reduction import Feedback, Reduction
@@ -60,6 +61,7 @@ class ModelAverage:
             self._factor = mine * len(weights) / sum(weights)
         self._feedback: list[Feedback | None] = [reduction.feedback(size) for size in sizes]
         nothing = [None] * len(self._feedback)
+        self._name = f"{tag}.round"
         self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
         self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
         self._courier = _courier()
@@ -81,6 +83,8 @@ class ModelAverage:
         if self._base:
             outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
             average = self._average
+        if timeline.active is not None:
+            timeline.active.ready(self._name)
         self._sent = self._courier.submit(average, *outgoing)
 
     def finish(self, flats: Flats) -> list[tf.Tensor]:
@@ -168,7 +172,11 @@ class ModelAverage:
 
     def _arrive(self) -> list[tf.Tensor]:
         assert self._sent is not None
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
         means, self._sent = self._sent.result(), None
+        if trace is not None:
+            trace.waited(begun, self._name)
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
         if self._is_lossy:
@@ -191,7 +199,21 @@ class ModelAverage:
                 for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
             ]
 
-        return average
+        def shown(*flats: tf.Tensor) -> Any:
+            trace = timeline.active
+            if trace is None or reduction.alone:
+                return average(*flats)
+            average.get_concrete_function(*flats)  # traced before the message leaves
+            flights = [
+                trace.launched(f"{kind}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
+                for i, flat in enumerate(flats)
+            ]
+            found = average(*flats)
+            for flight in flights:
+                flight.land()
+            return found
+
+        return shown
 
     def _moved(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the anchors after v = beta v + (mean - z), z = z + v."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 
 from hvd_pipe.strategy import PipeSGD
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.engine import (
     Arrays,
     Due,
@@ -65,6 +66,10 @@ class PipeSGDEngine(Engine):
 
     def exchange(self, gradients: Gradients) -> Due:
         fresh = self._packing.pack(gradients)
+        step = timeline.current()
+        if step is not None and not self.settings.reduction.alone:
+            for i, flat in enumerate(fresh):
+                step.ready(flat, f"{self.settings.tag}.gradients.{i}")
         outgoing = [each.read_value() for each in self._pending]
         was_pending = self._is_pending.read_value()
         warm: tf.Tensor | None = None
@@ -112,7 +117,7 @@ class PipeSGDEngine(Engine):
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
         return [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
+            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback, fresh=False)
             for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
         ]
 

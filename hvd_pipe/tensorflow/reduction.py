@@ -16,6 +16,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.variables import variable
 
@@ -97,16 +98,39 @@ class Reduction:
         )
         return Feedback(sent, reduced)
 
-    def reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None = None) -> tf.Tensor:
+    def wire_bytes(self, numel: int, dtype: tf.DType) -> int:
+        """Return the bytes that a rank sends for a buffer of ``numel`` elements."""
+        if self.codec is None:
+            return round(numel * int(dtype.size) * self.ratio(dtype))
+        return self.workers * self.codec.nbytes(_slice(numel, self.workers, self.codec.chunk))
+
+    def reduce(
+        self,
+        flat: tf.Tensor,
+        name: str,
+        feedback: Feedback | None = None,
+        *,
+        fresh: bool = True,
+    ) -> tf.Tensor:
         """Return the reduced buffer: the same bits on every rank.
 
         Args:
             flat: One-dimensional, of a known size.
             name: The same on all ranks.
             feedback: What `feedback` has returned for this message.
+            fresh: Whether its values have just become ready, as a timeline shows it.
         """
         if self.alone:
             return tf.identity(flat)
+        step = timeline.current()
+        if step is None:
+            return self._reduce(flat, name, feedback)
+        message = step.launch(flat, name, self.wire_bytes(flat.shape[0], flat.dtype), fresh)
+        arrived = self._reduce(flat, name, feedback)
+        step.land(message, arrived)
+        return arrived
+
+    def _reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
         with tf.device(self.device):
             if self.codec is not None:
                 return self._exchange(self.codec, flat, name, feedback)
@@ -127,12 +151,21 @@ class Reduction:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
         if self.alone:
             return sparse
+        step, message = timeline.current(), None
+        if step is not None:
+            nbytes = sum(
+                tf.size(part, tf.int64) * part.dtype.size
+                for part in (sparse.values, sparse.indices)
+            )
+            message = step.launch(sparse.values, name, nbytes, fresh=True)
         parts = [
             mpi_ops.allgather(
                 part, f"{name}.{kind}", ignore_name_scope=True, process_set=self.process_set
             )
             for kind, part in (("values", sparse.values), ("indices", sparse.indices))
         ]
+        if step is not None and message is not None:
+            step.land(message, parts[0])
         values = parts[0] / self.workers if self.op == Average else parts[0]
         return tf.IndexedSlices(values, parts[1], sparse.dense_shape)
 

@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initia
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
-from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow import timeline, workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
 from hvd_pipe.tensorflow.engine import (
@@ -113,10 +113,12 @@ class Sessions:
         def check() -> tuple[Strategy, Description]:
             strategy = arguments.check()
             made = ("the number of distributed optimizers and tapes made before", str(count))
-            return strategy, [made, *arguments.describe(strategy)]
+            return strategy, [made, *arguments.describe(strategy), *_timeline()]
 
         # One name for all, so that ranks which have made different numbers still meet here.
         strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
+        if not is_elastic():  # files are named after ranks
+            timeline.start(process_set)
         if number == 0:
             workers.watch()
         return strategy
@@ -225,6 +227,10 @@ class Sessions:
                 _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
         self._found.clear()
         self._tag = self.watcher = None
+
+
+def _timeline() -> Description:
+    return [] if is_elastic() else timeline.describe()  # files are named after ranks
 
 
 def inherit(found: dict[str, States]) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.engine import Gradients
@@ -50,12 +51,17 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
         refuse_xla()
-        found = super().gradient(target, sources, output_gradients, **options)
-        variables, gradients = tf.nest.flatten(sources), _flat(found, sources)
-        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
-        due = session.engine.exchange(session.outgoing(gradients))
-        session.engine.after_step()
-        incoming = session.incoming(due.gradients, gradients)
+        with timeline.step(is_backward=True) as step:
+            found = super().gradient(target, sources, output_gradients, **options)
+            variables, gradients = tf.nest.flatten(sources), _flat(found, sources)
+            session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
+            if step is not None:
+                step.gradients(gradients)
+            due = session.engine.exchange(session.outgoing(gradients))
+            session.engine.after_step()
+            incoming = session.incoming(due.gradients, gradients)
+            if step is not None:
+                step.end()
         return tf.nest.pack_sequence_as(sources, incoming)
 
     def get_local_and_global_gradients(
@@ -211,7 +217,8 @@ def _drain(session: Session, found: list[Any]) -> None:
     def take(due: Gradients) -> None:
         found[:] = session.incoming(due, found)
 
-    session.engine.drain(take)
+    with timeline.step():
+        session.engine.drain(take)
 
 
 _kept: dict[tuple[object, ...], Sessions] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, raw, restore, variable
 from hvd_pipe.tensorflow.momenta import momenta_of
@@ -55,6 +56,15 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         gradients = list(grads)
         find = functools.partial(momenta_of, self)
         session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local, find)
+        with timeline.step() as step:
+            if step is not None:
+                step.gradients(gradients)
+            self._hvd_pipe_pass(session, variables, gradients, scaler)
+
+    def _hvd_pipe_pass(
+        self, session: Session, variables: list[Any], gradients: list[Any], scaler: Any
+    ) -> None:
+        """Accumulate the gradients of a pass, if asked for, and step where they are complete."""
         sums = self._hvd_pipe_accumulators(variables)
         if sums is None:
             self._hvd_pipe_step(session, gradients, scaler)
@@ -95,9 +105,12 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             _when(due.when, update)
         else:
             _when(due.when, lambda: _update_if_finite(scaler, incoming, update))
-        engine.after_step(
-            Peek([raw(each) for each in self.variables], self._hvd_pipe_update_of(session))
-        )
+        step = timeline.current()
+        changed = [raw(each) for each in session.variables]
+        with nullcontext() if step is None else step.end(changed, due.when):
+            engine.after_step(
+                Peek([raw(each) for each in self.variables], self._hvd_pipe_update_of(session))
+            )
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
         def update(gradients: Gradients) -> None:
@@ -122,7 +135,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 with self._hvd_pipe_plainly():
                     plain(due)
 
-            session.engine.drain(update)
+            with timeline.step():
+                session.engine.drain(update)
             if self.use_ema:
                 session.engine.equalise(self._model_variables_moving_average)
 
