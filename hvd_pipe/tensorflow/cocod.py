@@ -11,6 +11,7 @@ a round's border is a call out of it, inside a condition that is true once in k 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -144,7 +145,7 @@ class CoCoDEngine(Engine):
                 }
             )
         # Momenta that were left alone until now begin with a round of their own.
-        is_whole = all(part.average.due for part in self._parts)
+        is_whole = all(part.average.is_ahead for part in self._parts)
         if not is_whole:
             self._local_steps.assign(0)
 
@@ -166,7 +167,7 @@ class CoCoDEngine(Engine):
         return found
 
     def _begin(self) -> tf.Operation:
-        return tf.group(tf.py_function(self._send, self._flats(), [tf.int32]))
+        return tf.group(tf.py_function(_weakly(self._send), self._flats(), [tf.int32]))
 
     def _send(self, *flats: tf.Tensor) -> tf.Tensor:
         for part, mine in self._split(flats):
@@ -175,16 +176,41 @@ class CoCoDEngine(Engine):
 
     def _next_round(self) -> tf.Operation:
         dtypes = [dtype for part in self._parts for dtype in part.packing.dtypes]
-        flats = tf.py_function(self._finish, self._flats(), dtypes)
+        flats = self._flats()
+        asked = []
+        if timeline.active is not None:
+            with tf.control_dependencies(flats):
+                asked = [tf.py_function(_weakly(self._ask), [], tf.int32)]
+        with tf.control_dependencies([*flats, *asked]):
+            there = [part.average.arrival() for part in self._parts]
+        with tf.control_dependencies(there):
+            flats = tf.py_function(_weakly(self._finish), flats, dtypes)
         for part, mine in self._split(flats):
             part.assign(mine)
         return tf.no_op()
+
+    def _ask(self) -> tf.Tensor:
+        for part in self._parts:
+            part.average.ask()
+        return tf.constant(0)
 
     def _finish(self, *flats: tf.Tensor) -> list[tf.Tensor]:
         found = [(part, part.average.finish(mine)) for part, mine in self._split(flats)]
         for part, mine in found:
             part.average.start(mine)
         return [flat for _, mine in found for flat in mine]
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for a graph, which TensorFlow keeps for ever, that keeps no engine."""
+    found = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        mine = found()
+        assert mine is not None  # whoever runs the step has the optimizer
+        return mine(*arguments)
+
+    return call
 
 
 @dataclass(frozen=True)

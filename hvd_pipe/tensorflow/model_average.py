@@ -10,6 +10,7 @@ mean)``: what is lost then is a part of a small difference, not of the model.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -66,15 +67,14 @@ class ModelAverage:
         self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
         self._courier = _courier()
         self._sent: Future[list[tf.Tensor]] | None = None
+        self._asked = 0.0
+        self._changing = threading.Lock()
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._arrivals = tf.queue.FIFOQueue(1, [tf.bool], [()], name=f"{tag}.arrivals")
         self._start: list[tf.Tensor] = []
         self._base: list[tf.Tensor] = []
         self._anchor: list[tf.Tensor] = []
         self._velocity: list[tf.Tensor] = []
-
-    @property
-    def due(self) -> bool:
-        """Whether a round is on, which `finish` ends."""
-        return self._sent is not None
 
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
@@ -85,10 +85,25 @@ class ModelAverage:
             average = self._average
         if timeline.active is not None:
             timeline.active.ready(self._name)
+        self._leave()
         self._sent = self._courier.submit(average, *outgoing)
+        self._sent.add_done_callback(self._announce)
+
+    def ask(self) -> None:
+        """Note, for a timeline, that the round's end waits from now on."""
+        if timeline.active is not None:
+            self._asked = timeline.active.now()
+
+    def arrival(self) -> tf.Tensor:
+        """Wait, as an operation of a graph, until what `start` has sent is there for `finish`.
+
+        `finish` would wait as well, but in one of the threads that run operations, of which the
+        average needs one itself: there may be one in all. Waiting for a queue takes none.
+        """
+        return self._arrivals.dequeue()
 
     def finish(self, flats: Flats) -> list[tf.Tensor]:
-        """Return the models that the next round starts with."""
+        """Return the models that the next round starts with; after `arrival`."""
         means = self._arrive()
         ends = [_wide(flat) for flat in flats]
         if self._alpha is None:
@@ -108,13 +123,14 @@ class ModelAverage:
         """Return the average of the models as they are, the same bits on every rank."""
         self.settle()
         means = self._average_exactly(*(_wide(flat) for flat in flats))
-        self._start, self._sent = [], None
+        self._leave()
+        self._start = []
         self._base = means if self._is_lossy else []
         return [tf.cast(mean, flat.dtype) for mean, flat in zip(means, flats, strict=True)]
 
     @property
     def is_ahead(self) -> bool:
-        """Whether an average has not been asked for since its `start`."""
+        """Whether a round is on, which `finish` ends."""
         return self._sent is not None
 
     def settle(self) -> None:
@@ -124,7 +140,8 @@ class ModelAverage:
 
     def forget(self) -> None:
         """Wait for nothing that was sent, and keep it from whatever comes."""
-        self._sent, self._start = None, []
+        self._leave()
+        self._start = []
         self._courier.shutdown(wait=False)
         self._courier = _courier()
 
@@ -154,12 +171,25 @@ class ModelAverage:
 
         self._start, self._base = flats("start"), flats("base")
         self._anchor, self._velocity = flats("anchor"), flats("velocity")
-        self._sent = None
+        self._leave()
         sent = flats("sent")
         if sent:
             self._sent = Future()
             self._sent.set_result(sent)
+            self._announce(self._sent)
         restore(self._lost(), state)
+
+    def _announce(self, sent: Future[list[tf.Tensor]]) -> None:
+        with self._changing:
+            if sent is self._sent:
+                self._arrivals.enqueue(True)
+
+    def _leave(self) -> None:
+        """Let nobody wait for, or find, what has been sent."""
+        with self._changing:
+            self._sent = None
+            if int(self._arrivals.size()):
+                self._arrivals.dequeue()
 
     def _lost(self) -> dict[str, tf.Variable]:
         """The variables of what encoding has lost, by the names that they have in a `state`."""
@@ -172,11 +202,9 @@ class ModelAverage:
 
     def _arrive(self) -> list[tf.Tensor]:
         assert self._sent is not None
-        trace = timeline.active
-        begun = 0.0 if trace is None else trace.now()
         means, self._sent = self._sent.result(), None
-        if trace is not None:
-            trace.waited(begun, self._name)
+        if timeline.active is not None:
+            timeline.active.waited(self._asked, self._name)
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
         if self._is_lossy:
