@@ -6,6 +6,7 @@ horovod              stock Horovod
 ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 hook
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
 pipe-sgd+int8 ...    hvd_pipe: a strategy's spelling, and a compression
+tf:...               TensorFlow: see contestants_tf.py
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import CoCoD, parse
 
-__all__ = ["PEERS", "Contestant", "make", "period_of"]
+__all__ = ["PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
 
 PEERS = ("single", "conventional", "horovod", "ddp", "ddp+fp16", "ddp:post-local")
+TENSORFLOW = "tf:"  # begins the names of contestants_tf.py
 REAL_MODEL_BYTES = 100e6
 DDP_BUCKET_BYTES = 25 * 2**20
 POST_LOCAL_PERIOD = 4
@@ -77,7 +79,7 @@ def period_of(name: str) -> int:
     """Return after how many steps a contestant averages models; 1 where it averages gradients."""
     if name == "ddp:post-local":
         return POST_LOCAL_PERIOD
-    kind = name.partition("+")[0]
+    kind = name.removeprefix(TENSORFLOW).partition("+")[0]
     if kind in PEERS:
         return 1
     strategy = parse(kind)

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
-from contestants import period_of
+from contestants import TENSORFLOW, period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
@@ -179,11 +179,18 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     teams |= {name: ["horovod"] for name in swept(options)}
     if options.autotune:
         teams["autotune"] = ["horovod"]
+    if options.tensorflow:
+        teams["tf-stock"] = ["tf:single", "tf:horovod"]
+        teams["tf-ours"] = [
+            f"tf:{name}" for name in ours if not name.startswith("merged-gradient+")
+        ]
     if options.only:
         known = {name for names in teams.values() for name in names}
-        teams["ours"] += [name for name in options.only if name not in known]
+        for name in options.only:
+            if name not in known:
+                teams["tf-ours" if name.startswith(TENSORFLOW) else "ours"].append(name)
         teams = {
-            team: [name for name in names if name in options.only or name == "single"]
+            team: [name for name in names if name in options.only or name.endswith("single")]
             for team, names in teams.items()
         }
     return teams
@@ -201,6 +208,8 @@ def swept(options: argparse.Namespace) -> dict[str, dict[str, str]]:
 def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str, Team]]:
     """All teams, started; none is left afterwards."""
     settings: dict[str, dict[str, str]] = {"stock": {}, "ours": {}, "ddp": {}} | swept(options)
+    if options.tensorflow:
+        settings |= {"tf-stock": {}, "tf-ours": {}}
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder, ExitStack() as teams:
         found = {}
         for name, env in settings.items():
@@ -268,7 +277,7 @@ def run_cell(
     for team, names in chosen.items():
         for name in names:
             if name != "single":
-                plans = name.startswith(("merged", "auto"))
+                plans = name.removeprefix(TENSORFLOW).startswith(("merged", "auto"))
                 settle = PLANNING_STEPS if plans else SETTLE_STEPS
                 settle = TUNING_STEPS if team == "autotune" else settle
                 built = teams[team].ask("build", name=name, settle=settle, **build)
@@ -317,7 +326,7 @@ def run_cell(
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
     names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
-    return {name: getattr(options, name) for name in (*names, "realtime")}
+    return {name: getattr(options, name) for name in (*names, "realtime", "tensorflow")}
 
 
 def measured(team: Team, kind: str, sizes: list[int]) -> dict[int, float]:
@@ -434,6 +443,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--autotune", action="store_true", help="stock Horovod tuned by itself, too"
     )
+    parser.add_argument("--tensorflow", action="store_true", help="TensorFlow's contestants, too")
     parser.add_argument("--only", nargs="+", help="these contestants (contestants.py), and single")
     parser.add_argument(
         "--realtime", action="store_true", help="the hosts go before all else on this machine"

@@ -10,6 +10,7 @@ gives one team at a time the turn and stops the others, by files on the disk tha
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -39,8 +40,13 @@ class Rank:
 
     def __init__(self, team: str, store: Path) -> None:
         torch.set_num_threads(1)
-        self.contestants: dict[str, contestants.Contestant] = {}
-        if team == "ddp":
+        self.contestants: dict[str, Any] = {}
+        self.rank: int
+        self.barrier: Callable[[], Any]
+        if team.startswith("tf-"):
+            self._tensorflow = importlib.import_module("contestants_tf")
+            self.rank, self.barrier = self._tensorflow.start(team == "tf-ours")
+        elif team == "ddp":
             self.rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
             dist.init_process_group(
                 "gloo",
@@ -48,7 +54,7 @@ class Rank:
                 rank=self.rank,
                 world_size=int(os.environ["OMPI_COMM_WORLD_SIZE"]),
             )
-            self.barrier: Callable[[], Any] = dist.barrier
+            self.barrier = dist.barrier
         else:
             (hvd if team == "ours" else stock).init()  # ours makes settings of its own
             self.rank = stock.rank()
@@ -99,12 +105,21 @@ class Rank:
 
         ``compute_s`` is an emulated step's seconds; None computes on the processor.
         """
+        if name.startswith(contestants.TENSORFLOW):
+            assert compute_s is not None
+            made, nbytes = self._tensorflow.build(
+                name, models.profile(model), compute_s, gradient_bytes
+            )
+            return self._started(name, made, nbytes, settle)
         if compute_s is None:
             network, loss = models.on_cpu(model)
         else:
             network = models.emulated(model, compute_s, gradient_bytes)
             loss = network.loss
-        contestant = contestants.make(name, network, loss)
+        nbytes = sum(4 * p.numel() for p in network.parameters())
+        return self._started(name, contestants.make(name, network, loss), nbytes, settle)
+
+    def _started(self, name: str, contestant: Any, nbytes: int, settle: int) -> dict[str, Any]:
         for _ in range(settle):
             contestant.step()
         self.contestants[name] = contestant
@@ -112,7 +127,7 @@ class Rank:
         gc.collect()
         gc.freeze()
         return {
-            "gradient_bytes": sum(4 * p.numel() for p in network.parameters()),
+            "gradient_bytes": nbytes,
             "planned_exposed_s": contestant.planned_exposed_s(),
         }
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from contestants import period_of
+from contestants import TENSORFLOW, period_of
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -56,8 +56,9 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     pipelined max(C, T); averaged behind k steps max(C, T/k), and after them, as PostLocalSGD does,
     C + T/k. With a codec, T is that of the two messages that it sends, in their compressed size.
     """
-    compute = of(cell, "single")["seconds"]
-    kind, _, compression = contestant.partition("+")
+    prefix = TENSORFLOW if contestant.startswith(TENSORFLOW) else ""
+    compute = of(cell, f"{prefix}single")["seconds"]
+    kind, _, compression = contestant.removeprefix(prefix).partition("+")
     codec = CODECS[compression or "none"]
     size = cell["gradient_bytes"] * codec.ratio
     measured = cell["exchange_s" if codec.phases > 1 else "all_reduce_s"]
@@ -229,11 +230,11 @@ def _bounds(
     def default(cell: dict[str, Any]) -> float:
         return float(of(cell, "horovod", "stock")["seconds"])
 
-    def in_time(cell: dict[str, Any]) -> list[float]:
+    def in_time(cell: dict[str, Any], prefix: str) -> list[float]:
         return [
             row["seconds"]
             for row in cell["rows"]
-            if row["contestant"].startswith("cocod")
+            if row["contestant"].startswith(f"{prefix}cocod")
             and period_of(row["contestant"]) >= cell["ratio"]
         ]
 
@@ -251,19 +252,24 @@ def _bounds(
         False,
     )
     yield f"{merged} / its own plan", 0.92, ratios(planned), True
-    for name in ("pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"):
+    for name in ("pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8", f"{TENSORFLOW}pipe-sgd"):
         yield (
             f"{name} / max(compute, communication)",
-            0.93,
+            0.90 if name.startswith(TENSORFLOW) else 0.93,
             ratios(lambda cell, name=name: limit_s(cell, name) / seconds(cell, name)),
             True,
         )
-    yield (
-        "cocod with period >= r / one worker alone",
-        0.95,
-        ratios(lambda cell: seconds(cell, "single") / sorted(in_time(cell))[-1]),
-        True,
-    )
+    for prefix, least in (("", 0.95), (TENSORFLOW, 0.93)):
+        yield (
+            f"{prefix}cocod with period >= r / one worker alone",
+            least,
+            ratios(
+                lambda cell, prefix=prefix: (
+                    seconds(cell, f"{prefix}single") / sorted(in_time(cell, prefix))[-1]
+                )
+            ),
+            True,
+        )
     for name, least in (("pipe-sgd+int8", 3.0), ("cocod:period=8", 4.0)):
         yield (
             f"{name} / stock Horovod, r = 4",
