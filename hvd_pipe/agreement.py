@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 
-__all__ = ["Agreement", "Description", "failed", "members"]
+__all__ = ["Agreement", "Description", "answer_with", "failed", "members"]
 
 Description = Sequence[tuple[str, str]]
 """What a rank is about to do, as (label, value) lines in an order that all ranks share."""
@@ -22,6 +23,15 @@ Description = Sequence[tuple[str, str]]
 T = TypeVar("T")
 
 GatherBytes = Callable[[bytes, str, ProcessSet], list[bytes]]
+
+
+def answer_with(horovod: Any) -> None:
+    """Let process sets ask a framework's own Horovod, by its ``mpi_ops``.
+
+    Where a process has several frameworks, they ask that of the one that was imported last, which
+    need not have been initialised: every process set would then seem to be of others.
+    """
+    process_sets._setup(horovod._basics)
 
 
 def members(process_set: ProcessSet) -> list[int]:

@@ -79,10 +79,11 @@ class ModelAverage:
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
         self._start = [tf.identity(flat) for flat in flats]
-        outgoing, average = [_wide(flat) for flat in self._start], self._average_exactly
+        outgoing, average = [_wide(flat) for flat in self._start], self._average
         if self._base:
             outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
-            average = self._average
+        elif self._is_lossy:
+            average = self._average_exactly
         if timeline.active is not None:
             timeline.active.ready(self._name)
         self._leave()

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_pipe import restarts
+from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import is_failing
 from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.waiting import starting_to_communicate
@@ -32,6 +33,7 @@ def init(*args: Any, **kwargs: Any) -> Any:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
     restarts.prepare(mpi_ops)
+    answer_with(mpi_ops)
     if mpi_ops.is_initialized():
         return mpi_ops.init(*args, **kwargs)
     if not mpi_ops.cuda_built():

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
 
+from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
@@ -75,6 +77,7 @@ class Sessions:
     def __init__(self, arguments: Arguments) -> None:
         if not is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
+        answer_with(mpi_ops)
         self.arguments = arguments
         self._tag: str | None = None
         self._owner: weakref.ref[Owner] | None = None
@@ -150,6 +153,7 @@ class Sessions:
             momenta: Finds the optimizer's momenta of variables; None for a tape.
         """
         workers.note_graphs()
+        answer_with(mpi_ops)
         if self._tag is None:
             self._start()
             if self._owner is None:  # a tape begins with the first step, after `inherit`

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 
+from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.restarts import is_elastic
@@ -486,6 +488,7 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
     In an elastic job it sends nothing: when a worker that has come comes here, the others, which
     have been here long ago, wait for it elsewhere.
     """
+    answer_with(mpi_ops)
     elastic = is_elastic()
     checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)
     names, groups = checked.settings.names, checked.settings.groups

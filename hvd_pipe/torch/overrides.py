@@ -16,6 +16,7 @@ from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe import restarts
+from hvd_pipe.agreement import answer_with
 from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.checks import count_anew
 from hvd_pipe.torch.distributed import rest_all
@@ -39,6 +40,7 @@ def init(*args: Any, **kwargs: Any) -> Any:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
     restarts.prepare(mpi_ops)
+    answer_with(mpi_ops)
     if not torch.cuda.is_available():
         os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     running = mpi_ops.is_initialized()

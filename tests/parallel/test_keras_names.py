@@ -115,3 +115,8 @@ def test_a_rank_may_leave() -> None:
 def test_what_cannot_work_says_so(what: str, words: str) -> None:
     for found in ranks_of("refusals"):
         assert words in found[what]
+
+
+def test_another_frameworks_horovod_changes_nothing() -> None:
+    """Process sets ask the Horovod that was imported last; ours must not think it is alone."""
+    assert of_case(observed(), "beside torch") == [-1.5, -1.5]

@@ -202,11 +202,6 @@ Found = dict[str, Any]
 
 METHODS: dict[str, dict[str, Any]] = {
     "merged-gradient": {"strategy": "merged-gradient"},
-    "merged-gradient, int8": {
-        "strategy": "merged-gradient",
-        "compression": hvd.Int8(chunk=64, error_feedback=True),
-    },
-    "pipe-sgd": {"strategy": "pipe-sgd"},
     "pipe-sgd, int8": {
         "strategy": "pipe-sgd",
         "compression": hvd.Int8(chunk=64, error_feedback=True),

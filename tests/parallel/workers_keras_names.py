@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,15 @@ def joined() -> int:
     return int(hvd.join())
 
 
+def beside_torch() -> Any:
+    """Another framework's Horovod is imported after ours has begun; rank r's gradient is r + 1."""
+    importlib.import_module("horovod.torch")
+    weight = tf.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.constant(1.0 + hvd.rank())], [weight])
+    return weight.numpy()
+
+
 _sets: list[hvd.ProcessSet] = []
 
 
@@ -203,6 +213,7 @@ def observations() -> dict[str, Any | Raised]:
         "plain": plain_answers,
         "process set": process_set,
         "refusals": refusals,
+        "beside torch": beside_torch,
         "join": joined,
     }
     return run_cases(cases)
