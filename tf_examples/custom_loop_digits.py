@@ -58,9 +58,10 @@ def main() -> None:
         losses = [float(step(images, labels)) for images, labels in batches]
         if hvd.rank() == 0:
             print(f"epoch {epoch + 1}/{args.epochs}: loss {np.mean(losses):.4f}", flush=True)
-    # hvd_pipe: pipe-sgd's last gradient is still on its way.
+    # hvd_pipe: under pipe-sgd, the last gradient is still on its way.
     last = hvd.drain_gradients(model.trainable_variables)
-    optimizer.apply_gradients(zip(last, model.trainable_variables, strict=True))
+    if last is not None:
+        optimizer.apply_gradients(zip(last, model.trainable_variables, strict=True))
 
     correct = np.argmax(model(data.test_x).numpy(), axis=1) == data.test_y
     if hvd.rank() == 0:

@@ -156,6 +156,7 @@ class Arguments:
             ("compression", name),
             ("backward_passes_per_step", str(self.backward_passes_per_step)),
             ("sparse_as_dense", str(self.sparse_as_dense)),
+            ("scale_local_gradients", str(self.scale_local_gradients)),
         ]
 
 

@@ -43,6 +43,7 @@ class CoCoDEngine(Engine):
     """Local steps, with the average of the round's start in flight behind them."""
 
     name = CoCoD.name
+    is_local = True
 
     def __init__(self, settings: Settings, strategy: CoCoD) -> None:
         super().__init__(settings)

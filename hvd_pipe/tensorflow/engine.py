@@ -121,8 +121,8 @@ class Engine(abc.ABC):
     """One strategy at work; see the module's docstring."""
 
     name: str
-    remembers = True
-    """Whether something is in flight between two steps, which a checkpoint must hold."""
+    is_local = False
+    """Whether an update applies this rank's own gradients."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

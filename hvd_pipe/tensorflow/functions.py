@@ -9,6 +9,7 @@ import horovod.tensorflow as _horovod
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
+from hvd_pipe.tensorflow.call_names import next_name
 from hvd_pipe.tensorflow.engine import raw
 
 __all__ = ["broadcast_global_variables", "broadcast_variables"]
@@ -47,7 +48,8 @@ def broadcast_variables(
 def _broadcast_all(
     variables: list[tf.Variable], root_rank: int, process_set: ProcessSet
 ) -> list[Any]:
-    @tf.function  # type: ignore[untyped-decorator]  # so that all are under way at once
+    tag = next_name("hvd_pipe.broadcast")
+
     def values() -> list[tf.Tensor]:
         found = []
         for i, each in enumerate(variables):
@@ -57,14 +59,18 @@ def _broadcast_all(
             arrived = broadcast(
                 wire,
                 root_rank,
-                name=f"hvd_pipe.broadcast.{i}",
+                name=f"{tag}.{i}",
                 ignore_name_scope=True,
                 process_set=process_set,
             )
             found.append(tf.bitcast(arrived, value.dtype) if odd else arrived)
         return found
 
-    return [each.assign(value) for each, value in zip(variables, values(), strict=True)]
+    if tf.executing_eagerly():  # in a graph all are under way at once; calls of it are not counted
+        arrived = tf.function(values, autograph=False).get_concrete_function()()
+    else:
+        arrived = values()
+    return [each.assign(value) for each, value in zip(variables, arrived, strict=True)]
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

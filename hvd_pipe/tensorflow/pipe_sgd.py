@@ -107,6 +107,9 @@ class PipeSGDEngine(Engine):
             factor = self.settings.reduction.workers if self.settings.reduction.op == Sum else 1
             guess = {place: factor * gradient for place, gradient in gradients.items()}
         ahead = self._ahead
+        # A guess that is not finite would ruin the next gradient, and with it the next guess.
+        finite = [tf.reduce_all(tf.math.is_finite(each)) for each in guess.values()]
+        wanted = tf.logical_and(wanted, tf.reduce_all(tf.stack(finite)))
 
         def lead() -> Any:
             ahead.lead(peek.state, lambda: peek.update(guess))

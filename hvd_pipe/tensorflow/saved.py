@@ -45,9 +45,9 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
     def serialize(self) -> bytes:
         """Return all that is in flight; waits for what has been sent."""
         arrays: Arrays = {}
-        for i, session in enumerate(self._sessions):
-            for name, array in session.engine.state().items():
-                arrays[f"{i}/{name}"] = array
+        for number, state in self._sessions.states().items():
+            for name, array in state.items():
+                arrays[f"{number}/{name}"] = array
         head = {
             "version": _VERSION,
             "strategy": self._sessions.method.name,
@@ -73,6 +73,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
                 head["strategy"],
                 strategy,
             )
+            self._sessions.go_back(None)
             return
         if (head["rank"], head["size"]) != (rank(), size()) and arrays:
             _log.warning(
@@ -85,7 +86,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         for name, array in arrays.items():
             number, _, label = name.partition("/")
             found.setdefault(int(number), {})[label] = array
-        self._sessions.load(found)
+        self._sessions.go_back(found)
 
     def _choose(self, head: dict[str, Any]) -> None:
         """Under ``auto``, go on with the choice that the checkpoint holds, if it still stands."""

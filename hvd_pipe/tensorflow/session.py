@@ -7,15 +7,17 @@ one that a rank lacks travels as zeros, as others may have it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
+from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set, is_initialized
 
 from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError
@@ -172,9 +174,8 @@ class Sessions:
             tag = f"{self._tag}.{number}"
             made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
             loaded = self._loaded.pop(number, None)
-            if is_elastic() or workers.generation():
-                everyone = gather(loaded is not None, f"{tag}.loaded", self.arguments.process_set)
-                loaded = loaded if all(everyone) else None  # some may have been made anew
+            if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
+                loaded = None  # some have loaded no checkpoint, or were made anew
             if loaded is not None:
                 with tf.init_scope():  # now, not in the graph that is being traced
                     made.engine.load(loaded)
@@ -205,6 +206,28 @@ class Sessions:
 
     # What elastic jobs need, and another `hvd.init()`.
 
+    def agree(self) -> None:
+        """Start with nothing in flight unless all ranks have as much; all come here.
+
+        Rank 0 alone may have loaded a checkpoint, whose variables are broadcast to the others.
+        """
+        mine = {number: _summary(state) for number, state in sorted(self.states().items())}
+        if not self._are_alike(mine, f"{self.tag}.in_flight"):
+            self.go_back(None)
+
+    def _are_alike(self, mine: object, name: str) -> bool:
+        process_set = self.arguments.process_set
+        if not process_set.included():
+            return True
+        first, *others = gather(mine, name, process_set)
+        alike = all(other == first for other in others)
+        if not alike and process_set.rank() == 0 and not is_elastic():
+            _log.warning(
+                "ranks have loaded different states: nothing of it is in flight. Have each rank "
+                "load a checkpoint of its own, or call optimizer.synchronize() before saving one."
+            )
+        return alike
+
     def own(self, owner: Owner) -> None:
         """Remember the optimizer that these belong to."""
         self._owner = weakref.ref(owner)
@@ -231,6 +254,17 @@ class Sessions:
                 _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
         self._found.clear()
         self._tag = self.watcher = None
+
+
+def _summary(state: Arrays | None) -> dict[str, str] | None:
+    """Describe what must be alike on all ranks that go on together: counters, and shapes."""
+    if state is None:
+        return None
+    return {
+        name: str(array.tolist() if array.ndim == 0 else array.shape)
+        for name, array in sorted(state.items())
+        if name != "leads"  # each rank's own: prediction leaves out what is not finite
+    }
 
 
 def _timeline() -> Description:
@@ -281,6 +315,10 @@ class Session:
             for place, each in enumerate(variables)
             if self._agreed[place] != _NONE and id(each) not in local
         ]
+        self._has_local = any(
+            self._agreed[place] != _NONE and id(each) in local
+            for place, each in enumerate(variables)
+        )
         self.adopt(method)
 
     def adopt(self, method: Method) -> None:
@@ -338,6 +376,32 @@ class Session:
             found[place] = due[i]
         return found
 
+    def warn_of_unlike_replicas(self) -> None:
+        """Say so where ranks that have trained with the same gradients have other weights."""
+        process_set = self._arguments.process_set
+        if not process_set.included():
+            return
+        crc = 0
+        for place in self._sent:
+            crc = zlib.crc32(raw(self.variables[place]).numpy().tobytes(), crc)
+        everyone = gather(crc, f"{self._tag}.replicas", process_set)
+        if len(set(everyone)) > 1 and process_set.rank() == 0:
+            _log.warning(
+                "replicas differ after training with the same gradients: they began differently. "
+                "Pass callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] to fit, or "
+                "call hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
+                "before the first step."
+            )
+
+    def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether gradients are finite on all ranks: of averages, each rank knows."""
+        reduction = self._arguments.reduction()
+        if reduction.alone or not (self._has_local or self.engine.is_local):
+            return finite
+        votes = dataclasses.replace(reduction.lossless(), op=Sum, gradient_predivide_factor=1.0)
+        total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self._tag}.finite")
+        return tf.equal(total[0], float(reduction.workers))
+
     def _as_agreed(self, place: int, gradient: Any) -> Any:
         shape, dtype = self._shapes.shapes[place], self._shapes.dtypes[place]
         is_sparse = isinstance(gradient, tf.IndexedSlices)
@@ -367,11 +431,20 @@ class Session:
             for i, name in enumerate(shapes.names)
         ]
 
+        by_hand = self._arguments.groups
+        if isinstance(by_hand, list):
+            place = {id(each): i for i, each in enumerate(self.variables)}
+            by_hand = [[place.get(id(each)) for each in group] for group in by_hand]
+
         def check() -> tuple[None, Description]:
             count = ("the number of variables", str(len(lines)))
-            return None, [count, *(("the variable " + name, what) for name, what in lines)]
+            groups = ("groups (by the places of their variables)", str(by_hand))
+            named = (("the variable " + name, what) for name, what in lines)
+            return None, [count, *named, groups]
 
         checked(check, f"{tag}.variables", process_set)
+        if not process_set.included():
+            return mine
         everyone = gather(mine, f"{tag}.gradients.kinds", process_set)
         return [_together(kinds) for kinds in zip(*everyone, strict=True)]
 

@@ -13,16 +13,14 @@ The message is float64, so that the difference loses nothing where the mean is f
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from keras.src import api_export
-from tensorflow.python.framework import func_graph, ops
 
+from hvd_pipe.tensorflow.call_names import next_name
 from hvd_pipe.tensorflow.xla import refuse_xla
 
 __all__ = ["SyncBatchNormalization", "moments_of_all"]
@@ -99,7 +97,7 @@ def moments_of_all(layer: Any, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor,
     n, m, v = (tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, variance))
     # A rank without any elements has no mean.
     mine = tf.stack([n, tf.math.multiply_no_nan(m, n), tf.math.multiply_no_nan(v + m * m, n)])
-    total, first, second = tf.unstack(_sum(mine, _next_name()))
+    total, first, second = tf.unstack(_sum(mine, next_name("hvd_pipe.batch_norm")))
     mean = tf.math.divide_no_nan(first, total)
     variance = tf.maximum(tf.math.divide_no_nan(second, total) - mean * mean, 0.0)
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)
@@ -115,22 +113,3 @@ def _sum(values: tf.Tensor, name: str) -> tf.Tensor:
         return total, lambda upstream: _sum(upstream, f"{name}.gradient.{next(again)}")
 
     return summed(values)
-
-
-_calls: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-def _next_name() -> str:
-    """Return a name that no other message of the step has, and that all ranks have.
-
-    Calls are counted in the outermost graph. The names of layers would not do: Keras numbers them,
-    and a rank that has built one more model has other numbers. Neither would a count of all calls,
-    as a rank whose last batch is smaller traces its step once more. Outside of graphs there are no
-    names, and one call after the other.
-    """
-    if tf.executing_eagerly():
-        return "hvd_pipe.batch_norm"
-    graph = ops.get_default_graph()
-    while isinstance(outer := getattr(graph, "outer_graph", None), func_graph.FuncGraph):
-        graph = outer
-    return f"hvd_pipe.batch_norm.{next(_calls.setdefault(graph, itertools.count()))}"

@@ -96,8 +96,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     """Return the tape with its gradients averaged over the workers.
 
     Under ``pipe-sgd``, ``gradient()`` returns the averages of the step before, whose messages
-    travel behind this step; zeros in the first step. After the last step,
-    ``hvd.drain_gradients(sources)`` returns what is still in flight, for one more
+    travel behind this step; zeros in the first step, which your optimizer counts as one (Adam's
+    bias correction is one step ahead; `DistributedOptimizer` leaves that update out). After the
+    last step, ``hvd.drain_gradients(sources)`` returns what is still in flight, for one more
     ``apply_gradients``. CoCoD averages models, so it is for optimizers.
 
     Args:
@@ -189,36 +190,42 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     return tape
 
 
-def drain_gradients(sources: Sequence[Any]) -> list[Any]:
+def drain_gradients(sources: Any) -> Any:
     """Return the averages that a tape's Pipe-SGD still has in flight; call it on all ranks.
 
     Args:
         sources: As they were given to ``tape.gradient``.
 
     Returns:
-        One gradient a source; zeros where nothing is in flight.
+        Gradients in the structure of the sources; None where nothing is in flight, as under
+        merged-gradient: applying zeros would be a step of momentum, and of Adam's count.
 
     Example:
         >>> import hvd_pipe.tensorflow as hvd
         >>> w = tf.Variable(3.0)
-        >>> float(hvd.drain_gradients([w])[0])
-        0.0
+        >>> hvd.drain_gradients([w]) is None
+        True
     """
-    found = [tf.zeros(each.shape, each.dtype) for each in sources]
-    key = tuple(id(each) for each in sources)
+    variables = tf.nest.flatten(sources)
+    key = tuple(id(each) for each in variables)
+    found: list[Any] | None = None
     for sessions in _kept.values():
         for session in sessions:
             if tuple(id(each) for each in session.variables) == key:
-                _drain(session, found)
-    return found
+                found = _drained(session) or found
+    return None if found is None else tf.nest.pack_sequence_as(sources, found)
 
 
-def _drain(session: Session, found: list[Any]) -> None:
+def _drained(session: Session) -> list[Any] | None:
+    found: list[Any] = []
+
     def take(due: Gradients) -> None:
-        found[:] = session.incoming(due, found)
+        zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
+        found[:] = session.incoming(due, zeros)
 
     with timeline.step():
         session.engine.drain(take)
+    return found or None
 
 
 _kept: dict[tuple[object, ...], Sessions] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import re
 import socket
 import sys
 import sysconfig
@@ -268,16 +269,29 @@ def _forget() -> None:
     _heartbeat = None
 
 
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """Return an exception in a line, with the last line of the user's own code.
+
+    TensorFlow's begin with "Graph execution error:", and have what was raised further down.
+    """
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    place = "".join(
+        f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (own or frames)[-1:]
+    )
+    first, *rest = str(error).split("\n")
+    inner = [line for line in rest if re.match(r"[A-Za-z_.]*(Error|Exception): .", line)]
+    text = inner[-1] if inner and first.rstrip().endswith(":") else first
+    return f"{kind.__name__}{': ' if text else ''}{text[:300]}{place}"
+
+
 def _on_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Tell the others why this rank ends, or the user why Horovod's communication failed."""
     failed_here = _job is None or not _job.failed_elsewhere(error)
     if failed_here and _heartbeat is not None:
-        last = traceback.extract_tb(trace)[-1:]
-        place = f" ({_place(last[0].filename, last[0].lineno or 0)})" if last else ""
-        text = str(error).partition("\n")[0][:300]
-        _heartbeat.raised(f"{kind.__name__}{': ' if text else ''}{text}{place}")
+        _heartbeat.raised(_told(kind, error, trace))
     assert _before is not None
     _before(kind, error, trace)
     if not failed_here and _heartbeat is not None:

@@ -166,7 +166,8 @@ def taped(scenario: Scenario, directory: Path) -> tuple[Any, Any, Any]:
             if state.step % COMMIT_EVERY == 0:
                 state.commit()
         last = hvd_tf.drain_gradients(variables)
-        optimizer.apply_gradients(zip(last, model.trainable_variables, strict=True))
+        if last is not None:
+            optimizer.apply_gradients(zip(last, model.trainable_variables, strict=True))
 
     train(state)
     return model, optimizer, state

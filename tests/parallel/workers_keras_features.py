@@ -57,7 +57,7 @@ def run_eagerly(strategy: str) -> Found:
 
 def xla_when_auto() -> Found:
     model = make_model()
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=True)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile="auto")
     return {"jit": bool(model.jit_compile)}
 
 
@@ -282,9 +282,9 @@ def through_a_tape(strategy: str, in_function: bool) -> Found:
         x, y = batch(hvd.rank(), number)
         taken(tf.constant(x), tf.constant(y))
     last = hvd_tf.drain_gradients(model.trainable_variables)
-    if strategy == "pipe-sgd":
+    if last is not None:
         optimizer.apply_gradients(zip(last, model.trainable_variables, strict=True))
-    return {"weights": weights_of(model), "last": [np.array(g) for g in last]}
+    return {"weights": weights_of(model), "drained": last is not None}
 
 
 def tapes_of_all_kinds() -> Found:

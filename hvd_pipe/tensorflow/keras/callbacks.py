@@ -12,6 +12,7 @@ from horovod.tensorflow.mpi_ops import Average as _Average
 from horovod.tensorflow.mpi_ops import _allreduce, rank, size
 
 from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.replan import Replan
@@ -45,7 +46,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
-        self._replan: Replan | None = None
+        self._replans: list[Replan] = []
         self._generation = workers.generation()
         if local_variables is None:
             local_variables = []
@@ -61,33 +62,79 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
             self.broadcast_done = False
-        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        self._replan = None
-        if isinstance(optimizer, DistributedMixin):
-            passes, _ = optimizer._hvd_pipe_passes()
-            self._replan = Replan.of(optimizer._hvd_pipe, passes)
-            if self._replan.begin():
-                self.model.make_train_function(force=True)
+        optimizers = _distributed(self.model)
+        for optimizer in optimizers:
+            self._check_steps(optimizer)
+        passes = [optimizer._hvd_pipe_passes()[0] for optimizer in optimizers]
+        self._replans = [
+            Replan.of(optimizer._hvd_pipe, each)
+            for optimizer, each in zip(optimizers, passes, strict=True)
+        ]
+        self._trace_anew([replan.begin() for replan in self._replans])
         # `fit` has built the model and the optimizer; a model that it cannot build waits a step.
-        if self.model.built and self.model.optimizer.built:
+        if self.model.built and all(each.built for each in _optimizers(self.model)):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._broadcast()
-        if self._replan is not None and self._replan.after_step():
+        self._trace_anew([replan.after_step() for replan in self._replans])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Finish what optimizers beside the compiled one have in flight: a GAN's, say."""
+        optimizers = _distributed(self.model)
+        compiled = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        for optimizer in optimizers:
+            if optimizer is not compiled:
+                optimizer.synchronize()
+        # Where steps are local, so are BatchNormalization's statistics.
+        statistics = [
+            each
+            for each in self.model.non_trainable_variables
+            if tf.as_dtype(each.dtype).is_floating and id(each) not in self._local
+        ]
+        engines = [session.engine for each in optimizers for session in each._hvd_pipe]
+        for engine in [each for each in engines if each.is_local][:1]:
+            engine.equalise(statistics)
+
+    def _trace_anew(self, wanted: list[bool]) -> None:
+        if any(wanted):
             self.model.make_train_function(force=True)
+
+    def _check_steps(self, optimizer: Any) -> None:
+        """Refuse epochs of unlike length, in which the longer one would wait for ever."""
+        process_set = optimizer._hvd_pipe.arguments.process_set
+        if process_set.included():
+            steps, epochs = self.params.get("steps"), self.params.get("epochs")
+            label = "the batches of an epoch (give all ranks as many, or pass steps_per_epoch=)"
+            lines = [(label, str(steps)), ("epochs", str(epochs))]
+            check_alike(lines, f"{optimizer._hvd_pipe.tag}.steps", process_set)
 
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
         self.broadcast_done = True
-        found = [*self.model.variables, *self.model.optimizer.variables]
+        optimizers = _optimizers(self.model)
+        found = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
         shared = [
             each
             for each in found
             if id(each) not in self._local and each.name != "seed_generator_state"
         ]
         broadcast_variables(shared, self.root_rank)
+        for optimizer in _distributed(self.model):
+            optimizer._hvd_pipe.agree()
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Return the optimizer that a model was compiled with, and those that it has as attributes."""
+    found = [model.optimizer, *vars(model).values()]
+    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
+def _distributed(model: Any) -> list[Any]:
+    inner = [getattr(each, "inner_optimizer", each) for each in _optimizers(model)]
+    return [each for each in inner if isinstance(each, DistributedMixin)]
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -33,14 +34,41 @@ from hvd_pipe.tensorflow.xla import refuse_xla
 __all__ = ["DistributedMixin", "distribute"]
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The passes that make one gradient, so far.
+
+    Args:
+        passes: How many there were, of all windows.
+        sums: Of their gradients, by variable.
+        named: What a state holds of it.
+    """
+
+    passes: tf.Variable
+    sums: Sequence[tf.Variable]
+    named: dict[str, tf.Variable]
+
+    def load(self, number: int, state: Arrays) -> bool:
+        """Go on from the part of a state that is this window's; return whether there is one."""
+        prefix = f"{number}."
+        mine = {
+            name.removeprefix(prefix): array
+            for name, array in state.items()
+            if name.startswith(prefix)
+        }
+        if mine:
+            restore(self.named, mine)
+        return bool(mine)
+
+
 class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     """What the user's class gains."""
 
     _hvd_pipe: Sessions
     _hvd_pipe_local: set[int]
-    _hvd_pipe_sums: list[tf.Variable] | None
     _hvd_pipe_steps: int | None
-    _hvd_pipe_counter: tf.Variable
+    _hvd_pipe_windows: dict[int, _Window]
+    _hvd_pipe_resumed: Arrays
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
@@ -65,11 +93,12 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         self, session: Session, variables: list[Any], gradients: list[Any], scaler: Any
     ) -> None:
         """Accumulate the gradients of a pass, if asked for, and step where they are complete."""
-        sums = self._hvd_pipe_accumulators(variables)
-        if sums is None:
+        steps, share = self._hvd_pipe_passes()
+        if steps == 1:
             self._hvd_pipe_step(session, gradients, scaler)
             return
-        steps, share = self._hvd_pipe_passes()
+        window = self._hvd_pipe_window(session, variables)
+        sums = window.sums
         # What has no gradient keeps none, and neither its sum.
         pairs = [
             None if gradient is None else (tf.convert_to_tensor(gradient), total)
@@ -88,7 +117,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 total.assign_add(gradient)
             self._iterations.assign_add(1)
 
-        count = self._hvd_pipe_counter.assign_add(1)
+        count = window.passes.assign_add(1)
         tf.cond(tf.equal(count % steps, 0), _run(last), _run(another))
 
     def _hvd_pipe_step(self, session: Session, gradients: list[Any], scaler: Any) -> None:
@@ -104,7 +133,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         if scaler is None:
             _when(due.when, update)
         else:
-            _when(due.when, lambda: _update_if_finite(scaler, incoming, update))
+            _when(due.when, lambda: _update_if_finite(session, scaler, incoming, update))
         step = timeline.current()
         changed = [raw(each) for each in session.variables]
         with nullcontext() if step is None else step.end(changed, due.when):
@@ -137,6 +166,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
             with timeline.step():
                 session.engine.drain(update)
+            session.warn_of_unlike_replicas()
             if self.use_ema:
                 session.engine.equalise(self._model_variables_moving_average)
 
@@ -185,19 +215,29 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._check_variables_are_known(variables)
         return list(variables)
 
-    def _hvd_pipe_accumulators(self, variables: Sequence[Any]) -> list[tf.Variable] | None:
-        """Return what sums up the gradients of several passes; None where each is applied."""
-        if self.gradient_accumulation_steps:
-            kept = self._accumulated_gradients
-            return [raw(kept[self._get_variable_index(each)]) for each in variables]
-        if self._hvd_pipe.arguments.backward_passes_per_step == 1:
-            return None
-        if self._hvd_pipe_sums is None:
-            self._hvd_pipe_sums = [
-                variable(each.shape, each.dtype, f"hvd_pipe.sum.{i}")
-                for i, each in enumerate(variables)
-            ]
-        return self._hvd_pipe_sums
+    def _hvd_pipe_window(self, session: Session, variables: Sequence[Any]) -> _Window:
+        """Return what sums up the gradients of a session's passes."""
+        number = list(self._hvd_pipe).index(session)
+        if number not in self._hvd_pipe_windows:
+            passes = variable([], tf.int64, f"hvd_pipe.passes.{number}")
+            if self.gradient_accumulation_steps:  # Keras keeps the sums, files have them
+                kept = self._accumulated_gradients
+                sums = [raw(kept[self._get_variable_index(each)]) for each in variables]
+                with tf.init_scope():
+                    done = int(self._iterations.numpy()) % self.gradient_accumulation_steps
+                    passes.assign(done)
+                window = _Window(passes, sums, {"passes": passes})
+            else:
+                sums = [
+                    variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
+                    for i, each in enumerate(variables)
+                ]
+                named = {f"sum.{i}": each for i, each in enumerate(sums)}
+                window = _Window(passes, sums, {"passes": passes, **named})
+            with tf.init_scope():
+                window.load(number, self._hvd_pipe_resumed)
+            self._hvd_pipe_windows[number] = window
+        return self._hvd_pipe_windows[number]
 
     def _hvd_pipe_passes(self) -> tuple[int, float]:
         """Return how many passes make a gradient, and what their sum is multiplied by."""
@@ -210,19 +250,17 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def _hvd_pipe_state(self) -> Arrays:
         """Return what accumulates here; `hvd_pipe.tensorflow.session` asks."""
-        sums = {f"sum.{i}": each.numpy() for i, each in enumerate(self._hvd_pipe_sums or [])}
-        return {"passes": self._hvd_pipe_counter.numpy(), **sums}
+        found = dict(self._hvd_pipe_resumed)
+        for number, window in self._hvd_pipe_windows.items():
+            found |= {f"{number}.{name}": each.numpy() for name, each in window.named.items()}
+        return found
 
     def _hvd_pipe_load(self, state: Arrays) -> None:
         """Go on from a `_hvd_pipe_state`; {} holds nothing."""
-        sums = [array for name, array in state.items() if name.startswith("sum.")]
-        if self._hvd_pipe_sums is None and sums:
-            self._hvd_pipe_sums = [
-                variable(each.shape, tf.as_dtype(each.dtype), f"hvd_pipe.sum.{i}")
-                for i, each in enumerate(sums)
-            ]
-        named = {f"sum.{i}": each for i, each in enumerate(self._hvd_pipe_sums or [])}
-        restore({"passes": self._hvd_pipe_counter, **named}, state)
+        self._hvd_pipe_resumed = dict(state)
+        for number, window in self._hvd_pipe_windows.items():
+            if not window.load(number, state):
+                restore(window.named, {})
 
     @contextmanager
     def _hvd_pipe_plainly(self) -> Iterator[None]:
@@ -269,9 +307,9 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     fields = {
         "_hvd_pipe": sessions,
         "_hvd_pipe_local": set(),
-        "_hvd_pipe_sums": None,
         "_hvd_pipe_steps": None,
-        "_hvd_pipe_counter": variable([], tf.int64, "hvd_pipe.passes"),
+        "_hvd_pipe_windows": {},
+        "_hvd_pipe_resumed": {},
     }
     wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
     sessions.own(wrapped)
@@ -309,9 +347,11 @@ def _run(what: Callable[[], None]) -> Callable[[], Any]:
     return branch
 
 
-def _update_if_finite(scaler: Any, gradients: Sequence[Any], update: Callable[[], None]) -> None:
-    """As Keras' LossScaleOptimizer, on gradients that are the same on all ranks."""
-    finite = scaler.check_finite(gradients)
+def _update_if_finite(
+    session: Session, scaler: Any, gradients: Sequence[Any], update: Callable[[], None]
+) -> None:
+    """As Keras' LossScaleOptimizer, alike on all ranks."""
+    finite = session.finite_everywhere(scaler.check_finite(gradients))
 
     def and_grow() -> None:
         update()

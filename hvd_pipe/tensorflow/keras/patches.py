@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,15 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(compile)
     def compiled(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("experimental_run_tf_function", None)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if kwargs.get("jit_compile") is True and isinstance(optimizer, DistributedMixin):
+            warnings.warn(
+                "XLA cannot compile Horovod's messages: write model.compile(..., "
+                "jit_compile=False); going on so.",
+                stacklevel=2,
+            )
+            kwargs["jit_compile"] = False
         compile(self, *args, **kwargs)
 
     return compiled

@@ -1,0 +1,103 @@
+"""Ranks that differ, and training that stops half-way: all decide alike, and nothing is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import workers_keras_unlike_ranks as workers
+from cases import of_case
+from ranks import once, run_ranks
+
+N = 2
+observed = once(lambda: run_ranks(N, workers.observations, timeout=300))
+
+
+def ranks_of(case: str) -> list[dict[str, Any]]:
+    return of_case(observed(), case)
+
+
+@pytest.mark.parametrize("strategy", workers.OVERFLOWS)
+def test_an_overflow_on_one_rank_is_one_for_all(strategy: str) -> None:
+    """Also where each rank steps by itself, and where a guess would carry it on for ever."""
+    first, second = ranks_of(f"overflow {strategy}")
+    for found in (first, second):
+        assert np.isfinite(found["weights"]).all()
+        assert found["scale"] == first["scale"]
+        assert found["iterations"] == first["iterations"]
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+def test_an_overflow_of_a_local_gradient_is_one_for_all() -> None:
+    for found in ranks_of("local overflow"):
+        assert found == {"shared": 0.0, "scale": 2.0, "iterations": 0}
+
+
+@pytest.mark.parametrize("strategy", workers.IN_FLIGHT)
+def test_ranks_start_alike_when_the_first_alone_has_loaded(strategy: str) -> None:
+    first, second = ranks_of(f"loaded {strategy}")
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert first["iterations"] == second["iterations"]
+
+
+@pytest.mark.parametrize("strategy", workers.IN_FLIGHT)
+def test_what_was_read_is_written_again(strategy: str) -> None:
+    for found in ranks_of(f"written {strategy}"):
+        np.testing.assert_array_equal(found["read again"], found["went on"])
+
+
+@pytest.mark.parametrize("name", workers.WINDOWS)
+def test_a_checkpoint_between_two_passes_goes_on(name: str) -> None:
+    for found in ranks_of(f"window {name}"):
+        np.testing.assert_array_equal(found["resumed"], found["whole"])
+        assert np.all(found["whole"] != 0)
+
+
+def test_a_keras_file_between_two_passes_goes_on() -> None:
+    for found in ranks_of("window in a file"):
+        np.testing.assert_array_equal(found["resumed"], found["whole"])
+
+
+def test_each_list_of_variables_has_passes_of_its_own() -> None:
+    for found in ranks_of("two lists"):
+        assert found["weights"] == [-2.0, -20.0]
+
+
+def test_a_step_may_broadcast_twice() -> None:
+    for found in ranks_of("two broadcasts"):
+        assert found["values"] == [1.0] * 3 + [11.0] * 3
+
+
+def test_epochs_of_unlike_length_are_refused() -> None:
+    """The rank with more batches would wait for ever."""
+    for found in ranks_of("unlike epochs"):
+        assert "the batches of an epoch" in found["error"]
+        assert "rank 0 has 4" in found["error"]
+        assert "rank 1 has 3" in found["error"]
+
+
+def test_groups_of_other_variables_are_refused() -> None:
+    for found in ranks_of("unlike groups"):
+        assert "groups" in found["error"]
+        assert "[[0], [1, 2]]" in found["error"]
+
+
+def test_a_forgotten_broadcast_is_told() -> None:
+    first, second = ranks_of("forgotten")
+    assert any("BroadcastGlobalVariablesCallback(0)" in text for text in first["said"])
+    assert second["said"] == []
+
+
+def test_statistics_are_equal_after_local_steps() -> None:
+    first, second = ranks_of("statistics")
+    for one, other in zip(first["statistics"], second["statistics"], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_may_have_optimizers_of_its_own() -> None:
+    """They are broadcast, and finished at the end of ``fit``, as the compiled one is."""
+    first, second = ranks_of("optimizers")
+    assert first["updates"] == second["updates"] == [7, 7]
+    for one, other in zip(first["weights"], second["weights"], strict=True):
+        np.testing.assert_array_equal(one, other)
