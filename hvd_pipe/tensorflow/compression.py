@@ -2,7 +2,7 @@
 
 ``hvd.Compression.none`` and ``.fp16`` are Horovod's compressors: what they make is summed on the
 wire. ``.bf16`` and ``.int8`` are codecs: what they make cannot be summed as it is, so a buffer
-travels in the two phases of `hvd_pipe.tensorflow.exchange`. `hvd_pipe.codec_format` draws their
+travels in the two phases of `hvd_pipe.tensorflow.reduction`. `hvd_pipe.codec_format` draws their
 bytes, and `hvd_pipe.torch.compression` has their bounds.
 """
 

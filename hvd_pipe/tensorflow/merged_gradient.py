@@ -29,7 +29,6 @@ class MergedGradientEngine(Engine):
     """Synchronous SGD: all buckets of a step are averaged before its update."""
 
     name = MergedGradient.name
-    remembers = False
 
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         super().__init__(settings)
@@ -38,7 +37,10 @@ class MergedGradientEngine(Engine):
         self.adopt(first_plan(settings, strategy) if plan is None else plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Take the plan's buckets; graphs that were traced before keep theirs."""
+        """Take the plan's buckets; graphs that were traced before keep theirs.
+
+        What a codec has left over of the buckets before is dropped.
+        """
         settings = self.settings
         groups = plan_groups(plan, settings.shapes, settings.dense) if settings.dense else []
         self.plan, self._packing = plan, Packing(settings.shapes, groups)

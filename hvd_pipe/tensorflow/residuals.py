@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import tensorflow as tf
 
 from hvd_pipe.tensorflow.engine import LOST, Arrays
@@ -16,12 +18,14 @@ class Residuals:
 
     def __init__(self, reduction: Reduction, packing: Packing) -> None:
         self.each: list[Feedback | None] = [reduction.feedback(size) for size in packing.sizes]
+        # Of these buckets only: other ones of this size would add it to other gradients.
+        self._buckets = zlib.crc32(repr(packing.groups).encode())
 
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The variables, by the names that they have in a checkpoint."""
         return {
-            f"{LOST}{kind}.{i}": getattr(feedback, kind)
+            f"{LOST}{kind}.{i}.{self._buckets:08x}": getattr(feedback, kind)
             for i, feedback in enumerate(self.each)
             if feedback is not None
             for kind in ("sent", "reduced")

@@ -64,6 +64,22 @@ def test_each_list_of_variables_has_passes_of_its_own() -> None:
         assert found["weights"] == [-2.0, -20.0]
 
 
+def test_what_a_codec_has_lost_stays_with_its_bucket() -> None:
+    for found in ranks_of("buckets"):
+        assert found["before"] > 0
+        assert found["after"] == 0
+
+
+def test_stock_horovod_averages_nothing_under_fit() -> None:
+    """Why hvd_pipe wraps ``apply``: Keras 3 calls nothing else, and Horovod does not know it.
+
+    Nobody is told.
+    """
+    first, second = ranks_of("stock")
+    np.testing.assert_array_equal(first["began"], second["began"])
+    assert not np.allclose(first["weights"], second["weights"])
+
+
 def test_a_step_may_broadcast_twice() -> None:
     for found in ranks_of("two broadcasts"):
         assert found["values"] == [1.0] * 3 + [11.0] * 3

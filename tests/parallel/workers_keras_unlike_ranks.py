@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import horovod.tensorflow.keras as stock_keras
 import keras
 import numpy as np
 import tensorflow as tf
@@ -146,6 +147,43 @@ def window_in_a_keras_file() -> Found:
     return {"whole": weights_of(model), "resumed": weights_of(other)}
 
 
+def loaded_into_other_buckets() -> Found:
+    """What was lost of one bucket must not be added to another's gradients."""
+
+    def made(bucket_bytes: int) -> tuple[Any, Any]:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.05),
+            strategy=hvd.MergedGradient(bucket_bytes=bucket_bytes),
+            compression=hvd.Int8(chunk=16, error_feedback=True),
+        )
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
+
+    def lost(optimizer: Any) -> list[float]:
+        (session,) = optimizer._hvd_pipe
+        return [float(np.abs(each).sum()) for each in session.engine.state().values()]
+
+    model, optimizer = made(100)
+    train(model, optimizer, 0, 3)
+    other, resumed = made(300)
+    train(other, resumed, 0, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(model=model, optimizer=optimizer).write(f"{folder}/own")
+        tf.train.Checkpoint(model=other, optimizer=resumed).read(path)
+    return {"before": sum(lost(optimizer)), "after": sum(lost(resumed))}
+
+
+def stock_horovod() -> Found:
+    """The same script, by Horovod 0.28.1's own optimizer."""
+    model = make_model()
+    model.compile(stock_keras.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    began = weights_of(model)
+    x, y = data(hvd.rank(), 4)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return {"began": began, "weights": weights_of(model)}
+
+
 def windows_of_two_lists() -> Found:
     first, second = (keras.Variable(0.0, dtype="float32", name=name) for name in ("a", "b"))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
@@ -272,6 +310,8 @@ def observations() -> dict[str, Found | Raised]:
     cases |= {
         "local overflow": overflow_of_a_local_gradient,
         "window in a file": window_in_a_keras_file,
+        "buckets": loaded_into_other_buckets,
+        "stock": stock_horovod,
         "two lists": windows_of_two_lists,
         "two broadcasts": two_broadcasts_in_a_step,
         "unlike epochs": unlike_epochs,
