@@ -462,6 +462,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --seconds: more than 0")
     if max(options.workers) > MOST_HOSTS:
         parser.error(f"--workers: {MOST_HOSTS} at most")
+    if options.realtime and options.backend == "mpi":
+        parser.error("--realtime: not with mpi, which polls and would lock everybody else out")
     if min(options.ratios) <= 0.0:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
     if options.resume and not options.json:
