@@ -2,10 +2,10 @@
 
 import doctest
 
-from hvd_pipe.torch import agree
+from hvd_pipe import agreement
 
 
 def test_doctests() -> None:
-    result = doctest.testmod(agree)
+    result = doctest.testmod(agreement)
     assert result.failed == 0
     assert result.attempted == 2
