@@ -14,6 +14,7 @@ from hvd_pipe.strategy import Auto, CoCoD, Method, parse
 __all__ = [
     "allowed",
     "check_compression",
+    "check_passes",
     "check_process_set",
     "check_scaling",
     "refuse_for_cocod",
@@ -49,6 +50,13 @@ def check_compression(compression: Any, codec: type) -> None:
             "compression must be hvd.Compression.none, .fp16, .bf16, .int8, or another object "
             f"with compress() and decompress(), got {compression!r}."
         )
+
+
+def check_passes(passes: int) -> int:
+    """Return ``backward_passes_per_step`` if it is one."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+    return passes
 
 
 def check_process_set(process_set: Any) -> None:

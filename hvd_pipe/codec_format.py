@@ -11,12 +11,43 @@ Frameworks encode and decode; sizes, options and their checks are here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
-__all__ = ["LARGEST_SCALE", "LEVELS", "SMALLEST_SCALE", "BF16Format", "Int8Format"]
+__all__ = [
+    "LARGEST_SCALE",
+    "LEVELS",
+    "SMALLEST_SCALE",
+    "BF16Format",
+    "Int8Format",
+    "NoCompressor",
+]
 
 LEVELS = 127
 SMALLEST_SCALE = 2.0**-126  # float32's smallest normal number
 LARGEST_SCALE = 2.0**121 * (128 / 127 - 2.0**-23)  # 127 times the next float32 would be infinite
+
+
+class NoCompressor:
+    """Refuses to be one of Horovod's compressors, whose results Horovod sums as they are."""
+
+    belongs_to: ClassVar[str]
+    """Where the user should give it instead."""
+
+    def compress(self, tensor: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"{self!r} cannot be used in a single Horovod call, as Horovod cannot sum what it "
+            f"makes: give it to {self.belongs_to}, or use hvd.Compression.none or "
+            "hvd.Compression.fp16 here."
+        )
+
+    def decompress(self, tensor: Any, ctx: Any) -> NoReturn:
+        """Refuse, as `compress` does."""
+        self.compress(tensor)
 
 
 @dataclass(frozen=True)

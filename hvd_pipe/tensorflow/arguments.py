@@ -15,6 +15,7 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
 from hvd_pipe.argument_checks import (
     allowed,
     check_compression,
+    check_passes,
     check_process_set,
     check_scaling,
     refuse_for_cocod,
@@ -78,9 +79,7 @@ class Arguments:
                     f"{name} must be a device's name such as '/gpu:0', or '' for any, got "
                     f"{getattr(self, name)!r}."
                 )
-        passes = self.backward_passes_per_step
-        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-            raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+        check_passes(self.backward_passes_per_step)
         _check_groups(self.groups)
         if isinstance(strategy, Auto):
             self.candidates(strategy)

@@ -31,10 +31,10 @@ from hvd_pipe.tensorflow.engine import (
     Settings,
     raw,
     restore,
-    variable,
 )
 from hvd_pipe.tensorflow.model_average import ModelAverage
 from hvd_pipe.tensorflow.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
+from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["CoCoDEngine"]
 

@@ -9,7 +9,6 @@ bytes, and `hvd_pipe.torch.compression` has their bounds.
 from __future__ import annotations
 
 import abc
-from typing import Any, NoReturn
 
 import tensorflow as tf
 from horovod.tensorflow import compression as _horovod
@@ -20,14 +19,16 @@ from hvd_pipe.codec_format import (
     SMALLEST_SCALE,
     BF16Format,
     Int8Format,
+    NoCompressor,
 )
 
 __all__ = ["BF16", "Codec", "Compression", "Int8"]
 
 
-class Codec(abc.ABC):
+class Codec(NoCompressor, abc.ABC):
     """Turns rows of float32 numbers into rows that Horovod can carry, and back, at a loss."""
 
+    belongs_to = "hvd_pipe.tensorflow's DistributedOptimizer or DistributedGradientTape"
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
 
@@ -47,22 +48,6 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def decode(self, code: tf.Tensor) -> tf.Tensor:
         """Return the float32 rows that ``code`` stands for: the inverse of `encode`."""
-
-    def compress(self, tensor: tf.Tensor) -> NoReturn:
-        """Refuse to be one of Horovod's compressors, whose results Horovod sums as they are.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            f"{self!r} cannot be used in a single Horovod call, as Horovod cannot sum what it "
-            "makes: give it to hvd_pipe.tensorflow's DistributedOptimizer or "
-            "DistributedGradientTape, or use hvd.Compression.none or hvd.Compression.fp16 here."
-        )
-
-    def decompress(self, tensor: tf.Tensor, ctx: Any) -> NoReturn:
-        """Refuse, as `compress` does."""
-        self.compress(tensor)
 
 
 class BF16(BF16Format, Codec):

@@ -22,7 +22,6 @@ import tensorflow as tf
 
 from hvd_pipe.tensorflow.packing import Shapes
 from hvd_pipe.tensorflow.reduction import Reduction
-from hvd_pipe.tensorflow.variables import variable
 
 __all__ = [
     "LOST",
@@ -35,7 +34,6 @@ __all__ = [
     "Settings",
     "raw",
     "restore",
-    "variable",
 ]
 
 Gradients = Mapping[int, Any]

@@ -27,11 +27,11 @@ from hvd_pipe.tensorflow.engine import (
     Peek,
     Settings,
     restore,
-    variable,
 )
 from hvd_pipe.tensorflow.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
 from hvd_pipe.tensorflow.prediction import Prediction
 from hvd_pipe.tensorflow.residuals import Residuals
+from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["PipeSGDEngine"]
 

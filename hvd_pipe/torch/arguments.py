@@ -14,6 +14,7 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 from hvd_pipe.argument_checks import (
     allowed,
     check_compression,
+    check_passes,
     check_process_set,
     check_scaling,
     refuse_for_cocod,
@@ -27,7 +28,7 @@ from hvd_pipe.torch.parameters import all_names, owned_by, trainable
 from hvd_pipe.torch.plans import plan_groups
 from hvd_pipe.torch.reduction import Reduction
 
-__all__ = ["Arguments", "Checked", "check_passes"]
+__all__ = ["Arguments", "Checked"]
 
 
 @dataclass(frozen=True)
@@ -216,13 +217,6 @@ def _check_optimizer(optimizer: object, for_copy: bool) -> None:
             "optimizer.step was replaced on the instance, which would bypass the all-reduce: call "
             "DistributedOptimizer first and replace step after."
         )
-
-
-def check_passes(passes: int) -> int:
-    """Return ``backward_passes_per_step`` if it is one."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
-    return passes
 
 
 def user_groups(

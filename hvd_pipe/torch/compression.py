@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from horovod.torch import compression as _horovod
@@ -22,6 +22,7 @@ from hvd_pipe.codec_format import (
     SMALLEST_SCALE,
     BF16Format,
     Int8Format,
+    NoCompressor,
 )
 
 __all__ = ["BF16", "Codec", "Compression", "Int8", "blocks", "codec_for"]
@@ -36,12 +37,13 @@ one thread however many it has, so that coding takes one core and leaves backwar
 _CUDA_BLOCK = 16 * 2**20  # there, few large kernels are fast, and 64 MiB of scratch are little
 
 
-class Codec(abc.ABC):
+class Codec(NoCompressor, abc.ABC):
     """Turns a buffer of floating numbers into bytes and back, at a loss.
 
     Buffers are one-dimensional and contiguous. Every dtype goes by way of float32.
     """
 
+    belongs_to = "hvd_pipe.torch.DistributedOptimizer(compression=...)"
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
 
@@ -92,22 +94,6 @@ class Codec(abc.ABC):
         self._check(out, data)
         for start, values in self._decoded(data, out.numel()):
             out[start : start + values.numel()].add_(values, alpha=factor)
-
-    def compress(self, tensor: torch.Tensor) -> NoReturn:
-        """Refuse to be one of Horovod's compressors, whose results Horovod sums as they are.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            f"{self!r} cannot be used in a single Horovod call, as Horovod cannot sum what it "
-            "makes: give it to hvd_pipe.torch.DistributedOptimizer(compression=...), or use "
-            "hvd.Compression.none or hvd.Compression.fp16 here."
-        )
-
-    def decompress(self, tensor: torch.Tensor, ctx: Any) -> NoReturn:
-        """Refuse, as `compress` does."""
-        self.compress(tensor)
 
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         if not values.dtype.is_floating_point:

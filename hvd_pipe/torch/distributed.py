@@ -17,12 +17,13 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_pipe.agreement import answer_with
+from hvd_pipe.argument_checks import check_passes
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import Auto
 from hvd_pipe.torch import saved, timeline
-from hvd_pipe.torch.arguments import Arguments, Checked, check_passes
+from hvd_pipe.torch.arguments import Arguments, Checked
 from hvd_pipe.torch.auto import AutoChoice
 from hvd_pipe.torch.checks import check_alone, check_everywhere
 from hvd_pipe.torch.engine import Engine

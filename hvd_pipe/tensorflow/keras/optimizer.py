@@ -25,10 +25,11 @@ from keras.src.saving import object_registration
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.arguments import Arguments
-from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, raw, restore, variable
+from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, raw, restore
 from hvd_pipe.tensorflow.momenta import momenta_of
 from hvd_pipe.tensorflow.saved import InFlight
 from hvd_pipe.tensorflow.session import Session, Sessions
+from hvd_pipe.tensorflow.variables import variable
 from hvd_pipe.tensorflow.xla import refuse_xla
 
 __all__ = ["DistributedMixin", "distribute"]
