@@ -154,6 +154,35 @@ class Timeline:
     def _of(self, worker: int, lane: str) -> list[Event]:
         return [event for event in self.events if (event.worker, event.lane) == (worker, lane)]
 
+    def between(self, start_s: float, end_s: float) -> Timeline:
+        """Return the events that lie, or begin or end, in a part of the time.
+
+        Args:
+            start_s: Seconds since the first event's start.
+            end_s: Likewise; inf for all to the end.
+
+        Raises:
+            ValueError: The part is empty, or begins before 0.
+
+        Example:
+            >>> events = [Event(str(at), "forward", 0, "compute", at, 1.0) for at in range(5)]
+            >>> [event.name for event in Timeline(tuple(events)).between(1.5, 3.0).events]
+            ['1', '2']
+        """
+        if not 0.0 <= start_s < end_s:
+            raise ValueError(
+                f"a part of a timeline must begin at 0 s or later and end after that, got "
+                f"{start_s:g} to {end_s:g} s"
+            )
+        first = min((event.start_s for event in self.events), default=0.0)
+        start_s, end_s = start_s + first, end_s + first
+        kept = [
+            event
+            for event in self.events
+            if event.start_s < end_s and (event.end_s > start_s or event.start_s >= start_s)
+        ]
+        return replace(self, events=tuple(kept))
+
     def to_chrome(self) -> dict[str, Any]:
         """Return the object form of a Chrome trace; times in it are in microseconds."""
         by_lane: dict[tuple[int, str], list[Event]] = {}
@@ -178,8 +207,12 @@ class Timeline:
             "otherData": {"title": self.title, "producer": "hvd_pipe"},
         }
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, whole: bool = False) -> None:
         """Write the timeline; the suffix says how: .json (Chrome trace), .png or .svg.
+
+        Args:
+            path: The file.
+            whole: Draw all steps, where a picture has some from the middle of very many.
 
         Raises:
             ValueError: Another suffix.
@@ -191,7 +224,7 @@ class Timeline:
         elif path.suffix.lower() in (".png", ".svg"):
             from hvd_pipe.timeline_plot import draw_timeline  # noqa: PLC0415 - it needs matplotlib
 
-            draw_timeline(self, path)
+            draw_timeline(self, path, whole)
         else:
             raise ValueError(
                 f"a timeline is saved as .json (Chrome trace), .png or .svg, got {path.name!r}"

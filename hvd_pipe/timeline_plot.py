@@ -22,7 +22,7 @@ _PASSES = 48  # forward, backward, wait, update: more of them on a line are too 
 _LABELS = 600  # a picture with more bars has them too narrow for words, anyway
 
 
-def draw_timeline(timeline: Timeline, path: str | Path) -> None:
+def draw_timeline(timeline: Timeline, path: str | Path, whole: bool = False) -> None:
     """Draw what each worker does and when: a row a lane, a colour a category.
 
     Of more than 8 workers the first 8 are drawn, and of many steps some from the middle; the
@@ -31,6 +31,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     Args:
         timeline: With at least one event.
         path: The picture's; see the module's docstring.
+        whole: Draw all steps, however many.
 
     Raises:
         ValueError: No events, or a suffix that matplotlib does not know.
@@ -40,7 +41,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
         raise ValueError("a timeline without events cannot be drawn: trace at least one step")
     workers = timeline.workers[:_WORKERS]
     of_workers = [event for event in timeline.events if event.worker in workers]
-    start, end = _window(of_workers)
+    start, end = _all(of_workers) if whole else _window(of_workers)
     shown = [event for event in of_workers if event.start_s <= end and event.end_s >= start]
     by_lane: dict[tuple[int, str], list[Event]] = {}
     for event in shown:
@@ -56,6 +57,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     height = min(0.62, max(0.26, 9.0 / len(rows)))
     gaps = 0.35 * (len(workers) - 1)
     figure, axes = figure_of(1.45 + height * (len(rows) + gaps))
+    one_lane = len({lane for _, lane, _ in rows}) == 1
     at = place = 0.0
     ticks: list[float] = []
     names: list[str] = []
@@ -66,7 +68,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
             place += 0.35
         if (worker, lane) != previous:
             ticks.append(place)
-            names.append(lane)
+            names.append("" if one_lane else lane)
         middles.setdefault(worker, []).append(place)
         previous = (worker, lane)
         labels_left = _draw_row(axes, row, place, start, factor, span, labels_left)
@@ -81,7 +83,7 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
             f"worker {worker}",
             (0, sum(places) / len(places)),
             xycoords=("axes fraction", "data"),
-            xytext=(-72, 0),
+            xytext=(-36 if one_lane else -72, 0),
             textcoords="offset points",
             ha="center",
             va="center",
@@ -109,13 +111,17 @@ def draw_timeline(timeline: Timeline, path: str | Path) -> None:
     save(figure, path)
 
 
+def _all(events: Sequence[Event]) -> tuple[float, float]:
+    return min(event.start_s for event in events), max(event.end_s for event in events)
+
+
 def _window(events: Sequence[Event]) -> tuple[float, float]:
     """Return what is drawn of so many events, first and last second: all, or some steps."""
     passes = [event for event in events if event.lane == "compute" and event.duration_s > 0.0]
     counts = Counter(event.worker for event in passes or events)
     worker, count = counts.most_common(1)[0]
     if count <= _PASSES:
-        return min(event.start_s for event in events), max(event.end_s for event in events)
+        return _all(events)
     mine = sorted((e for e in passes or events if e.worker == worker), key=lambda e: e.start_s)
     middle = mine[(count - _PASSES) // 2 :][:_PASSES]
     # From a forward pass on, so that the picture begins with a step.
@@ -153,10 +159,9 @@ def _draw_row(
             zorder=3,
         )
         for event in some:
-            text = event.name
-            if len(text) * 6.6 + 6 > event.duration_s * pixels:
-                text = event.name.rsplit(".", 1)[-1].rsplit(" ", 1)[-1]
-            if labels_left and len(text) * 6.6 + 6 <= event.duration_s * pixels:
+            room = event.duration_s * pixels
+            text = next((text for text in _texts(event) if len(text) * 6.6 + 6 <= room), "")
+            if labels_left and text:
                 labels_left -= 1
                 axes.text(
                     (event.start_s + event.duration_s / 2 - start) * factor,
@@ -170,6 +175,20 @@ def _draw_row(
                     clip_on=True,
                 )
     return labels_left
+
+
+def _texts(event: Event) -> tuple[str, ...]:
+    """Return what may stand in an event's box, the longest first.
+
+    >>> _texts(Event("backward 3.1", "backward", 0, "compute", 0.0, 1.0))
+    ('backward 3.1', '3.1')
+    >>> _texts(Event("gradients.1", "allreduce", 0, "network", 0.0, 1.0))
+    ('gradients.1', '1')
+    """
+    if event.category == "wait":
+        return (event.name,)
+    words = event.name.rsplit(" ", 1)
+    return event.name, words[1] if len(words) == 2 else event.name.rsplit(".", 1)[-1]
 
 
 def _legend_of_categories(figure: Figure, axes: Axes, used: set[str]) -> None:

@@ -8,6 +8,7 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _SHOWN_WORKERS = 4  # of a simulation; a picture with more is unreadable
     epilog="Examples:\n"
     "  HVD_PIPE_TIMELINE=run1 horovodrun -np 4 python train.py\n"
     "  hvd-pipe trace run1 -o run1.json    (open it in https://ui.perfetto.dev)\n"
+    "  hvd-pipe trace run1 --to 0.5 -o start.png    (the first half second)\n"
     "  hvd-pipe trace model.json --strategy pipe-sgd --cluster k80-10gbe -o run.png",
 )
 @click.argument(
@@ -54,6 +56,20 @@ _SHOWN_WORKERS = 4  # of a simulation; a picture with more is unreadable
     metavar="N",
     help="Steps to simulate with --strategy.  [default: 4]",
 )
+@click.option(
+    "--from",
+    "start_s",
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="Leave out what is before, counted from the first event.",
+)
+@click.option(
+    "--to",
+    "end_s",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="SECONDS",
+    help="Leave out what is after; a picture then has all steps in between.",
+)
 @cluster_options(required=False)
 @options.json_option
 def command(
@@ -61,6 +77,8 @@ def command(
     path: Path,
     strategy: Method | None,
     steps: int | None,
+    start_s: float | None,
+    end_s: float | None,
     cluster: Cluster | None,
     as_json: bool,
 ) -> None:
@@ -99,7 +117,10 @@ def command(
         ).timeline
     if not timeline.events:
         raise InputError(f"{source}: the timeline has no events, so there is nothing to show")
-    timeline.save(path)
+    cropped = start_s is not None or end_s is not None
+    if cropped:
+        timeline = _between(timeline, start_s or 0.0, math.inf if end_s is None else end_s)
+    timeline.save(path, whole=cropped)
     lanes: list[dict[str, Any]] = [
         {
             "worker": worker,
@@ -139,6 +160,18 @@ def command(
     )
     opens = ": open it in https://ui.perfetto.dev" if path.suffix.lower() == ".json" else ""
     note(f"Wrote {path}{opens}.")
+
+
+def _between(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
+    if start_s >= end_s:
+        raise click.UsageError(f"--from {start_s:g} must be less than --to {end_s:g}.")
+    part = timeline.between(start_s, end_s)
+    if not part.events:
+        raise InputError(
+            f"nothing happens between {start_s:g} and {end_s:g} s: the timeline is "
+            f"{units.format_seconds(timeline.span_s)} long"
+        )
+    return part
 
 
 def _load(source: Path) -> Timeline:

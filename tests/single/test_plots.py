@@ -6,6 +6,7 @@ import doctest
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def stage(layers: int, replicas: int) -> Stage:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(plots).failed == doctest.testmod(_pictures).failed == 0
+    for module in (plots, _pictures, timeline_plot):
+        assert doctest.testmod(module).failed == 0
 
 
 def test_every_category_has_a_colour_of_its_own() -> None:
@@ -115,6 +117,27 @@ def test_a_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
     assert ">worker 8<" not in text
     text = text_of(tmp_path / "b.svg", timeline_plot.draw_timeline, steps(1, 400))
     assert " of 16 s)" in text
+
+
+def test_a_whole_picture_leaves_no_steps_out(tmp_path: Path) -> None:
+    draw = partial(timeline_plot.draw_timeline, whole=True)
+    text = text_of(tmp_path / "a.svg", draw, steps(1, 400))
+    assert ">steps<" in text  # the title, with no "16 of ..."
+
+
+def test_a_pipeline_s_boxes_have_numbers(tmp_path: Path) -> None:
+    names = ("forward 12.3", "backward 7", "activation 8")
+    kinds = ("forward", "backward", "wait")
+    events = [
+        Event(name, kind, worker, "compute", float(at), 1.0)
+        for worker in range(2)
+        for at, (name, kind) in enumerate(zip(names * 8, kinds * 8, strict=True))
+    ]
+    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, Timeline(tuple(events)))
+    assert ">12.3<" in text
+    assert ">7<" in text
+    assert ">8<" not in text  # a wait's box has its whole name, or none
+    assert ">compute<" not in text  # each worker has one lane only
 
 
 def test_a_sweep_has_every_method_and_the_ideal(tmp_path: Path) -> None:

@@ -70,6 +70,26 @@ def test_spans_and_busy_time() -> None:
     assert Timeline(()).span_s == 0.0
 
 
+def test_a_part_has_what_lies_or_reaches_into_it() -> None:
+    def event(start_s: float, end_s: float) -> Event:
+        category = "forward" if end_s > start_s else "ready"
+        return Event("", category, 0, "compute", start_s, end_s - start_s)
+
+    spans = [(10.0, 11.0), (10.5, 14.0), (11.0, 11.0), (12.0, 12.5), (13.0, 14.0), (13.0, 13.0)]
+    whole = Timeline(tuple(event(*span) for span in spans), "job")
+    part = whole.between(1.0, 3.0)  # from the first event on: 11 to 13
+    assert [(e.start_s, e.end_s) for e in part.events] == spans[1:4]
+    assert part.title == "job"
+    assert whole.between(0.0, float("inf")) == whole
+    assert not whole.between(5.0, 6.0).events
+
+
+@pytest.mark.parametrize("part", [(1.0, 1.0), (2.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0)])
+def test_an_empty_part_is_refused(part: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must begin at 0 s or later and end after that"):
+        STEP.between(*part)
+
+
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_every_category_travels(category: str) -> None:
     event = Event("a", category, 3, "compute", 1.0, 0.0 if category == "ready" else 0.5, {"k": 1})
