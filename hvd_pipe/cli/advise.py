@@ -3,7 +3,7 @@
 With --json, in bytes and seconds::
 
     {"command", "profile", "cluster", then `Advice.to_json`: "schema", "workers", "best", "reason",
-     "warnings", "rows"}
+     "warnings", "notes", "rows"}
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import exposed, note, table, write_json
 from hvd_pipe.planning.advise import Row, advise
+from hvd_pipe.planning.advise_pipeline import PIPEDREAM
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.methods import Method, parse
 from hvd_pipe.planning.profile import ModelProfile
 
 __all__ = ["command"]
+
+
+def _allowed(text: str) -> Method | str:
+    return PIPEDREAM if text.strip() == PIPEDREAM else parse(text)
 
 
 @click.command(
@@ -33,10 +39,11 @@ __all__ = ["command"]
 @cluster_options()
 @click.option(
     "--allow",
-    type=options.METHOD,
+    type=options.Parsed("strategy", _allowed),
     metavar="NAME",
     multiple=True,
-    help="A strategy to consider, may be repeated: pipe-sgd, cocod:period=8.  [default: all]",
+    help="A strategy to consider, may be repeated: pipe-sgd, cocod:period=8, pipedream.  "
+    "[default: all]",
 )
 @click.option(
     "--compression",
@@ -67,7 +74,7 @@ __all__ = ["command"]
 def command(
     profile: ModelProfile,
     cluster: Cluster,
-    allow: tuple[str, ...],
+    allow: tuple[Method | str, ...],
     compression: tuple[str, ...],
     momentum: float | None,
     learning_rate: float | None,
@@ -122,6 +129,11 @@ def command(
         note("(!) is not usable as it is.")
     for text in (*advice.warnings, *_warnings(advice.rows)):
         note(f"! {text}")
+    for row in advice.rows:
+        if row.pipeline is not None:
+            note(f"{row.strategy}: {row.reason}. {row.pipeline.paste}")
+    for text in advice.notes:
+        note(text)
     note(advice.reason)
     if advice.best.samples_per_s is not None:
         note(f"All workers together: {advice.best.samples_per_s:.4g} samples a second.")
@@ -165,6 +177,8 @@ def _warnings(rows: Sequence[Row]) -> list[str]:
 
 def _paste(row: Row) -> str:
     """What to write into the training script, where hvd_pipe has the strategy."""
+    if row.pipeline is not None:
+        return f"{'Paste' if row.usable else 'Not to be used as it is'}: {row.pipeline.paste}"
     try:
         strategy.parse(row.strategy)
     except ValueError:

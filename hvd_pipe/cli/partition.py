@@ -24,6 +24,7 @@ from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
+from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage
@@ -49,6 +50,11 @@ _WORTH = 0.05  # by which one worker a stage has to be faster to be spoken of
     help="Cost model: the paper's text, or the published code's.",
 )
 @click.option("--straight", is_flag=True, help="One worker a stage: no replicas.")
+@click.option(
+    "--plan",
+    metavar="PLAN",
+    help="Workers of each stage, the first stage first: 15-1.  [default: the best]",
+)
 @click.option(
     "--versions",
     type=click.Choice(VERSIONS),
@@ -85,6 +91,7 @@ def command(
     cluster: Cluster,
     convention: str,
     straight: bool,
+    plan: str | None,
     versions: str,
     optimizer_state: float,
     compression_ratio: float | None,
@@ -95,13 +102,17 @@ def command(
 ) -> None:
     """Split PROFILE's layers into pipeline stages.
 
-    Finds the stages, and how many workers replicate each, with the shortest time a minibatch;
+    Finds the stages, and how many workers replicate each, with the shortest time a minibatch (with
+    --plan, the best cuts for it);
     fails when nothing fits into --memory, and says how much would do.
     """
     if compression_ratio is not None and convention != "original":
         raise click.UsageError(
             "--compression-ratio belongs to --convention original: give both, or neither."
         )
+    if straight and plan is not None:
+        raise click.UsageError("--straight is a plan of its own: leave it out, or --plan.")
+    replicas = None if plan is None else _replicas(plan, cluster.workers)
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
     divide = functools.partial(
@@ -115,7 +126,7 @@ def command(
         max_states=max_states,
     )
     try:
-        made = divide(straight=straight)
+        made = divide(straight=straight, replicas=replicas)
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
@@ -126,7 +137,7 @@ def command(
     simulated = better = None
     if versions == "stash":
         simulated = _simulated(made, profile, cluster)
-        if not straight:
+        if not straight and plan is None:
             better = _straight(divide, simulated, profile, cluster)
     if timeline is not None:
         few = math.lcm(*made.replicas)
@@ -176,6 +187,13 @@ def command(
         note(f"Wrote {written}.")
 
 
+def _replicas(plan: str, workers: int) -> tuple[int, ...]:
+    try:
+        return parse_replicas(plan, workers)
+    except ValueError as error:
+        raise click.BadParameter(one_line(error), param_hint="'--plan'") from error
+
+
 def _simulated(made: Partition, profile: ModelProfile, cluster: Cluster) -> float:
     """Seconds a minibatch with PipeDream's schedule."""
     return simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
@@ -199,15 +217,18 @@ def _with_flags(message: str) -> str:
     >>> _with_flags("memory_bytes = 1000: the least takes 7402295296 bytes; or versions='2bw'")
     '--memory 1 kB: the least takes 7.41 GB; or --versions 2bw'
     """
-    for pattern, flag in (
+    rewrites: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         (r"; give levels=.*", "; leave out --speeds to take them for equal"),
         (r"memory_bytes( =)?", "--memory"),
         (r"versions='(\w+)' or '(\w+)'", r"--versions \1 or \2"),
         (r"versions='(\w+)'", r"--versions \1"),
+        (r"give the slowest, such as .*", "leave out --machines or --workers-per-node"),
+        (r"replicas = \((.*?),?\)", lambda match: f"--plan {match[1].replace(', ', '-')}"),
         (r"straight=True", "--straight"),
         (r"straight=False", "leave out --straight"),
         (r"max_states( =)?", "--max-states"),
-    ):
+    )
+    for pattern, flag in rewrites:
         message = re.sub(pattern, flag, message)
     return re.sub(
         r"(?<=--memory )(\d+)|\b(\d+) bytes\b",

@@ -33,7 +33,8 @@ class Cuts:
             lies before cut j; then i < j.
         compute: (N,) seconds of the layers before a cut, forward, backward and update.
         parameters: (N,) bytes of their parameters.
-        activations: (N,) bytes of their outputs.
+        held: (N,) bytes that they keep from forward to backward: their ``saved_bytes`` where
+            those are known, else their outputs.
         crossing: (N,) bytes of those outputs that layers after the cut use.
         exact: no cut of the model is missing.
     """
@@ -42,7 +43,7 @@ class Cuts:
     inside: npt.NDArray[np.bool_]
     compute: FloatArray
     parameters: FloatArray
-    activations: FloatArray
+    held: FloatArray
     crossing: FloatArray
     exact: bool
 
@@ -119,12 +120,13 @@ def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
     compute = np.array([x.forward_s + x.backward_s for x in layers]) + _updates(profile)
     parameters = np.array([x.gradient_bytes for x in layers], dtype=np.float64)
     activations = np.array([x.activation_bytes for x in layers], dtype=np.float64)
+    held = np.array([x.held_bytes for x in layers], dtype=np.float64)
     return Cuts(
         members=members,
         inside=(m @ m.T == sizes[:, None]) & (sizes[:, None] < sizes),
         compute=members @ compute,
         parameters=members @ parameters,
-        activations=members @ activations,
+        held=members @ held,
         crossing=crosses @ activations,
         exact=not any(detail),
     )

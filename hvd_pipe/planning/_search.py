@@ -56,7 +56,7 @@ class Memory:
     optimizer: float
 
     def __call__(self, parameters: Any, activations: Any, in_flight: int) -> Any:
-        """Bytes for a stage: its parameters, and its outputs and input of one minibatch."""
+        """Bytes for a stage: its parameters, and what it keeps of a minibatch, input included."""
         versions = {"stash": in_flight, "2bw": 2, "flush": 1}[self.versions]
         # One more for the gradients.
         return parameters * (versions + 1 + self.optimizer) + activations * in_flight
@@ -137,8 +137,8 @@ class Search:
         self.count = len(cuts.compute)
         self._compute = self._between(cuts.compute, np.inf)
         self._parameters = self._between(cuts.parameters, 0.0)
-        # A stage keeps its outputs, and what it got, until backward has used them.
-        held = self._between(cuts.activations, 0.0) + cuts.crossing[:, None] * cuts.inside
+        # A stage keeps what its layers made, and what it got, until backward has used that.
+        held = self._between(cuts.held, 0.0) + cuts.crossing[:, None] * cuts.inside
         self._held = held
         self._workers = [1]  # of a part of each level
         for level in self.levels:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+from hvd_pipe.planning._advice_row import PipelinePlan, Row, Training, stability
+from hvd_pipe.planning.advise_pipeline import PIPEDREAM, pipeline_rows
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.candidates import candidates
 from hvd_pipe.planning.cluster import Cluster
@@ -30,7 +33,7 @@ from hvd_pipe.planning.timing import StepTime, step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.units import format_bytes, format_seconds
 
-__all__ = ["MARGIN", "Advice", "Row", "advise"]
+__all__ = ["MARGIN", "Advice", "PipelinePlan", "Row", "advise"]
 
 SCHEMA = "hvd_pipe.advice/1"
 
@@ -39,46 +42,6 @@ MARGIN = 0.05
 
 _SIMULATED_STEPS = 200
 _PULL_BACK = 0.6  # as published for Overlap-Local-SGD
-_MOMENTUM = 0.9  # where none is given, warn of what this would do
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method with one codec, and what to expect of it.
-
-    Args:
-        strategy: what ``strategy=`` takes; of methods that are not hvd_pipe's, their name.
-        compression: what ``compression=`` takes.
-        codec: its name.
-        baseline: shown for comparison, not to be recommended.
-        time: seconds of a step, its limit, messages; simulated where workers jitter.
-        speedup: samples a second over those of one worker of speed 1 that computes alone.
-        samples_per_s: of all workers; None where the profile has no batch.
-        memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning.memory`).
-        staleness: how many updates old a worker's gradient is, at most, when all have it.
-        identical: whether replicas are equal after each step.
-        exact: whether it computes what synchronous SGD without compression does.
-        batches: samples a step of each worker, where that keeps unequal workers in step.
-        usable: stable and within the memory, as far as is known.
-        warnings: what to look out for.
-        reason: what its time is made of, in a sentence.
-    """
-
-    strategy: str
-    compression: str
-    codec: str
-    baseline: bool
-    time: StepTime
-    speedup: float
-    samples_per_s: float | None
-    memory_bytes: int
-    staleness: int
-    identical: bool
-    exact: bool
-    batches: tuple[int, ...] | None
-    usable: bool
-    warnings: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -91,6 +54,7 @@ class Advice:
         workers: of the cluster.
         reason: why this one, in a sentence.
         warnings: what no strategy changes.
+        notes: why PipeDream is not among the rows, where it was to be.
     """
 
     rows: tuple[Row, ...]
@@ -98,6 +62,7 @@ class Advice:
     workers: int
     reason: str
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A dict for ``json.dump``; times have ``exposed_s`` and ``of_limit`` as well."""
@@ -112,6 +77,7 @@ class Advice:
             "best": row(self.best),
             "reason": self.reason,
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "rows": [row(one) for one in self.rows],
         }
 
@@ -138,7 +104,8 @@ def advise(
         cluster: workers and network. Where speeds differ, CoCoD gets batches in proportion to
             them, and its ``weights``; other methods wait for the slowest worker.
         methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
-            :mod:`hvd_pipe.planning.candidates` fits them.
+            :mod:`hvd_pipe.planning.candidates` fits them, and PipeDream, uncompressed, as
+            :mod:`hvd_pipe.planning.advise_pipeline` does, which "pipedream" asks for, too.
         codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
         learning_rate, curvature, momentum: of the training, as far as known; curvature is the
             largest eigenvalue of the loss's Hessian.
@@ -165,8 +132,15 @@ def advise(
     _check_numbers(learning_rate, curvature, momentum, margin)
     if not profile.gradient_bytes().size:
         raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
-    chosen = _candidates(profile, cluster) if methods is None else tuple(map(parse, methods))
-    training = _Training(learning_rate, curvature, momentum, optimizer_ratio)
+    pipelined = methods is None or PIPEDREAM in methods
+    chosen = (
+        _candidates(profile, cluster)
+        if methods is None
+        # PipeDream alone is weighed against data parallelism.
+        else tuple(parse(one) for one in methods if one != PIPEDREAM)
+        or ((MergedGradient(),) if pipelined else ())
+    )
+    training = Training(learning_rate, curvature, momentum, optimizer_ratio)
     if methods is None:
         chosen += tuple(_steadier(one) for one in chosen if _stability(one, training)[0])
     costs = [_codec(codec) for codec in codecs]
@@ -177,11 +151,18 @@ def advise(
     beside = [pair for pair in beside if pair not in wanted]
     rows = [_row(profile, cluster, *pair, training, baseline=False) for pair in wanted]
     rows += [_row(profile, cluster, *pair, training, baseline=True) for pair in beside]
+    notes: tuple[str, ...] = ()
+    if pipelined:
+        copies_s = (row.time.total_s for row in rows if row.exact and row.usable)
+        least_s = min(copies_s, default=math.inf)
+        pipelines, notes = pipeline_rows(profile, cluster, training, least_s)
+        rows += pipelines
     rows.sort(key=lambda row: row.time.total_s)
     candidates = [row for row in rows if not row.baseline]
     best, reason = _recommended(candidates, margin)
     warnings = []
-    least = min(candidates, key=lambda row: row.time.exposed_s).time
+    copies = [row for row in candidates if row.pipeline is None]
+    least = min(copies, key=lambda row: row.time.exposed_s).time
     stragglers = cluster.jitter and least.comm_s <= least.compute_s  # what waits is not for bytes
     if least.exposed_s > margin * least.compute_s and not stragglers:
         warnings.append(
@@ -189,7 +170,7 @@ def advise(
             f"{format_seconds(least.exposed_s)} a step of {format_seconds(least.total_s)}; "
             "compress, give cocod a longer period, or give each worker a larger batch"
         )
-    return Advice(tuple(rows), best, cluster.workers, reason, tuple(warnings))
+    return Advice(tuple(rows), best, cluster.workers, reason, tuple(warnings), notes)
 
 
 def _candidates(profile: ModelProfile, cluster: Cluster) -> tuple[Method, ...]:
@@ -197,14 +178,6 @@ def _candidates(profile: ModelProfile, cluster: Cluster) -> tuple[Method, ...]:
     if cluster.speeds is not None:
         compute *= cluster.workers / sum(cluster.speeds)
     return candidates(profile, cluster.comm(), compute)
-
-
-@dataclass(frozen=True)
-class _Training:
-    learning_rate: float | None
-    curvature: float | None
-    momentum: float | None
-    optimizer_ratio: float
 
 
 def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
@@ -239,7 +212,7 @@ def _row(
     cluster: Cluster,
     method: Method,
     codec: CodecCost,
-    training: _Training,
+    training: Training,
     baseline: bool,
 ) -> Row:
     method, batches, pace = _balanced(method, profile, cluster)
@@ -364,35 +337,8 @@ def _steadier(method: Method) -> Method:
     return replace(method, pull_back=_PULL_BACK) if isinstance(method, CoCoD) else method
 
 
-def _stability(method: Method, training: _Training) -> tuple[bool, list[str]]:
-    """Whether it is known to diverge, and what to say about it."""
-    momentum = training.momentum or 0.0
-    limit, usual = stable_rate(method, momentum), 2.0 * (1.0 + momentum)
-    rate, curvature = training.learning_rate, training.curvature
-    bound = f"lr * curvature < {limit:.3g} (momentum {momentum:g}; synchronous SGD: {usual:.3g})"
-    if rate is not None and curvature is not None:
-        if rate * curvature < limit:
-            return False, []
-        most = format(limit / curvature, ".3g") if curvature else "any"
-        return True, [
-            f"diverges: it is stable only while {bound}, and {rate:g} * {curvature:g} = "
-            f"{rate * curvature:.3g}; take a learning rate below {most}"
-        ]
-    supposed = _MOMENTUM if training.momentum is None else momentum
-    with_it = stable_rate(method, supposed)
-    if with_it > 2.0 * (1.0 + supposed) * (1.0 - 1e-6):
-        return False, []
-    if training.momentum is None:
-        return False, [
-            f"stable only while lr * curvature < {limit:.3g} without momentum, < {with_it:.3g} "
-            f"with {supposed:g} (synchronous SGD: 2, {2.0 * (1.0 + supposed):.3g}): give "
-            "momentum, learning rate, curvature"
-        ]
-    times = f"{usual / limit:.3g} times"
-    text = f"stable only while {bound}: the largest learning rate is {times} smaller"
-    if rate is not None and rate > 0.0:
-        text += f"; at {rate:g} that is a curvature below {limit / rate:.3g}"
-    return False, [text]
+def _stability(method: Method, training: Training) -> tuple[bool, list[str]]:
+    return stability(partial(stable_rate, method), training)
 
 
 def _reason(time: StepTime, method: Method) -> str:

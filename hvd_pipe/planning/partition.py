@@ -18,6 +18,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from hvd_pipe.planning._cuts import Cuts, find_cuts
+from hvd_pipe.planning._given import GivenSearch
 from hvd_pipe.planning._search import Leaf, Level, Memory, Rule, Search
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
@@ -45,6 +46,7 @@ def partition(
     optimizer_bytes_per_parameter_byte: float = 1.0,
     use_fewer: bool = False,
     max_states: int = MAX_STATES,
+    replicas: Sequence[int] | None = None,
 ) -> Partition:
     r"""The stages and replicas with the least seconds a minibatch.
 
@@ -66,8 +68,10 @@ def partition(
     pays for its input and its output; without ``compression_ratio`` transfers are free.
 
     Memory of a worker: parameters times versions, gradients, optimizer state, and for each
-    minibatch in flight its stage's outputs and its input. In flight are ``ceil(workers from this
-    stage on / its replicas)``, in a hierarchy too, where that is counted over the whole pipeline.
+    minibatch in flight its stage's input and what its layers keep: their ``saved_bytes``, which
+    leave out what a layer gets, or their outputs where those are not known. In flight are
+    ``ceil(workers from this stage on / its replicas)``, in a hierarchy too, where that is counted
+    over the whole pipeline.
 
     Args:
         profile: the model; layers of its ``edges`` None are a chain.
@@ -90,13 +94,16 @@ def partition(
             then all. The answer's times are true, but another division may be faster. N cuts on M
             components of the outermost level take ``N^2 M^2 / 2`` steps, and on m of an inner one
             ``N^3 m^2 / 12``.
+        replicas: workers of each stage, the first stage first, where these are settled: the best
+            cuts for them, on a network of one level. They add up to its workers.
+            :func:`hvd_pipe.planning.plan_text.parse_replicas` reads "3-1".
 
     Returns:
         One best partition (several may be equal).
 
     Raises:
-        ValueError: an argument is out of its range, straight has more workers than layers, there
-            are too many cuts or workers to try, or nothing fits; says what would.
+        ValueError: an argument is out of its range, there are more stages than layers, or too many
+            cuts or workers to try, or nothing fits; says what would.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile, ModelProfile
@@ -107,6 +114,8 @@ def partition(
         >>> made = partition(model, [(4, 1e9)])
         >>> made.config, round(made.period_s, 6), made.in_flight
         ('3-1', 0.01, (2, 1))
+        >>> partition(model, [(4, 1e9)], replicas=(2, 2)).period_s
+        0.05
 
     Source: PipeDream, SOSP 2019, section 3.1; "original": ``optimizer_graph_hierarchical.py``.
     """
@@ -129,14 +138,21 @@ def partition(
     _number("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
     _count("max_states", max_states, 2)
 
+    if replicas is not None:
+        replicas = _given(replicas, network, straight, use_fewer)
+
     cuts = find_cuts(profile, max_states)
-    _affordable(len(cuts.compute), network)
     rule = Rule(convention, compression_ratio)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
-    searches = [
-        Search(cuts, part, rule, memory, memory_bytes, straight)
-        for part in (_smaller(network) if use_fewer else [network])
-    ]
+    searches: list[Search]
+    if replicas is not None:
+        searches = [GivenSearch(cuts, network[0], rule, memory, memory_bytes, replicas)]
+    else:
+        _affordable(len(cuts.compute), network)
+        searches = [
+            Search(cuts, part, rule, memory, memory_bytes, straight)
+            for part in (_smaller(network) if use_fewer else [network])
+        ]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
         _refuse(searches, profile)
@@ -168,7 +184,7 @@ def _stages(
         layers = [profile.layers[at] for at in np.flatnonzero(inside)]
         parameters = sum(layer.gradient_bytes for layer in layers)
         received, sent = int(cuts.crossing[i]), int(cuts.crossing[j])
-        activations = sum(layer.activation_bytes for layer in layers) + received
+        activations = sum(layer.held_bytes for layer in layers) + received
         stages.append(
             Stage(
                 layers=tuple(layer.name for layer in layers),
@@ -210,6 +226,12 @@ def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
     search = searches[-1]
     workers = math.prod(level.components for level in search.levels)
     least = min(search.for_memory().best for search in searches)
+    if isinstance(search, GivenSearch) and not math.isfinite(least):
+        raise ValueError(
+            f"replicas = {search.replicas} are {len(search.replicas)} stages, each of which needs "
+            f"a layer: there are {len(profile.layers)} layers in {search.count - 1} places to "
+            "cut; give fewer stages"
+        )
     if not math.isfinite(least):
         raise ValueError(
             f"straight=True puts every stage on one worker, so it needs a layer for each: there "
@@ -222,6 +244,36 @@ def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
         f"versions={search.memory.versions!r}; raise memory_bytes, add workers, take a smaller "
         "minibatch, or keep fewer versions of the weights with versions='2bw' or 'flush'"
     )
+
+
+def _given(
+    replicas: Sequence[int], network: Sequence[Level], straight: bool, use_fewer: bool
+) -> tuple[int, ...]:
+    """The replicas of each stage, checked."""
+    if isinstance(replicas, str) or not isinstance(replicas, Sequence) or not replicas:
+        raise TypeError(
+            "replicas are integers, one a stage, such as (3, 1), got "
+            f"{replicas!r}; hvd_pipe.planning.plan_text.parse_replicas reads '3-1'"
+        )
+    for stage, width in enumerate(replicas):
+        _count(f"replicas of stage {stage}", width, 1)
+    if straight or use_fewer:
+        raise ValueError(
+            "replicas settles what straight and use_fewer would choose: leave these out, and give "
+            "replicas=(1, 1, ...) for a straight pipeline"
+        )
+    workers = math.prod(level.components for level in network)
+    if len(network) > 1:
+        raise ValueError(
+            f"cuts for given replicas are found on a network of one level, got {len(network)}: "
+            f"give the slowest, such as levels=[({workers}, {network[-1].bandwidth:g})]"
+        )
+    if sum(replicas) != workers:
+        raise ValueError(
+            f"replicas = {tuple(replicas)} are {sum(replicas)} workers, but there are {workers}: "
+            "make them add up"
+        )
+    return tuple(operator.index(width) for width in replicas)
 
 
 def _affordable(cuts: int, network: Sequence[Level]) -> None:

@@ -38,6 +38,9 @@ class LayerProfile:
         forward_s: seconds of its forward pass.
         activation_bytes: bytes of its output for one minibatch.
         description: what it is, for people: "Conv2d(3, 64, kernel_size=(3, 3))".
+        saved_bytes: bytes kept from forward to backward; None: its activation_bytes. Of tensors
+            that it makes, its output among them, by whichever layer they are needed; not what it
+            gets, which counts for the layer that made that, so that layers add up.
 
     Raises:
         ValueError: an empty name, a description that is no string, or a negative or non-finite
@@ -54,6 +57,7 @@ class LayerProfile:
     forward_s: float = 0.0
     activation_bytes: int = 0
     description: str = ""
+    saved_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -62,8 +66,10 @@ class LayerProfile:
             raise ValueError(
                 f"layer {self.name!r}: description must be a string, got {self.description!r}"
             )
-        for field in ("gradient_bytes", "activation_bytes"):
+        for field in ("gradient_bytes", "activation_bytes", "saved_bytes"):
             value = getattr(self, field)
+            if field == "saved_bytes" and value is None:
+                continue
             try:
                 count = operator.index(value)
             except TypeError:
@@ -86,6 +92,11 @@ class LayerProfile:
                     f"got {value!r}; measure it again"
                 )
             object.__setattr__(self, field, seconds)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it keeps from forward to backward, as far as is known."""
+        return self.activation_bytes if self.saved_bytes is None else self.saved_bytes
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,10 @@ class ModelProfile:
         for field in ("name", "batch", "update_s"):
             if getattr(self, field):
                 data[field] = getattr(self, field)
-        data["layers"] = [asdict(layer) for layer in self.layers]
+        data["layers"] = [
+            {key: value for key, value in asdict(layer).items() if value is not None}
+            for layer in self.layers
+        ]
         if self.edges is not None:
             data["edges"] = self.edges
         return json.dumps(data, indent=1) + "\n"
@@ -217,8 +231,8 @@ class ModelProfile:
     def from_json(cls, text: str) -> ModelProfile:
         """The model in a JSON document.
 
-        Of a layer, ``forward_s``, ``activation_bytes`` and ``description`` may be left out, and of
-        the model all but its layers; they have the defaults of the classes then.
+        Of a layer, ``forward_s``, ``activation_bytes``, ``description`` and ``saved_bytes`` may be
+        left out, and of the model all but its layers; they have the defaults of the classes then.
 
         Args:
             text: ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
@@ -240,7 +254,7 @@ class ModelProfile:
                 layer,
                 {"name", "gradient_bytes", "backward_s"},
                 f"layer {number}",
-                optional={"forward_s", "activation_bytes", "description"},
+                optional={"forward_s", "activation_bytes", "description", "saved_bytes"},
             )
         if edges is not None and not (
             isinstance(edges, list)

@@ -49,12 +49,14 @@ __all__ = [
     "gpipe",
     "one_f_one_b",
     "one_f_one_b_flush",
+    "program",
     "schedule",
     "two_bw",
     "warm_up",
 ]
 
 METHODS = ("1f1b", "1f1b-vertical-sync", "1f1b-flush", "gpipe", "2bw")
+_ONE_MINIBATCH = ("1f1b", "1f1b-vertical-sync")  # an update takes one of each replica
 
 
 def warm_up(stage: int, replicas: Sequence[int]) -> int:
@@ -262,27 +264,42 @@ def schedule(
         stage 0 replica 1: F1 F3 B1 A1 U1 B3 A2 U2
         stage 1 replica 0: F0 B0 U1 F1 B1 U2 F2 B2 U3 F3 B3 U4
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    one = method in {"1f1b", "1f1b-vertical-sync"}
-    if one and microbatches != 1:
-        raise ValueError(
-            f"{method} updates after every minibatch, so it has no microbatches, got "
-            f"{microbatches}; 2bw and 1f1b-flush do"
-        )
-
-    def program(worker: Worker) -> Iterator[Instruction]:
-        stage, replica = worker
-        if one:
-            versions = "stash" if method == "1f1b" else "vertical-sync"
-            return one_f_one_b(stage, replicas, replica, minibatches, versions)
-        generator = {"1f1b-flush": one_f_one_b_flush, "gpipe": gpipe, "2bw": two_bw}[method]
-        return generator(stage, replicas, replica, minibatches, microbatches)
-
+    _check_method(method, microbatches)
     _check_place(0, replicas, 0)
     workers = [Worker(s, r) for s, width in enumerate(replicas) for r in range(width)]
-    programs = {worker: tuple(program(worker)) for worker in workers}
+    programs = {
+        worker: tuple(program(method, replicas, worker, minibatches, microbatches))
+        for worker in workers
+    }
     return Schedule(method, tuple(replicas), minibatches, microbatches, programs)
+
+
+def program(
+    method: str,
+    replicas: Sequence[int],
+    worker: Worker,
+    minibatches: int,
+    microbatches: int = 1,
+) -> Iterator[Instruction]:
+    """One worker's part of a :func:`schedule`, without making those of all others.
+
+    Args:
+        worker: Whose.
+        method, replicas, minibatches, microbatches: As :func:`schedule`.
+
+    Raises: As :func:`schedule`.
+
+    Example:
+        >>> print(brief(program("1f1b", [2, 1], Worker(0, 1), minibatches=4)))
+        F1 F3 B1 A1 U1 B3 A2 U2
+    """
+    _check_method(method, microbatches)
+    stage, replica = worker
+    if method in _ONE_MINIBATCH:
+        versions = "stash" if method == "1f1b" else "vertical-sync"
+        return one_f_one_b(stage, replicas, replica, minibatches, versions)
+    generator = {"1f1b-flush": one_f_one_b_flush, "gpipe": gpipe, "2bw": two_bw}[method]
+    return generator(stage, replicas, replica, minibatches, microbatches)
 
 
 # Steps of a worker: (True, k) is the forward pass of its k-th microbatch, (False, k) the backward.
@@ -352,6 +369,16 @@ def _instructions(
         # The last round of 1F1B-RR is short, and has no minibatch for this worker.
         updates += 1
         yield from update()
+
+
+def _check_method(method: str, microbatches: int) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
+    if method in _ONE_MINIBATCH and microbatches != 1:
+        raise ValueError(
+            f"{method} updates after every minibatch, so it has no microbatches, got "
+            f"{microbatches}; 2bw and 1f1b-flush do"
+        )
 
 
 def _check_count(name: str, value: int) -> None:

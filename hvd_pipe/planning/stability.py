@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hvd_pipe.planning.methods import Method, WidePipeSGD
 from hvd_pipe.strategy import CoCoD, PipeSGD
 
-__all__ = ["stable_rate"]
+__all__ = ["delayed_rate", "stable_rate"]
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -62,11 +62,39 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
             return 1.0
         return _largest(lambda rate: _previous(rate, momentum))
     if isinstance(method, WidePipeSGD) and method.width > 1:
-        return _largest(lambda rate: _delayed(rate, momentum, method.width - 1))
+        return delayed_rate(method.width - 1, momentum)
     if isinstance(method, CoCoD):
         deviation = _largest(lambda rate: _round(method, rate, momentum)[0])
         return min(deviation, _largest(lambda rate: _round(method, rate, momentum)[1]))
     return 2.0 * (1.0 + momentum)
+
+
+def delayed_rate(delay: int, momentum: float = 0.0) -> float:
+    """The largest ``learning rate * curvature`` that gradients ``delay`` updates old bear.
+
+    That of a pipeline's first stage, whose gradients are the oldest, binds: n - 1 updates with n
+    stages of one worker and a version of the weights for each minibatch in flight.
+
+    Args:
+        delay: updates between the weights of a gradient and its own update, at least 0.
+        momentum: mu, from 0 to below 1.
+
+    Raises:
+        ValueError: a number out of its range.
+
+    Example:
+        >>> [round(delayed_rate(delay), 3) for delay in (0, 1, 2, 3, 7)]
+        [2.0, 1.0, 0.618, 0.445, 0.209]
+        >>> [round(delayed_rate(delay, 0.9), 3) for delay in (0, 1, 2, 3, 7)]
+        [3.8, 0.1, 0.051, 0.035, 0.016]
+    """
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+    if delay < 0:
+        raise ValueError(f"delay must be at least 0 updates, got {delay}")
+    if delay == 0:
+        return 2.0 * (1.0 + momentum)
+    return _largest(lambda rate: _delayed(rate, momentum, delay))
 
 
 def _largest(matrix: Callable[[float], FloatArray]) -> float:

@@ -89,8 +89,9 @@ class Partition:
         return "-".join(map(str, self.replicas))
 
     def __str__(self) -> str:
+        word = "stage" if len(self.stages) == 1 else "stages"
         lines = [
-            f"{self.config}: {len(self.stages)} stages on {sum(self.replicas)} of {self.workers} "
+            f"{self.config}: {len(self.stages)} {word} on {sum(self.replicas)} of {self.workers} "
             f"workers, {self.period_s * 1e3:.3f} ms a minibatch ({self.convention} objective)",
             f"one worker {self.single_s * 1e3:.3f} ms, data-parallel "
             f"{self.data_parallel_s * 1e3:.3f} ms",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,8 +64,9 @@ OPTIONS = {
     | {"--timeline", "-o"},
     "partition": CLUSTER_OPTIONS
     | {"--compression-ratio", "--convention", "--json", "--machines", "--max-states"}
-    | {"--optimizer-state", "--output", "--straight", "--timeline", "--versions", "-o"},
-    "trace": CLUSTER_OPTIONS | {"--json", "--output", "--steps", "--strategy", "-o"},
+    | {"--optimizer-state", "--output", "--plan", "--straight", "--timeline", "--versions", "-o"},
+    "trace": CLUSTER_OPTIONS
+    | {"--from", "--json", "--output", "--steps", "--strategy", "--to", "-o"},
 }
 
 PLANNING = ("advise", "plan", "simulate", "partition", "trace")
@@ -285,6 +287,22 @@ def test_advise(model: str) -> None:
     assert 'Paste: strategy="' in text.stdout
 
 
+def test_advice_on_a_pipeline() -> None:
+    vgg = ("advise", DATA / "vgg16.graph.txt", *CLUSTER, "--allow", "pipedream")
+    text = " ".join(run(*vgg).stdout.split())
+    call = 'PipeDream(model, loss_fn, optimizer_fn, plan="15-1", mode="stash")'
+    assert call in text
+    assert "Paste: PipeDream(model" in text
+    rows = {row["strategy"]: row for row in run_json(*vgg)["rows"]}
+    assert rows["pipedream 15-1 stash"]["pipeline"]["staleness"] == [1, 0]
+    assert rows["merged-gradient"]["pipeline"] is None
+    unstable = ("--momentum", 0.9, "--learning-rate", 1, "--curvature", 1)
+    found = " ".join(run(*vgg, *unstable).stdout.split())
+    assert "pipedream 15-1 stash (!)" in found
+    resnet = run("advise", DATA / "resnet50.graph.txt", *CLUSTER, "--allow", "pipedream")
+    assert "data parallelism is PipeDream's best partition" in " ".join(resnet.stdout.split())
+
+
 def test_advise_json(model: str) -> None:
     found = run_json("advise", model, *CLUSTER, "--compression", "none", "--compression", "bf16")
     assert {"command", "profile", "cluster", "rows", "best", "reason", "warnings"} <= set(found)
@@ -433,6 +451,17 @@ def test_a_straight_pipeline_replicates_nothing(model: str) -> None:
     assert found["config"] == "1-1-1"
 
 
+def test_a_plan_settles_the_replicas(model: str) -> None:
+    base = ("partition", model, "-n", 4, *NETWORK)
+    found = run_json(*base, "--plan", "2-2")
+    assert found["config"] == "2-2"
+    assert found["straight_simulated_period_s"] is None
+    assert (
+        run_json(*base, "--plan", "straight")["partition"]
+        == (run_json(*base, "--straight")["partition"])
+    )
+
+
 def test_too_little_memory_says_how_much_would_do(model: str) -> None:
     result = run("partition", model, "-n", 4, *NETWORK, "--memory", "1MB", ok=False)
     assert result.exit_code == 2
@@ -479,6 +508,36 @@ def test_trace_puts_the_ranks_of_a_job_together(model: str, tmp_path: Path) -> N
     assert {lane["worker"] for lane in found["lanes"]} == set(whole.workers)
     assert found["events"] == len(whole.events)
     assert (tmp_path / "job.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_shows_a_part(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    run("trace", model, "--strategy", "wfbp", *CLUSTER, "-o", path)
+    whole = Timeline.load(path)
+    half = whole.span_s / 2
+    found = run_json("trace", path, "--from", half, "-o", tmp_path / "b.json")
+    part = Timeline.load(tmp_path / "b.json")
+    assert found["events"] == len(part.events) == len(whole.between(half, math.inf).events)
+    assert 0 < len(part.events) < len(whole.events)
+    assert run_json("trace", path, "--to", half, "-o", path)["events"] < len(whole.events)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--from", 2, "--to", 1), "--from 2 must be less than --to 1"),
+        (("--from", 10_000), "nothing happens between 10000 and inf s"),
+        (("--to", 0), "--to"),
+    ],
+)
+def test_trace_refuses_a_part_without_events(
+    model: str, tmp_path: Path, arguments: tuple[object, ...], words: str
+) -> None:
+    path = tmp_path / "a.json"
+    run("trace", model, "--strategy", "wfbp", *CLUSTER, "-o", path)
+    done = run("trace", path, *arguments, "-o", tmp_path / "b.json", ok=False)
+    assert done.exit_code != 0
+    assert words in " ".join(done.stderr.split())
 
 
 # as a program

@@ -142,6 +142,9 @@ def run(line: str) -> Result:
         ("partition good.json --machines 4 --bandwidth 1GB/s", r"such as 4x8"),
         ("partition good.json --machines 4x4 --bandwidth 1GB/s", r"--inner-bandwidth"),
         (f"partition good.json {GOOD} --straight", r"stage|layer"),
+        (f"partition good.json {GOOD} --plan 2-x", r"'--plan': '2-x' is no plan"),
+        (f"partition good.json {GOOD} --plan 90-9", r"is for 99 workers, but there are"),
+        (f"partition good.json {GOOD} --plan straight --straight", r"leave it out, or --plan"),
         (f"partition good.json {GOOD} --memory 1kB", r"error: .*memory"),
         (
             "partition good.json --bandwidth 1GB/s --speeds 1,2",

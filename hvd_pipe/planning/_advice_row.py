@@ -1,0 +1,128 @@
+"""A row of the advice, and what is known of the training: shared by all that makes rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvd_pipe.planning.timing import StepTime
+
+__all__ = ["PipelinePlan", "Row", "Training", "stability"]
+
+_MOMENTUM = 0.9  # where none is given, warn of what this would do
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is known of the training; `hvd_pipe.planning.advise.advise` says what each is."""
+
+    learning_rate: float | None
+    curvature: float | None
+    momentum: float | None
+    optimizer_ratio: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """PipeDream's stages, and their price; tuples have an entry a stage.
+
+    Args:
+        plan: what ``plan=`` takes: "15-1", "straight".
+        replicas: workers of each stage.
+        mode: what ``mode=`` takes.
+        microbatches: of a minibatch, each as large as a worker's batch; 1 where the mode has none.
+        period_s: seconds in which the pipeline trains one worker's batch.
+        memory_bytes: of a worker, its activations included.
+        versions: of the weights that a worker holds.
+        staleness: how many updates old its gradients are.
+        saved: the part of data parallelism's bytes that it does not send.
+        paste: the call that makes it.
+    """
+
+    plan: str
+    replicas: tuple[int, ...]
+    mode: str
+    microbatches: int
+    period_s: float
+    memory_bytes: tuple[int, ...]
+    versions: tuple[int, ...]
+    staleness: tuple[int, ...]
+    saved: float
+    paste: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one codec, and what to expect of it.
+
+    Args:
+        strategy: what ``strategy=`` takes; of methods that are not hvd_pipe's, their name.
+        compression: what ``compression=`` takes.
+        codec: its name.
+        baseline: shown for comparison, not to be recommended.
+        time: seconds of a step, its limit, messages; simulated where workers jitter.
+        speedup: samples a second over those of one worker of speed 1 that computes alone.
+        samples_per_s: of all workers; None where the profile has no batch.
+        memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning.memory`).
+        staleness: how many updates old a worker's gradient is, at most, when all have it.
+        identical: whether replicas are equal after each step.
+        exact: whether it computes what synchronous SGD without compression does.
+        batches: samples a step of each worker, where that keeps unequal workers in step.
+        usable: stable and within the memory, as far as is known.
+        warnings: what to look out for.
+        reason: what its time is made of, in a sentence.
+        pipeline: the plan, of PipeDream alone.
+    """
+
+    strategy: str
+    compression: str
+    codec: str
+    baseline: bool
+    time: StepTime
+    speedup: float
+    samples_per_s: float | None
+    memory_bytes: int
+    staleness: int
+    identical: bool
+    exact: bool
+    batches: tuple[int, ...] | None
+    usable: bool
+    warnings: tuple[str, ...]
+    reason: str
+    pipeline: PipelinePlan | None = None
+
+
+def stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
+    """Whether a method is known to diverge, and what to say about it.
+
+    Args:
+        limit_at: the largest ``learning rate * curvature`` that it bears, by momentum.
+        training: of the model.
+    """
+    momentum = training.momentum or 0.0
+    limit, usual = limit_at(momentum), 2.0 * (1.0 + momentum)
+    rate, curvature = training.learning_rate, training.curvature
+    bound = f"lr * curvature < {limit:.3g} (momentum {momentum:g}; synchronous SGD: {usual:.3g})"
+    if rate is not None and curvature is not None:
+        if rate * curvature < limit:
+            return False, []
+        most = format(limit / curvature, ".3g") if curvature else "any"
+        return True, [
+            f"diverges: it is stable only while {bound}, and {rate:g} * {curvature:g} = "
+            f"{rate * curvature:.3g}; take a learning rate below {most}"
+        ]
+    supposed = _MOMENTUM if training.momentum is None else momentum
+    with_it = limit_at(supposed)
+    if with_it > 2.0 * (1.0 + supposed) * (1.0 - 1e-6):
+        return False, []
+    if training.momentum is None:
+        return False, [
+            f"stable only while lr * curvature < {limit:.3g} without momentum, < {with_it:.3g} "
+            f"with {supposed:g} (synchronous SGD: 2, {2.0 * (1.0 + supposed):.3g}): give "
+            "momentum, learning rate, curvature"
+        ]
+    times = f"{usual / limit:.3g} times"
+    text = f"stable only while {bound}: the largest learning rate is {times} smaller"
+    if rate is not None and rate > 0.0:
+        text += f"; at {rate:g} that is a curvature below {limit / rate:.3g}"
+    return False, [text]
