@@ -26,8 +26,8 @@ DIRECTORY = "HVD_PIPE_TIMELINE"
 MEGABYTES = "HVD_PIPE_TIMELINE_MB"
 DEFAULT_MEGABYTES = "64"
 
-COMPUTE, HOST, CODEC, NETWORK = 0, 1, 2, 3
-_LANES = {COMPUTE: "compute", HOST: "host", CODEC: "codec"}
+COMPUTE, HOST, CODEC, SENDS, NETWORK = 0, 1, 2, 3, 4
+_LANES = {COMPUTE: "compute", HOST: "host", CODEC: "codec", SENDS: "network 0"}
 
 
 class Recorder:
@@ -41,6 +41,9 @@ class Recorder:
 
     wait_lane = COMPUTE
     """Where the host's waits are drawn."""
+
+    told = False
+    """Whether passes, waits and updates are told, as a pipeline does, and not found by hooks."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
         self.file = TraceFile(path, max_bytes, self._marker, f"raise {MEGABYTES}")
@@ -86,18 +89,25 @@ class Recorder:
 
     def waited(self, begun: float, message: str) -> None:
         """Note that the host was blocked from ``begun`` until now."""
-        self.span("wait", message, begun, self.now(), self.wait_lane)
+        if not self.told:
+            self.span("wait", message, begun, self.now(), self.wait_lane)
 
     def update(self, begun: Any) -> None:
         """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-        self.span("update", "update", begun, self.moment())
+        if not self.told:
+            self.span("update", "update", begun, self.moment())
 
     def codec(self, begun: float, message: str) -> None:
         """Note that a message was worked on, from ``begun`` until now."""
         self.span("codec", message, begun, self.now(), CODEC)
 
     def end_step(self) -> None:
-        """Close a step and bring it to the disk."""
+        """Close a step that an optimizer has made, and bring it to the disk."""
+        if not self.told:
+            self.next_step()
+
+    def next_step(self) -> None:
+        """Close a step, and bring it to the disk."""
         self._step += 1
         self.file.flush()
 

@@ -8,6 +8,8 @@ counts as one that waits for other ranks while all of this is so:
    which poll all the time under Open MPI;
 3. TensorFlow is not in Python code of the user's, as for samples that he makes.
 
+A wait for a pipeline's message is one as well: it is in Python code, where it can be seen.
+
 So a rank that computes for long on CPUs is none. Computing on a GPU looks like waiting, and
 systems without ``/proc`` show no threads: there, only a call that has lasted ``HVD_PIPE_TIMEOUT``
 counts, and a single call that computes for longer than that while another rank is lost is ended.
@@ -35,6 +37,8 @@ __all__ = ["JOB", "starting_to_communicate", "waits_for"]
 _THREADS = Path("/proc/self/task")
 _INSIDE = ("tensorflow.", "horovod.")
 _CALLS_BACK = "tensorflow.python.ops.script_ops"
+_TRANSPORTS = ("hvd_pipe.pipeline.mpi", "hvd_pipe.pipeline.process_sets")
+_BELOW_TRANSPORTS = ("threading", "hvd_pipe.tensorflow.pipedream.broadcasts")
 _AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
 
 _communicating: set[int] = set()
@@ -55,6 +59,9 @@ def waits_for(frames: Frames) -> tuple[object, ...] | None:
     It changes whenever that thread has run.
     """
     thread = threading.main_thread()
+    message = _message_of(frames.get(thread.ident or 0))
+    if message is not None:
+        return message
     frame = _python(frames.get(thread.ident or 0))
     if frame is not None and module_of(frame) == "threading":  # it waits for another
         for other in threading.enumerate():
@@ -71,6 +78,20 @@ def waits_for(frames: Frames) -> tuple[object, ...] | None:
         names.append(frame.f_code.co_name)  # "join" is another matter
         frame = frame.f_back
     return (thread.native_id, _pauses(thread.native_id or 0), *names)
+
+
+def _message_of(frame: FrameType | None) -> tuple[object, ...] | None:
+    """Return the message of a pipeline that a thread waits for: Python code shows that for sure.
+
+    What waits is `threading`, below a function of a transport that has a handle.
+    """
+    inside = False
+    while frame is not None and module_of(frame) in (*_BELOW_TRANSPORTS, *_TRANSPORTS):
+        if inside and module_of(frame) in _TRANSPORTS and "handle" in frame.f_locals:
+            return frame.f_code.co_name, frame.f_locals["handle"]
+        inside = inside or module_of(frame) == "threading"
+        frame = frame.f_back
+    return None
 
 
 def _python(frame: FrameType | None) -> FrameType | None:

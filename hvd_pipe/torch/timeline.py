@@ -8,6 +8,8 @@
     wait        the host is blocked until messages have arrived
     update      the user's optimizer
 
+A pipeline tells its passes, waits and updates itself: see `hvd_pipe.pipeline.spans`.
+
 *Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
 they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
 2 % of its time, 0.2 ms at best; see `flights`.
@@ -76,11 +78,13 @@ class Recorder(recorder.Recorder):
 
     def begin_backward(self) -> None:
         """Note that gradients are computed from here on."""
-        if self._last is None:
+        if self._last is None and not self.told:
             self._started = self.moment()
 
     def gradient(self) -> None:
         """Note that a gradient is complete."""
+        if self.told:
+            return
         if self._started is None:
             self._started = self.moment()
         if isinstance(self._last, torch.cuda.Event):
@@ -94,7 +98,7 @@ class Recorder(recorder.Recorder):
             self.span("backward", "backward", self._started, self._last)
             self._started = self._last = None
 
-    def end_step(self) -> None:
+    def next_step(self) -> None:
         self._step += 1
         self.forwards.end_step()
         if self._device is not None:
@@ -103,6 +107,8 @@ class Recorder(recorder.Recorder):
 
     def forward(self, begun: Moment) -> None:
         """Note that a model has run, from ``begun`` until now."""
+        if self.told:
+            return
         name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
         self.span("forward", name, begun, self.moment())
 

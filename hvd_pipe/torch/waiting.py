@@ -14,11 +14,14 @@ from hvd_pipe.watch.watchdog import Frames, Job, module_of
 
 __all__ = ["JOB", "waits_for"]
 
+_TRANSPORTS = ("hvd_pipe.pipeline.mpi", "hvd_pipe.pipeline.process_sets")
 _WAITING = (
     "horovod.torch.mpi_ops",
     "horovod.common.basics",  # shutdown
     "hvd_pipe.torch.in_flight",
     "hvd_pipe.torch.exchange",
+    "hvd_pipe.torch.pipedream.broadcasts",
+    *_TRANSPORTS,
 )
 _FOR_THREADS = ("threading", "torch.autograd.graph")  # the latter's own run hooks on a GPU
 
@@ -41,6 +44,8 @@ def _wait_of(frame: FrameType | None) -> tuple[object, ...] | None:
         frame = frame.f_back
     if frame is None or module_of(frame) not in _WAITING:
         return None
+    if module_of(frame) in _TRANSPORTS and "handle" not in frame.f_locals:
+        return None  # the thread that looks after messages, which sleeps between two looks
     # Handles are numbered; an exchange has none here, but counts its bytes at each launch.
     message, exchange = frame.f_locals.get("handle"), frame.f_locals.get("self")
     if isinstance(exchange, Exchange):

@@ -1,0 +1,270 @@
+"""From what the user asks for to the stages: measured, or as given; and the words that say why."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.agreement import Agreement
+from hvd_pipe.planning.advise_pipeline import best_plan
+from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.modes import Mode
+from hvd_pipe.planning.partition import partition
+from hvd_pipe.planning.pipeline_cost import (
+    PipelineCost,
+    coalesced,
+    fewest_microbatches,
+    pipeline_cost,
+)
+from hvd_pipe.planning.plan_text import parse_replicas
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.stages import Partition
+
+__all__ = [
+    "Request",
+    "Wishes",
+    "choose",
+    "link_of",
+    "plan_together",
+    "read_plan",
+    "usual_microbatches",
+]
+
+
+LEAST_SHARE = 0.2
+"""Of a large all-reduce's time, what a difference of two must be to mean anything."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for.
+
+    Args:
+        stages: The stages themselves; None for those that are found.
+        replicas: Workers of each stage; None for the best.
+    """
+
+    stages: Partition | None = None
+    replicas: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.stages is not None:
+            return self.stages.to_json()
+        return "auto" if self.replicas is None else "-".join(map(str, self.replicas))
+
+
+def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request:
+    """Read ``plan=``: "auto", "straight", "3-1", a partition, or the path of a saved one.
+
+    Raises:
+        TypeError, ValueError: It is none of these, or for another number of workers.
+
+    Example:
+        >>> read_plan("3-1", 4).replicas
+        (3, 1)
+        >>> read_plan("straight", 2).replicas
+        (1, 1)
+    """
+    if plan == "auto":
+        return Request()
+    if not isinstance(plan, str | os.PathLike | Partition):
+        raise TypeError(
+            f"plan must be 'auto', 'straight', replicas as in '3-1', a Partition, or the path of "
+            f"a saved one, got {plan!r}"
+        )
+    if isinstance(plan, str | os.PathLike):
+        text = os.fspath(plan)
+        if not (os.sep in text or text.endswith(".json")):
+            return Request(replicas=parse_replicas(text, workers))
+        plan = Partition.load(Path(text))
+    if sum(plan.replicas) != workers:
+        raise ValueError(
+            f"the plan {plan.config} is for {sum(plan.replicas)} workers, but the job has "
+            f"{workers}: start as many, or let plan='auto' find another"
+        )
+    return Request(stages=plan)
+
+
+class Wishes(Protocol):
+    """What a framework's engine was asked for, as far as it bears on the plan."""
+
+    plan: str | os.PathLike[str] | Partition
+    profile: ModelProfile | str | os.PathLike[str] | None
+    bandwidth: float | None
+    memory_bytes: float | None
+    microbatches: int | None
+    recompute: bool
+    progress: bool
+
+    @property
+    def modes(self) -> Mode:
+        """When weights are updated."""
+
+
+def plan_together(
+    wishes: Wishes,
+    profile: Callable[[int], ModelProfile],
+    comm: Callable[[], CommModel],
+    optimizer_ratio: Callable[[], float],
+    agreement: Agreement,
+    ranks: ProcessSet,
+) -> Partition:
+    """Measure what must be known, find the stages on rank 0, and tell all ranks.
+
+    Args:
+        wishes: What the user asks for; the same on every rank.
+        profile: Returns what the layers cost for one of so many pieces of a minibatch.
+        comm: Measures all-reduces; all ranks call it together.
+        optimizer_ratio: Returns bytes of optimizer state a byte of parameters.
+        agreement: How ranks ask each other.
+        ranks: All of them.
+
+    Raises:
+        ValueError: No stages fit; says what would.
+    """
+    workers = int(ranks.size())
+    request = read_plan(wishes.plan, workers)
+    bandwidth, latency = wishes.bandwidth or math.inf, 0.0
+    if wishes.bandwidth is None and request.stages is None and workers > 1:
+        bandwidth, latency = link_of(comm(), workers)
+    pieces = (wishes.microbatches or workers) if wishes.modes.coalesces else 1
+
+    def measured() -> ModelProfile:
+        return wishes.profile if isinstance(wishes.profile, ModelProfile) else profile(pieces)
+
+    def find() -> str:
+        memory = None if wishes.memory_bytes is None else int(wishes.memory_bytes)
+        network = Network(Link(latency, 1.0 / bandwidth))
+        found, why = choose(
+            request,
+            measured,
+            Cluster(workers, network, memory_bytes=memory),
+            wishes.modes,
+            optimizer_ratio(),
+            pieces,
+            wishes.microbatches,
+            wishes.recompute,
+        )
+        if wishes.progress:
+            print(f"{found}\n{why}", flush=True)
+        return found.to_json()
+
+    return Partition.from_json(agreement.found_by_first(find, "hvd_pipe.pipeline.plan", ranks))
+
+
+def choose(
+    request: Request,
+    profile: Callable[[], ModelProfile],
+    cluster: Cluster,
+    mode: Mode,
+    optimizer_ratio: float,
+    pieces: int,
+    microbatches: int | None,
+    recompute: bool,
+) -> tuple[Partition, str]:
+    """Return the stages, with the memory that the mode takes, and why it is these.
+
+    Args:
+        request: Of `read_plan`.
+        profile: Returns what the model's layers cost; asked only where that matters.
+        cluster: Workers, the links between them, and what a worker may hold.
+        mode: When weights are updated.
+        optimizer_ratio: Bytes of optimizer state a byte of parameters.
+        pieces: How many of what was profiled make a minibatch.
+        microbatches: Into which it is cut; None for the usual number.
+        recompute: Whether backward runs forward again.
+
+    Raises:
+        ValueError: No stages fit; says what would.
+    """
+    if request.stages is not None:
+        return request.stages, "as given"
+    model = profile()
+    if request.replicas is None:
+        asked, found = "the fastest plan", best_plan(model, cluster, mode.name, optimizer_ratio)
+    else:
+        asked = "the best cuts for these replicas"
+        found = partition(
+            model,
+            cluster,
+            versions=mode.versions,
+            optimizer_bytes_per_parameter_byte=optimizer_ratio,
+            replicas=request.replicas,
+        )
+    count = microbatches or usual_microbatches(mode, found.replicas)
+    whole, plan = coalesced(model, found, pieces)
+    cost = pipeline_cost(
+        plan,
+        whole,
+        cluster,
+        mode=mode.name,
+        microbatches=count,
+        optimizer_bytes_per_parameter_byte=optimizer_ratio,
+        recompute=recompute,
+    )
+    _check_memory(cost, cluster)
+    stages = [
+        replace(stage, memory_bytes=memory)
+        for stage, memory in zip(found.stages, cost.memory_bytes, strict=True)
+    ]
+    period, parallel, single = (
+        f"{1e3 * seconds:.4g} ms"
+        for seconds in (cost.period_s / pieces, found.data_parallel_s, found.single_s)
+    )
+    parallel_bytes = cost.data_parallel_bytes * pieces
+    saved = 1.0 - cost.wire_bytes / parallel_bytes if parallel_bytes else 0.0
+    staleness = "-".join(str(one.staleness) for one in cost.held)
+    why = (
+        f"{mode.name}: {asked} over links of {cluster.network.link_time.bandwidth * 8e-9:.3g} "
+        f"Gbit/s; {period} a {'micro' if pieces > 1 else 'mini'}batch are predicted, where data "
+        f"parallelism would take {parallel} and one worker {single}; gradients are {staleness} "
+        f"updates late, by stage; {saved:.0%} less is sent than by data parallelism"
+    )
+    return replace(found, stages=tuple(stages)), why
+
+
+def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:
+    """Refuse what does not fit: the search counts no more versions than "stash" needs.
+
+    "vertical-sync" has more of them in all stages but the first, "gpipe" more microbatches in
+    flight.
+    """
+    limit, most = cluster.memory_bytes, max(cost.memory_bytes)
+    if limit is not None and most > limit:
+        stage = cost.memory_bytes.index(most)
+        raise ValueError(
+            f"stage {stage} of {len(cost.memory_bytes)} would hold {most} bytes a worker in mode "
+            f"{cost.mode!r}, more than memory_bytes = {limit}: take mode='2bw' or 'flush', "
+            "recompute=True, a smaller minibatch, or more workers"
+        )
+
+
+def usual_microbatches(mode: Mode, replicas: Sequence[int]) -> int:
+    """Return the fewest microbatches that fill the pipeline and that replicas can share.
+
+    Example:
+        >>> from hvd_pipe.planning.modes import MODES
+        >>> [usual_microbatches(MODES[mode], (2, 1)) for mode in ("stash", "2bw", "flush")]
+        [1, 4, 4]
+    """
+    return fewest_microbatches("2bw", replicas) if mode.coalesces else 1
+
+
+def link_of(comm: CommModel, workers: int) -> tuple[float, float]:
+    """Return bytes/s and latency of links on which a ring's all-reduces take what was measured.
+
+    A ring sends ``2 (n-1)/n`` of the bytes over each link, in ``2 (n-1)`` messages.
+    """
+    small, large = 2**20, 2**23
+    nbytes, seconds = large - small, float(comm(large)) - float(comm(small))
+    if seconds < LEAST_SHARE * float(comm(large)):  # nothing but noise: take all as transfer
+        nbytes, seconds = large, float(comm(large))
+    bandwidth = 2 * (workers - 1) / workers * nbytes / seconds
+    return bandwidth, max(0.0, float(comm(1)) / (2 * (workers - 1)))

@@ -1,0 +1,254 @@
+"""Messages as broadcasts of Horovod's, where there is no MPI, over process sets of two ranks.
+
+A broadcast has the same size on both sides, so a message is padded to the largest of its channel.
+Its name is the channel's and one of few slots in turn, as Horovod remembers all names::
+
+    message   0    1    2    3    4    5
+    name      .0   .1   .2   .3   .0   .1      `WINDOW` slots
+
+Horovod's own thread on each rank looks at the process sets in one and the same order, with all
+ranks in step, so that broadcasts over sets that overlap do not wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from horovod.common import process_sets
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.agreement import members
+from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.pipeline.transport import (
+    DEPTH,
+    WINDOW,
+    Channel,
+    Handle,
+    Kind,
+    Start,
+    channel_of,
+    checked_size,
+)
+from hvd_pipe.pipeline.wire import Bytes, empty
+
+__all__ = ["ProcessSetTransport", "make_process_sets"]
+
+_serials = itertools.count()  # ranks make transports together, so they count alike
+_abandoned: list[object] = []  # what Horovod may still write to or read from after a close
+
+
+def make_process_sets(
+    groups: Iterable[tuple[int, ...]], world: ProcessSet
+) -> dict[tuple[int, ...], ProcessSet]:
+    """Return a process set of each group of ranks; all ranks call this with the same groups.
+
+    Sets that are there already are used again, and stay until Horovod shuts down.
+
+    Args:
+        groups: Of two ranks or more; alike on every rank, in any order.
+        world: All ranks.
+
+    Raises:
+        HvdPipeError: Horovod allows no process sets to be added; on every rank.
+    """
+    everyone = members(world)
+    wanted = sorted({tuple(sorted(group)) for group in groups})
+    sets: dict[tuple[int, ...], ProcessSet] = {}
+    found = {
+        tuple(ranks): number
+        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()
+    }
+    for group in wanted:
+        if list(group) == everyone:
+            sets[group] = world
+        elif group in found:
+            sets[group] = ProcessSet(list(group))
+            sets[group].process_set_id = found[group]
+        else:
+            sets[group] = _added(group)
+    return sets
+
+
+def _added(group: tuple[int, ...]) -> ProcessSet:
+    try:
+        return process_sets.add_process_set(list(group))
+    except ValueError as error:
+        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
+            raise
+        raise HvdPipeError(
+            "a pipeline needs a Horovod process set for the replicas of each stage and, without "
+            "MPI, for each two neighbours; Horovod was initialised so that none can be added: "
+            'call pipedream.init() in place of hvd.init(), or hvd.init(process_sets="dynamic").'
+        ) from error
+
+
+class _Incoming:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.unposted = self.posted_so_far = 0
+        self.posted: deque[tuple[Handle, Bytes]] = deque()
+        self.received = 0
+        self.free: list[Bytes] = []
+
+
+class _Outgoing:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.unsent: deque[tuple[Handle, Bytes]] = deque()
+        self.sent = 0
+
+
+class ProcessSetTransport:
+    """A `hvd_pipe.pipeline.transport.Transport` over process sets; all ranks make it together.
+
+    What `receive` returns is as long as the largest message of its channel:
+    :mod:`hvd_pipe.pipeline.wire` knows where it ends.
+
+    Args:
+        channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
+        rank: This rank.
+        sets: The process set of each pair of ranks, the smaller one first.
+        start: Starts a broadcast.
+        meet: Waits until all ranks are there.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        rank: int,
+        sets: Mapping[tuple[int, ...], ProcessSet],
+        start: Start,
+        meet: Callable[[], object],
+    ) -> None:
+        self.sent_bytes = 0
+        self._rank, self._sets, self._start, self._meet = rank, sets, start, meet
+        self._serial = next(_serials)
+        self._incoming = {
+            (one.peer, one.kind): _Incoming(one) for one in channels if not one.outgoing
+        }
+        self._outgoing = {(one.peer, one.kind): _Outgoing(one) for one in channels if one.outgoing}
+        self._lent: dict[int, tuple[Bytes, _Incoming]] = {}
+        self._closed = False
+
+    def expect(self, peer: int, kind: Kind, count: int) -> None:
+        """Say that so many more messages will come; the first ones may do so at once."""
+        self._check()
+        incoming = channel_of(self._incoming, peer, kind)
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
+        incoming.unposted += count
+        self._post(incoming)
+
+    def receive(self, peer: int, kind: Kind) -> Bytes:
+        """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
+        self._check()
+        incoming = channel_of(self._incoming, peer, kind)
+        handle = (peer, kind, incoming.received)  # the watch over ranks looks at it
+        if not incoming.posted:
+            raise HvdPipeError(
+                f"no {incoming.channel} are expected after {handle[-1]}: call expect() with how "
+                "many will come."
+            )
+        arriving, buffer = incoming.posted[0]
+        _wait(arriving, incoming.channel)
+        incoming.posted.popleft()
+        incoming.received += 1
+        self._lent[id(buffer)] = buffer, incoming
+        self._post(incoming)
+        return buffer
+
+    def recycle(self, buffer: Bytes) -> None:
+        """Take back, for further messages, a buffer that `receive` has returned."""
+        lent = self._lent.pop(id(buffer), None)
+        if lent is None:
+            raise ValueError("only a buffer that receive() has returned can be recycled, and once")
+        lent[1].free.append(lent[0])
+
+    def send(self, peer: int, kind: Kind, data: Any) -> None:
+        """Send a message, which must not change any more; waits only for one a window ago."""
+        self._check()
+        outgoing = channel_of(self._outgoing, peer, kind)
+        size = checked_size(data, outgoing.channel)
+        handle = (peer, kind, outgoing.sent)  # the watch over ranks looks at it
+        if len(outgoing.unsent) >= WINDOW:
+            self._settle_one(outgoing)
+        message = np.frombuffer(data, np.uint8)
+        if size < outgoing.channel.capacity or not message.flags.writeable:
+            message = _padded(message, outgoing.channel.capacity)
+        started = self._begin(message, outgoing.channel, handle[-1])
+        outgoing.unsent.append((started, message))
+        outgoing.sent += 1
+        self.sent_bytes += size
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+        self._check()
+        for outgoing in self._outgoing.values():
+            while outgoing.unsent:
+                self._settle_one(outgoing)
+
+    def close(self) -> None:
+        """Give up what is still on its way, and wait for all ranks to do so.
+
+        Horovod takes no broadcast back: one that has begun on one side alone ends with Horovod.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for incoming in self._incoming.values():
+            _abandoned.extend(incoming.posted)
+        for outgoing in self._outgoing.values():
+            _abandoned.extend(outgoing.unsent)
+        if not is_failing():
+            # The others may still be about to receive what this rank has sent.
+            self._meet()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise HvdPipeError("this transport is closed.")
+
+    def _begin(self, buffer: Bytes, channel: Channel, number: int) -> Handle:
+        root, other = (
+            (self._rank, channel.peer) if channel.outgoing else (channel.peer, self._rank)
+        )
+        kind = channel.kind.name.lower()
+        name = f"hvd_pipe.pipeline.{self._serial}.{kind}.{root}.{other}.{number % WINDOW}"
+        pair = min(root, other), max(root, other)
+        return self._start(buffer, root, name, self._sets[pair])
+
+    def _post(self, incoming: _Incoming) -> None:
+        while incoming.unposted and len(incoming.posted) < DEPTH:
+            buffer = incoming.free.pop() if incoming.free else empty(incoming.channel.capacity)
+            started = self._begin(buffer, incoming.channel, incoming.posted_so_far)
+            incoming.posted.append((started, buffer))
+            incoming.posted_so_far += 1
+            incoming.unposted -= 1
+
+    def _settle_one(self, outgoing: _Outgoing) -> None:
+        going, _ = outgoing.unsent[0]
+        _wait(going, outgoing.channel)
+        outgoing.unsent.popleft()
+
+
+def _padded(message: Bytes, size: int) -> Bytes:
+    buffer = empty(size)
+    buffer[: message.size] = message
+    buffer[message.size :] = 0  # nothing else of this process's memory travels along
+    return buffer
+
+
+def _wait(handle: Handle, channel: Channel) -> None:
+    try:
+        handle.wait()
+    except HorovodInternalError as error:
+        if "ismatched" not in str(error):
+            raise
+        raise HvdPipeError(
+            f"{channel} have at most {channel.capacity} bytes by the plan of this rank, and rank "
+            f"{channel.peer} has another plan. Horovod says: {error}"
+        ) from error

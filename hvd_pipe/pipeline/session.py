@@ -1,0 +1,196 @@
+"""A running pipeline: epochs of a schedule on this worker, and what all workers report of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.common.process_sets import ProcessSet
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from hvd_pipe.agreement import Agreement
+from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
+from hvd_pipe.pipeline.layout import Layout
+from hvd_pipe.pipeline.spans import PipelineSpans
+from hvd_pipe.pipeline.stage import Stage, Tally
+from hvd_pipe.pipeline.transport import Transport
+from hvd_pipe.planning.instructions import Backward, Instruction
+from hvd_pipe.planning.modes import Mode
+from hvd_pipe.planning.schedule import program
+
+__all__ = ["EpochStats", "Session"]
+
+
+@dataclass(frozen=True)
+class EpochStats:
+    """What all workers together did in a run; the same on every rank.
+
+    Args:
+        loss: Mean over the minibatches; in an evaluation, over the samples.
+        metric: Likewise, of the engine's ``metric_fn``; None without one.
+        minibatches: How many there were.
+        samples: How many they held.
+        seconds: From the first forward pass to the last update of the slowest worker.
+        compute_s: Seconds in which each worker, by rank, computed.
+        wait_s: Seconds in which it waited for others.
+        utilisation: The part of the steady state, after the pipeline has filled and before it
+            drains, in which it computed.
+        period_s: Seconds a minibatch in the steady state; 0 where there was none.
+        sent_bytes: Payload that it sent to other stages; gradients among replicas not included.
+    """
+
+    loss: float
+    metric: float | None
+    minibatches: int
+    samples: int
+    seconds: float
+    compute_s: tuple[float, ...]
+    wait_s: tuple[float, ...]
+    utilisation: tuple[float, ...]
+    period_s: float
+    sent_bytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        metric = "" if self.metric is None else f"  metric {self.metric:.4f}"
+        return (
+            f"loss {self.loss:.4f}{metric}  {self.samples / self.seconds:.1f} samples/s  "
+            f"{self.seconds:.2f} s"
+        )
+
+
+class Session:
+    """One worker's part of a pipeline.
+
+    Args:
+        layout: Which rank is who.
+        rank: This one.
+        mode: When weights are updated.
+        microbatches: Of a minibatch; 1 in the modes that have none.
+        transport: To the neighbours.
+        agreement: How all ranks ask each other.
+        ranks: All of them.
+        has_metric: Whether the last stage measures one.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        mode: Mode,
+        microbatches: int,
+        transport: Transport,
+        agreement: Agreement,
+        ranks: ProcessSet,
+        has_metric: bool,
+    ) -> None:
+        self.layout, self.mode, self.microbatches = layout, mode, microbatches
+        self.worker = layout.worker(rank)
+        self.transport = transport
+        self._agreement, self._ranks = agreement, ranks
+        self._has_metric = has_metric
+        self._sent_before = 0
+
+    def train(
+        self,
+        stage: Stage,
+        minibatches: int,
+        spans: PipelineSpans | None = None,
+        progress: bool = False,
+    ) -> EpochStats:
+        """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
+        replicas, method = self.layout.replicas, self.mode.method
+        steps = tuple(program(method, replicas, self.worker, minibatches, self.microbatches))
+        passes = sum(isinstance(step, Backward) for step in steps)
+        stage.begin(training=True)
+        # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
+        shown = progress and self.worker == (0, 0) and sys.stderr.isatty()
+        with _bar(minibatches, passes, shown) as advance:
+            times = self._execute(steps, stage, spans, advance)
+        return self._stats(stage, times, minibatches, training=True)
+
+    def evaluate(
+        self, stage: Stage, minibatches: int, pieces: int, spans: PipelineSpans | None = None
+    ) -> EpochStats:
+        """Run all minibatches forward, each in so many pieces, with the newest weights."""
+        steps = evaluation_program(self.layout, self.worker, minibatches, pieces)
+        stage.begin(training=False)
+        times = self._execute(steps, stage, spans, None)
+        return self._stats(stage, times, minibatches, training=False)
+
+    def _execute(
+        self,
+        steps: Sequence[Instruction],
+        stage: Stage,
+        spans: PipelineSpans | None,
+        advance: Callable[[], object] | None,
+    ) -> Times:
+        with spans or nullcontext():
+            return execute(
+                steps,
+                stage,
+                self.transport,
+                self.layout,
+                cut=self.microbatches > 1,
+                spans=spans,
+                progress=advance,
+            )
+
+    def _stats(self, stage: Stage, times: Times, minibatches: int, training: bool) -> EpochStats:
+        ends = times.backward_ends
+        mine = {
+            "tally": stage.tally(),
+            "times": [times.total_s, times.compute_s, times.wait_s, times.utilisation],
+            "period_s": self._period_s(ends) if training else 0.0,
+            "sent": self.transport.sent_bytes - self._sent_before,
+        }
+        self._sent_before = self.transport.sent_bytes
+        everyone: list[dict[str, Any]] = self._agreement.gather(
+            mine, "hvd_pipe.pipeline.stats", self._ranks
+        )
+        tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
+        total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
+        return EpochStats(
+            loss=tally.loss / tally.weight,
+            metric=tally.metric / tally.weight if self._has_metric else None,
+            minibatches=minibatches,
+            samples=int(tally.samples),
+            seconds=max(total),
+            compute_s=compute,
+            wait_s=wait,
+            utilisation=used,
+            period_s=everyone[-1]["period_s"],
+            sent_bytes=tuple(one["sent"] for one in everyone),
+        )
+
+    def _period_s(self, ends: Sequence[float]) -> float:
+        """Return the seconds a minibatch over the second half of this worker's minibatches."""
+        width = self.layout.replicas[self.worker.stage]
+        share = max(1, self.microbatches // width)  # backward passes of a minibatch here
+        done = ends[share - 1 :: share]
+        half = len(done) // 2
+        if len(done) - 1 - half < 1:
+            return 0.0
+        every = width if self.microbatches == 1 else 1
+        return (done[-1] - done[half]) / (len(done) - 1 - half) / every
+
+
+@contextmanager
+def _bar(minibatches: int, passes: int, shown: bool) -> Iterator[Callable[[], object] | None]:
+    """Show how far this worker is, in minibatches of all workers."""
+    if not shown:
+        yield None
+        return
+    columns = "training", BarColumn(), MofNCompleteColumn(), "minibatches", TimeRemainingColumn()
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("training", total=minibatches)
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=minibatches * done // passes)
+
+        yield advance

@@ -1,0 +1,341 @@
+"""How messages travel between the workers of a pipeline: what a transport does, and the choice.
+
+===================  ==========================  ================================================
+transport            needs                       a message is
+===================  ==========================  ================================================
+``"mpi"``            Horovod over MPI, mpi4py    a non-blocking send, and a receive posted ahead
+``"process-sets"``   dynamic process sets        a broadcast over the two ranks, padded to the
+                                                 largest message of its channel
+===================  ==========================  ================================================
+
+``"auto"`` takes MPI where Horovod runs over MPI, and process sets elsewhere (a Gloo launch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from enum import IntEnum
+from typing import Any, Protocol, TypeVar
+
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.agreement import Agreement, Description
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.layout import Layout
+from hvd_pipe.pipeline.wire import Bytes
+
+__all__ = [
+    "DEPTH",
+    "TRANSPORTS",
+    "WINDOW",
+    "Channel",
+    "Handle",
+    "Kind",
+    "Start",
+    "Transport",
+    "channel_of",
+    "channels_of",
+    "check_channels",
+    "check_transport",
+    "checked_size",
+    "chosen",
+    "open_transport",
+]
+
+T = TypeVar("T")
+
+TRANSPORTS = ("auto", "mpi", "process-sets")
+DEPTH = 2
+"""Messages of a channel that have arrived or may do so, before anyone asks for them."""
+WINDOW = 4
+"""Messages of a channel that may be on their way before `Transport.send` waits."""
+MOST_BYTES = (1 << 31) - 1  # MPI and Horovod count bytes in a C int
+
+
+class Kind(IntEnum):
+    """What a message carries."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Messages of one kind between this rank and another, in one direction.
+
+    Args:
+        peer: The other rank.
+        kind: What they carry.
+        outgoing: Whether this rank sends them.
+        capacity: Bytes of the largest one.
+
+    Example:
+        >>> print(Channel(peer=2, kind=Kind.GRADIENT, outgoing=False, capacity=1024))
+        gradient messages from rank 2
+    """
+
+    peer: int
+    kind: Kind
+    outgoing: bool
+    capacity: int
+
+    def __str__(self) -> str:
+        way = "to" if self.outgoing else "from"
+        return f"{self.kind.name.lower()} messages {way} rank {self.peer}"
+
+
+class Transport(Protocol):
+    """Carries whole messages between ranks; those of a channel arrive in the order of their sends.
+
+    All methods are for the main thread. Whatever goes wrong behind it is raised by the next call.
+    """
+
+    sent_bytes: int
+    """Bytes of all messages that `send` has taken so far."""
+
+    def expect(self, peer: int, kind: Kind, count: int) -> None:
+        """Say that so many more messages will come; the first `DEPTH` may do so at once."""
+
+    def receive(self, peer: int, kind: Kind) -> Bytes:
+        """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
+
+    def recycle(self, buffer: Bytes) -> None:
+        """Take back, for further messages, a buffer that `receive` has returned."""
+
+    def send(self, peer: int, kind: Kind, data: Any) -> None:
+        """Send a message, which must not change any more; waits only for one `WINDOW` ago."""
+
+    def flush(self) -> None:
+        """Wait until all that was sent has gone."""
+
+    def close(self) -> None:
+        """Give up what is still on its way, and wait for all ranks to do so.
+
+        To be called after `flush`, and by all ranks; after an exception it waits for nobody.
+        """
+
+
+class Handle(Protocol):
+    """A broadcast that is on its way."""
+
+    def wait(self) -> None:
+        """Block until it is done."""
+
+
+class Start(Protocol):
+    """Starts a broadcast of Horovod's, in place, and returns at once: a framework's own."""
+
+    def __call__(
+        self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet
+    ) -> Handle:
+        """Start it.
+
+        Args:
+            buffer: What the root sends, or room for it.
+            root_rank: Its number in the job.
+            name: The channel's, a dot, and a number.
+            process_set: The ranks that take part.
+        """
+
+
+def open_transport(
+    channels: Sequence[Channel],
+    transport: str,
+    horovod: Any,
+    agreement: Agreement,
+    world: ProcessSet,
+    start: Start,
+) -> Transport:
+    """Connect the ranks of a job; all of them call this at the same time.
+
+    Args:
+        channels: This rank's; none where it takes no part.
+        transport: One of `TRANSPORTS`, the same on all ranks.
+        horovod: The framework's Horovod: ``mpi_enabled``, ``size`` and ``rank`` are asked.
+        agreement: How ranks ask each other.
+        world: All ranks.
+        start: Starts a broadcast.
+
+    Raises:
+        ValueError: An unknown transport, or channels of ranks that do not match.
+        HvdPipeError: The transport cannot be used here; the message says what to do.
+        RanksDisagreeError: Ranks chose differently, or another rank failed.
+    """
+
+    def check() -> tuple[str, Description]:
+        name = chosen(transport, bool(horovod.mpi_enabled()))
+        if name == "mpi":
+            from hvd_pipe.pipeline import mpi  # noqa: PLC0415 - there may be no mpi4py
+
+            mpi.check(int(horovod.rank()), int(horovod.size()))
+        return name, [("the transport of the pipeline", name)]
+
+    name = agreement.checked(check, "hvd_pipe.pipeline.transport", world)
+    mine = [list(map(int, astuple(channel))) for channel in channels]
+    table = [
+        [
+            Channel(peer, Kind(kind), bool(outgoing), capacity)
+            for peer, kind, outgoing, capacity in one
+        ]
+        for one in agreement.gather(mine, "hvd_pipe.pipeline.channels", world)
+    ]
+    check_channels(table)
+
+    def meet() -> None:
+        agreement.gather(None, "hvd_pipe.pipeline.close", world)
+
+    if name == "mpi":
+        from hvd_pipe.pipeline import mpi  # noqa: PLC0415
+
+        return mpi.MpiTransport(channels, meet)
+    from hvd_pipe.pipeline import process_sets  # noqa: PLC0415 - it imports this module
+
+    def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
+        # All ranks fail together, or one that has left shuts Horovod down under the others.
+        return process_sets.make_process_sets(_pairs(table), world), []
+
+    sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
+    return process_sets.ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
+
+
+def chosen(transport: str, mpi_enabled: bool) -> str:
+    """Return the transport that a job uses.
+
+    Args:
+        transport: What the user asks for.
+        mpi_enabled: Whether Horovod runs over MPI.
+
+    Raises:
+        ValueError: There is none of that name.
+        HvdPipeError: It cannot be used here.
+
+    Example:
+        >>> chosen("auto", mpi_enabled=True), chosen("auto", mpi_enabled=False)
+        ('mpi', 'process-sets')
+    """
+    check_transport(transport)
+    if transport == "auto":
+        return "mpi" if mpi_enabled else "process-sets"
+    if transport == "mpi" and not mpi_enabled:
+        raise HvdPipeError(
+            'transport="mpi" needs Horovod over MPI, and this job was started over Gloo: start it '
+            'with mpirun or `horovodrun --mpi`, or use transport="process-sets".'
+        )
+    return transport
+
+
+def check_transport(transport: str) -> None:
+    """Check the name of a transport; ValueError says which there are."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+
+
+def channels_of(
+    layout: Layout, rank: int, before: tuple[int, int] | None, after: tuple[int, int] | None
+) -> Iterator[Channel]:
+    """Yield what a worker sends to and receives from each neighbour.
+
+    Args:
+        layout: Which rank is who.
+        rank: The worker's.
+        before, after: Bytes of the largest activation and of the largest gradient on that side;
+            None at the ends of the pipeline.
+
+    Example:
+        >>> for channel in channels_of(Layout((2, 1)), 2, before=(64, 32), after=None):
+        ...     print(channel)
+        activation messages from rank 0
+        gradient messages to rank 0
+        activation messages from rank 1
+        gradient messages to rank 1
+    """
+    for left, right in layout.neighbours():
+        if rank == right and before is not None:
+            yield Channel(left, Kind.ACTIVATION, False, before[0])
+            yield Channel(left, Kind.GRADIENT, True, before[1])
+        if rank == left and after is not None:
+            yield Channel(right, Kind.ACTIVATION, True, after[0])
+            yield Channel(right, Kind.GRADIENT, False, after[1])
+
+
+def check_channels(table: Sequence[Sequence[Channel]]) -> None:
+    """Check that what each rank sends is what another one receives, and the other way round.
+
+    Args:
+        table: The channels of each rank.
+
+    Raises:
+        ValueError: Two ranks differ, or a channel is impossible; the same on every rank.
+
+    Example:
+        >>> check_channels([[Channel(1, Kind.ACTIVATION, True, 8)], []])
+        Traceback (most recent call last):
+        ValueError: rank 0 has activation messages to rank 1 of up to 8 bytes; rank 1 has none ...
+    """
+    sizes: dict[tuple[int, Channel], int] = {}
+    for rank, channels in enumerate(table):
+        for channel in channels:
+            key = rank, Channel(channel.peer, channel.kind, channel.outgoing, 0)
+            if key in sizes:
+                raise ValueError(f"rank {rank} has {channel} twice")
+            if not 0 <= channel.peer < len(table) or channel.peer == rank:
+                raise ValueError(
+                    f"rank {rank} has {channel}, which is none of the {len(table) - 1} others"
+                )
+            if not 0 < channel.capacity <= MOST_BYTES:
+                raise ValueError(
+                    f"rank {rank} has {channel} of up to {channel.capacity} bytes; a message can "
+                    f"have 1 to {MOST_BYTES}: use smaller microbatches"
+                )
+            sizes[key] = channel.capacity
+    for (rank, channel), size in sizes.items():
+        other = Channel(rank, channel.kind, not channel.outgoing, 0)
+        theirs = sizes.get((channel.peer, other))
+        if theirs != size:
+            has = "has none from there" if channel.outgoing else "sends none"
+            raise ValueError(
+                f"rank {rank} has {channel} of up to {size} bytes; rank {channel.peer} "
+                f"{has if theirs is None else f'says {theirs} bytes'}. Every rank must make the "
+                "same plan from the same model."
+            )
+
+
+def checked_size(data: Any, channel: Channel) -> int:
+    """Return the bytes of a message: an array, a tensor, or anything with the buffer interface.
+
+    Raises:
+        HvdPipeError: It is larger than the plan says.
+
+    Example:
+        >>> checked_size(b"four", Channel(1, Kind.ACTIVATION, True, capacity=8))
+        4
+    """
+    size = int(data.nbytes if hasattr(data, "nbytes") else memoryview(data).nbytes)
+    if size > channel.capacity:
+        raise HvdPipeError(
+            f"{channel} have at most {channel.capacity} bytes by the plan, got one of {size}: "
+            "profile and plan with the largest minibatch."
+        )
+    return size
+
+
+def channel_of(channels: Mapping[tuple[int, Kind], T], peer: int, kind: Kind) -> T:
+    """Return the channel of a peer and a kind, among those of one direction.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if (peer, kind) not in channels:
+        known = [f"{one.name.lower()} with rank {rank}" for rank, one in channels]
+        raise ValueError(
+            f"there is no channel of {Kind(kind).name.lower()} messages with rank {peer} in this "
+            f"direction; those there are: {', '.join(known) or 'none'}"
+        )
+    return channels[peer, kind]
+
+
+def _pairs(table: Sequence[Sequence[Channel]]) -> Iterator[tuple[int, int]]:
+    for rank, channels in enumerate(table):
+        for channel in channels:
+            yield min(rank, channel.peer), max(rank, channel.peer)
