@@ -19,7 +19,8 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte",
 )
 CIFAR_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
+CIFAR_BINARY = tuple(f"{name}.bin" for name in CIFAR_FILES)
+CIFAR_ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")
 
 
 class Data(NamedTuple):
@@ -48,19 +49,20 @@ def load(data_dir: str | Path | None = None) -> Data:
     for folder in (root / "MNIST" / "raw", root):
         if files := _mnist_files(folder):
             return _mnist(files)
-    for folder in (root / "cifar-10-batches-py", root):
-        if all((folder / name).is_file() for name in CIFAR_FILES):
-            return _cifar10(folder)
-    if (root / CIFAR_ARCHIVE).is_file():
-        raise FileNotFoundError(
-            f"{root / CIFAR_ARCHIVE} is still packed: tar -xzf {root / CIFAR_ARCHIVE} -C {root}"
-        )
+    for folder in (root / "cifar-10-batches-py", root / "cifar-10-batches-bin", root):
+        for names, read in ((CIFAR_FILES, _cifar_pickle), (CIFAR_BINARY, _cifar_records)):
+            if all((folder / name).is_file() for name in names):
+                return _cifar10([read(folder / name) for name in names])
+    for archive in (root / name for name in CIFAR_ARCHIVES):
+        if archive.is_file():
+            raise FileNotFoundError(f"{archive} is still packed: tar -xzf {archive} -C {root}")
     raise FileNotFoundError(
         f"--data {root}: no complete data set there. Expected either\n"
         f"  MNIST, in {root / 'MNIST' / 'raw'} or {root}, plain or .gz:\n"
         f"    {', '.join(MNIST_FILES)}\n"
         f"  CIFAR-10, in {root / 'cifar-10-batches-py'} or {root}:\n"
         f"    {', '.join(CIFAR_FILES)}\n"
+        f"  or the same in binary, {CIFAR_BINARY[0]} and so on\n"
         "Without --data the 1797 digits that come with scikit-learn are used."
     )
 
@@ -125,13 +127,24 @@ class _ArraysOnly(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _cifar10(folder: Path) -> Data:
-    images, labels = [], []
-    for name in CIFAR_FILES:
-        with (folder / name).open("rb") as file:
-            batch = _ArraysOnly(file, encoding="latin1").load()  # written by Python 2
-        images.append(batch["data"].reshape(-1, 3, 32, 32))
-        labels.append(np.asarray(batch["labels"]))
+def _cifar_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    with path.open("rb") as file:
+        batch = _ArraysOnly(file, encoding="latin1").load()  # written by Python 2
+    return batch["data"], np.asarray(batch["labels"])
+
+
+def _cifar_records(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A byte for the label, then 3072 for the image: red, green, blue, each by rows."""
+    raw = np.fromfile(path, np.uint8)
+    if raw.size == 0 or raw.size % 3073:
+        raise ValueError(f"{path} holds {raw.size} bytes, no multiple of 3073: download it again")
+    records = raw.reshape(-1, 3073)
+    return records[:, 1:], records[:, 0]
+
+
+def _cifar10(batches: list[tuple[np.ndarray, np.ndarray]]) -> Data:
+    images = [images.reshape(-1, 3, 32, 32) for images, _ in batches]
+    labels = [labels for _, labels in batches]
     return _normalise(
         np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1]
     )

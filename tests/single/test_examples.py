@@ -106,6 +106,26 @@ def test_cifar10_is_read_packed_or_not_in_its_folder(tmp_path: Path, folder: str
     assert loaded.train_x.mean(dim=(0, 2, 3)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("folder", ["cifar-10-batches-bin", "."])
+def test_cifar10_in_binary_is_the_same(tmp_path: Path, folder: str) -> None:
+    _write_cifar(tmp_path / "pickled")
+    (tmp_path / "binary" / folder).mkdir(parents=True, exist_ok=True)
+    for name in data.CIFAR_FILES:
+        batch = pickle.loads((tmp_path / "pickled" / name).read_bytes())
+        records = np.column_stack([np.array(batch["labels"], np.uint8), batch["data"]])
+        (tmp_path / "binary" / folder / f"{name}.bin").write_bytes(records.tobytes())
+    pickled, binary = data.load(tmp_path / "pickled"), data.load(tmp_path / "binary")
+    assert all(torch.equal(a, b) for a, b in zip(pickled, binary, strict=True))
+
+
+def test_a_damaged_binary_cifar_file_is_named(tmp_path: Path) -> None:
+    for name in data.CIFAR_BINARY:
+        (tmp_path / name).write_bytes(bytes(3073))
+    (tmp_path / data.CIFAR_BINARY[2]).write_bytes(bytes(3000))
+    with pytest.raises(ValueError, match=f"{data.CIFAR_BINARY[2]} holds 3000 bytes"):
+        data.load(tmp_path)
+
+
 def test_a_cifar_file_cannot_run_code(tmp_path: Path) -> None:
     class Attack:
         def __reduce__(self) -> tuple:
@@ -124,7 +144,7 @@ def test_a_folder_without_data_names_the_files_expected(tmp_path: Path) -> None:
     assert str(tmp_path) in message
     assert "train-images-idx3-ubyte" in message
     assert "data_batch_1" in message
-    (tmp_path / data.CIFAR_ARCHIVE).touch()
+    (tmp_path / data.CIFAR_ARCHIVES[1]).touch()
     with pytest.raises(FileNotFoundError, match="tar -xzf"):
         data.load(tmp_path)
 
