@@ -1,0 +1,248 @@
+"""A pipeline's checkpoints: a plain model, and by stage what training goes on from.
+
+    DIRECTORY/model.pt        the plain model's state_dict
+    DIRECTORY/stage0.pt ...   optimizer state by parameter, options of its groups, scheduler, and
+                              of each replica its random state and BatchNorm's statistics
+    DIRECTORY/pipeline.json   the stages, the mode, and the number of epochs
+
+Rank 0 writes and reads all files, so no disk needs to be shared. Between epochs nothing is in
+flight, so there is one version of the weights.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.functions import allgather_object
+from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.files import write_together
+from hvd_pipe.planning.instructions import Worker
+from hvd_pipe.planning.stages import Partition
+from hvd_pipe.torch.agree import agreement
+from hvd_pipe.torch.pipedream.build import Built
+
+__all__ = ["load", "save", "whole_state"]
+
+SCHEMA = "hvd_pipe.pipeline/1"
+_NAME = "hvd_pipe.pipeline.checkpoint"
+
+
+def whole_state(built: Built) -> dict[str, torch.Tensor]:
+    """Return the state of all stages as the plain model's, on every rank."""
+    built.average_buffers()
+    own = built.stage.module.state_dict()
+    device = next((x.device for x in own.values()), torch.device("cpu"))
+    state: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in built.shapes.items():
+        if name in built.unused:
+            state[name] = built.unused[name].clone()
+            continue
+        stage = built.owners[name]
+        mine = stage == built.session.worker.stage
+        value = own[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
+        first = built.layout.rank(Worker(stage, 0))
+        state[name] = broadcast_(value, first, name=f"{_NAME}.{name}").cpu()
+    return state
+
+
+def save(built: Built, directory: Path, epoch: int) -> None:
+    """Write a checkpoint on rank 0; all ranks take part."""
+    state = whole_state(built)  # which has averaged the buffers of replicas
+    replicas = _gather({"random": _random_state(), "buffers": _buffers(built)})
+    # Replicas of a stage have the same optimizer.
+    optimizers = _gather(_training_state(built) if built.session.worker.replica == 0 else None)
+
+    def write() -> None:
+        writers: dict[str, Callable[[Path], object]] = {"model.pt": partial(torch.save, state)}
+        for stage in range(built.layout.stages):
+            ranks = built.layout.ranks(stage)
+            own = {"training": optimizers[ranks[0]], "replicas": [replicas[r] for r in ranks]}
+            writers[f"stage{stage}.pt"] = partial(torch.save, own)
+        about = {
+            "schema": SCHEMA,
+            "mode": built.options.mode,
+            "epoch": epoch,
+            "partition": json.loads(built.partition.to_json()),
+        }
+        text = json.dumps(about, indent=1)
+        writers["pipeline.json"] = lambda path: path.write_text(text, encoding="utf-8")
+        write_together(directory, writers)
+
+    agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
+
+
+def load(built: Built, directory: Path) -> int:
+    """Take a checkpoint that rank 0 reads; return its number of epochs.
+
+    Raises:
+        HvdPipeError: It is none, or of another model.
+    """
+    read: dict[str, Any] = {}
+
+    def look() -> dict[str, Any]:
+        read.update(_read(directory))
+        _check_model(read["model"], built, directory)
+        return dict(read["about"])
+
+    about = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    state = _from_first(read.get("model"))
+    built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
+    built.unused.update({name: state[name] for name in built.unused})
+    saved = Partition.from_json(json.dumps(about["partition"]))
+    stages = [_from_first(one) for one in read.get("stages", [None] * len(saved.stages))]
+    worker = built.session.worker
+    same = saved.replicas == built.partition.replicas and all(
+        a.layers == b.layers for a, b in zip(saved.stages, built.partition.stages, strict=True)
+    )
+    _load_training(built, [one["training"] for one in stages])
+    if same:
+        mine = stages[worker.stage]["replicas"][worker.replica]
+        for name, value in mine["buffers"].items():
+            built.stage.module.get_buffer(name).copy_(value)
+        _restore_random_state(mine["random"])
+    return int(about["epoch"])
+
+
+def _training_state(built: Built) -> dict[str, Any]:
+    """Return the optimizer's state by the names of its parameters, and its groups likewise."""
+    optimizer, scheduler = built.updates.optimizer, built.any_scheduler
+    if optimizer is None:
+        return {"state": {}, "groups": [], "scheduler": None, "lr_scale": built.lr_scale}
+    names = {id(p): name for name, p in built.stage.module.named_parameters()}
+    return {
+        "state": {
+            names[id(p)]: dict(optimizer.state[p])
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if optimizer.state.get(p)
+        },
+        "groups": [
+            {
+                **{key: value for key, value in group.items() if key != "params"},
+                "params": [names[id(p)] for p in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ],
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "lr_scale": built.lr_scale,
+    }
+
+
+def _load_training(built: Built, stages: list[dict[str, Any]]) -> None:
+    """Give each parameter of this stage its state, whichever stage had it, and its group's."""
+    optimizer, scheduler = built.updates.optimizer, built.any_scheduler
+    if optimizer is None:
+        return
+    state = {name: one for stage in stages for name, one in stage["state"].items()}
+    groups = {
+        name: (stage, g) for stage in stages for g in stage["groups"] for name in g["params"]
+    }
+    names = {id(p): name for name, p in built.stage.module.named_parameters()}
+    own = [group for group in optimizer.param_groups if group["params"]]
+    for group in own:  # another stage may have none of a group's parameters
+        for p in group["params"]:
+            optimizer.state.pop(p, None)
+            if names[id(p)] in state:
+                optimizer.state[p] = _like(state[names[id(p)]], p)
+        stage, saved = groups[names[id(group["params"][0])]]
+        scale = built.lr_scale / stage["lr_scale"]
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = value * scale if key in {"lr", "initial_lr"} else value
+    if scheduler is not None:
+        name = names[id(own[0]["params"][0])]
+        stage, _ = groups[name]
+        scale = built.lr_scale / stage["lr_scale"]
+        saved = dict(stage["scheduler"])
+        for key in ("base_lrs", "_last_lr"):
+            if key in saved:
+                # As many as this stage has groups: another stage may have had more or fewer.
+                rates = [saved[key][0] * scale] * len(optimizer.param_groups)
+                same = len(saved[key]) == len(rates)
+                saved[key] = [rate * scale for rate in saved[key]] if same else rates
+        scheduler.load_state_dict(saved)
+
+
+def _like(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return a parameter's state on its device; counters stay where they are."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _buffers(built: Built) -> dict[str, torch.Tensor]:
+    return {name: x.detach().cpu() for name, x in built.stage.module.named_buffers()}
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
+        if about.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {about.get('schema')!r}, not {SCHEMA!r}")
+        count = len(about["partition"]["stages"])
+        files = ["model.pt", *(f"stage{stage}.pt" for stage in range(count))]
+        model, *stages = (
+            torch.load(directory / name, map_location="cpu", weights_only=True) for name in files
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HvdPipeError(
+            f"{directory} holds no checkpoint of a pipeline ({error}): name a directory that "
+            "PipeDream.save() has written, on rank 0's host."
+        ) from error
+    return {"about": about, "model": model, "stages": stages}
+
+
+def _check_model(state: dict[str, Any], built: Built, directory: Path) -> None:
+    found = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
+    for name in sorted(found.keys() ^ built.shapes.keys()):
+        where = "only in the checkpoint" if name in found else "not in the checkpoint"
+        raise HvdPipeError(f"{directory} is of another model: {name} is {where}.")
+    for name, (shape, dtype) in built.shapes.items():
+        if found[name] != (shape, dtype):
+            raise HvdPipeError(
+                f"{directory} is of another model: {name} has shape {found[name][0]} and "
+                f"{found[name][1]} there, {shape} and {dtype} here."
+            )
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return every rank's value, which may hold tensors."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    parts = allgather_object(file.getvalue(), name=f"{_NAME}.gather")
+    return [torch.load(io.BytesIO(part), map_location="cpu") for part in parts]
+
+
+def _from_first(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    file = io.BytesIO()
+    if rank() == 0:
+        torch.save(value, file)
+    size = agreement.from_first(file.tell(), f"{_NAME}.bytes", global_process_set)
+    data = torch.frombuffer(bytearray(file.getvalue() or bytes(size)), dtype=torch.uint8)
+    broadcast_(data, 0, name=f"{_NAME}.value")
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu")

@@ -1,0 +1,281 @@
+"""`PipeDream`: from a model to a running pipeline, the same script on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
+from torch import nn
+
+from hvd_pipe.pipeline.feed import Feed, Split, filled_up, length_of, open_feed
+from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.stages import Partition
+from hvd_pipe.torch import timeline
+from hvd_pipe.torch.agree import Description, agreement
+from hvd_pipe.torch.pipedream.batches import split
+from hvd_pipe.torch.pipedream.build import Built, build
+from hvd_pipe.torch.pipedream.checkpoint import load, save, whole_state
+from hvd_pipe.torch.pipedream.memory import StageMemory
+from hvd_pipe.torch.pipedream.options import Options
+
+__all__ = ["PipeDream"]
+
+Loader = Iterable[Any]
+
+
+class PipeDream:
+    """A pipeline of workers that each hold some layers of a model (PipeDream, SOSP 2019).
+
+    Every rank runs the same script. With n stages of one worker each, ``w_s`` the weights of stage
+    s, and f the loss of minibatch t::
+
+        stash            w[t+1] = w[t] - lr * grad f(w_1[t-n+1], w_2[t-n+2], ..., w_n[t])
+        vertical-sync    w[t+1] = w[t] - lr * grad f(w_1[t-n+1], w_2[t-n+1], ..., w_n[t-n+1])
+        2bw              w[t+1] = w[t] - lr * grad f(w[t-1])
+        flush, gpipe     w[t+1] = w[t] - lr * grad f(w[t]), as one worker
+
+    The first three never wait for the pipeline to empty, and pay with staleness: with momentum mu,
+    a stage d updates behind is stable only for learning rates well below those of one worker
+    (d = 1: lr * curvature < 1 - mu). ``flush`` and ``gpipe`` are exact, and wait at the end of
+    each minibatch. The last three modes cut a minibatch into microbatches and update once for all.
+
+    A stage of R replicas takes every R-th minibatch and averages R gradients an update, by
+    `MergedGradient` over the replicas. Where stages have unlike replicas, learning rates are
+    scaled by R / R_1 (``scale_lr``), so that all stages move as far in an epoch.
+
+    BatchNorm takes each microbatch's own statistics. Running statistics are the worker's own, and
+    are averaged over the replicas for evaluation and checkpoints.
+
+    The pipeline is built at the first ``train_epoch``, ``evaluate`` or ``load``: rank 0's weights
+    are everybody's then, and each rank keeps the layers of its stage. All others of ``model`` are
+    moved to the "meta" device, which frees their memory; `state_dict` has all layers.
+
+    Args:
+        model: An `nn.Module` that torch.fx can trace, or a list of modules: the stages, or finer
+            pieces, in order.
+        loss_fn: ``loss_fn(output, targets)``, a scalar mean over the minibatch.
+        optimizer_fn: Makes the optimizer of a stage from the list of its parameters.
+        plan: "auto" (profile the model, measure the network, find the fastest stages), "straight"
+            (every stage on one worker), replicas as in "3-1", a `Partition`, or the path of one.
+        mode: "stash", "vertical-sync", "2bw", "flush" or "gpipe".
+        microbatches: Of a minibatch, in the last three modes; None for the fewest that fill the
+            pipeline.
+        sample: A minibatch as the loader yields, as large as any that comes; None for the first.
+        transport: "mpi", "process-sets" (no MPI needed), or "auto".
+        recompute: Keep no activations from forward to backward, but run forward again.
+        wire_dtype: "bfloat16" to send activations and their gradients so.
+        scale_lr: Scale learning rates by replicas in the first two modes.
+        max_grad_norm: Clip gradients by their norm over all stages; exact in flush and gpipe, else
+            with the newest norms that a stage has heard of.
+        scheduler_fn: Makes a learning-rate scheduler from the optimizer.
+        schedule_by: What moves it on: "epoch" or "minibatch".
+        metric_fn: ``metric_fn(output, targets)``, a mean to be reported, such as the accuracy.
+        profile: Of the model, where nothing is to be measured.
+        bandwidth: Bytes/s between two workers, likewise.
+        memory_bytes: What a worker may hold; None for no limit.
+        progress: Show what is chosen, and a progress bar, on rank 0.
+
+    Raises:
+        TypeError, ValueError: An argument that cannot be; on every rank, before anything is sent.
+
+    Example:
+        >>> from hvd_pipe.torch import pipedream
+        >>> pipedream.init()
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> engine = pipedream.PipeDream(
+        ...     model,
+        ...     nn.functional.cross_entropy,
+        ...     lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ...     progress=False,
+        ... )
+        >>> stats = engine.train_epoch([(torch.ones(3, 4), torch.tensor([0, 1, 1]))] * 2)
+        >>> stats.minibatches, stats.samples
+        (2, 6)
+
+    Source: PipeDream, SOSP 2019; PipeDream-2BW, arXiv 2006.09503; GPipe, arXiv 1811.06965.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        plan: str | os.PathLike[str] | Partition = "auto",
+        mode: str = "stash",
+        *,
+        microbatches: int | None = None,
+        sample: Any = None,
+        transport: str = "auto",
+        recompute: bool = False,
+        wire_dtype: str | None = None,
+        scale_lr: bool = True,
+        max_grad_norm: float | None = None,
+        scheduler_fn: Callable[[torch.optim.Optimizer], Any] | None = None,
+        schedule_by: str = "epoch",
+        metric_fn: Callable[[Any, Any], Any] | None = None,
+        profile: ModelProfile | str | os.PathLike[str] | None = None,
+        bandwidth: float | None = None,
+        memory_bytes: float | None = None,
+        progress: bool = True,
+    ) -> None:
+        if not is_initialized():
+            raise ValueError("Horovod is not initialised: call pipedream.init() before this.")
+
+        def check() -> tuple[Options, Description]:
+            options = Options(
+                model=model,
+                loss_fn=loss_fn,
+                optimizer_fn=optimizer_fn,
+                plan=plan,
+                mode=mode,
+                microbatches=microbatches,
+                transport=transport,
+                recompute=recompute,
+                wire_dtype=wire_dtype,
+                scale_lr=scale_lr,
+                max_grad_norm=max_grad_norm,
+                scheduler_fn=scheduler_fn,
+                schedule_by=schedule_by,
+                metric_fn=metric_fn,
+                profile=profile,
+                bandwidth=bandwidth,
+                memory_bytes=memory_bytes,
+                progress=progress and rank() == 0,
+            )
+            return options, [*options.check(size()), *timeline.describe()]
+
+        self._options = agreement.checked(check, "hvd_pipe.pipeline.new", global_process_set)
+        self._built: Built | None = None
+        self.epoch = 0
+        """How many epochs it has trained."""
+        if sample is not None:
+            self._build(sample)
+
+    @property
+    def stage(self) -> int:
+        """The number of this worker's stage, from 0."""
+        return self._ready.session.worker.stage
+
+    @property
+    def module(self) -> nn.Module:
+        """This worker's layers."""
+        return self._ready.stage.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This worker's optimizer; None for a stage without parameters."""
+        return self._ready.updates.optimizer
+
+    @property
+    def memory(self) -> StageMemory:
+        """What this worker holds at the most, measured; ``partition`` has what was predicted."""
+        return self._ready.stage.memory()
+
+    @property
+    def partition(self) -> Partition:
+        """The stages."""
+        return self._ready.partition
+
+    def train_epoch(self, loader: Loader) -> EpochStats:
+        """Train on all minibatches of a loader.
+
+        Args:
+            loader: Has a len() and yields (inputs, targets), the same minibatches in the same
+                order on every rank; replicas of a stage share them out. One that shuffles by
+                torch's default generator does so alike on all ranks.
+
+        Returns:
+            The mean loss, and what the workers did; the same on every rank.
+
+        Raises:
+            RanksDisagreeError: Loaders of unlike lengths.
+            HvdPipeError, TypeError, ValueError: A loader or a model that cannot be; names it.
+        """
+        feed = self._feed(loader)
+        built = self._build(feed.first)
+        feed.pieces = built.session.microbatches
+        built.stage.feed = feed
+        stats = built.session.train(
+            built.stage, feed.count, built.spans, progress=self._options.progress
+        )
+        if built.scheduler is not None and self._options.schedule_by == "epoch":
+            built.scheduler.step()
+        self.epoch += 1
+        return stats
+
+    def evaluate(self, loader: Loader) -> EpochStats:
+        """Return the mean loss and metric over all samples of a loader, with the newest weights.
+
+        Args:
+            loader: As of `train_epoch`; no minibatch is larger than its first.
+        """
+        feed = self._feed(loader, filled_up(split))
+        built = self._build(feed.first)
+        built.average_buffers()
+        feed.pieces = built.pieces_of(feed.first)
+        built.stage.feed = feed
+        return built.session.evaluate(built.stage, feed.count, feed.pieces, built.spans)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the whole model's state, on every rank; a plain model loads it."""
+        return whole_state(self._ready)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a checkpoint; rank 0 writes, and all ranks call this.
+
+        ``model.pt`` is the plain model's ``state_dict()``, ``stage0.pt`` and so on hold the
+        optimizers, schedulers and random states, and ``pipeline.json`` the stages. Between epochs
+        nothing is in flight: the newest weights are all that there are.
+        """
+        save(self._ready, Path(directory), self.epoch)
+
+    def load(self, directory: str | os.PathLike[str], sample: Any = None) -> None:
+        """Go on from a checkpoint; rank 0 reads, and all ranks call this.
+
+        With the same stages the run continues bit for bit; with other workers or stages, the
+        optimizers' state moves with its parameters.
+
+        Args:
+            directory: What `save` has written.
+            sample: A minibatch, where neither the engine nor an epoch has had one.
+
+        Raises:
+            HvdPipeError: No such checkpoint, or one of another model.
+        """
+        if sample is not None:
+            self._build(sample)
+        self.epoch = load(self._ready, Path(directory))
+
+    @property
+    def _ready(self) -> Built:
+        if self._built is None:
+            raise ValueError(
+                "the pipeline is built with its first minibatch: give PipeDream(..., sample=) "
+                "one, or call this after the first train_epoch."
+            )
+        return self._built
+
+    def _feed(self, loader: Loader, cut: Split = split) -> Feed:
+        # A loader that shuffles draws its order from the default generator, whose state differs by
+        # rank once layers of some stages have drawn from it.
+        seed = agreement.from_first(
+            int(torch.randint(2**31, ()).item()), "hvd_pipe.pipeline.seed", global_process_set
+        )
+
+        def make() -> Feed:
+            count = length_of(loader)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return Feed(loader, count, cut)
+
+        return open_feed(make, agreement, global_process_set)
+
+    def _build(self, sample: Any) -> Built:
+        if self._built is None:
+            self._built = build(self._options, sample)
+        return self._built

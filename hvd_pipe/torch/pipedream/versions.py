@@ -1,0 +1,106 @@
+"""A stage's weights in several versions, of which the module holds one at a time.
+
+    version   3        4        5 (newest)         use(3), backward, release(3)
+    memory   [w3]     [w4]     [w5]                updating(6): [w3] becomes [w6]
+
+A version is copied only where the one before is still needed, and its memory is used again.
+
+Autograd keeps a parameter, not its values, for backward: it looks them up then. So the values of
+the forward pass are put back before backward, which is exact for every layer. (Without that it is
+still exact for Linear, and wrong without an error for Conv, BatchNorm, LSTM and LayerNorm.) An
+update would make autograd refuse all passes in flight, as it changes the parameter in place; they
+have other memory, so the update leaves the parameter's version counter as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+__all__ = ["WeightVersions"]
+
+
+class WeightVersions:
+    """The values of some parameters, by the number of updates that made them.
+
+    Args:
+        parameters: Those that are trained; others never change, and have one version.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> versions = WeightVersions([weight])
+        >>> with versions.updating(1, keep=True):
+        ...     weight.data += 1.0
+        >>> versions.use(0)
+        >>> weight.item(), versions.count
+        (1.0, 2)
+        >>> versions.release(0)
+        >>> versions.use(1)
+        >>> weight.item(), versions.nbytes
+        (2.0, 8)
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        """Those whose versions these are."""
+        self._values = {0: [parameter.data for parameter in self.parameters]}
+        self._newest = self._shown = 0
+        self._spare: list[list[torch.Tensor]] = []
+
+    @property
+    def count(self) -> int:
+        """How many versions there are memory for."""
+        return len(self._values) + len(self._spare)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all versions."""
+        return self.count * sum(p.numel() * p.element_size() for p in self.parameters)
+
+    def restart(self) -> None:
+        """Count from 0 again, when nothing is in flight."""
+        self.use(self._newest)
+        values = self._values.pop(self._newest)
+        self._spare.extend(self._values.values())  # none: each has been released
+        self._values, self._newest, self._shown = {0: values}, 0, 0
+
+    def use(self, version: int) -> None:
+        """Put a version's values into the parameters."""
+        if version == self._shown:
+            return
+        for parameter, values in zip(self.parameters, self._values[version], strict=True):
+            parameter.data = values
+        self._shown = version
+
+    @contextmanager
+    def updating(self, version: int, keep: bool) -> Iterator[None]:
+        """Let the parameters be updated in place; the newest version is ``version`` from then on.
+
+        Args:
+            version: Its number.
+            keep: Whether the newest until now must stay as it is.
+        """
+        before = self._values[self._newest]
+        after = before
+        if keep:
+            after = self._spare.pop() if self._spare else [torch.empty_like(x) for x in before]
+            if after:
+                torch._foreach_copy_(after, before)
+        else:
+            del self._values[self._newest]
+        self._values[version] = after
+        self._newest = version
+        self._shown = -1  # no version: the numbers' values have changed
+        self.use(version)
+        with _unsafe_preserve_version_counter(self.parameters):
+            yield
+        # Some optimizers put new tensors into parameters, in place of new values into theirs.
+        self._values[version] = [parameter.data for parameter in self.parameters]
+
+    def release(self, version: int) -> None:
+        """Forget a version; its memory waits for the next one."""
+        if version != self._newest:
+            self._spare.append(self._values.pop(version))

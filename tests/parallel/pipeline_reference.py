@@ -1,0 +1,279 @@
+"""A pipeline in one process: the equations, with all versions of all weights kept.
+
+The model is never cut. Minibatches are taken in order; the gradient of each is that of the whole
+model at the weights that the mode's equation names, a version for each stage::
+
+    g[b] = grad f_b(w_1[v_1(b)], ..., w_n[v_n(b)])
+
+with ``v_s(b)`` in closed form where every stage has one worker, and as the schedule says where
+stages are replicated. Then every stage updates its newest weights with torch's own optimizer.
+None of hvd_pipe's code but those schedules, which have tests of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hvd_pipe.planning.instructions import Forward
+from hvd_pipe.planning.schedule import schedule
+
+Tensors = dict[str, torch.Tensor]
+Gradient = dict[str, torch.Tensor]  # only those parameters that have one
+
+METHODS = {
+    "stash": "1f1b",
+    "vertical-sync": "1f1b-vertical-sync",
+    "2bw": "2bw",
+    "flush": "1f1b-flush",
+    "gpipe": "gpipe",
+}
+COALESCING = ("2bw", "flush", "gpipe")
+
+
+def straight_version(mode: str, stages: int, stage: int, minibatch: int) -> int:
+    """v_s(b) of n stages of one worker each."""
+    late = {
+        "stash": stages - 1 - stage,
+        "vertical-sync": stages - 1,
+        "2bw": 1,
+        "flush": 0,
+        "gpipe": 0,
+    }[mode]
+    return max(0, minibatch - late)
+
+
+def scheduled_versions(
+    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int
+) -> list[dict[int, int]]:
+    """For each stage: the version of each minibatch, from the schedule's forward passes."""
+    found: list[dict[int, int]] = [{} for _ in replicas]
+    whole = schedule(METHODS[mode], replicas, minibatches, microbatches)
+    for worker, program in whole.programs.items():
+        for step in program:
+            if isinstance(step, Forward):
+                version = found[worker.stage].setdefault(step.minibatch, step.version)
+                assert version == step.version, "microbatches of one minibatch at two versions"
+    return found
+
+
+class Reference:
+    """All workers of a pipeline.
+
+    Args:
+        model: The plain model; it is changed.
+        stage_of: The stage of a parameter or a buffer, by its name.
+        replicas: Workers of each stage.
+        mode: As `PipeDream` names it.
+        loss_fn: Of an output and a target: the mean over the batch.
+        optimizer_fn: Makes a stage's optimizer of its parameters.
+        microbatches: Of a minibatch.
+        scale_lr: Multiply the learning rate by R_s / R_0 where every stage has rounds of its own.
+        max_grad_norm: Clip the gradient of all stages together.
+        scheduler_fn: Makes a scheduler of an optimizer.
+        schedule_by: "epoch" or "minibatch": what schedulers count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stage_of: Callable[[str], int],
+        replicas: Sequence[int],
+        mode: str,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
+        *,
+        microbatches: int = 1,
+        scale_lr: bool = True,
+        max_grad_norm: float | None = None,
+        scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+        schedule_by: str = "epoch",
+    ) -> None:
+        self._model, self._loss = model, loss_fn
+        self._replicas, self._mode, self._microbatches = tuple(replicas), mode, microbatches
+        self._max_norm = max_grad_norm
+        stages = range(len(self._replicas))
+        self.names = [[n for n, _ in model.named_parameters() if stage_of(n) == s] for s in stages]
+        parameters = dict(model.named_parameters())
+        self.newest = [
+            {
+                n: nn.Parameter(parameters[n].detach().clone(), parameters[n].requires_grad)
+                for n in one
+            }
+            for one in self.names
+        ]
+        """For each stage: the weights that its optimizer updates."""
+        self._buffers = [
+            [
+                {n: b.clone() for n, b in model.named_buffers() if stage_of(n) == s}
+                for _ in range(self._replicas[s])
+            ]
+            for s in stages
+        ]
+        self.optimizers: list[Optimizer | None] = []
+        for s in stages:
+            trained = [p for p in self.newest[s].values() if p.requires_grad]
+            self.optimizers.append(optimizer_fn(trained) if trained else None)
+        if scale_lr and mode not in COALESCING:
+            for optimizer, width in zip(self.optimizers, self._replicas, strict=True):
+                for group in optimizer.param_groups if optimizer else ():
+                    group["lr"] *= width / self._replicas[0]
+        self._by_epoch = schedule_by == "epoch"
+        self._schedulers = [
+            scheduler_fn(optimizer) if scheduler_fn and optimizer else None
+            for optimizer in self.optimizers
+        ]
+        self.history: list[list[Tensors]] = []
+        """For each stage: the versions of the last epoch."""
+
+    def train_epoch(self, batches: Sequence[tuple[Any, Any]]) -> float:
+        """Fill the pipeline, drain it, and return the mean loss of the minibatches."""
+        stages = range(len(self._replicas))
+        self.history = [[self._copy(s)] for s in stages]
+        rounds: list[list[Gradient]] = [[] for _ in stages]
+        version = self._versions(len(batches))
+        total = 0.0
+        for b, batch in enumerate(batches):
+            at = [self.history[s][version(s, b)] for s in stages]
+            loss, gradient = self._minibatch(b, batch, at)
+            total += loss
+            for s in stages:
+                rounds[s].append({n: g for n, g in gradient.items() if n in self.newest[s]})
+            whole = 1 if self._mode in COALESCING else None
+            due = [
+                s
+                for s in stages
+                if len(rounds[s]) == (whole or self._replicas[s]) or b == len(batches) - 1
+            ]
+            means = {s: _mean(rounds[s]) for s in due}
+            if self._max_norm is not None:
+                _clip(list(means.values()), self._max_norm)
+            for s in due:
+                self._update(s, means[s], len(rounds[s]))
+                rounds[s] = []
+        if self._by_epoch:
+            self._schedule(self._schedulers)
+        return total / len(batches)
+
+    def take_over(self, other: Reference) -> None:
+        """Go on from where another has come: weights, and what optimizers know of each of them."""
+        self._model.load_state_dict(other.state_dict())
+        places = {name: (s, p) for s, one in enumerate(self.newest) for name, p in one.items()}
+        for s, one in enumerate(other.newest):
+            for name, p in one.items():
+                stage, mine = places[name]
+                mine.data.copy_(p.data)
+                before, after = other.optimizers[s], self.optimizers[stage]
+                if before is not None and after is not None and p in before.state:
+                    after.state[mine] = copy.deepcopy(before.state[p])
+        for replicas in self._buffers:
+            for buffers in replicas:
+                buffers.update({n: self._model.get_buffer(n).clone() for n in buffers})
+
+    def evaluate(self, batches: Sequence[tuple[Any, Any]]) -> float:
+        """The mean loss of all samples with the newest weights, in evaluation mode."""
+        self._model.load_state_dict(self.state_dict())
+        self._model.eval()
+        with torch.no_grad():
+            sums = [self._loss(self._output(x), y).item() * len(y) for x, y in batches]
+        self._model.train()
+        return sum(sums) / sum(len(y) for _, y in batches)
+
+    def state_dict(self) -> Tensors:
+        """The plain model's, with replicas' running statistics averaged."""
+        for s, replicas in enumerate(self._buffers):
+            for name in replicas[0]:
+                values = [buffers[name] for buffers in replicas]
+                if values[0].is_floating_point():
+                    mean = torch.stack(values).mean(0)
+                    for buffers in replicas:
+                        buffers[name] = mean.clone()
+            self._put([self._copy(s)])
+            self._put_buffers(replicas[0])
+        return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
+
+    def _versions(self, minibatches: int) -> Callable[[int, int], int]:
+        if set(self._replicas) == {1}:
+            stages = len(self._replicas)
+            return lambda s, b: straight_version(self._mode, stages, s, b)
+        found = scheduled_versions(self._mode, self._replicas, minibatches, self._microbatches)
+        return lambda s, b: found[s][b]
+
+    def _minibatch(
+        self, b: int, batch: tuple[Any, Any], at: Sequence[Tensors]
+    ) -> tuple[float, Gradient]:
+        """Loss and gradient: sum over microbatches u of (n_u / n) times those of u."""
+        self._put(at)
+        total, gradient = 0.0, dict[str, torch.Tensor]()
+        size = len(batch[1])
+        inputs = batch[0] if isinstance(batch[0], tuple) else (batch[0],)
+        parts = [torch.tensor_split(tensor, self._microbatches) for tensor in (*inputs, batch[1])]
+        for k, (*x, target) in enumerate(zip(*parts, strict=True)):
+            unit = b * self._microbatches + k
+            held = [self._buffers[s][unit % width] for s, width in enumerate(self._replicas)]
+            for buffers in held:
+                self._put_buffers(buffers)
+            self._model.zero_grad()
+            loss = self._loss(self._output(tuple(x)), target)
+            loss = loss * (len(target) / size)
+            loss.backward()  # type: ignore[no-untyped-call]
+            for buffers in held:
+                buffers.update({n: self._model.get_buffer(n).clone() for n in buffers})
+            total += loss.item()
+            for name, p in self._model.named_parameters():
+                if p.grad is not None:
+                    gradient[name] = gradient.get(name, torch.zeros_like(p)) + p.grad
+        return total, gradient
+
+    def _output(self, x: Any) -> Any:
+        return self._model(*x) if isinstance(x, tuple) else self._model(x)
+
+    def _update(self, s: int, gradient: Gradient, minibatches: int) -> None:
+        for name, p in self.newest[s].items():
+            p.grad = gradient.get(name)
+        optimizer = self.optimizers[s]
+        if optimizer is not None:
+            optimizer.step()
+        if not self._by_epoch:
+            self._schedule(self._schedulers[s : s + 1] * minibatches)
+        self.history[s].append(self._copy(s))
+
+    @staticmethod
+    def _schedule(schedulers: Iterable[LRScheduler | None]) -> None:
+        for scheduler in schedulers:
+            if scheduler is not None:
+                scheduler.step()
+
+    def _copy(self, s: int) -> Tensors:
+        return {name: p.detach().clone() for name, p in self.newest[s].items()}
+
+    def _put(self, stages: Iterable[Tensors]) -> None:
+        """Copy these weights into the model."""
+        with torch.no_grad():
+            for weights in stages:
+                for name, value in weights.items():
+                    self._model.get_parameter(name).copy_(value)
+
+    def _put_buffers(self, buffers: Tensors) -> None:
+        with torch.no_grad():
+            for name, value in buffers.items():
+                self._model.get_buffer(name).copy_(value)
+
+
+def _mean(gradients: Sequence[Gradient]) -> Gradient:
+    """Of those minibatches that a round has; parameters have a gradient in all of them or none."""
+    return {n: torch.stack([g[n] for g in gradients]).mean(0) for n in gradients[0]}
+
+
+def _clip(gradients: Sequence[Gradient], most: float) -> None:
+    """As `torch.nn.utils.clip_grad_norm_` does on one worker."""
+    values = [g for gradient in gradients for g in gradient.values()]
+    norm = torch.cat([g.flatten() for g in values]).norm()
+    for g in values:
+        g.mul_(min(1.0, most / (float(norm) + 1e-6)))

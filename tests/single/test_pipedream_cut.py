@@ -1,0 +1,599 @@
+"""Cutting a model: stages in turn are the model, whatever the model and wherever the cut."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from pipedream_models import (
+    MODELS,
+    Attention,
+    Branches,
+    Language,
+    Plain,
+    Residual,
+    Transformer,
+    Twice,
+    tensors,
+    train,
+    train_stages,
+)
+from torch import Tensor, nn
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline import spec as spec_module
+from hvd_pipe.pipeline.spec import TensorSpec
+from hvd_pipe.torch.pipedream import cut as cut_module
+from hvd_pipe.torch.pipedream import graph
+from hvd_pipe.torch.pipedream.cut import StageModule, cut
+from hvd_pipe.torch.pipedream.graph import Traced, trace
+from hvd_pipe.torch.pipedream.measure import specs
+
+
+@pytest.mark.parametrize("module", [spec_module, graph, cut_module])
+def test_examples(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.failed == 0 < found.attempted
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    factory, sample = MODELS[name]
+    model, inputs = factory().double(), sample()
+    return model, tuple(x.double() if x.is_floating_point() else x for x in inputs)
+
+
+def names_of(traced: Traced) -> list[str]:
+    return [layer.name for layer in traced.layers]
+
+
+def tables(traced: Traced) -> list[list[list[str]]]:
+    """Every cut in two, and as many stages as there are layers."""
+    names = names_of(traced)
+    return [[names[:at], names[at:]] for at in range(1, len(names))] + [[[n] for n in names]]
+
+
+def check_equal(
+    model: nn.Module,
+    stages: list[StageModule],
+    inputs: tuple[Tensor, ...],
+    exact_gradients: bool = True,
+) -> None:
+    """Compare results, gradients and buffers of a model and its stages, bit for bit."""
+    model.zero_grad()
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    result = train_stages(stages, inputs)
+    mine = {key: p.grad for key, p in model.named_parameters()}
+    changed = copy.deepcopy(dict(model.named_buffers()))
+    for key, buffer in model.named_buffers():
+        buffer.data.copy_(buffers[key])
+    wanted, gradients = train(model, inputs)
+    assert type(result) is type(wanted)
+    for found, right in zip(tensors(result), tensors(wanted), strict=True):
+        assert torch.equal(found, right)
+    for key, right in gradients.items():
+        if right is None:
+            assert mine[key] is None or not mine[key].any(), key
+        elif exact_gradients:
+            assert torch.equal(mine[key], right), key
+        else:
+            torch.testing.assert_close(mine[key], right, rtol=1e-12, atol=1e-12)
+    for key, buffer in model.named_buffers():
+        assert torch.equal(buffer, changed[key]), key
+
+
+def check_state(traced: Traced, model: nn.Module, stages: list[StageModule]) -> None:
+    """Stages have the model's keys and its very tensors; parameters are in one stage each."""
+    found: dict[str, Tensor] = {}
+    owners: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        found.update(stage.module.state_dict(keep_vars=True))
+        for parameter in stage.module.parameters():
+            assert owners.setdefault(id(parameter), number) == number
+    right = model.state_dict(keep_vars=True)
+    assert set(found) | set(traced.unused) == set(right)
+    assert not set(found) & set(traced.unused)
+    assert all(tensor is right[key] for key, tensor in found.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cut_is_the_model(name: str) -> None:
+    model, inputs = made(name)
+    before = copy.deepcopy(model.state_dict())
+    traced = trace(model)
+    values = specs(traced, inputs)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert len(traced.layers) >= 2
+    for table in tables(traced):
+        stages = cut(traced, table, values)
+        check_state(traced, model, stages)
+        assert stages[-1].outputs == ()
+        for one, after in itertools.pairwise(stages):
+            assert one.outputs == after.inputs
+        for batch in (inputs, tuple(x[:2] for x in inputs)):
+            for training in (True, False):
+                model.train(training)
+                for stage in stages:
+                    stage.module.train(training)
+                check_equal(model, stages, batch)
+
+
+@pytest.mark.parametrize("name", ["plain", "residual", "language", "transformer"])
+def test_exported_models_are_cut(name: str) -> None:
+    model, inputs = made(name)
+    model.eval()  # an exported model stays in the mode that it was exported in
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(
+        model, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs)
+    ).module()
+    traced = trace(exported)
+    values = specs(traced, inputs)
+    assert len(traced.layers) >= 3
+    assert all(0 in values[node.name].dynamic for node in traced.inputs)
+    wanted = train(model, inputs)[0]
+    for table in tables(traced):
+        stages = cut(traced, table, values)
+        check_state(traced, exported, stages)
+        for one in (inputs, tuple(x[:2] for x in inputs)):
+            check_equal(exported, stages, one)
+        result = train_stages(stages, inputs)
+        assert type(result) is type(wanted)
+        for found, right in zip(tensors(result), tensors(wanted), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_an_exported_model_in_training_mode_counts_batches() -> None:
+    model, inputs = made("plain")
+    exported = torch.export.export(model.train(), inputs).module()
+    traced = trace(exported)
+    values = specs(traced, inputs)
+    assert int(exported.state_dict()["norm.num_batches_tracked"]) == 0
+    names = names_of(traced)
+    for at in range(1, len(names)):
+        check_equal(exported, cut(traced, [names[:at], names[at:]], values), inputs)
+
+
+def test_optional_inputs_are_traced_where_they_are_given() -> None:
+    model = Language()
+    tokens, state = torch.randint(0, 11, (4, 5)), torch.randn(4, 1, 6)
+    for inputs in ((tokens,), (tokens, state)):
+        traced = trace(model, inputs=len(inputs))
+        values = specs(traced, inputs)
+        for table in tables(traced):
+            check_equal(model, cut(traced, table, values), inputs)
+    with pytest.raises(TypeError, match="takes 1 to 2 inputs, but the sample has 3"):
+        trace(model, inputs=3)
+
+
+def test_stages_of_the_user() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            y = self.linear(x) if x.sum() > 0 else -self.linear(x)
+            return y, (x, y > 0)
+
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, found: Any) -> Tensor:
+            y, (x, positive) = found
+            return self.linear(torch.where(positive, y, x))
+
+    last = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    plain = nn.Sequential(First(), Second(), last)
+    traced = trace([*plain])
+    assert names_of(traced) == ["0", "1", "2"]
+    inputs = (torch.randn(6, 4),)
+    values = specs(traced, inputs)
+    assert [key for key in values if key.startswith("0")] == ["0[0]", "0[1][0]", "0[1][1]"]
+    assert values["0[1][1]"] == TensorSpec("0[1][1]", (6, 4), "bool", (0,), gradient=False)
+    stages = cut(traced, [["0"], ["1"], ["2"]], values)
+    assert set().union(*(s.module.state_dict() for s in stages)) == set(plain.state_dict())
+    check_equal(plain, stages, inputs)
+
+
+def test_in_place_stages_of_the_user() -> None:
+    model = [nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)]
+    traced = trace(model)
+    assert names_of(traced) == ["0", "1", "2"]
+    inputs = (torch.randn(5, 3),)
+    stages = cut(traced, [["0"], ["1"], ["2"]], specs(traced, inputs))
+    check_equal(nn.Sequential(*model), stages, inputs)
+
+
+# Layers.
+
+
+def test_names() -> None:
+    assert names_of(trace(Plain())) == [
+        "features.0", "features.1..features.2", "features.3", "features.4", "features.5",
+        "max_pool2d", "view", "norm", "dropout", "dropout_1", "classifier", "mul", "add", "add_1",
+    ]  # fmt: skip
+    traced = trace(Residual())
+    assert names_of(traced)[:3] == ["stem..relu_", "blocks.0.conv1", "blocks.0.bn1..blocks.0.relu"]
+    assert ("stem..relu_", "blocks.0.conv1") in traced.edges
+
+
+@pytest.mark.parametrize(
+    ("model", "joined"),
+    [
+        (Language(tied=True), "embedding..head"),
+        (Twice(), "shared..norm_1"),
+        (Transformer(), "expand..cat"),  # the class token's parameter is needed where it is used
+    ],
+)
+def test_what_shares_a_parameter_is_one_layer(model: nn.Module, joined: str) -> None:
+    assert joined in names_of(trace(model))
+
+
+def test_a_mask_that_is_only_read_joins_nothing() -> None:
+    traced = trace(Transformer())
+    inputs = MODELS["transformer"][1]()
+    values = specs(traced, inputs)
+    names = names_of(traced)
+    assert {"blocks.0.attention", "blocks.1.attention"} <= set(names)
+    at = names.index("blocks.1.norm")
+    stages = cut(traced, [names[:at], names[at:]], values)
+    assert all("causal" in stage.module.state_dict() for stage in stages)
+    assert "causal" not in {spec.name for spec in stages[1].inputs}
+
+
+def test_a_buffer_that_is_changed_joins_its_users() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+            self.register_buffer("seen", torch.zeros(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) + self.seen[0]
+            self.seen[0].add_(1.0)
+            x = self.b(x)
+            return self.c(x) * self.seen[0]
+
+    model, inputs = Counts(), (torch.randn(4, 3),)
+    traced = trace(model)
+    values = specs(traced, inputs)
+    assert names_of(traced) == ["a", "add..mul"]
+    for table in tables(traced):
+        check_equal(model, cut(traced, table, values), inputs)
+
+
+def test_a_mask_that_is_filled_from_a_buffer_joins_nothing() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+            self.register_buffer("mask", torch.eye(3).bool())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) @ torch.zeros_like(self.mask, dtype=x.dtype).masked_fill_(
+                    self.mask, 2
+                )
+            return x
+
+    traced = trace(Masked())
+    assert len(traced.layers) == 6
+    check_equal(
+        traced.model,
+        cut(traced, [[n] for n in names_of(traced)], specs(traced, (torch.ones(2, 3),))),
+        (torch.ones(2, 3),),
+    )
+
+
+def test_what_lies_between_is_joined() -> None:
+    class Bridge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.inner, self.side = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.shared(x)
+            return self.side(a) + self.shared(self.inner(a))
+
+    traced = trace(Bridge())
+    assert names_of(traced) == ["shared..shared_1", "side", "add"]
+    assert {n.name for n in traced.layers[0].nodes} == {"shared", "inner", "shared_1"}
+    assert [*traced.parameters["shared..shared_1"]] == [
+        "shared.weight", "shared.bias", "inner.weight", "inner.bias",
+    ]  # fmt: skip
+
+
+def test_a_tensor_changed_in_place_is_seen_as_in_the_model() -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            early = y * 1.0  # what the next line changes through a view
+            y.view(-1).mul_(2.0)
+            return self.b(early.cos()) + y.cos()
+
+    model, inputs = Changes().double(), (torch.randn(5, 4).double(),)
+    traced = trace(model)
+    values = specs(traced, inputs)
+    assert "a..mul_" in names_of(traced)
+    for table in tables(traced):
+        check_equal(model, cut(traced, table, values), inputs)
+
+
+def test_submodules_that_cannot_be_traced_are_layers() -> None:
+    model = Branches()
+    traced = trace(model)
+    assert "odd" in names_of(traced)
+    assert names_of(trace(Attention(), inputs=2))[:2] == ["norm", "attention"]
+
+    class Quiet(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return x * 2
+
+    traced = trace(nn.Sequential(nn.Linear(2, 2), Quiet(), nn.Linear(2, 2)))
+    assert names_of(traced) == ["0", "1", "2"]
+    assert traced.layers[1].nodes[0].op == "call_module"
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.linear(x)
+        torch.tensor(1.0) + self.linear(x)
+        if self.seen.sum() > 0:  # the line
+            return self.seen
+        return -self.seen
+
+
+def test_a_model_that_cannot_be_traced_names_its_line() -> None:
+    model = Untraceable()
+    before = set(vars(model))
+    with pytest.raises(HvdPipeError) as failure:
+        trace(model)
+    text = str(failure.value)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = 1 + lines.index("        if self.seen.sum() > 0:  # the line")
+    assert f"{__file__}:{line} (if self.seen.sum() > 0" in text
+    assert text.startswith("Untraceable cannot be cut into layers")
+    for way in ("PipeDream([stage0, stage1, ...]", "nn.Sequential", "torch.export.export("):
+        assert way in text
+    assert set(vars(model)) == before
+    assert model.training is True
+    model(torch.ones(1, 2))
+    names = names_of(trace([model, nn.Linear(2, 2)]))
+    assert names == ["0", "1"]
+
+
+def test_tracing_leaves_the_model_as_it_was() -> None:
+    model = Plain().eval()
+    model.features.train()
+    before = [(dict(vars(module)), module.training) for module in model.modules()]
+    traced = trace(model)
+    assert [(dict(vars(module)), module.training) for module in model.modules()] == before
+    values = specs(traced, (torch.randn(4, 2, 8, 8),))
+    stages = cut(traced, [names_of(traced)], values)
+    assert stages[0].module.training is False
+    assert stages[0].module.features.training is True
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "text"),
+    [
+        (nn.Identity, TypeError, "a module or a list"),
+        ("linear", TypeError, "a module or a list"),
+        ([], TypeError, "a module or a list"),
+        ([nn.Linear(1, 1), 3], TypeError, "a stage must be a module, got 3"),
+        (nn.Sequential(), HvdPipeError, "has no layer"),
+    ],
+)
+def test_no_models(model: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        trace(model)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ([["0", "1"], ["3"]], "stages name '3', but the model's layers are 0, 1, 2"),
+        ([["0", "1"], ["1", "2"]], "'1' is there 2 times"),
+        ([["0"], ["2"]], "in none: 1"),
+        ([["0", "1", "2"], []], "stage 1 has no layer"),
+        ([["0", "2"], ["1"]], "'2' of stage 0 uses '1' of stage 1, which runs after"),
+        ([], "in none: 0, 1, 2"),
+    ],
+)
+def test_wrong_tables(table: list[list[str]], text: str) -> None:
+    traced = trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=text):
+        cut(traced, table, specs(traced, (torch.ones(2, 2),)))
+
+
+def test_what_is_no_tensor_does_not_cross() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"x": x} if x.sum() < 9e9 else {}
+
+    class Takes(nn.Module):
+        def forward(self, found: dict[str, Tensor]) -> Tensor:
+            return found["x"] * (1 if found["x"].sum() < 9e9 else 2)
+
+    traced = trace([Named(), Takes(), nn.Linear(2, 2)])
+    values = specs(traced, (torch.ones(2, 2),))
+    with pytest.raises(HvdPipeError, match=r"'0' crosses the cut behind stage 0 .* same stage"):
+        cut(traced, [["0"], ["1", "2"]], values)
+    assert len(cut(traced, [["0", "1"], ["2"]], values)) == 2
+
+
+# Random models.
+
+
+class Net(nn.Module):
+    """Layers that each use one or two values before them."""
+
+    def __init__(self, plan: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.plan = plan
+        makers: dict[str, Any] = {
+            "linear": lambda: nn.Linear(4, 4),
+            "norm": lambda: nn.LayerNorm(4),
+            "batch": lambda: nn.BatchNorm1d(4),
+            "relu": lambda: nn.ReLU(inplace=True),
+            "dropout": lambda: nn.Dropout(0.3),
+            "lstm": lambda: nn.LSTM(4, 4, batch_first=True),
+        }
+        self.parts = nn.ModuleList(
+            [makers[kind]() if kind in makers else nn.Identity() for kind, _, _ in plan]
+        )
+        self.shared = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        values = [x, y]
+        for (kind, a, b), part in zip(self.plan, self.parts, strict=True):
+            first, second = values[a], values[b]
+            if kind == "add":
+                found = first + second
+            elif kind == "cat":
+                found = torch.cat([first, second], dim=1)[:, 2:6]
+            elif kind == "view":
+                found = first.reshape(second.size(0), second.shape[1])
+            elif kind == "chunk":
+                left, right = first.chunk(2, dim=1)
+                found = torch.cat([right, left], dim=1)
+            elif kind == "lstm":
+                found = part(first[:, None])[0][:, 0]
+            elif kind == "relu":
+                found = part(first * 1.5)
+            elif kind == "shared":
+                found = self.shared(first)
+            elif kind == "functional":
+                found = nn.functional.dropout(first, 0.4, self.training)
+            else:
+                found = part(first)
+            values.append(found)
+        return values[-1], values[len(values) // 2]
+
+
+KINDS = ["linear", "norm", "batch", "relu", "dropout", "lstm", "add", "cat", "view", "chunk"]
+KINDS += ["shared", "functional"]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    size = draw(st.integers(2, 14))
+    near = draw(st.integers(1, 6))
+    found = []
+    for at in range(size):
+        reach = st.integers(max(0, at + 2 - near), at + 1)
+        found.append((draw(st.sampled_from(KINDS)), draw(reach), draw(st.integers(0, at + 1))))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans(), seed=st.integers(0, 99), training=st.booleans())
+def test_random_models_cut_at_random_places(
+    plan: list[tuple[str, int, int]], seed: int, training: bool
+) -> None:
+    torch.manual_seed(seed)
+    model = Net(plan).double().train(training)
+    inputs = (torch.randn(6, 4).double(), torch.randn(6, 4).double())
+    traced = trace(model)
+    values = specs(traced, inputs)
+    names, chance = names_of(traced), random.Random(seed)
+    at = {name: number for number, name in enumerate(names)}
+    assert all(at[a] < at[b] for a, b in traced.edges)
+    # Along the order of forward.
+    places = sorted(chance.sample(range(1, len(names)), min(len(names) - 1, chance.randint(0, 4))))
+    bounds = [0, *places, len(names)]
+    table = [names[a:b] for a, b in itertools.pairwise(bounds)]
+    stages = cut(traced, table, values)
+    check_state(traced, model, stages)
+    for batch in (inputs, tuple(x[:3] for x in inputs)):
+        if any(p.requires_grad for p in model.parameters()) and _has_gradient(model, batch):
+            # A value with three users, or under two names (dropout in evaluation), gets the parts
+            # of its gradient in another order where a cut lies between them.
+            check_equal(model, stages, batch, exact_gradients=False)
+    # Along edges alone: branches may go ahead.
+    where: dict[str, int] = {}
+    for name in names:
+        least = max((where[a] for a, b in traced.edges if b == name), default=0)
+        where[name] = chance.randint(least, max(least, 3))
+    used = sorted(set(where.values()))
+    table = [[name for name in names if where[name] == stage] for stage in used]
+    model.eval()
+    stages = cut(traced, table, values)
+    for stage in stages:
+        stage.module.eval()
+    if _has_gradient(model, inputs):
+        model.zero_grad()
+        result = train_stages(stages, inputs)
+        mine = {key: p.grad for key, p in model.named_parameters()}
+        wanted, gradients = train(model, inputs)
+        for found, right in zip(tensors(result), tensors(wanted), strict=True):
+            assert torch.equal(found, right)
+        for key, right in gradients.items():
+            if right is not None:
+                torch.testing.assert_close(mine[key], right, rtol=1e-12, atol=1e-12)
+
+
+def _has_gradient(model: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    training = model.training
+    model.eval()
+    found = all(t.requires_grad for t in model(*inputs))
+    model.train(training)
+    return found
+
+
+# What crosses.
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ((32, 10), "float64", "stage 2: tensor 'relu' was planned as float32 .* convert them"),
+        ((32, 10, 1), "float32", "must have 2 dimensions"),
+        ((33, 10), "float32", r"but is float32 \(33, 10\): dimension 0 follows the batch"),
+        ((32, 9), "float32", "dimension 1 does not follow the batch, so it must be 10"),
+        ((32, 11), "float32", "pad or crop"),
+    ],
+)
+def test_a_tensor_that_is_not_as_planned(shape: tuple[int, ...], dtype: str, text: str) -> None:
+    planned = TensorSpec("relu", (32, 10), "float32", (0,), gradient=True)
+    planned.check((1, 10), "float32", "stage 2")
+    planned.check((32, 10), "float32", "stage 2")
+    with pytest.raises(ValueError, match=text):
+        planned.check(shape, dtype, "stage 2")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"name": ""}, "non-empty string"),
+        ({"dtype": "torch.float32"}, "dtype must be one of bool"),
+        ({"shape": (3, -1)}, "integers of at least 0"),
+        ({"shape": (3, 1.0)}, "integers of at least 0"),
+        ({"dynamic": (2,)}, "must number dimensions"),
+        ({"dynamic": (-1,)}, "must number dimensions"),
+    ],
+)
+def test_specs_that_cannot_be(change: dict[str, Any], text: str) -> None:
+    good = {"name": "x", "shape": (3, 4), "dtype": "int64", "dynamic": (0,), "gradient": False}
+    assert TensorSpec(**good).nbytes == 96
+    with pytest.raises(ValueError, match=text):
+        TensorSpec(**good | change)

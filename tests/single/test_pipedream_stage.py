@@ -1,0 +1,77 @@
+"""A worker's stage in PyTorch, beside no other worker."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_pipe.pipeline.feed import Feed
+from hvd_pipe.pipeline.stage import Buffer, Unit
+from hvd_pipe.torch.pipedream.batches import split
+from hvd_pipe.torch.pipedream.cut import cut
+from hvd_pipe.torch.pipedream.graph import trace
+from hvd_pipe.torch.pipedream.measure import specs
+from hvd_pipe.torch.pipedream.messages import Boundary
+from hvd_pipe.torch.pipedream.stage import TorchStage
+from hvd_pipe.torch.pipedream.updates import Updates
+from hvd_pipe.torch.pipedream.versions import WeightVersions
+
+
+class Shifted(nn.Module):
+    """A stage that ends in the sum of a parameter, which reaches it by views alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) + self.shift.unsqueeze(0)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_gradients_do_not_stay_in_the_memory_of_messages(samples: int) -> None:
+    """Autograd gives a parameter the very gradient that has come, where nothing is to be summed.
+
+    The message's memory is then posted for the next one, before the gradient is applied.
+    """
+    traced = trace(Shifted())
+    names = [layer.name for layer in traced.layers]
+    cuts = cut(traced, [names[:-1], names[-1:]], specs(traced, (torch.ones(2, 4),)))
+    boundary = Boundary(cuts[0].outputs, 2, "stage 0 replica 0", False, torch.device("cpu"))
+
+    def overwrite(message: Buffer) -> None:
+        message[:] = 255
+
+    optimizer = torch.optim.SGD(cuts[0].module.parameters(), lr=1.0)
+    updates = Updates(optimizer, None, 0, 2, None, None, mean=True)
+    device = torch.device("cpu")
+    stage = TorchStage(cuts[0], None, updates, None, boundary, False, overwrite, device)
+    stage.feed = Feed([(torch.ones(samples, 4), torch.zeros(samples, 2))], 1, split)
+    stage.begin(training=True)
+    unit, norms = Unit(0, 0), (math.nan, math.nan)
+    stage.forward(unit, 0)
+    stage.output(unit)
+    gradient = torch.full((samples, 4), 0.5)
+    stage.take_gradient(unit, boundary.gradients.pack(unit, [gradient], 0, norms))
+    stage.backward(unit, 0)
+    stage.update(1, keep=False)
+    assert cuts[0].module.get_parameter("shift").tolist() == [-0.5 * samples] * 4
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_optimizers_may_give_parameters_other_tensors(keep: bool) -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    versions = WeightVersions([weight])
+    with versions.updating(1, keep):
+        weight.data = weight.data + 1.0
+    if keep:
+        versions.use(0)
+        assert weight.item() == 1.0
+    versions.restart()
+    assert weight.item() == 2.0
