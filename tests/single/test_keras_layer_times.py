@@ -25,17 +25,6 @@ layers = keras.layers
 SLEEP = 0.05
 
 
-@pytest.fixture(autouse=True, scope="module")
-def single_precision() -> Any:
-    """Other tests of this process may have asked for another one."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
-
-
 class Slow(layers.Layer):  # type: ignore[misc]
     """Sleeps in forward, and three times as long in backward."""
 

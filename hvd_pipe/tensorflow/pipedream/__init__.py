@@ -1,0 +1,32 @@
+"""PipeDream for Keras: a model's layers on several workers, all of them kept busy.
+
+The same script runs on every rank::
+
+    from hvd_pipe.tensorflow import pipedream
+
+    pipedream.init()
+    engine = pipedream.PipeDream(model, loss_fn, optimizer_fn, plan="auto", mode="stash")
+    for epoch in range(epochs):
+        print(engine.train_epoch(dataset))
+    print(engine.evaluate(test_dataset))
+"""
+
+from typing import Any
+
+from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.planning.stages import Partition
+from hvd_pipe.tensorflow import overrides, versions
+from hvd_pipe.tensorflow.pipedream.engine import PipeDream
+
+__all__ = ["EpochStats", "Partition", "PipeDream", "init"]
+
+versions.check()
+
+
+def init(**options: Any) -> None:
+    """Initialise Horovod with process sets that can be added later, which pipelines do.
+
+    Args:
+        options: As ``hvd.init`` takes them, but for ``process_sets``.
+    """
+    overrides.init(process_sets="dynamic", **options)

@@ -1,0 +1,209 @@
+"""A pipeline's checkpoints: a plain model's weights, and by stage what training goes on from.
+
+    DIRECTORY/model.weights.h5   the plain model's, for its load_weights
+    DIRECTORY/stage0.npz ...     optimizer variables, and seeds and statistics of each replica
+    DIRECTORY/pipeline.json      the stages, the mode, and the number of epochs
+
+Rank 0 writes and reads all files, so no disk needs to be shared. Variables of the model are known
+by their places in ``model.variables``, as names that Keras makes up differ from run to run.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from horovod.tensorflow.mpi_ops import global_process_set, rank
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.files import write_together
+from hvd_pipe.planning.stages import Partition
+from hvd_pipe.tensorflow.agree import agreement
+from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.horovod_calls import allgather_object, broadcast_object
+from hvd_pipe.tensorflow.pipedream.build import Built
+from hvd_pipe.tensorflow.pipedream.updates import ByMinibatch
+
+__all__ = ["load", "save"]
+
+SCHEMA = "hvd_pipe.keras_pipeline/1"
+_NAME = "hvd_pipe.pipeline.checkpoint"
+_WEIGHTS = "model.weights.h5"
+_OTHER_LISTS = {"_trainable_variables", "_variables"}  # of optimizers: those of no one slot
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def save(built: Built, directory: Path, epoch: int) -> None:
+    """Write a checkpoint on rank 0; all ranks take part."""
+    built.gather()
+    mine = _optimizer_values(built) if built.worker.replica == 0 else {}
+    mine |= {f"replica{built.worker.replica}.{name}": x for name, x in _state(built).items()}
+    everyone = allgather_object(_packed(mine), name=f"{_NAME}.gather")
+
+    def write() -> None:
+        writers: dict[str, Callable[[Path], object]] = {
+            _WEIGHTS: built.options.model.save_weights,
+        }
+        for stage in range(built.layout.stages):
+            arrays: Arrays = {}
+            for each in built.layout.ranks(stage):
+                arrays |= _unpacked(everyone[each])
+            writers[f"stage{stage}.npz"] = partial(Path.write_bytes, data=_packed(arrays))
+        about = {
+            "schema": SCHEMA,
+            "mode": built.options.mode,
+            "epoch": epoch,
+            "variables": _variables(built),
+            "partition": json.loads(built.partition.to_json()),
+        }
+        text = json.dumps(about, indent=1)
+        writers["pipeline.json"] = lambda path: path.write_text(text, encoding="utf-8")
+        write_together(directory, writers)
+
+    agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
+
+
+def load(built: Built, directory: Path) -> int:
+    """Take a checkpoint that rank 0 reads; return its number of epochs.
+
+    Raises:
+        HvdPipeError: It is none, or of another model.
+    """
+    stages: list[bytes] = []
+
+    def look() -> dict[str, Any]:
+        about, files = _read(directory)
+        _check_model(about["variables"], built, directory)
+        stages.extend(files)
+        built.options.model.load_weights(directory / _WEIGHTS)
+        return about
+
+    about = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    broadcast_variables(built.options.model.variables, 0)
+    parts = broadcast_object(stages if rank() == 0 else None, name=f"{_NAME}.stages")
+    found = [_unpacked(one) for one in parts]
+    saved = Partition.from_json(json.dumps(about["partition"]))
+    same = saved.replicas == built.partition.replicas and all(
+        a.layers == b.layers for a, b in zip(saved.stages, built.partition.stages, strict=True)
+    )
+    _load_state(built, found, same)
+    _load_optimizer(built, found)
+    return int(about["epoch"])
+
+
+def _state(built: Built) -> Arrays:
+    """Return the values of what is not trained, by place."""
+    places = _places(built)
+    return {f"state.{places[id(v)]}": v.numpy() for v in built.stage.passes.state}
+
+
+def _load_state(built: Built, stages: list[Arrays], same: bool) -> None:
+    replica = built.worker.replica if same else 0
+    state = {name: x for stage in stages for name, x in stage.items()}
+    places = _places(built)
+    for variable in built.stage.passes.state:
+        variable.assign(state[f"replica{replica}.state.{places[id(variable)]}"])
+
+
+def _slots(built: Built) -> dict[str, Any]:
+    """Return the optimizer's variables: those of a weight by its place, others by name."""
+    optimizer, weights, places = built.stage.optimizer, built.stage.passes.weights, _places(built)
+    if not weights:
+        return {}
+    own = {id(each): each for each in optimizer.variables}
+    found: dict[str, Any] = {}
+    for name, slots in sorted(vars(optimizer).items()):
+        if name in _OTHER_LISTS or not isinstance(slots, list):
+            continue
+        for weight in weights:
+            place = optimizer._get_variable_index(weight)
+            slot = slots[place] if place < len(slots) else None
+            if slot is not None and own.pop(id(slot), None) is not None:
+                found[f"slot.{places[id(weight)]}.{name}"] = slot
+    rate = optimizer._learning_rate
+    counted = {"scalar.minibatches": rate.minibatches} if isinstance(rate, ByMinibatch) else {}
+    return found | {f"scalar.{each.name}": each for each in own.values()} | counted
+
+
+def _optimizer_values(built: Built) -> Arrays:
+    values = {name: each.numpy() for name, each in _slots(built).items()}
+    places = sorted(_places(built)[id(each)] for each in built.stage.passes.weights)
+    return values | {"weights": np.array(places, np.int64), "lr_scale": np.array(built.lr_scale)}
+
+
+def _load_optimizer(built: Built, stages: list[Arrays]) -> None:
+    """Give each weight of this stage its state, whichever stage had it."""
+    slots = _slots(built)
+    if not slots:
+        return
+    first = _places(built)[id(built.stage.passes.weights[0])]
+    source = next(one for one in stages if first in one["weights"])
+    values = {name: x for one in stages for name, x in one.items() if name.startswith("slot.")}
+    values |= {name: x for name, x in source.items() if name.startswith("scalar.")}
+    lost = sorted(slots.keys() - values.keys())
+    if lost:
+        raise HvdPipeError(
+            f"the checkpoint is of another optimizer: it has no {lost[0]!r}, which "
+            f"{type(built.stage.optimizer).__name__} needs. Make the one that it was saved with."
+        )
+    name = f"scalar.{getattr(built.stage.optimizer._learning_rate, 'name', '')}"
+    if name in values:  # else a schedule, which is scaled already
+        values[name] = values[name] * (built.lr_scale / float(source["lr_scale"]))
+    for name, slot in slots.items():
+        slot.assign(values[name])
+
+
+def _places(built: Built) -> dict[int, int]:
+    return {id(each): place for place, each in enumerate(built.options.model.variables)}
+
+
+def _variables(built: Built) -> list[list[Any]]:
+    return [[v.path, list(map(int, v.shape)), str(v.dtype)] for v in built.options.model.variables]
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], list[bytes]]:
+    try:
+        about = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
+        if about.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {about.get('schema')!r}, not {SCHEMA!r}")
+        stages = range(len(about["partition"]["stages"]))
+        files = [(directory / f"stage{stage}.npz").read_bytes() for stage in stages]
+        return about, files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HvdPipeError(
+            f"{directory} holds no checkpoint of a Keras pipeline ({error}): name a directory "
+            "that PipeDream.save() has written, on rank 0's host."
+        ) from error
+
+
+def _check_model(saved: list[list[Any]], built: Built, directory: Path) -> None:
+    here = _variables(built)
+    for place in range(max(len(saved), len(here))):
+        theirs, ours = (one[place] if place < len(one) else None for one in (saved, here))
+        if theirs is None or ours is None or theirs[1:] != ours[1:]:
+            says = [
+                "no such variable" if one is None else f"{one[0]} of shape {one[1]} and {one[2]}"
+                for one in (theirs, ours)
+            ]
+            raise HvdPipeError(
+                f"{directory} is of another model: variable {place} is {says[0]} there, and "
+                f"{says[1]} here."
+            )
+
+
+def _packed(arrays: Arrays) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Arrays:
+    with np.load(io.BytesIO(data)) as arrays:
+        return dict(arrays)
