@@ -85,12 +85,20 @@ class Team:
         env: Variables for its ranks.
         directory: Where orders and answers lie.
         backend: Horovod's: ``gloo`` or ``mpi``.
+        script: What its ranks run.
     """
 
     def __init__(
-        self, cluster: Cluster, name: str, env: dict[str, str], directory: Path, backend: str
+        self,
+        cluster: Cluster,
+        name: str,
+        env: dict[str, str],
+        directory: Path,
+        backend: str,
+        script: Path = SCRIPT,
     ) -> None:
         self.name, self.directory, self._size = name, directory, len(cluster.hosts)
+        self._script = script
         self._number = 0
         for left in directory.glob(f"{name}.*"):  # by a team of this name before
             left.unlink()
@@ -98,7 +106,7 @@ class Team:
         env = {**env, "THROUGHPUT_TEAM": f"{directory}/{name}", "OMP_NUM_THREADS": "1"}
         env["HVD_PIPE_TIMEOUT"] = "0"  # ranks are stopped on purpose
         hosts = ",".join(f"{host}:1" for host in cluster.hosts)
-        script = [sys.executable, str(SCRIPT), str(directory), name]
+        words = [sys.executable, str(script), str(directory), name]
         if backend == "gloo" and name != "ddp":
             launcher = ["horovodrun", "--gloo", "-np", str(self._size), "-H", hosts]
             # Ranks that are stopped for longer must not count as lost.
@@ -111,7 +119,7 @@ class Team:
             env = {**RING, **env}
         self._log = (directory / f"{name}.log").open("w")
         self._job = cluster.popen(
-            "h1", [*launcher, *script], env=env, stdout=self._log, stderr=self._log
+            "h1", [*launcher, *words], env=env, stdout=self._log, stderr=self._log
         )
 
     def ask(self, do: str, **what: Any) -> list[dict[str, Any]]:
@@ -162,7 +170,7 @@ class Team:
             try:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                if words[1:2] == [os.fsencode(SCRIPT)] and self._mark.encode() in variables:
+                if words[1:2] == [os.fsencode(self._script)] and self._mark.encode() in variables:
                     yield int(folder.name)
             except OSError:  # ended meanwhile
                 continue

@@ -168,17 +168,15 @@ def bytes_sent() -> int:
     return 0
 
 
-def write(path: Path, answer: dict[str, Any]) -> None:
+def write(path: Path, answer: Any) -> None:
     """Write JSON that a reader sees whole or not at all."""
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(json.dumps(answer))
     part.rename(path)
 
 
-def main() -> None:
+def answer_orders(rank: Rank, directory: Path, team: str) -> None:
     """Answer orders until the referee ends this process."""
-    directory, team = Path(sys.argv[1]), sys.argv[2]
-    rank = Rank(team, directory / "ddp.store")
     number = 0
     while True:
         try:
@@ -196,6 +194,12 @@ def main() -> None:
             where = f"rank {rank.rank} on {socket.gethostname()}"
             answer = {"error": f"{where}:\n{traceback.format_exc()}"}
         write(directory / f"{team}.{rank.rank}.answer", {"number": number, **answer})
+
+
+def main() -> None:
+    """Be a rank of the team that the command line names."""
+    directory, team = Path(sys.argv[1]), sys.argv[2]
+    answer_orders(Rank(team, directory / "ddp.store"), directory, team)
 
 
 if __name__ == "__main__":

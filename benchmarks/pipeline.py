@@ -1,0 +1,407 @@
+r"""PipeDream beside data parallelism, on four emulated hosts.
+
+    python benchmarks/pipeline.py --predict
+    sudo python benchmarks/pipeline.py --ratios 1 4 8 --json pipeline.json
+
+Hosts, links and turns are those of `throughput.py`: links are set so that an all-reduce of all
+gradients takes ``r`` times a worker's computation of a minibatch. The models are chains of
+PipeDream's profiles (`pipeline_models.py`), whose layers take time without the processor.
+
+All figures are by the worker's batch: data parallelism trains n of them a step, a pipeline one a
+period. Bytes are what the hosts' interfaces have counted. Predictions are made from the measured
+all-reduce and computation, before the pipelines run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pipeline_models
+from cluster import Cluster as Hosts
+from cluster import ClusterError
+from contestants import period_of
+from rich.console import Console
+from rich.table import Table
+from throughput import PLANNING_STEPS, SETTLE_STEPS, Team, set_ratio, steps_for
+from throughput_rank import write
+from tqdm import tqdm
+
+from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.modes import MODES
+from hvd_pipe.planning.partition import partition
+from hvd_pipe.planning.pipeline_cost import coalesced, fewest_microbatches, pipeline_cost
+from hvd_pipe.planning.plan_text import parse_replicas
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.timing import step_time
+
+PIPELINE = {"HOROVOD_CYCLE_TIME": "20"}  # ms: over MPI its thread polls, and takes the cores
+SCRIPT = Path(__file__).with_name("pipeline_rank.py")
+BATCHES = {"vgg16": 128, "language-model": 64}  # of the profiles
+PLANS = {"vgg16": "3-1", "language-model": "straight"}  # as the paper has them for 4 workers
+LATENCY_S = 1e-3  # Horovod's cycle
+LEAST_MINIBATCHES = 16  # of a short epoch: several rounds of all replicas
+UTILISATION, SPEEDUP, WITHIN, SAVED = 0.90, 3.0, 0.10, 0.85
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A contestant: PipeDream with a plan and a mode, and what it is predicted to do.
+
+    Args:
+        plan: Replicas as people write them.
+        mode: One of PipeDream's.
+        partition: Its stages.
+        microbatches: Of a minibatch, each a worker's batch.
+        seconds: Predicted, by the worker's batch.
+        busiest_s: Of the busiest stage's computation, by the worker's batch.
+        sent_bytes: Predicted, of all hosts by the worker's batch.
+        memory_bytes: Predicted, of a worker of each stage.
+    """
+
+    plan: str
+    mode: str
+    partition: Partition
+    microbatches: int
+    seconds: float
+    busiest_s: float
+    sent_bytes: float
+    memory_bytes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        return f"pipedream {self.plan} {self.mode}"
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it for JSON, with the layers at which its stages end."""
+        ends = [stage.layers[-1] for stage in self.partition.stages]
+        return {**asdict(self), "partition": ends}
+
+
+def network(profile: ModelProfile, workers: int, all_reduce_s: float) -> Cluster:
+    """Return the cluster on which an all-reduce of all gradients takes so long, as a ring."""
+    wire = 2 * (workers - 1) / workers * float(profile.gradient_bytes().sum())
+    return Cluster(workers, Network(Link.of(wire / all_reduce_s, LATENCY_S)))
+
+
+def predicted(profile: ModelProfile, cluster: Cluster, plan: str, mode: str) -> Pipeline:
+    """Return a pipeline and what is expected of it.
+
+    A minibatch of a mode that cuts it is as many workers' batches as it has microbatches.
+    """
+    replicas = parse_replicas(plan, cluster.workers)
+    made = partition(profile, cluster, replicas=replicas)
+    count = fewest_microbatches(mode, replicas, cluster.workers)
+    whole, stages = coalesced(profile, made, count)
+    cost = pipeline_cost(
+        stages,
+        whole,
+        cluster,
+        mode=mode,
+        microbatches=count,
+        optimizer_bytes_per_parameter_byte=0.0,
+    )
+    return Pipeline(
+        plan=plan,
+        mode=mode,
+        partition=made,
+        microbatches=count,
+        seconds=cost.period_s / count,
+        busiest_s=cost.compute_s / count,
+        sent_bytes=cost.wire_bytes / count,
+        memory_bytes=cost.memory_bytes,
+    )
+
+
+def copies(ratio: float) -> dict[str, list[str]]:
+    """Return the names of data parallelism's contestants, by team."""
+    k = max(2, math.ceil(ratio))
+    return {
+        "stock": ["single", "horovod"],
+        "ours": ["merged-gradient", "pipe-sgd", f"cocod:period={k}"],
+    }
+
+
+def predicted_row(profile: ModelProfile, cluster: Cluster, name: str) -> dict[str, Any]:
+    """Return what is expected of data parallelism, by the worker's batch."""
+    n = cluster.workers
+    if name == "single":
+        return {"seconds": profile.compute_s, "sent_bytes": 0.0}
+    seconds = step_time(name, profile, cluster.comm()).total_s / n
+    wire = 2 * (n - 1) / n * float(profile.gradient_bytes().sum()) / period_of(name)
+    return {"seconds": seconds, "sent_bytes": wire}
+
+
+def run_cell(
+    model: str, ratio: float, hosts: Hosts, teams: dict[str, Team], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Race all contestants of a model at a rate and return the cell."""
+    workers = len(hosts.hosts)
+    profile = profile_of(model, options)
+    size = int(profile.gradient_bytes().sum())
+    document = profile.to_json()
+    hosts.rate(None)
+    all_reduce_s = set_ratio(hosts, teams["ours"], profile.compute_s, ratio, size)
+    cluster = network(profile, workers, all_reduce_s)
+    pipes = [predicted(profile, cluster, PLANS[model], mode) for mode in options.modes]
+
+    entrants: list[tuple[str, str]] = []
+    steps: dict[tuple[str, str], int] = {}
+    expected: dict[tuple[str, str], dict[str, Any]] = {}
+    for team, names in copies(ratio).items():
+        for name in names:
+            settle = PLANNING_STEPS if name == "merged-gradient" else SETTLE_STEPS
+            teams[team].ask("build", name=name, profile=document, settle=settle)
+            expected[team, name] = predicted_row(profile, cluster, name)
+            a_step = expected[team, name]["seconds"] * (1 if name == "single" else workers)
+            steps[team, name] = steps_for(name, options.seconds / a_step)
+            entrants.append((team, name))
+    for pipe in pipes:
+        count = rounds_of(pipe, options.seconds)
+        teams["pipeline"].ask(
+            "build",
+            name=pipe.name,
+            profile=document,
+            settle=max(count, PLANNING_STEPS * max(pipe.partition.replicas)),
+            plan=pipe.partition.to_json(),
+            mode=pipe.mode,
+            microbatches=pipe.microbatches,
+        )
+        expected["pipeline", pipe.name] = pipe.figures()
+        steps["pipeline", pipe.name] = count
+        entrants.append(("pipeline", pipe.name))
+
+    results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
+    for number in range(options.rounds):
+        shift = number % len(entrants)
+        for each in entrants[shift:] + entrants[:shift]:
+            answers = teams[each[0]].ask("race", name=each[1], steps=steps[each])
+            results[each].append(
+                {
+                    "seconds": max(answer["seconds"] for answer in answers),
+                    "cpu_s": sum(answer["cpu_s"] for answer in answers),
+                    "sent_bytes": sum(answer["sent_bytes"] for answer in answers),
+                    "busy_s": max(answer.get("busy_s", 0.0) for answer in answers),
+                }
+            )
+    for team in teams.values():
+        team.ask("drop")
+    return {
+        "model": model,
+        "workers": workers,
+        "ratio": ratio,
+        "reached_ratio": all_reduce_s / profile.compute_s,
+        "compute_s": profile.compute_s,
+        "gradient_bytes": size,
+        "all_reduce_s": all_reduce_s,
+        "rows": [
+            {
+                "contestant": name,
+                **{
+                    key: median(each[key] for each in rounds)
+                    for key in ("seconds", "cpu_s", "sent_bytes", "busy_s")
+                },
+                "least_s": min(each["seconds"] for each in rounds),
+                "most_s": max(each["seconds"] for each in rounds),
+                "predicted": expected[team, name],
+            }
+            for (team, name), rounds in results.items()
+        ],
+    }
+
+
+def rounds_of(pipe: Pipeline, seconds: float) -> int:
+    """Return minibatches of a short epoch: whole rounds of the replicas, about so many seconds."""
+    a_round = math.lcm(*pipe.partition.replicas)
+    least = max(LEAST_MINIBATCHES // pipe.microbatches, 2)
+    wanted = max(least, seconds / (pipe.seconds * pipe.microbatches))
+    return a_round * math.ceil(wanted / a_round)
+
+
+def prediction(model: str, ratio: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a cell of predictions alone, as if the rate had been reached exactly."""
+    profile = profile_of(model, options)
+    cluster = network(profile, options.workers, ratio * profile.compute_s)
+    pipes = [predicted(profile, cluster, PLANS[model], mode) for mode in options.modes]
+    rows = [
+        {"contestant": name, "predicted": predicted_row(profile, cluster, name)}
+        for names in copies(ratio).values()
+        for name in names
+    ]
+    rows += [{"contestant": pipe.name, "predicted": pipe.figures()} for pipe in pipes]
+    return {
+        "model": model,
+        "workers": options.workers,
+        "ratio": ratio,
+        "reached_ratio": ratio,
+        "compute_s": profile.compute_s,
+        "gradient_bytes": int(profile.gradient_bytes().sum()),
+        "rows": [{**row, **row["predicted"]} for row in rows],
+    }
+
+
+def profile_of(model: str, options: argparse.Namespace) -> ModelProfile:
+    """Return the emulated model's profile."""
+    whole = pipeline_models.profile(model, BATCHES[model])
+    return pipeline_models.scaled(whole, options.compute_ms / 1e3, options.gradient_bytes)
+
+
+def table(cell: dict[str, Any]) -> Table:
+    """Return a cell as a table, by the worker's batch."""
+    found = Table(
+        title=f"{cell['model']}, {cell['workers']} workers, r = {cell['ratio']:g} "
+        f"(reached {cell['reached_ratio']:.2f}); {cell['compute_s'] * 1e3:.0f} ms and "
+        f"{cell['gradient_bytes'] / 2**20:.1f} MiB a worker"
+    )
+    found.add_column("contestant", no_wrap=True)
+    headings = ("ms a batch", "predicted", "x stock", "busiest stage", "sent MB", "less by")
+    for heading in headings:
+        found.add_column(heading, justify="right")
+    stock = row_of(cell, "horovod")
+    for row in cell["rows"]:
+        busiest = row["predicted"].get("busiest_s") and busy_of(row)
+        saved = 1.0 - row["sent_bytes"] / stock["sent_bytes"]
+        found.add_row(
+            row["contestant"],
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['predicted']['seconds'] * 1e3:.1f}",
+            f"{stock['seconds'] / row['seconds']:.2f}",
+            "-" if busiest is None else f"{busiest / row['seconds']:.0%}",
+            f"{row['sent_bytes'] / 1e6:.2f}",
+            f"{saved:.0%}",
+        )
+    return found
+
+
+def row_of(cell: dict[str, Any], contestant: str) -> dict[str, Any]:
+    """Return a contestant's row."""
+    row: dict[str, Any] = next(row for row in cell["rows"] if row["contestant"] == contestant)
+    return row
+
+
+def busy_of(row: dict[str, Any]) -> float:
+    """Return for how long the busiest worker's device computed, or where none ran, should."""
+    return float(row.get("busy_s") or row["predicted"]["busiest_s"])
+
+
+def bounds(cells: Sequence[dict[str, Any]]) -> Table:
+    """Return what mode "stash" is held to, at r = 4 and above."""
+    found = Table(title="Bounds of mode stash, where r is 4 or more")
+    for heading in ("what", "bound", "reached", "where"):
+        found.add_column(heading)
+    for cell in cells:
+        pipe = next((x for x in cell["rows"] if x["contestant"].endswith(" stash")), None)
+        if cell["ratio"] < 4.0 or pipe is None:
+            continue
+        stock = row_of(cell, "horovod")
+        where = f"{cell['model']}, r = {cell['ratio']:g}"
+        expected = pipe["predicted"]
+        off = abs(expected["seconds"] / pipe["seconds"] - 1.0)
+        saved = 1.0 - pipe["sent_bytes"] / stock["sent_bytes"]
+        for what, bound, value, met in (
+            ("speed / stock Horovod", SPEEDUP, stock["seconds"] / pipe["seconds"], 1),
+            ("the busiest stage's use", UTILISATION, busy_of(pipe) / pipe["seconds"], 1),
+            ("bytes saved", SAVED, saved, 1),
+            ("prediction off by", WITHIN, off, -1),
+        ):
+            missed = "" if met * value >= met * bound else " (missed)"
+            sign = ">=" if met > 0 else "<="
+            found.add_row(what, f"{sign} {bound:g}", f"{value:.2f}{missed}", where)
+    return found
+
+
+def main() -> int:
+    """Run the grid, or predict it, and report it."""
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that all that was started ends
+    grid = [(model, ratio) for model in options.models for ratio in options.ratios]
+    if options.predict:
+        cells = [prediction(model, ratio, options) for model, ratio in grid]
+    else:
+        try:
+            cells = raced(grid, options)
+        except (ClusterError, RuntimeError) as error:
+            print(f"pipeline: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130  # as a shell says it
+    if options.predict:
+        for cell in cells:
+            Console(width=130).print(table(cell))
+    else:
+        Console(width=130).print(bounds(cells))
+    if options.json:
+        write(Path(options.json), cells)
+    return 0
+
+
+def raced(grid: Sequence[tuple[str, float]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all cells."""
+    cells: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="pipeline-") as folder,
+        Hosts(options.workers) as hosts,
+        ExitStack() as started,
+        tqdm(total=len(grid), desc="cells", disable=None) as progress,
+    ):
+        teams = {}
+        for name in ("stock", "ours", "pipeline"):
+            env = PIPELINE if name == "pipeline" else {}
+            teams[name] = Team(hosts, name, env, Path(folder), options.backend, SCRIPT)
+            started.callback(teams[name].close)
+            teams[name].ask("drop")  # it is up, and stops
+        for model, ratio in grid:
+            cells.append(run_cell(model, ratio, hosts, teams, options))
+            Console(width=130).print(table(cells[-1]))
+            if options.json:
+                write(Path(options.json), cells)
+            progress.update()
+    return cells
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=4, help="hosts (default 4)")
+    parser.add_argument("--models", nargs="+", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[1.0, 4.0], help="all-reduce / computation"
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--compute-ms", type=float, default=120.0, help="of a worker's batch")
+    parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20)
+    parser.add_argument("--backend", choices=("gloo", "mpi"), default="mpi")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn (default 2)")
+    parser.add_argument("--predict", action="store_true", help="no hosts: predictions alone")
+    parser.add_argument("--json", help="write all cells here")
+    options = parser.parse_args(words)
+    if options.workers < 2:
+        parser.error("--workers: 2 at least")
+    if min(options.ratios) <= 0.0 or options.compute_ms <= 0.0 or options.gradient_bytes < 4:
+        parser.error("--ratios, --compute-ms and --gradient-bytes: more than 0")
+    if options.rounds < 1 or options.seconds <= 0.0:
+        parser.error("--rounds and --seconds: more than 0")
+    for model in options.models:
+        try:
+            parse_replicas(PLANS[model], options.workers)
+        except ValueError as error:
+            parser.error(f"--workers: {model}: {error}")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        parser.error(f"{options.json}: no such folder")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

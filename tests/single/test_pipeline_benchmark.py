@@ -1,0 +1,172 @@
+"""The pipeline benchmark: its models, its predictions and its report; the race needs root."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import pipeline
+import pipeline_models
+from rich.console import Console
+
+from hvd_pipe.planning._cuts import find_cuts
+from hvd_pipe.planning.partition import partition
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+
+
+def test_a_chain_sends_what_crosses_in_the_graph() -> None:
+    graph = ModelProfile.read(pipeline_models.DATA / "gnmt.graph.txt")
+    found = pipeline_models.chain(graph)
+    cuts = find_cuts(graph, 2000)
+    for at in range(1, len(graph.layers)):
+        before = np.arange(len(graph.layers)) < at
+        [same] = np.flatnonzero((cuts.members == before).all(axis=1))
+        assert found.layers[at - 1].activation_bytes == cuts.crossing[same]
+    assert found.edges is None
+    assert found.compute_s == pytest.approx(graph.compute_s)
+
+
+def test_totals_are_scaled_and_messages_with_the_gradients() -> None:
+    whole = pipeline_models.profile("vgg16", batch=128)
+    found = pipeline_models.scaled(whole, 0.12, 3 * 2**20)
+    assert found.compute_s == pytest.approx(0.12)
+    assert found.gradient_bytes().sum() == pytest.approx(3 * 2**20, rel=1e-4)
+    factor = found.gradient_bytes().sum() / whole.gradient_bytes().sum()
+    for one, other in zip(found.layers, whole.layers, strict=True):
+        assert one.activation_bytes % (4 * 128) == 0
+        assert one.activation_bytes == pytest.approx(other.activation_bytes * factor, abs=4 * 128)
+
+
+class Clock:
+    """A time that only sleeping passes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_pass_begins_when_its_message_has_come() -> None:
+    """Waiting for a message is not made up for; being late between two layers is."""
+    clock = Clock()
+    device = pipeline_models.Device(clock, clock.sleep)
+    device.work(True, 3, 1.0)
+    clock.now += 0.5  # the host is late, the accelerator is not
+    device.work(True, 4, 1.0)
+    assert clock.now == pytest.approx(102.0)
+    clock.now += 5.0  # the gradient comes
+    device.work(False, 4, 2.0)
+    device.work(False, 3, 2.0)
+    assert clock.now == pytest.approx(111.0)
+    clock.now += 1.0
+    device.work(True, 3, 1.0)
+    assert clock.now == pytest.approx(113.0)
+    assert device.busy_s == 7.0
+
+
+def test_layers_take_their_share_of_a_minibatch() -> None:
+    layers = (LayerProfile("a", 40, 0.04, 0.02, 64), LayerProfile("b", 0, 0.02, 0.02, 32))
+    model = pipeline_models.EmulatedPipeline(ModelProfile(layers, batch=4))
+    clock = Clock()
+    device = pipeline_models.Device(clock, clock.sleep)
+    for layer in model:
+        layer.device = device
+    x = torch.zeros(2, 1, requires_grad=True)
+    output = model(x)
+    assert output.shape == (2, 2)
+    assert model[0](x).shape == (2, 4)
+    device.busy_s = 0.0
+    model(x).sum().backward()
+    assert device.busy_s == pytest.approx(0.05)
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    [weight] = model.parameters()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([0.0005] * 10)
+    whole = pipeline_models.EmulatedPipeline(ModelProfile(layers, batch=4))
+    whole.loss().backward()
+    [weight] = whole.parameters()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == pytest.approx([0.001] * 10)
+
+
+def options(*words: str) -> Any:
+    return pipeline.parse_arguments(list(words))
+
+
+@pytest.mark.parametrize("model", list(pipeline.PLANS))
+def test_what_is_predicted_where_the_network_is_slow(model: str) -> None:
+    """The plans are the best there are, and would meet what the benchmark asks of them."""
+    cell = pipeline.prediction(model, 4.0, options("--predict"))
+    [stash] = (row for row in cell["rows"] if row["contestant"].endswith("stash"))
+    stock = pipeline.row_of(cell, "horovod")
+    assert stock["seconds"] / stash["seconds"] >= pipeline.SPEEDUP
+    assert stash["predicted"]["busiest_s"] / stash["seconds"] >= pipeline.UTILISATION
+    assert 1 - stash["sent_bytes"] / stock["sent_bytes"] >= pipeline.SAVED
+    profile = pipeline.profile_of(model, options())
+    cluster = pipeline.network(profile, 4, 4.0 * profile.compute_s)
+    best = partition(profile, cluster)
+    assert best.replicas == pipeline.parse_replicas(pipeline.PLANS[model], 4)
+    json.dumps(cell)
+
+
+def test_epochs_are_whole_rounds() -> None:
+    profile = pipeline.profile_of("vgg16", options())
+    cluster = pipeline.network(profile, 4, 0.48)
+    for mode in ("stash", "2bw", "flush"):
+        pipe = pipeline.predicted(profile, cluster, "3-1", mode)
+        count = pipeline.rounds_of(pipe, 2.0)
+        assert count % 3 == 0
+        assert count * pipe.microbatches * pipe.seconds >= 2.0
+        assert pipeline.rounds_of(pipe, 1e-9) >= 3
+
+
+def test_the_report_says_what_was_missed() -> None:
+    cell = pipeline.prediction("vgg16", 4.0, options("--predict"))
+    text = printed(pipeline.table(cell))
+    assert "pipedream 3-1 stash" in text
+    assert "missed" not in printed(pipeline.bounds([cell]))
+    for row in cell["rows"]:
+        if row["contestant"].endswith("stash"):
+            row["seconds"] *= 1.2
+            row["sent_bytes"] *= 2
+    found = printed(pipeline.bounds([cell]))
+    assert found.count("(missed)") == 4
+    assert not printed(pipeline.bounds([{**cell, "ratio": 1.0}])).count("vgg16")
+
+
+def printed(table: Any) -> str:
+    console = Console(width=130)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "1"], "2 at least"),
+        (["--workers", "3"], "vgg16: '3-1' is for 4 workers"),
+        (["--ratios", "0"], "more than 0"),
+        (["--rounds", "0"], "more than 0"),
+        (["--json", "/nowhere/at/all.json"], "no such folder"),
+        (["--modes", "stashed"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        pipeline.parse_arguments(words)
+    assert message in capsys.readouterr().err
