@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["write_together"]
+__all__ = ["NEW", "digest", "write_together"]
+
+NEW = "new."
+"""Begins the names of files until all of them are written."""
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_together(directory: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
@@ -29,8 +39,8 @@ def write_together(directory: Path, writers: Mapping[str, Callable[[Path], objec
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, write in writers.items():
-        write(directory / f"new.{name}")
+        write(directory / f"{NEW}{name}")
     *_, last = writers
     (directory / last).unlink(missing_ok=True)
     for name in writers:
-        (directory / f"new.{name}").replace(directory / name)
+        (directory / f"{NEW}{name}").replace(directory / name)

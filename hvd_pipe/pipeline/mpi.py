@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -188,7 +188,7 @@ class MpiTransport:
                 self._changed.wait()
                 self._check()
 
-    def close(self) -> None:
+    def close(self, meet: bool = True) -> None:
         """Give up what is still on its way, and wait for all ranks to do so."""
         if self._closed:
             return
@@ -199,16 +199,21 @@ class MpiTransport:
                 self._give_up(incoming.posted)
             for outgoing in self._outgoing.values():
                 self._give_up(outgoing.unsent)
-        if self._error is None and not is_failing():
+        if meet and self._error is None and not is_failing():
             # The others may still be about to receive what this rank has sent.
             self._meet()
+        self._lent.clear()
+        for incoming in self._incoming.values():  # MPI_COMM_SELF keeps this transport
+            incoming.free.clear()
+            incoming.arrived.clear()
 
-    def _give_up(self, requests: Iterable[tuple[MPI.Request, Any]]) -> None:
+    def _give_up(self, requests: deque[tuple[MPI.Request, Any]]) -> None:
         for request, buffer in requests:
             if self._error is None:
                 with suppress(MPI.Exception):
                     request.Cancel()
             _abandoned.append((request, buffer))
+        requests.clear()
 
     def _check(self) -> None:
         if isinstance(self._error, HorovodInternalError):

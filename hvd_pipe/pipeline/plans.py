@@ -104,7 +104,7 @@ class Wishes(Protocol):
     progress: bool
 
     @property
-    def modes(self) -> Mode:
+    def chosen_mode(self) -> Mode:
         """When weights are updated."""
 
 
@@ -134,7 +134,7 @@ def plan_together(
     bandwidth, latency = wishes.bandwidth or math.inf, 0.0
     if wishes.bandwidth is None and request.stages is None and workers > 1:
         bandwidth, latency = link_of(comm(), workers)
-    pieces = (wishes.microbatches or workers) if wishes.modes.coalesces else 1
+    pieces = (wishes.microbatches or workers) if wishes.chosen_mode.coalesces else 1
 
     def measured() -> ModelProfile:
         return wishes.profile if isinstance(wishes.profile, ModelProfile) else profile(pieces)
@@ -146,7 +146,7 @@ def plan_together(
             request,
             measured,
             Cluster(workers, network, memory_bytes=memory),
-            wishes.modes,
+            wishes.chosen_mode,
             optimizer_ratio(),
             pieces,
             wishes.microbatches,

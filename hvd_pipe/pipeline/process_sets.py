@@ -192,7 +192,7 @@ class ProcessSetTransport:
             while outgoing.unsent:
                 self._settle_one(outgoing)
 
-    def close(self) -> None:
+    def close(self, meet: bool = True) -> None:
         """Give up what is still on its way, and wait for all ranks to do so.
 
         Horovod takes no broadcast back: one that has begun on one side alone ends with Horovod.
@@ -204,7 +204,7 @@ class ProcessSetTransport:
             _abandoned.extend(incoming.posted)
         for outgoing in self._outgoing.values():
             _abandoned.extend(outgoing.unsent)
-        if not is_failing():
+        if meet and not is_failing():
             # The others may still be about to receive what this rank has sent.
             self._meet()
 

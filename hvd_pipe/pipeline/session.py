@@ -17,7 +17,7 @@ from hvd_pipe.pipeline.layout import Layout
 from hvd_pipe.pipeline.spans import PipelineSpans
 from hvd_pipe.pipeline.stage import Stage, Tally
 from hvd_pipe.pipeline.transport import Transport
-from hvd_pipe.planning.instructions import Backward, Instruction
+from hvd_pipe.planning.instructions import Backward, Instruction, Worker
 from hvd_pipe.planning.modes import Mode
 from hvd_pipe.planning.schedule import program
 
@@ -145,11 +145,14 @@ class Session:
             "times": [times.total_s, times.compute_s, times.wait_s, times.utilisation],
             "period_s": self._period_s(ends) if training else 0.0,
             "sent": self.transport.sent_bytes - self._sent_before,
+            "norm": stage.norms.squared[self.worker.stage],
         }
         self._sent_before = self.transport.sent_bytes
         everyone: list[dict[str, Any]] = self._agreement.gather(
             mine, "hvd_pipe.pipeline.stats", self._ranks
         )
+        firsts = (self.layout.rank(Worker(s, 0)) for s in range(self.layout.stages))
+        stage.norms.set_all([everyone[first]["norm"] for first in firsts])
         tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
         total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
         return EpochStats(

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hvd_pipe.pipeline.norms import Norms
+
 __all__ = ["Buffer", "Stage", "Tally", "Unit"]
 
 Buffer = npt.NDArray[np.uint8]
@@ -47,6 +49,10 @@ class Stage(Protocol):
     no output and take_gradient: it computes the loss. Messages are whole ones of
     :mod:`hvd_pipe.pipeline.wire`, header included. A run that is no training has no gradients.
     """
+
+    @property
+    def norms(self) -> Norms:
+        """What it knows of the gradients of all stages."""
 
     def take_input(self, unit: Unit, message: Buffer) -> None:
         """Take what the stage before has sent."""

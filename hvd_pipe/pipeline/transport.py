@@ -109,10 +109,13 @@ class Transport(Protocol):
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
 
-    def close(self) -> None:
+    def close(self, meet: bool = True) -> None:
         """Give up what is still on its way, and wait for all ranks to do so.
 
         To be called after `flush`, and by all ranks; after an exception it waits for nobody.
+
+        Args:
+            meet: False where another rank may never come.
         """
 
 

@@ -67,6 +67,22 @@ class Header:
     squared_norms: tuple[float, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    def check_unit(self, unit: tuple[int, int], where: str) -> None:
+        """Check that the message is of the microbatch that is waited for.
+
+        Args:
+            unit: Minibatch and microbatch.
+            where: Who waits, for the message: "stage 1 replica 0".
+
+        Raises:
+            HvdPipeError: It is of another one.
+        """
+        if (self.minibatch, self.microbatch) != tuple(unit):
+            raise HvdPipeError(
+                f"{where} waits for microbatch {unit[1]} of minibatch {unit[0]}, and got "
+                f"{self.microbatch} of {self.minibatch}: the neighbour runs another schedule."
+            )
+
 
 @dataclass(frozen=True)
 class Format:

@@ -30,6 +30,7 @@ Weights = dict[str, npt.NDArray[np.float64]]
 
 METHODS = {"stash": "1f1b", "2bw": "2bw", "flush": "1f1b-flush"}
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.05),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.6),
     "adam": lambda: keras.optimizers.Adam(0.01),
 }
@@ -47,8 +48,27 @@ STAGES = {
 """Of 2 and 3 stages; what "norm" makes is used in the last one."""
 
 
-def make_model() -> Any:
-    """Layers that weight versions go wrong in, a skip connection, and losses of layers."""
+class Round(keras.layers.Layer):  # type: ignore[misc]
+    """What a message in bfloat16 makes of activations and their gradients."""
+
+    def call(self, x: Any) -> Any:
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def rounded(x: Any) -> tuple[Any, Callable[[Any], Any]]:
+            return _short(x), _short
+
+        return rounded(x)
+
+
+def _short(x: Any) -> Any:
+    return tf.cast(tf.cast(x, tf.bfloat16), x.dtype)
+
+
+def make_model(rounded: bool = False) -> Any:
+    """Layers that weight versions go wrong in, a skip connection, and losses of layers.
+
+    Args:
+        rounded: What goes from the first to the second of two stages is rounded.
+    """
     keras.utils.set_random_seed(3)
     layers = keras.layers
     images = layers.Input((5, 5, 1), name="images")
@@ -57,6 +77,8 @@ def make_model() -> Any:
     norm = layers.BatchNormalization(name="norm")(conv(images))
     rows = layers.Reshape((5, 10), name="rows")(norm)
     lstm = layers.LSTM(4, return_sequences=True, kernel_regularizer="l2", name="lstm")(rows)
+    if rounded:
+        norm, lstm = Round()(norm), Round()(lstm)
     flat = layers.Flatten(name="flat")(layers.LayerNormalization(name="layer_norm")(lstm))
     both = layers.Concatenate(name="both")([flat, layers.Flatten(name="skip")(norm)])
     drop = layers.Dropout(0.2, seed=5, name="drop")(both)
@@ -102,9 +124,9 @@ def versions_of(
 
 
 @functools.cache
-def _plain_model() -> tuple[Any, Any]:
+def _plain_model(rounded: bool) -> tuple[Any, Any]:
     """Return one model, and its gradients, for all references, as compiling costs seconds."""
-    model = make_model()
+    model = make_model(rounded)
 
     @tf.function
     def gradients(x: Any, y: Any) -> Any:
@@ -125,6 +147,8 @@ class Reference:
         mode: As `PipeDream` names it.
         optimizer_fn: Makes a stage's optimizer.
         microbatches: Of a minibatch.
+        most: The largest norm of a gradient; of two straight stages, or in "flush".
+        rounded: What crosses the cut between two stages is.
     """
 
     def __init__(
@@ -134,8 +158,14 @@ class Reference:
         mode: str,
         optimizer_fn: Callable[[], Any],
         microbatches: int = 1,
+        most: float | None = None,
+        rounded: bool = False,
     ) -> None:
-        model, self._gradients = _plain_model()
+        model, self._gradients = _plain_model(rounded)
+        self._most = most
+        self._norms: list[list[float]] = [[] for _ in replicas]  # squared, by update
+        self.clipped = 0
+        """How often a gradient was longer."""
         _assign(model.variables, [v.numpy() for v in make_model().variables])
         self.model, self.mode = model, mode
         self.replicas, self.microbatches = tuple(replicas), microbatches
@@ -161,6 +191,7 @@ class Reference:
         version = versions_of(self.mode, self.replicas, len(batches), m)
         rounds: list[list[list[Any]]] = [[] for _ in stages]
         losses = []
+        epoch = len(self._norms[0])
         for b, (x, y) in enumerate(batches):
             for s in stages:
                 _assign(self.weights[s], history[s][version[s][b]])
@@ -179,12 +210,17 @@ class Reference:
                     self.states[s][replica[s]] = [v.numpy() for v in self.state[s]]
             losses.append(total)
             by_id = {id(v): g for v, g in zip(self.model.trainable_variables, found, strict=False)}
+            own_gradients = [[by_id[id(v)] for v in self.weights[s]] for s in stages]
             for s in stages:
-                rounds[s].append([by_id[id(v)] for v in self.weights[s]])
+                self._norms[s].append(sum(float((g * g).sum()) for g in own_gradients[s]))
+            for s in stages:
+                rounds[s].append(own_gradients[s])
                 whole = 1 if m > 1 or self.mode != "stash" else self.replicas[s]
                 if len(rounds[s]) == whole or b == len(batches) - 1:
                     mean = [sum(gs) / len(rounds[s]) for gs in zip(*rounds[s], strict=False)]
                     rounds[s] = []
+                    factor = self._factor(s, b, epoch)
+                    mean = [g * factor for g in mean]
                     _assign(self.weights[s], history[s][-1])
                     self.optimizers[s].apply([tf.constant(g) for g in mean], self.weights[s])
                     history[s].append([v.numpy() for v in self.weights[s]])
@@ -195,6 +231,26 @@ class Reference:
             for variable, mean, mine in zip(self.state[s], means, self.states[s][0], strict=False):
                 variable.assign(mean if "float" in variable.dtype else mine)
         return float(np.mean(losses))
+
+    def _factor(self, s: int, b: int, epoch: int) -> float:
+        """Return what clipping makes of stage s's gradient of minibatch b.
+
+        In "flush", of all stages' norms. Of two straight stages, each hears of the other's by
+        messages: see ``serial`` in `workers_pipedream_clipping`.
+        """
+        if self._most is None:
+            return 1.0
+        at = epoch + b
+        total = self._norms[s][at]
+        if self.mode == "flush":
+            total = sum(norms[at] for norms in self._norms)
+        elif s == 0 and at:
+            total += self._norms[1][at - 1]
+        elif s == 1 and (b >= 2 or epoch):
+            total += self._norms[0][at - 2 if b >= 2 else epoch - 1]
+        factor = min(1.0, self._most / (total**0.5 + 1e-6))
+        self.clipped += factor < 1.0
+        return float(factor)
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:

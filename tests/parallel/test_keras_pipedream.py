@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 import workers_keras_pipedream
 from cases import of_case
+from horovod.common.process_sets import ProcessSet
 from keras_pipeline import (
     METHODS,
     OPTIMIZERS,
@@ -28,6 +29,8 @@ from workers_keras_pipedream import EPOCHS, MINIBATCHES, Case, is_close
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.feed import Feed
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.stage import Unit
 from hvd_pipe.planning.instructions import (
     Backward,
@@ -42,22 +45,26 @@ from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import graph_of
+from hvd_pipe.tensorflow.pipedream.messages import Messages
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
 
 TOLERANCE = 1e-10
 CASES: dict[int, list[Case]] = {
     2: [
-        ("stash", (1, 1), "momentum"),
-        ("2bw", (1, 1), "adam"),
-        ("flush", (1, 1), "momentum"),
-        ("stash", (2,), "momentum"),
+        Case("stash", (1, 1), "momentum"),
+        Case("2bw", (1, 1), "adam"),
+        Case("flush", (1, 1), "momentum"),
+        Case("stash", (2,), "momentum"),
+        Case("stash", (1, 1), "momentum", most=3.0),
+        Case("stash", (1, 1), "adam", short=True),
     ],
     3: [
-        ("stash", (2, 1), "momentum"),
-        ("2bw", (2, 1), "momentum"),
-        ("flush", (2, 1), "adam"),
-        ("stash", (1, 1, 1), "adam"),
+        Case("stash", (2, 1), "momentum"),
+        Case("2bw", (2, 1), "momentum"),
+        Case("flush", (2, 1), "adam"),
+        Case("stash", (1, 1, 1), "adam"),
+        Case("flush", (2, 1), "momentum", most=3.0, recompute=True),
     ],
 }
 
@@ -77,26 +84,41 @@ class ByHand:
     """All stages of a straight pipeline in this process, with messages in a dict."""
 
     def __init__(
-        self, model: Any, layers: Sequence[Sequence[str]], mode: str, optimizer: str, m: int
+        self,
+        model: Any,
+        layers: Sequence[Sequence[str]],
+        mode: str,
+        optimizer: str,
+        m: int,
+        recompute: bool = False,
     ) -> None:
         self.graph = graph_of(model)
         self.mode, self.m, self.count = mode, m, len(layers)
         x, _ = make_batches(2)[0]
         sample = split(self.graph, (x, x), m)[0].inputs
         parts = cut(self.graph, layers, shapes_of(self.graph, list(sample)))
-        last = len(parts) - 1
-        self.stages = [
-            KerasStage(
-                part,
-                Losses(loss_fn) if s == last else None,
-                OPTIMIZERS[optimizer](),
-                coalesces=mode != "stash",
-                stages=len(parts),
-                where=f"stage {s} replica 0",
+        count = len(parts)
+        self.stages = []
+        for s, part in enumerate(parts):
+            before, after = (
+                Boundary(specs, lambda x, s=s: Messages(x, count, f"stage {s} replica 0"))
+                if specs
+                else None
+                for specs in (part.inputs, part.outputs)
             )
-            for s, part in enumerate(parts)
-        ]
+            stage = KerasStage(
+                part,
+                Losses(loss_fn) if s == count - 1 else None,
+                OPTIMIZERS[optimizer](),
+                Clipping(None, False, Norms(s, count), None, ProcessSet([0]), lambda x, *_: x),
+                before,
+                after,
+                coalesces=mode != "stash",
+                recompute=recompute,
+            )
+            self.stages.append(stage)
         self.kept: list[int] = []
+        self._recompute = recompute
 
     def train(self, batches: list[Any]) -> float:
         whole = schedule(METHODS[self.mode], [1] * self.count, len(batches), self.m)
@@ -128,6 +150,8 @@ class ByHand:
                     stage.forward(unit, step.version)
                 case SendActivation():
                     messages[True, s + 1, unit] = stage.output(unit)
+                    flight = stage._flights[unit]
+                    assert (flight.tape is None) == (not flight.outputs) == self._recompute
                 case Backward():
                     stage.backward(unit, step.version)
                 case SendGradient():
@@ -142,12 +166,22 @@ class ByHand:
             self.kept.append(len(stage._versions))
 
 
-@pytest.mark.parametrize(("stages", "optimizer"), [(2, "momentum"), (3, "momentum"), (3, "adam")])
+@pytest.mark.parametrize(
+    ("stages", "optimizer", "recompute"),
+    [
+        (2, "momentum", False),
+        (3, "momentum", False),
+        (3, "adam", False),
+        (3, "momentum", True),
+    ],
+)
 @pytest.mark.parametrize(("mode", "m"), [("stash", 1), ("2bw", 4), ("flush", 4)])
-def test_stages_by_hand_are_the_equation(mode: str, m: int, stages: int, optimizer: str) -> None:
+def test_stages_by_hand_are_the_equation(
+    mode: str, m: int, stages: int, optimizer: str, recompute: bool
+) -> None:
     """Two epochs: the second begins with the versions, optimizers and state of the first."""
     batches, model = make_batches(6), make_model()
-    pipeline = ByHand(model, STAGES[stages], mode, optimizer, m)
+    pipeline = ByHand(model, STAGES[stages], mode, optimizer, m, recompute)
     reference = Reference(STAGES[stages], [1] * stages, mode, OPTIMIZERS[optimizer], m)
     for _ in range(2):
         loss, expected = pipeline.train(batches), reference.train_epoch(batches)
@@ -259,14 +293,17 @@ def test_minibatches_that_cannot_be(
 )
 def test_pipelines_are_the_equation(n: int, launcher: str, transport: str, case: Case) -> None:
     """Losses of two epochs, all weights and statistics after them, and an evaluation."""
-    mode, replicas, optimizer = case
+    mode, replicas, optimizer, *_ = case
     batches = make_batches(MINIBATCHES)
     layers = STAGES[len(replicas)] if len(replicas) > 1 else [sum(STAGES[2], ())]
     m = 1 if mode == "stash" else 4
-    reference = Reference(layers, replicas, mode, OPTIMIZERS[optimizer], m)
+    make = OPTIMIZERS[optimizer]
+    reference = Reference(layers, replicas, mode, make, m, case.most, case.short)
     wanted = [reference.train_epoch(batches) for _ in range(EPOCHS)]
     seen = workers_keras_pipedream.unseen()
     x, y = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    if case.most is not None:
+        assert MINIBATCHES < reference.clipped < 2 * EPOCHS * MINIBATCHES
     output = reference.model(x, training=False)
     right = float(np.mean(np.argmax(output, axis=-1) == y))
     for losses, weights, (loss, metric, samples) in of_case(jobs(n, launcher, transport), case):
@@ -316,6 +353,24 @@ def test_a_run_is_resumed_with_other_stages(tmp_path: Path) -> None:
         assert 0.0 < is_close(again, after) < 0.2
 
 
+def test_a_resumed_run_is_the_same_under_other_names(features: Any) -> None:
+    """Seeds of dropout are those of each replica, although Keras has named the layers anew."""
+    for (one, other), loss, again in features("renamed"):
+        assert one != other
+        assert loss == again
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(features: Any) -> None:
+    for *damaged, other in features("damage"):
+        assert len(damaged) == 3
+        for said, moved in damaged:
+            assert "no checkpoint of such a pipeline" in said
+            assert re.search(r"is damaged|line \d+ column", said)
+            assert moved == 0.0
+        assert re.search(r"of another optimizer: it has no 'slot.*SGD needs", other[0])
+        assert other[1] == 0.0
+
+
 def test_schedules_count_minibatches(features: Any) -> None:
     """All of which are those of one epoch, also where a stage's last round is short."""
     rates = [[0.2, 0.1]] * 2 + [[0.1, 0.05]]
@@ -327,15 +382,21 @@ MISTAKES = {
     "another mode": "ValueError: mode must be one of stash, 2bw, flush, got 'fast'$",
     "workers": "ValueError:.*3-1.*3",
     "transport": "ValueError: transport must be one of .*'pigeon'",
+    "shared": "ValueError: optimizer_fn must make a new optimizer in each call",
     "instance": "TypeError: optimizer_fn makes an optimizer .*keras.optimizers.Adam",
     "clipping": "ValueError: global_clipnorm=1.0 would be the norm of one stage",
+    "wire_dtype": "ValueError: wire_dtype must be None or 'bfloat16', got 'int8'",
+    "norm": "ValueError: max_grad_norm must be finite and above 0",
+    "norms differ": "RanksDisagreeError: ranks disagree on the pipeline's options",
     "microbatches": "ValueError: mode 'stash' updates after every minibatch.*got 2",
     "not built": "ValueError: the pipeline is built with its first minibatch",
     "modes differ": "RanksDisagreeError: ranks disagree on the mode of the pipeline",
     "lengths differ": "RanksDisagreeError: ranks disagree on the number of minibatches",
     "no length": "TypeError: .*has no len",
     "one rank's batch": "rank 1 was given something wrong|must yield .x, y., got int|number of mi",
-    "no checkpoint": "HvdPipeError: .*no checkpoint of a Keras pipeline|nonexistent",
+    "closed": "ValueError: this pipeline is closed: make another",
+    "one sample": "RanksDisagreeError: ranks disagree on whether a sample is given",
+    "no checkpoint": "HvdPipeError: .*no checkpoint of such a pipeline",
 }
 
 

@@ -29,3 +29,8 @@ def test_memory_is_as_predicted(plan: str, mode: str, rate: str) -> None:
     for predicted, measured, weights in of_case(job(), (plan, mode, rate)):
         assert measured == pytest.approx(predicted, rel=0.10)
         assert 0 < weights < measured
+
+
+def test_recomputing_keeps_what_came_in_alone() -> None:
+    for stage, kept, again in of_case(job(), "recompute"):
+        assert again < kept / 2 or stage == 2  # whose forward and backward follow each other

@@ -44,7 +44,8 @@ def test_wrong_arguments_are_refused_on_every_rank(name: str, folder: Path) -> N
 @pytest.mark.parametrize("name", UNLIKE)
 def test_ranks_with_other_arguments_are_told(name: str, folder: Path) -> None:
     errors = [error for error, _ in of_case(wrong(folder), f"unlike {name}")]
-    own = "TypeError" if name.startswith("one ") else "RanksDisagreeError"
+    own = {"one stranger": "ValueError"}.get(name, "TypeError")
+    own = own if name.startswith("one ") else "RanksDisagreeError"
     assert errors == ["RanksDisagreeError", own]
 
 
@@ -63,6 +64,12 @@ def test_plans_by_name(what: str, folder: Path) -> None:
     """The profile's times cut the model before the LSTM, as the plan that is given does."""
     for rank in of_case(wrong(folder), f"plan {what}"):
         assert_equal(rank, expected(Case(plan("1-1"))))
+
+
+def test_a_closed_pipeline_says_so_and_another_one_runs(folder: Path) -> None:
+    for (first, second), said in of_case(wrong(folder), "closed"):
+        assert first == second
+        assert "closed: make another" in said
 
 
 def test_loaders_of_unlike_lengths() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,11 +22,23 @@ from keras_pipeline import (
     values_of,
 )
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.tensorflow import pipedream
 from hvd_pipe.tensorflow.pipedream import PipeDream
 
-Case = tuple[str, tuple[int, ...], str]  # a mode, the replicas, an optimizer
+
+class Case(NamedTuple):
+    """A pipeline, and some of its options."""
+
+    mode: str
+    replicas: tuple[int, ...]
+    optimizer: str
+    most: float | None = None
+    short: bool = False
+    recompute: bool = False
+
+
 MINIBATCHES = 7
 EPOCHS = 2
 
@@ -59,8 +71,14 @@ def unseen() -> list[Any]:
 Run = tuple[list[float], Weights, tuple[float, float, int]]
 
 
-def train(case: Case, **options: Any) -> Run:
-    engine = engine_of(*case, **options)
+def train(case: Case, transport: str) -> Run:
+    engine = engine_of(
+        *case[:3],
+        transport=transport,
+        max_grad_norm=case.most,
+        wire_dtype="bfloat16" if case.short else None,
+        recompute=case.recompute,
+    )
     batches = make_batches(MINIBATCHES)
     losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
     stats = engine.evaluate(unseen())
@@ -80,6 +98,8 @@ def features(directory: str) -> Any:
         "dataset": dataset,
         "resume": functools.partial(resume, Path(directory) / "one", (2, 1), (2, 1)),
         "schedule": schedule,
+        "renamed": functools.partial(renamed, Path(directory) / "three"),
+        "damage": functools.partial(damage, Path(directory) / "two"),
         "errors": errors,
     }
     return run_cases(cases)
@@ -114,18 +134,78 @@ def resume(
 ) -> tuple[int, Weights, Weights, Weights, Weights]:
     """The epoch, weights at the checkpoint, those of one epoch more, and both as loaded."""
     batches = make_batches(MINIBATCHES)
-    engine = engine_of("stash", saved, "adam")
+    engine = engine_of("stash", saved, "adam", max_grad_norm=1.0)
     engine.train_epoch(batches)
     engine.save(directory)
     kept = values_of(engine.gather())
     engine.train_epoch(batches)
     after = values_of(engine.gather())
-    other = engine_of("stash", loaded, "adam", sample=batches[0])
+    other = engine_of("stash", loaded, "adam", sample=batches[0], max_grad_norm=1.0)
     other.load(directory)
     plain = values_of(other.gather())
     epoch = other.epoch
     other.train_epoch(batches)
     return epoch, kept, plain, after, values_of(other.gather())
+
+
+def renamed(directory: Path) -> tuple[list[str], float, float]:
+    """Names that Keras made up in two models of a script, and the losses of both pipelines."""
+    generator = np.random.default_rng(5)
+    batches = [
+        (generator.standard_normal((8, 4)), generator.integers(0, 3, 8))
+        for _ in range(MINIBATCHES)
+    ]
+
+    def make() -> PipeDream:
+        keras.utils.set_random_seed(2)
+        layers = [keras.layers.Dense(5), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        names = [layer.name for layer in model.layers]
+        stages = tuple(
+            Stage(tuple(some), width, 0.0, 0, 0, 0, 0, 0.0)
+            for some, width in ((names[:2], 2), (names[2:], 1))
+        )
+        plan = Partition(stages, 3, 0.0, 0.0, 0.0, "paper", (1, 1))
+        made = OPTIMIZERS["momentum"]
+        return PipeDream(
+            model, loss_fn, made, plan, sample=batches[0], max_grad_norm=0.5, progress=False
+        )
+
+    engine = make()
+    engine.train_epoch(batches)
+    engine.save(directory)
+    loss = engine.train_epoch(batches).loss
+    other = make()
+    other.load(directory)
+    names = [one.partition.stages[1].layers[0] for one in (engine, other)]
+    return names, loss, other.train_epoch(batches).loss
+
+
+def damage(directory: Path) -> list[tuple[str, float]]:
+    """What is said of a checkpoint without the end of a file, and how far weights have moved."""
+    batches = make_batches(MINIBATCHES)
+    engine = engine_of("stash", (2, 1), "adam")
+    engine.train_epoch(batches)
+    found = []
+    for name in ("stage1.npz", "model.weights.h5", "pipeline.json"):
+        engine.save(directory)
+        other = engine_of("stash", (2, 1), "adam", sample=batches[0])
+        before = values_of(other.gather())
+        if mpi_ops.rank() == 0:
+            path = directory / name
+            path.write_bytes(path.read_bytes()[:-200])
+        try:
+            other.load(directory)
+        except HvdPipeError as error:
+            found.append((str(error), is_close(values_of(other.gather()), before)))
+    momentum = engine_of("stash", (2, 1), "momentum", sample=batches[0])
+    before = values_of(momentum.gather())
+    engine_of("stash", (2, 1), "sgd", sample=batches[0]).save(directory)
+    try:
+        momentum.load(directory)
+    except HvdPipeError as error:
+        found.append((str(error), is_close(values_of(momentum.gather()), before)))
+    return found
 
 
 def schedule() -> list[float]:
@@ -155,24 +235,38 @@ def errors() -> dict[str, str]:
     def new(**options: Any) -> PipeDream:
         return engine_of("stash", (2, 1), "adam", **options)
 
+    def closed() -> PipeDream:
+        engine = new()
+        engine.train_epoch(batches)
+        engine.close()
+        engine.close()
+        return engine
+
     def call(*arguments: Any, **options: Any) -> PipeDream:
         return PipeDream(*arguments, **options)
 
+    shared = adam()
     mistakes: dict[str, Callable[[], Any]] = {
         "mode": lambda: engine_of("vertical-sync", (2, 1), "adam"),
         "another mode": lambda: engine_of("fast", (2, 1), "adam"),
         "workers": lambda: new(plan="3-1"),
         "transport": lambda: new(transport="pigeon"),
+        "shared": lambda: call(make_model(), loss_fn, lambda: shared),
         "instance": lambda: call(make_model(), loss_fn, adam()),
         "clipping": lambda: call(
             make_model(), loss_fn, lambda: keras.optimizers.SGD(global_clipnorm=1.0)
         ),
         "microbatches": lambda: new(microbatches=2),
+        "wire_dtype": lambda: new(wire_dtype="int8"),
+        "norm": lambda: new(max_grad_norm=0.0),
+        "norms differ": lambda: new(max_grad_norm=1.0 + rank),
         "not built": lambda: new().gather(),
         "modes differ": lambda: engine_of(["stash", "flush"][rank % 2], (2, 1), "adam"),
         "lengths differ": lambda: new().train_epoch(batches[rank:]),
         "no length": lambda: new().train_epoch(iter(batches)),
         "one rank's batch": lambda: new().train_epoch([3] if rank == 1 else batches[:1]),
+        "one sample": lambda: new(sample=batches[0] if rank == 1 else None),
+        "closed": lambda: closed().train_epoch(batches),
         "no checkpoint": lambda: new(sample=batches[0]).load("/nonexistent"),
     }
     found = {}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import torch
+from cases import run_cases
 from torch import nn
 
 from hvd_pipe.torch import pipedream
@@ -23,21 +27,54 @@ def minibatches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x, x.sum(1, keepdim=True).sin()) for x in inputs]
 
 
-def piped() -> dict[str, torch.Tensor]:
-    """Train on two ranks and return the whole model's state."""
-    pipedream.init()
-    engine = pipedream.PipeDream(
+def engine_of(plan: str, mode: str) -> pipedream.PipeDream:
+    """A pipeline that clips."""
+    return pipedream.PipeDream(
         network(),
         nn.functional.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=LR),
-        plan="straight",
+        plan=plan,
+        mode=mode,
         bandwidth=1e9,
         max_grad_norm=MOST,
         progress=False,
     )
+
+
+def piped() -> dict[str, torch.Tensor]:
+    """Train on two ranks and return the whole model's state."""
+    pipedream.init()
+    engine = engine_of("straight", "stash")
     for _ in range(EPOCHS):
         engine.train_epoch(minibatches())
     return engine.state_dict()
+
+
+Run = tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def resumed(plan: str, mode: str, folder: Path) -> Run:
+    """This worker's stage and layers, the model after an epoch, and that from a checkpoint."""
+    engine = engine_of(plan, mode)
+    engine.train_epoch(minibatches())
+    engine.save(folder)
+    engine.train_epoch(minibatches())
+    other = engine_of(plan, mode)
+    other.load(folder, sample=minibatches()[0])
+    other.train_epoch(minibatches())
+    own = {name: x.clone() for name, x in engine.module.state_dict().items()}
+    return engine.stage, own, engine.state_dict(), other.state_dict()
+
+
+def all_resumed(plans: list[str], folder: Path) -> dict[tuple[str, str], Run]:
+    """Of these plans in each mode that clips by norms it has heard of."""
+    pipedream.init()
+    cases = {
+        (plan, mode): partial(resumed, plan, mode, folder / f"{plan}-{mode}")
+        for plan in plans
+        for mode in ("stash", "vertical-sync", "2bw")
+    }
+    return run_cases(cases)
 
 
 def serial() -> tuple[dict[str, torch.Tensor], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from cases import run_cases
@@ -43,6 +44,19 @@ def measured(model: nn.Module, inputs: torch.Tensor) -> ModelProfile:
 
 def held(plan: str, mode: str, rate: str) -> tuple[int, int, int]:
     """Return what this worker's stage was predicted to hold, what it held, and its versions."""
+    engine = trained(plan, mode, rate)
+    predicted = engine.partition.stages[engine.stage].memory_bytes
+    return predicted, engine.memory.total, engine.memory.weights
+
+
+def recomputed() -> tuple[int, int, int]:
+    """Return this worker's stage, and its activations without and with recomputation."""
+    kept, again = (trained("straight", "flush", "adam", recompute=x) for x in (False, True))
+    return kept.stage, kept.memory.activations, again.memory.activations
+
+
+def trained(plan: str, mode: str, rate: str, recompute: bool = False) -> pipedream.PipeDream:
+    """Return a pipeline after an epoch."""
     pieces = 1 if mode in {"stash", "vertical-sync"} else 4
     torch.manual_seed(0)
     batch = torch.randn(BATCH * pieces, 3, 32, 32), torch.randint(0, 10, (BATCH * pieces,))
@@ -59,14 +73,14 @@ def held(plan: str, mode: str, rate: str) -> tuple[int, int, int]:
         microbatches=pieces if pieces > 1 else None,
         profile=measured(model, batch[0][:BATCH]),
         bandwidth=1e8,
+        recompute=recompute,
         progress=False,
     )
     engine.train_epoch([batch] * (8 if pieces == 1 else 2))
-    predicted = engine.partition.stages[engine.stage].memory_bytes
-    return predicted, engine.memory.total, engine.memory.weights
+    return engine
 
 
-def all_held() -> dict[tuple[str, str, str], tuple[int, int, int]]:
+def all_held() -> dict[Any, tuple[int, int, int]]:
     """Run all cases on this rank."""
     pipedream.init()
     cases = [
@@ -75,4 +89,5 @@ def all_held() -> dict[tuple[str, str, str], tuple[int, int, int]]:
         ("straight", "flush", "adam"),
         ("straight", "gpipe", "momentum"),
     ]
-    return run_cases({case: lambda case=case: held(*case) for case in cases})
+    held_by = {case: lambda case=case: held(*case) for case in cases}
+    return run_cases({**held_by, "recompute": recomputed})

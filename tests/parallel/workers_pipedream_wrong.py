@@ -103,6 +103,7 @@ WRONG = {
         {"mode": "flush", "microbatches": 15}, "ValueError", "cannot be cut into 15 microbatches"
     ),
     "transport": Wrong({"transport": "nccl"}, "ValueError", "transport must be one of"),
+    "meta": Wrong({"model": nn.Linear(3, 3, device="meta")}, "ValueError", "build the model anew"),
     "wire_dtype": Wrong({"wire_dtype": "int8"}, "ValueError", "wire_dtype must be None or"),
     "schedule_by": Wrong({"schedule_by": "step"}, "ValueError", "schedule_by must be 'epoch'"),
     "max_grad_norm": Wrong({"max_grad_norm": -1.0}, "ValueError", "max_grad_norm must be finite"),
@@ -126,6 +127,11 @@ UNLIKE = {
     "recompute": [{"recompute": False}, {"recompute": True}],
     "wire_dtype": [{}, {"wire_dtype": "bfloat16"}],
     "model": [{}, {"model": nn.Linear(3, 3)}],
+    "sample": [{}, {"sample": None}],
+    "one stranger": [
+        {},
+        {"optimizer_fn": lambda _: torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)},
+    ],
     "one wrong": [{}, {"loss_fn": None}],
     "one optimizer": [{}, {"optimizer_fn": lambda _: 0.1}],
 }
@@ -159,6 +165,22 @@ def loader_told(loader: Any) -> tuple[str, str]:
     return "", ""
 
 
+def closed() -> tuple[list[float], str]:
+    """Losses of two engines, one after the other, and what the second says when it is closed."""
+    case, losses = Case(plan("1-1")), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        engine = make_engine(case)
+        losses.append(engine.train_epoch(case.data(0)).loss)
+        engine.close()
+        engine.close()
+    try:
+        engine.evaluate(case.data(0))
+    except ValueError as error:
+        return losses, str(error)
+    return losses, ""
+
+
 def run_wrong(folder: Path) -> dict[str, Any | Raised]:
     """On two ranks: what is refused, and plans that are named."""
     pipedream.init()
@@ -167,6 +189,7 @@ def run_wrong(folder: Path) -> dict[str, Any | Raised]:
         cases[f"wrong {name}"] = lambda wrong=wrong: told(wrong.options)
     for name, options in UNLIKE.items():
         cases[f"unlike {name}"] = lambda options=options: told(options[hvd.rank()])
+    cases["closed"] = closed
     cases["no len"] = lambda: loader_told(iter(Case(plan("1-1")).data(0)))
     cases["empty"] = lambda: loader_told([])
     for what in NAMED:

@@ -35,7 +35,7 @@ from hvd_pipe.torch.pipedream import cut as cut_module
 from hvd_pipe.torch.pipedream import graph
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
-from hvd_pipe.torch.pipedream.measure import specs
+from hvd_pipe.torch.pipedream.shapes import specs
 
 
 @pytest.mark.parametrize("module", [spec_module, graph, cut_module])

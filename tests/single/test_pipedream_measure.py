@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from hvd_pipe.pipeline.spec import TensorSpec
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.pipedream import measure
+from hvd_pipe.torch.pipedream import shapes
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import trace
-from hvd_pipe.torch.pipedream.measure import profile, specs
+from hvd_pipe.torch.pipedream.measure import profile
+from hvd_pipe.torch.pipedream.shapes import specs
 
 
 def test_examples() -> None:
-    found = doctest.testmod(measure)
+    found = doctest.testmod(shapes)
     assert found.failed == 0 < found.attempted
 
 

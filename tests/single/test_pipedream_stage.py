@@ -6,15 +6,18 @@ import math
 
 import pytest
 import torch
+from horovod.common.process_sets import ProcessSet
 from torch import nn
 
 from hvd_pipe.pipeline.feed import Feed
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.stage import Buffer, Unit
 from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.cut import cut
 from hvd_pipe.torch.pipedream.graph import trace
-from hvd_pipe.torch.pipedream.measure import specs
-from hvd_pipe.torch.pipedream.messages import Boundary
+from hvd_pipe.torch.pipedream.messages import Messages
+from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import TorchStage
 from hvd_pipe.torch.pipedream.updates import Updates
 from hvd_pipe.torch.pipedream.versions import WeightVersions
@@ -43,14 +46,15 @@ def test_gradients_do_not_stay_in_the_memory_of_messages(samples: int) -> None:
     traced = trace(Shifted())
     names = [layer.name for layer in traced.layers]
     cuts = cut(traced, [names[:-1], names[-1:]], specs(traced, (torch.ones(2, 4),)))
-    boundary = Boundary(cuts[0].outputs, 2, "stage 0 replica 0", False, torch.device("cpu"))
+    device = torch.device("cpu")
+    boundary = Boundary(cuts[0].outputs, lambda x: Messages(x, 2, "stage 0", False, device))
 
     def overwrite(message: Buffer) -> None:
         message[:] = 255
 
     optimizer = torch.optim.SGD(cuts[0].module.parameters(), lr=1.0)
-    updates = Updates(optimizer, None, 0, 2, None, None, mean=True)
-    device = torch.device("cpu")
+    clipping = Clipping(None, False, Norms(0, 2), None, ProcessSet([0]), lambda x, *_: x)
+    updates = Updates(optimizer, None, None, clipping, mean=True)
     stage = TorchStage(cuts[0], None, updates, None, boundary, False, overwrite, device)
     stage.feed = Feed([(torch.ones(samples, 4), torch.zeros(samples, 2))], 1, split)
     stage.begin(training=True)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import doctest
-from types import ModuleType
+import importlib
 
 import pytest
 
-from hvd_pipe.pipeline import checks, executor, feed, layout, plans, spec, transport, wire
-from hvd_pipe.planning import advise_pipeline, modes
-from hvd_pipe.torch.pipedream import batches, memory, versions
+MODULES = (
+    "pipeline.checkpoint",
+    "pipeline.executor",
+    "pipeline.feed",
+    "pipeline.files",
+    "pipeline.layout",
+    "pipeline.norms",
+    "pipeline.options",
+    "pipeline.plans",
+    "pipeline.spec",
+    "pipeline.transport",
+    "pipeline.wire",
+    "planning.advise_pipeline",
+    "planning.modes",
+    "tensorflow.pipedream.batches",
+    "tensorflow.pipedream.cut",
+    "tensorflow.pipedream.graph",
+    "tensorflow.pipedream.messages",
+    "tensorflow.pipedream.options",
+    "tensorflow.pipedream.updates",
+    "torch.pipedream.batches",
+    "torch.pipedream.memory",
+    "torch.pipedream.versions",
+)
 
-MODULES = [
-    checks,
-    executor,
-    feed,
-    layout,
-    plans,
-    spec,
-    transport,
-    wire,
-    advise_pipeline,
-    modes,
-    batches,
-]
 
-
-@pytest.mark.parametrize("module", [*MODULES, memory, versions], ids=str)
-def test_examples_run(module: ModuleType) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(f"hvd_pipe.{name}")
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert found.attempted
     assert not found.failed

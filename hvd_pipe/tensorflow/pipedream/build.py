@@ -14,6 +14,8 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
 from hvd_pipe.pipeline.layout import Layout
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
 from hvd_pipe.pipeline.process_sets import make_process_sets
 from hvd_pipe.pipeline.session import Session
@@ -31,10 +33,11 @@ from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.broadcasts import start
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
+from hvd_pipe.tensorflow.pipedream.messages import Messages
 from hvd_pipe.tensorflow.pipedream.options import Options
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
-from hvd_pipe.tensorflow.pipedream.updates import Replicas, scaled
+from hvd_pipe.tensorflow.pipedream.updates import Replicas, add, scaled
 from hvd_pipe.tensorflow.profiler import measure_comm
 
 __all__ = ["Built", "build"]
@@ -82,12 +85,6 @@ class Built:
         for number, part in enumerate(self.parts):
             broadcast_variables(part.variables, self.layout.rank(Worker(number, 0)))
 
-    def pieces_of(self, batch: Any) -> int:
-        """Return in how many pieces a minibatch fits into messages, as rank 0 has it."""
-        samples = split(self.graph, batch, 1)[0].samples
-        pieces = -(-samples // self.piece_samples)
-        return int(agreement.from_first(pieces, "hvd_pipe.pipeline.pieces", global_process_set))
-
 
 def build(options: Options, batch: Any) -> Built:
     """Build this worker's part; all ranks do this at the same time, with their first minibatch.
@@ -95,7 +92,7 @@ def build(options: Options, batch: Any) -> Built:
     Raises:
         TypeError, ValueError, HvdPipeError: The model, the minibatch or the plan cannot be.
     """
-    graph, mode = graph_of(options.model), options.modes
+    graph, mode = graph_of(options.model), options.chosen_mode
 
     def look() -> tuple[None, Description]:
         split(graph, batch, options.microbatches or 1)
@@ -125,21 +122,36 @@ def build(options: Options, batch: Any) -> Built:
     own = parts[worker.stage]
     weights = [each for each in own.variables if each.trainable]
     replicas = None if mine is None else Replicas(mine, worker.stage, weights)
+    short = options.wire_dtype is not None
+    before, after = (
+        Boundary(crossing, lambda x: Messages(x, layout.stages, str(worker), short))
+        if crossing
+        else None
+        for crossing in (own.inputs, own.outputs)
+    )
     losses = Losses(options.loss_fn, options.metric_fn)
+    is_last = worker.stage == layout.stages - 1
     stage = KerasStage(
         own,
-        losses if worker.stage == layout.stages - 1 else None,
+        losses if is_last else None,
         optimizer,
+        Clipping(
+            options.max_grad_norm,
+            mode.synchronous,
+            Norms(worker.stage, layout.stages),
+            mine,
+            global_process_set,
+            add,
+        ),
+        before,
+        after,
         mode.coalesces,
         None if replicas is None else replicas.add,
-        layout.stages,
-        str(worker),
+        options.recompute,
     )
-    largest = {name: messages.capacity for name, messages in stage.messages.items()}
-    before = largest["input"], largest["input gradient"]
-    after = largest["output"], largest["output gradient"]
+    sizes = (None if side is None else side.capacities for side in (before, after))
     transport = open_transport(
-        list(channels_of(layout, rank(), before, after)),
+        list(channels_of(layout, rank(), *sizes)),
         options.transport,
         mpi_ops,
         agreement,
@@ -197,6 +209,5 @@ def _state_ratio(options: Options) -> float:
 
 def _spans() -> PipelineSpans | None:
     """Join the timeline, where one is asked for."""
-    timeline.describe()
     timeline.start(global_process_set)
     return None if timeline.active is None else PipelineSpans(timeline.active)

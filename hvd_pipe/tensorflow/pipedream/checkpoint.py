@@ -11,7 +11,6 @@ by their places in ``model.variables``, as names that Keras makes up differ from
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,17 @@ import numpy.typing as npt
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.files import write_together
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.pipeline.checkpoint import (
+    norms_of,
+    read_checkpoint,
+    same_stages,
+    write_checkpoint,
+)
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.horovod_calls import allgather_object, broadcast_object
 from hvd_pipe.tensorflow.pipedream.build import Built
+from hvd_pipe.tensorflow.pipedream.cut import blocks_of
 from hvd_pipe.tensorflow.pipedream.updates import ByMinibatch
 
 __all__ = ["load", "save"]
@@ -56,22 +60,23 @@ def save(built: Built, directory: Path, epoch: int) -> None:
             for each in built.layout.ranks(stage):
                 arrays |= _unpacked(everyone[each])
             writers[f"stage{stage}.npz"] = partial(Path.write_bytes, data=_packed(arrays))
-        about = {
-            "schema": SCHEMA,
-            "mode": built.options.mode,
-            "epoch": epoch,
-            "variables": _variables(built),
-            "partition": json.loads(built.partition.to_json()),
-        }
-        text = json.dumps(about, indent=1)
-        writers["pipeline.json"] = lambda path: path.write_text(text, encoding="utf-8")
-        write_together(directory, writers)
+        write_checkpoint(
+            directory,
+            writers,
+            schema=SCHEMA,
+            mode=built.options.mode,
+            epoch=epoch,
+            partition=built.partition,
+            squared_norms=built.stage.norms.squared,
+            layers=blocks_of(built.graph),
+            variables=_variables(built),
+        )
 
     agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
 
 
-def load(built: Built, directory: Path) -> int:
-    """Take a checkpoint that rank 0 reads; return its number of epochs.
+def load(built: Built, directory: Path) -> tuple[int, bool]:
+    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
 
     Raises:
         HvdPipeError: It is none, or of another model.
@@ -79,23 +84,32 @@ def load(built: Built, directory: Path) -> int:
     stages: list[bytes] = []
 
     def look() -> dict[str, Any]:
-        about, files = _read(directory)
-        _check_model(about["variables"], built, directory)
+        found, files = read_checkpoint(directory, SCHEMA, partial(_read, directory))
+        _check_model(found["variables"], built, directory)
         stages.extend(files)
-        built.options.model.load_weights(directory / _WEIGHTS)
-        return about
+        return found
 
-    about = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
-    broadcast_variables(built.options.model.variables, 0)
-    parts = broadcast_object(stages if rank() == 0 else None, name=f"{_NAME}.stages")
-    found = [_unpacked(one) for one in parts]
-    saved = Partition.from_json(json.dumps(about["partition"]))
-    same = saved.replicas == built.partition.replicas and all(
-        a.layers == b.layers for a, b in zip(saved.stages, built.partition.stages, strict=True)
+    found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    files = broadcast_object(stages if rank() == 0 else None, name=f"{_NAME}.stages")
+    arrays = [_unpacked(one) for one in files]
+    # Whatever may not fit is looked at before anything is changed.
+    optimizer = agreement.checked(
+        lambda: (_optimizer_of(built, arrays), []), f"{_NAME}.optimizer", global_process_set
     )
-    _load_state(built, found, same)
-    _load_optimizer(built, found)
-    return int(about["epoch"])
+
+    def load_weights() -> None:
+        read_checkpoint(directory, SCHEMA, lambda _: model.load_weights(directory / _WEIGHTS))
+
+    model = built.options.model
+    agreement.found_by_first(load_weights, f"{_NAME}.weights", global_process_set)
+    broadcast_variables(model.variables, 0)
+    same = same_stages(found, built.partition, blocks_of(built.graph))
+    _load_state(built, arrays, same)
+    for slot, value in optimizer:
+        slot.assign(value)
+    if same:
+        built.stage.norms.set_all(norms_of(found))
+    return int(found["epoch"]), same
 
 
 def _state(built: Built) -> Arrays:
@@ -138,11 +152,11 @@ def _optimizer_values(built: Built) -> Arrays:
     return values | {"weights": np.array(places, np.int64), "lr_scale": np.array(built.lr_scale)}
 
 
-def _load_optimizer(built: Built, stages: list[Arrays]) -> None:
-    """Give each weight of this stage its state, whichever stage had it."""
+def _optimizer_of(built: Built, stages: list[Arrays]) -> list[tuple[Any, npt.NDArray[Any]]]:
+    """Return this stage's optimizer variables and their values, whichever stage had them."""
     slots = _slots(built)
     if not slots:
-        return
+        return []
     first = _places(built)[id(built.stage.passes.weights[0])]
     source = next(one for one in stages if first in one["weights"])
     values = {name: x for one in stages for name, x in one.items() if name.startswith("slot.")}
@@ -156,8 +170,7 @@ def _load_optimizer(built: Built, stages: list[Arrays]) -> None:
     name = f"scalar.{getattr(built.stage.optimizer._learning_rate, 'name', '')}"
     if name in values:  # else a schedule, which is scaled already
         values[name] = values[name] * (built.lr_scale / float(source["lr_scale"]))
-    for name, slot in slots.items():
-        slot.assign(values[name])
+    return [(slot, values[name]) for name, slot in slots.items()]
 
 
 def _places(built: Built) -> dict[int, int]:
@@ -168,19 +181,11 @@ def _variables(built: Built) -> list[list[Any]]:
     return [[v.path, list(map(int, v.shape)), str(v.dtype)] for v in built.options.model.variables]
 
 
-def _read(directory: Path) -> tuple[dict[str, Any], list[bytes]]:
-    try:
-        about = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
-        if about.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is {about.get('schema')!r}, not {SCHEMA!r}")
-        stages = range(len(about["partition"]["stages"]))
-        files = [(directory / f"stage{stage}.npz").read_bytes() for stage in stages]
-        return about, files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HvdPipeError(
-            f"{directory} holds no checkpoint of a Keras pipeline ({error}): name a directory "
-            "that PipeDream.save() has written, on rank 0's host."
-        ) from error
+def _read(directory: Path, stages: int) -> list[bytes]:
+    files = [(directory / f"stage{stage}.npz").read_bytes() for stage in range(stages)]
+    for data in files:
+        _unpacked(data)  # whole, or it raises
+    return files
 
 
 def _check_model(saved: list[list[Any]], built: Built, directory: Path) -> None:

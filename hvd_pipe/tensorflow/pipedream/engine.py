@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from horovod.tensorflow.mpi_ops import global_process_set, is_initialized, rank, size
 
-from hvd_pipe.pipeline.feed import Feed, Piece, Split, filled_up, length_of, open_feed
-from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.pipeline.engine import Engine, given
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.build import Built, build
@@ -22,10 +23,8 @@ from hvd_pipe.tensorflow.pipedream.options import Options
 
 __all__ = ["PipeDream"]
 
-Dataset = Iterable[Any]
 
-
-class PipeDream:
+class PipeDream(Engine[Built]):
     """A pipeline of workers that each train some layers of a Keras model (PipeDream, SOSP 2019).
 
     Every rank runs the same script. With n stages of one worker each, ``w_s`` the weights of stage
@@ -48,9 +47,9 @@ class PipeDream:
     own, and are averaged over the replicas for evaluation and checkpoints. Losses that layers and
     regularisers add are differentiated, and not reported.
 
-    The pipeline is built at the first ``train_epoch``, ``evaluate`` or ``load``: rank 0's weights
-    are everybody's then. Each rank updates the layers of its stage; `gather` brings those of all
-    stages into ``model``.
+    The pipeline is built with its first minibatch, of ``sample``, ``train_epoch``, ``evaluate`` or
+    ``load``: rank 0's weights are everybody's then. Each rank updates the layers of its stage;
+    `gather` brings those of all stages into ``model``.
 
     Args:
         model: Sequential or functional: ``keras.Model(inputs, outputs)``.
@@ -64,7 +63,11 @@ class PipeDream:
             pipeline.
         sample: A minibatch as the dataset yields, as large as any that comes; None for the first.
         transport: "mpi", "process-sets" (no MPI needed), or "auto".
+        recompute: Keep no activations from forward to backward, but run forward again.
+        wire_dtype: "bfloat16" to send activations and their gradients so.
         scale_lr: Scale learning rates by replicas in mode "stash".
+        max_grad_norm: Clip gradients by their norm over all stages; exact in flush, else with the
+            newest norms that a stage has heard of.
         metric_fn: ``metric_fn(targets, output)``, to be reported, such as
             ``keras.metrics.sparse_categorical_accuracy``; its mean is taken.
         profile: Of the model, where nothing is to be measured.
@@ -106,7 +109,10 @@ class PipeDream:
         microbatches: int | None = None,
         sample: Any = None,
         transport: str = "auto",
+        recompute: bool = False,
+        wire_dtype: str | None = None,
         scale_lr: bool = True,
+        max_grad_norm: float | None = None,
         metric_fn: Callable[[Any, Any], Any] | None = None,
         profile: ModelProfile | str | os.PathLike[str] | None = None,
         bandwidth: float | None = None,
@@ -125,76 +131,30 @@ class PipeDream:
                 mode=mode,
                 microbatches=microbatches,
                 transport=transport,
+                recompute=recompute,
+                wire_dtype=wire_dtype,
                 scale_lr=scale_lr,
+                max_grad_norm=max_grad_norm,
                 metric_fn=metric_fn,
                 profile=profile,
                 bandwidth=bandwidth,
                 memory_bytes=memory_bytes,
                 progress=progress and rank() == 0,
             )
-            return options, options.check(size())
+            return options, [*options.check(size()), *given(sample), *timeline.describe()]
 
         self._options = agreement.checked(check, "hvd_pipe.pipeline.new", global_process_set)
-        self._graph = graph_of(model)
-        self._built: Built | None = None
+        cut = partial(split, graph_of(model))
+        super().__init__(cut, agreement, global_process_set, self._options.progress)
         self.model = model
         """The model; see `gather`."""
-        self.epoch = 0
-        """How many epochs it has trained."""
         if sample is not None:
             self._build(sample)
-
-    @property
-    def stage(self) -> int:
-        """The number of this worker's stage, from 0."""
-        return self._ready.worker.stage
 
     @property
     def optimizer(self) -> Any:
         """This worker's optimizer."""
         return self._ready.stage.optimizer
-
-    @property
-    def partition(self) -> Partition:
-        """The stages."""
-        return self._ready.partition
-
-    def train_epoch(self, dataset: Dataset) -> EpochStats:
-        """Train on all minibatches of a dataset.
-
-        Args:
-            dataset: A ``tf.data.Dataset``, or another iterable with a len(), of (x, y), the same
-                minibatches in the same order on every rank; replicas of a stage share them out.
-
-        Returns:
-            The mean loss, and what the workers did; the same on every rank.
-
-        Raises:
-            RanksDisagreeError: Datasets of unlike lengths.
-            HvdPipeError, TypeError, ValueError: A dataset or a model that cannot be; names it.
-        """
-        feed = self._feed(dataset, self._split)
-        built = self._build(feed.first)
-        feed.pieces = built.session.microbatches
-        built.stage.feed = feed
-        stats = built.session.train(
-            built.stage, feed.count, built.spans, progress=self._options.progress
-        )
-        self.epoch += 1
-        return stats
-
-    def evaluate(self, dataset: Dataset) -> EpochStats:
-        """Return the mean loss and metric over all samples of a dataset, with the newest weights.
-
-        Args:
-            dataset: As of `train_epoch`; no minibatch is larger than its first.
-        """
-        feed = self._feed(dataset, filled_up(self._split))
-        built = self._build(feed.first)
-        built.average_statistics()
-        feed.pieces = built.pieces_of(feed.first)
-        built.stage.feed = feed
-        return built.session.evaluate(built.stage, feed.count, feed.pieces, built.spans)
 
     def gather(self) -> Any:
         """Bring the newest weights of all stages into the model; all ranks call this.
@@ -214,42 +174,8 @@ class PipeDream:
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def load(self, directory: str | os.PathLike[str], sample: Any = None) -> None:
-        """Go on from a checkpoint; rank 0 reads, and all ranks call this.
+    def _made(self, sample: Any) -> Built:
+        return build(self._options, sample)
 
-        With the same stages the run continues bit for bit; with other workers or stages, the
-        optimizers' state moves with its weights.
-
-        Args:
-            directory: What `save` has written.
-            sample: A minibatch, where neither the engine nor an epoch has had one.
-
-        Raises:
-            HvdPipeError: No such checkpoint, or one of another model.
-        """
-        if sample is not None:
-            self._build(sample)
-        self.epoch = load(self._ready, Path(directory))
-
-    @property
-    def _ready(self) -> Built:
-        if self._built is None:
-            raise ValueError(
-                "the pipeline is built with its first minibatch: give it one, as in "
-                "PipeDream(..., sample=batch), or call this after the first train_epoch."
-            )
-        return self._built
-
-    def _split(self, batch: Any, pieces: int) -> list[Piece]:
-        return split(self._graph, batch, pieces)
-
-    def _feed(self, dataset: Dataset, cut: Split) -> Feed:
-        def make() -> Feed:
-            return Feed(dataset, length_of(dataset), cut)
-
-        return open_feed(make, agreement, global_process_set)
-
-    def _build(self, sample: Any) -> Built:
-        if self._built is None:
-            self._built = build(self._options, sample)
-        return self._built
+    def _restored(self, built: Built, directory: Path) -> tuple[int, bool]:
+        return load(built, directory)

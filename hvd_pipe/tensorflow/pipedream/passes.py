@@ -63,18 +63,25 @@ class Passes:
         self._train = tf.function(self._training, autograph=False)
         self._test = tf.function(self._evaluation, autograph=False)
 
-    def train(self, weights: Sequence[Any], inputs: Sequence[Any], targets: Any) -> Passed:
-        """Run forward with these weights and the newest state, and move the state on."""
-        state = [each.value.read_value() for each in self.state]
+    def newest_state(self) -> list[Any]:
+        """Return what is not trained, as it is now."""
+        return [each.value.read_value() for each in self.state]
+
+    def train(
+        self, weights: Sequence[Any], state: list[Any], inputs: Sequence[Any], targets: Any
+    ) -> tuple[Passed, list[Any]]:
+        """Run forward with these weights and this state; return the state after it, too."""
         passed, changed = self._train(list(weights), state, list(inputs), targets)
+        return Passed(*passed), changed
+
+    def move_on(self, changed: list[Any]) -> None:
+        """Take the state that a pass has left."""
         for place, value in zip(self._changed, changed, strict=True):
             self.state[place].assign(value)
-        return Passed(*passed)
 
     def evaluate(self, weights: Sequence[Any], inputs: Sequence[Any], targets: Any) -> Passed:
         """Run forward in evaluation mode, and change nothing."""
-        state = [each.value.read_value() for each in self.state]
-        return Passed(*self._test(list(weights), state, list(inputs), targets))
+        return Passed(*self._test(list(weights), self.newest_state(), list(inputs), targets))
 
     def _training(
         self, weights: list[Any], state: list[Any], inputs: list[Any], targets: Any

@@ -21,9 +21,10 @@ import tensorflow as tf
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.feed import Feed, Piece
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Clipping
 from hvd_pipe.pipeline.stage import Buffer, Tally, Unit
 from hvd_pipe.tensorflow.pipedream.cut import Part
-from hvd_pipe.tensorflow.pipedream.messages import Messages
 from hvd_pipe.tensorflow.pipedream.passes import Losses, Passed, Passes
 from hvd_pipe.tensorflow.pipedream.updates import ByMinibatch
 
@@ -39,10 +40,13 @@ class _Flight:
 
     digest: int
     inputs: list[Any]
+    targets: Any = None
     outputs: list[Any] = field(default_factory=list)
     added: Any = None
     share: float = 1.0
     tape: Any = None
+    state: list[Any] = field(default_factory=list)
+    """What forward has begun with, where backward is to run it again."""
     arrived: list[Any] = field(default_factory=list)
     """Gradients of the outputs."""
     gradients: list[Any] = field(default_factory=list)
@@ -56,30 +60,12 @@ class KerasStage:
         part: Its layers, and what they get and give.
         losses: What the last stage computes; None in all others.
         optimizer: The user's, for the weights of these layers.
+        clipping: By the norm over all stages.
+        before, after: Its messages to and from its neighbours; None at the ends.
         coalesces: Whether an update takes the microbatches of one minibatch; gradients then count
             by their share of it, and replicas add them up, where else they are averaged.
         reduce: Adds up over replicas; None where there are none.
-        stages: How many the pipeline has.
-        where: Who this is, for errors.
-
-    Example:
-        >>> import keras
-        >>> from hvd_pipe.tensorflow.pipedream.batches import split
-        >>> from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
-        >>> from hvd_pipe.tensorflow.pipedream.graph import graph_of
-        >>> layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="sum")
-        >>> graph = graph_of(keras.Sequential([keras.Input((2,)), layer]))
-        >>> x, y = tf.constant([[1.0, 2.0]]), tf.zeros((1, 1))
-        >>> (part,) = cut(graph, [["sum"]], shapes_of(graph, x))
-        >>> losses = Losses(keras.losses.mean_squared_error)
-        >>> stage = KerasStage(part, losses, keras.optimizers.SGD(0.1))
-        >>> stage.feed = Feed([(x, y)], 1, lambda batch, pieces: split(graph, batch, pieces))
-        >>> stage.begin(training=True)
-        >>> stage.forward(Unit(0, 0), 0)
-        >>> stage.backward(Unit(0, 0), 0)
-        >>> stage.update(1, keep=False)
-        >>> stage.tally().loss, layer.kernel.numpy().round(3).ravel()
-        (9.0, array([ 0.4, -0.2], dtype=float32))
+        recompute: Keep no activations, and run forward again before backward.
     """
 
     def __init__(
@@ -87,30 +73,24 @@ class KerasStage:
         part: Part,
         losses: Losses | None,
         optimizer: Any,
+        clipping: Clipping,
+        before: Boundary | None,
+        after: Boundary | None,
         coalesces: bool = False,
         reduce: Reduce | None = None,
-        stages: int = 1,
-        where: str = "stage 0 replica 0",
+        recompute: bool = False,
     ) -> None:
         self.part, self.optimizer = part, optimizer
         self.passes = Passes(part, losses)
         self.feed: Feed | None = None
         """Where the first and the last stage read; to be set before each run."""
-        self._is_first, self._is_last = not part.inputs, losses is not None
-        self._coalesces, self._reduce = coalesces, reduce
+        self._before, self._after, self._is_last = before, after, losses is not None
+        self._coalesces, self._reduce, self._recompute = coalesces, reduce, recompute
+        self._clipping, self.norms = clipping, clipping.norms
         self.recycle: Callable[[Buffer], object] = lambda _: None
         """Takes the memory of a received message back."""
         self._arriving = [place for place, spec in enumerate(part.inputs) if spec.gradient]
         self._leaving = [place for place, spec in enumerate(part.outputs) if spec.gradient]
-        self.messages = {
-            name: Messages(specs, stages, where)
-            for name, specs in (
-                ("input", part.inputs),
-                ("output", part.outputs),
-                ("input gradient", [part.inputs[place] for place in self._arriving]),
-                ("output gradient", [part.outputs[place] for place in self._leaving]),
-            )
-        }
         self._flights: dict[Unit, _Flight] = {}
         self._versions: dict[int, tuple[Any, ...]] = {}
         self._gradient: list[Any] | None = None
@@ -138,13 +118,15 @@ class KerasStage:
     # A microbatch.
 
     def take_input(self, unit: Unit, message: Buffer) -> None:
-        digest, tensors = self.messages["input"].unpack(unit, message)
+        assert self._before is not None
+        header, tensors = self._before.activations.unpack(unit, message)
         self.recycle(message)
-        self._flights[unit] = _Flight(digest, tensors)
+        self.norms.heard(header.squared_norms, from_before=True)
+        self._flights[unit] = _Flight(header.digest, tensors)
 
     def forward(self, unit: Unit, version: int) -> None:
-        piece = self._piece(unit) if self._is_first or self._is_last else None
-        if self._is_first:
+        piece = self._piece(unit) if self._before is None or self._is_last else None
+        if self._before is None:
             assert piece is not None
             self._flights[unit] = _Flight(piece.digest, list(piece.inputs))
         flight = self._flights[unit]
@@ -156,17 +138,15 @@ class KerasStage:
                 "shuffle(..., seed=1)), and do not shard them: replicas of a stage share the "
                 "minibatches out."
             )
-        targets = piece.targets if piece is not None and self._is_last else None
-        weights = self._versions[version]
+        flight.targets = piece.targets if piece is not None and self._is_last else None
         if self._training:
-            with tf.GradientTape(watch_accessed_variables=False) as flight.tape:
-                flight.tape.watch([*weights, *(flight.inputs[at] for at in self._arriving)])
-                passed = self.passes.train(weights, flight.inputs, targets)
+            passed = self._trained(flight, version)
             if passed.added is not None and self._coalesces:
                 flight.share = self._piece(unit).share
         else:
-            passed = self.passes.evaluate(weights, flight.inputs, targets)
-        flight.outputs, flight.added = passed.outputs, passed.added
+            weights = self._versions[version]
+            passed = self.passes.evaluate(weights, flight.inputs, flight.targets)
+        flight.outputs = passed.outputs
         if self._is_last:
             assert piece is not None
             self._count(piece, passed)
@@ -174,17 +154,27 @@ class KerasStage:
                 del self._flights[unit]
 
     def output(self, unit: Unit) -> Buffer:
+        assert self._after is not None
         flight = self._flights[unit]
         if not self._training:
             del self._flights[unit]
-        return self.messages["output"].pack(unit, flight.outputs, flight.digest)
+        message = self._after.activations.pack(
+            unit, flight.outputs, flight.digest, self.norms.squared
+        )
+        if self._recompute:
+            flight.outputs = []
+        return message
 
     def take_gradient(self, unit: Unit, message: Buffer) -> None:
-        _, self._flights[unit].arrived = self.messages["output gradient"].unpack(unit, message)
+        assert self._after is not None
+        header, self._flights[unit].arrived = self._after.gradients.unpack(unit, message)
         self.recycle(message)
+        self.norms.heard(header.squared_norms, from_before=False)
 
     def backward(self, unit: Unit, version: int) -> None:
         flight = self._flights[unit]
+        if self._recompute:
+            flight.outputs = self._recorded(flight, version)[0].outputs
         targets = [flight.outputs[at] for at in self._leaving]
         given = flight.arrived
         if flight.added is not None:
@@ -197,14 +187,17 @@ class KerasStage:
         if self._gradient is not None:
             gradient = [a + b for a, b in zip(self._gradient, gradient, strict=True)]
         self._gradient = gradient
-        if self._is_first:
+        if self._before is None:
             del self._flights[unit]
         else:
             self._flights[unit] = _Flight(flight.digest, [], gradients=dense[len(gradient) :])
 
     def input_gradient(self, unit: Unit) -> Buffer:
+        assert self._before is not None
         flight = self._flights.pop(unit)
-        return self.messages["input gradient"].pack(unit, flight.gradients, flight.digest)
+        return self._before.gradients.pack(
+            unit, flight.gradients, flight.digest, self.norms.squared
+        )
 
     # Weights.
 
@@ -221,6 +214,9 @@ class KerasStage:
         gradient = self._take_gradient()
         if not keep:  # where nobody holds the values of before, variables change in place
             self._versions.pop(version - 1, None)
+        factor = self._clipping.factor(lambda: _squared_norm(gradient))
+        if factor != 1.0:
+            gradient = [each * tf.constant(factor, each.dtype) for each in gradient]
         if self.passes.weights:
             self._apply(gradient)
         rate = self.optimizer._learning_rate
@@ -232,6 +228,31 @@ class KerasStage:
         self._versions.pop(version, None)
 
     # Inside.
+
+    def _trained(self, flight: _Flight, version: int) -> Passed:
+        """Run forward, and keep what backward needs; the state moves on."""
+        flight.state = self.passes.newest_state()
+        if self._recompute:
+            weights = self._versions[version]
+            passed, changed = self.passes.train(
+                weights, flight.state, flight.inputs, flight.targets
+            )
+        else:
+            passed, changed = self._recorded(flight, version)
+            flight.state = []
+        self.passes.move_on(changed)
+        return passed
+
+    def _recorded(self, flight: _Flight, version: int) -> tuple[Passed, list[Any]]:
+        """Run forward on a tape, from the state that the flight has begun with."""
+        weights = self._versions[version]
+        with tf.GradientTape(watch_accessed_variables=False) as flight.tape:
+            flight.tape.watch([*weights, *(flight.inputs[at] for at in self._arriving)])
+            passed, changed = self.passes.train(
+                weights, flight.state, flight.inputs, flight.targets
+            )
+        flight.added = passed.added
+        return passed, changed
 
     def _newest(self) -> tuple[Any, ...]:
         return tuple(each.value.read_value() for each in self.passes.weights)
@@ -260,3 +281,7 @@ class KerasStage:
         samples = self._tally.samples + piece.samples
         old = self._tally
         self._tally = Tally(old.loss + loss, old.metric + metric, old.weight + weight, samples)
+
+
+def _squared_norm(gradient: list[Any]) -> float:
+    return float(tf.add_n([tf.reduce_sum(tf.cast(x, tf.float64) ** 2) for x in gradient] or [0.0]))

@@ -1,4 +1,4 @@
-"""What a stage's optimizer needs: learning rates by replicas, and sums over them."""
+"""What a stage's optimizer needs: learning rates by replicas, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_pipe.tensorflow.packing import Packing, Shapes, default_groups
 
-__all__ = ["ByMinibatch", "Replicas", "scaled"]
+__all__ = ["ByMinibatch", "Replicas", "add", "scaled"]
 
 
 class Replicas:
@@ -43,13 +43,14 @@ class Replicas:
     def average(self, variables: Sequence[Any]) -> None:
         """Give variables their mean over the workers of the stage; all of them call this."""
         for place, each in enumerate(variables):
+            # In double precision, so that what is alike, as frozen weights are, stays as it is.
             mean = mpi_ops._allreduce(
-                each.value.read_value(),
+                tf.cast(each.value.read_value(), tf.float64),
                 name=f"{self._tag}.state.{place}",
                 op=Average,
                 process_set=self._process_set,
             )
-            each.assign(mean)
+            each.assign(tf.cast(mean, each.dtype))
 
     def _summed(self, gradient: list[Any]) -> list[Any]:
         flats = self._packing.pack(dict(enumerate(gradient)))
@@ -121,3 +122,9 @@ def scaled(optimizer: Any, scale: float) -> Any:
     elif scale != 1.0:
         optimizer.learning_rate = float(rate) * scale
     return optimizer
+
+
+def add(value: float, name: str, ranks: ProcessSet) -> float:
+    """Return the sum of all ranks' numbers."""
+    number = tf.constant(value, tf.float64)
+    return float(mpi_ops._allreduce(number, name=name, op=Sum, process_set=ranks))

@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.pipeline.layout import Layout
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
 from hvd_pipe.pipeline.process_sets import make_process_sets
 from hvd_pipe.pipeline.session import Session
@@ -38,11 +40,12 @@ from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.broadcasts import start
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
-from hvd_pipe.torch.pipedream.measure import profile, specs
-from hvd_pipe.torch.pipedream.messages import Boundary
+from hvd_pipe.torch.pipedream.measure import profile
+from hvd_pipe.torch.pipedream.messages import Messages
 from hvd_pipe.torch.pipedream.options import Options
+from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage
-from hvd_pipe.torch.pipedream.updates import Clipping, Updates
+from hvd_pipe.torch.pipedream.updates import Updates, add
 from hvd_pipe.torch.profiler import measure_comm
 
 __all__ = ["Built", "build"]
@@ -64,6 +67,8 @@ class Built:
     partition: Partition
     replicas: ProcessSet | None
     """The ranks of this stage; None where there is one."""
+    layers: tuple[str, ...]
+    """Names of all the model's, in order."""
     owners: dict[str, int]
     """The stage that holds each entry of the model's state."""
     unused: dict[str, Any]
@@ -84,24 +89,20 @@ class Built:
         """Which rank is who."""
         return self.session.layout
 
-    def average_buffers(self) -> None:
+    def average_statistics(self) -> None:
         """Average BatchNorm's statistics over the replicas of the stage."""
         if self.replicas is None:
             return
         for name, buffer in self.stage.module.named_buffers():
             if buffer.is_floating_point():
-                allreduce_(
-                    buffer.data,
+                # In double precision, so that what is alike, as constants are, stays as it is.
+                mean = allreduce_(
+                    buffer.double(),
                     op=Average,
                     name=f"hvd_pipe.pipeline.buffers.{name}",
                     process_set=self.replicas,
                 )
-
-    def pieces_of(self, batch: Any) -> int:
-        """Return in how many pieces a minibatch fits into messages, as rank 0 has it."""
-        samples = split(batch, 1)[0].samples
-        pieces = -(-samples // self.piece_samples)
-        return int(agreement.from_first(pieces, "hvd_pipe.pipeline.pieces", global_process_set))
+                buffer.data.copy_(mean)
 
 
 def build(options: Options, batch: Any) -> Built:
@@ -114,12 +115,13 @@ def build(options: Options, batch: Any) -> Built:
     broadcast_parameters({k: v.detach() for k, v in state.items()}, root_rank=0)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     device = next(x.device for x in state.values())
-    partition, own, arriving, owners, samples = _divided(options, batch, device)
-    unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in owners}
+    divided = _divided(options, batch, device)
+    partition, own = divided.partition, divided.own
+    unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in divided.owners}
     del state
     _forget(options.modules(), own.module)
 
-    mode, layout = options.modes, Layout(partition.replicas)
+    mode, layout = options.chosen_mode, Layout(partition.replicas)
     worker = layout.worker(rank())
     microbatches = _microbatches(options, layout)
     lr_scale = 1.0
@@ -132,8 +134,10 @@ def build(options: Options, batch: Any) -> Built:
     )
     short = options.wire_dtype is not None
     before, after = (
-        Boundary(crossing, layout.stages, str(worker), short, device) if crossing else None
-        for crossing in (arriving, own.outputs)
+        Boundary(crossing, lambda x: Messages(x, layout.stages, str(worker), short, device))
+        if crossing
+        else None
+        for crossing in (divided.arriving, own.outputs)
     )
     groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
     sets = make_process_sets(groups, global_process_set)
@@ -159,14 +163,19 @@ def build(options: Options, batch: Any) -> Built:
             strategy=MergedGradient(bucket_bytes=_bucket_bytes(own.module)),
         )
     by_minibatch = options.schedule_by == "minibatch"
-    clipping = options.max_grad_norm
+    trained_by = replicas if optimizer is not None else None
     updates = Updates(
         optimizer,
         scheduler if by_minibatch else None,
-        worker.stage,
-        layout.stages,
-        replicas if optimizer is not None else None,
-        None if clipping is None else Clipping(clipping, mode.synchronous),
+        trained_by,
+        Clipping(
+            options.max_grad_norm,
+            mode.synchronous,
+            Norms(worker.stage, layout.stages),
+            trained_by,
+            global_process_set,
+            add,
+        ),
         mean=not mode.coalesces,
     )
     losses = Losses(options.loss_fn, options.metric_fn, shared=mode.coalesces)
@@ -198,22 +207,37 @@ def build(options: Options, batch: Any) -> Built:
         None if by_minibatch else scheduler,
         partition,
         replicas,
-        owners,
+        divided.layers,
+        divided.owners,
         unused,
         shapes,
         lr_scale,
-        samples,
+        divided.samples,
         spans,
     )
 
 
-def _divided(
-    options: Options, batch: Any, device: torch.device
-) -> tuple[Partition, StageModule, tuple[TensorSpec, ...], dict[str, int], int]:
-    """Plan and cut; return the stages, this worker's own, and what arrives there.
+@dataclass(frozen=True)
+class _Divided:
+    """A model in stages: all of them, this worker's own, and what arrives there.
 
-    Also which stage holds each entry of the state, and the samples of the largest microbatch.
+    Args:
+        partition, own, arriving: These.
+        layers: Of the whole model, in order.
+        owners: Which stage holds each entry of the state.
+        samples: Of the largest microbatch.
     """
+
+    partition: Partition
+    own: StageModule
+    arriving: tuple[TensorSpec, ...]
+    layers: tuple[str, ...]
+    owners: dict[str, int]
+    samples: int
+
+
+def _divided(options: Options, batch: Any, device: torch.device) -> _Divided:
+    """Plan, and cut the model."""
 
     def look() -> tuple[Traced, Description]:
         traced = trace(options.model, len(split(batch, 1)[0].inputs))
@@ -225,7 +249,7 @@ def _divided(
     microbatches = _microbatches(options, layout)
 
     def divide() -> tuple[tuple[list[StageModule], int], Description]:
-        schedule(options.modes.method, layout.replicas, 1, microbatches)  # whether it can be
+        schedule(options.chosen_mode.method, layout.replicas, 1, microbatches)  # whether it can be
         piece = split(batch, microbatches)[0]
         values = specs(traced, _moved(piece.inputs, device))
         cuts = cut(traced, [stage.layers for stage in partition.stages], values)
@@ -236,11 +260,12 @@ def _divided(
     stage = layout.worker(rank()).stage
     owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
     arriving = cuts[stage - 1].outputs if stage else ()
-    return partition, cuts[stage], arriving, owners, samples
+    layers = tuple(layer.name for layer in traced.layers)
+    return _Divided(partition, cuts[stage], arriving, layers, owners, samples)
 
 
 def _microbatches(options: Options, layout: Layout) -> int:
-    return options.microbatches or usual_microbatches(options.modes, layout.replicas)
+    return options.microbatches or usual_microbatches(options.chosen_mode, layout.replicas)
 
 
 def _plan(options: Options, traced: Traced, batch: Any, device: torch.device) -> Partition:
@@ -281,6 +306,12 @@ def _optimizer(options: Options, module: nn.Module, lr_scale: float) -> tuple[An
     if not parameters:
         return None, None
     optimizer = _made(options, parameters)
+    own = {id(p) for p in parameters}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "optimizer_fn's optimizer has parameters that are not of its stage: make it from the "
+            "list that optimizer_fn is called with, lambda parameters: SGD(parameters, lr=0.1)"
+        )
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * lr_scale
     scheduler = None if options.scheduler_fn is None else options.scheduler_fn(optimizer)

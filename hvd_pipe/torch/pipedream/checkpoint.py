@@ -12,7 +12,6 @@ flight, so there is one version of the weights.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,13 @@ from horovod.torch.functions import allgather_object
 from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.files import write_together
+from hvd_pipe.pipeline.checkpoint import (
+    norms_of,
+    read_checkpoint,
+    same_stages,
+    write_checkpoint,
+)
 from hvd_pipe.planning.instructions import Worker
-from hvd_pipe.planning.stages import Partition
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.pipedream.build import Built
 
@@ -37,7 +40,7 @@ _NAME = "hvd_pipe.pipeline.checkpoint"
 
 def whole_state(built: Built) -> dict[str, torch.Tensor]:
     """Return the state of all stages as the plain model's, on every rank."""
-    built.average_buffers()
+    built.average_statistics()
     own = built.stage.module.state_dict()
     device = next((x.device for x in own.values()), torch.device("cpu"))
     state: dict[str, torch.Tensor] = {}
@@ -66,49 +69,49 @@ def save(built: Built, directory: Path, epoch: int) -> None:
             ranks = built.layout.ranks(stage)
             own = {"training": optimizers[ranks[0]], "replicas": [replicas[r] for r in ranks]}
             writers[f"stage{stage}.pt"] = partial(torch.save, own)
-        about = {
-            "schema": SCHEMA,
-            "mode": built.options.mode,
-            "epoch": epoch,
-            "partition": json.loads(built.partition.to_json()),
-        }
-        text = json.dumps(about, indent=1)
-        writers["pipeline.json"] = lambda path: path.write_text(text, encoding="utf-8")
-        write_together(directory, writers)
+        write_checkpoint(
+            directory,
+            writers,
+            schema=SCHEMA,
+            mode=built.options.mode,
+            epoch=epoch,
+            partition=built.partition,
+            squared_norms=built.stage.norms.squared,
+            layers=built.layers,
+        )
 
     agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
 
 
-def load(built: Built, directory: Path) -> int:
-    """Take a checkpoint that rank 0 reads; return its number of epochs.
+def load(built: Built, directory: Path) -> tuple[int, bool]:
+    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
 
     Raises:
         HvdPipeError: It is none, or of another model.
     """
-    read: dict[str, Any] = {}
+    files: list[Any] = []
 
     def look() -> dict[str, Any]:
-        read.update(_read(directory))
-        _check_model(read["model"], built, directory)
-        return dict(read["about"])
+        found, read = read_checkpoint(directory, SCHEMA, partial(_read, directory))
+        _check_model(read[0], built, directory)
+        files.extend(read)
+        return found
 
-    about = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
-    state = _from_first(read.get("model"))
+    found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
+    count = len(found["partition"]["stages"])
+    state, *stages = map(_from_first, files or [None] * (1 + count))
     built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
     built.unused.update({name: state[name] for name in built.unused})
-    saved = Partition.from_json(json.dumps(about["partition"]))
-    stages = [_from_first(one) for one in read.get("stages", [None] * len(saved.stages))]
     worker = built.session.worker
-    same = saved.replicas == built.partition.replicas and all(
-        a.layers == b.layers for a, b in zip(saved.stages, built.partition.stages, strict=True)
-    )
     _load_training(built, [one["training"] for one in stages])
+    same = same_stages(found, built.partition, built.layers)
     if same:
         mine = stages[worker.stage]["replicas"][worker.replica]
         for name, value in mine["buffers"].items():
             built.stage.module.get_buffer(name).copy_(value)
         _restore_random_state(mine["random"])
-    return int(about["epoch"])
+        built.stage.norms.set_all(norms_of(found))
+    return int(found["epoch"]), same
 
 
 def _training_state(built: Built) -> dict[str, Any]:
@@ -198,22 +201,9 @@ def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    try:
-        about = json.loads((directory / "pipeline.json").read_text(encoding="utf-8"))
-        if about.get("schema") != SCHEMA:
-            raise ValueError(f"its schema is {about.get('schema')!r}, not {SCHEMA!r}")
-        count = len(about["partition"]["stages"])
-        files = ["model.pt", *(f"stage{stage}.pt" for stage in range(count))]
-        model, *stages = (
-            torch.load(directory / name, map_location="cpu", weights_only=True) for name in files
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HvdPipeError(
-            f"{directory} holds no checkpoint of a pipeline ({error}): name a directory that "
-            "PipeDream.save() has written, on rank 0's host."
-        ) from error
-    return {"about": about, "model": model, "stages": stages}
+def _read(directory: Path, stages: int) -> list[Any]:
+    names = ["model.pt", *(f"stage{stage}.pt" for stage in range(stages))]
+    return [torch.load(directory / name, map_location="cpu", weights_only=True) for name in names]
 
 
 def _check_model(state: dict[str, Any], built: Built, directory: Path) -> None:

@@ -49,7 +49,7 @@ def cut(
     Args:
         traced: The model.
         stages: Names of the layers of each stage, each layer once.
-        values: What crosses, from :func:`hvd_pipe.torch.pipedream.measure.specs`.
+        values: What crosses, from :func:`hvd_pipe.torch.pipedream.shapes.specs`.
 
     Raises:
         ValueError: A layer is missing, unknown or there twice, a stage is empty, or a layer uses
@@ -59,7 +59,7 @@ def cut(
     Example:
         >>> import torch
         >>> from hvd_pipe.torch.pipedream.graph import trace
-        >>> from hvd_pipe.torch.pipedream.measure import specs
+        >>> from hvd_pipe.torch.pipedream.shapes import specs
         >>> traced = trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
         >>> values = specs(traced, (torch.ones(8, 4),))
         >>> first, last = cut(traced, [["0", "1"], ["2"]], values)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 from torch import nn
 
-from hvd_pipe.pipeline.feed import Feed, Split, filled_up, length_of, open_feed
+from hvd_pipe.pipeline.engine import Engine, Loader, given
 from hvd_pipe.pipeline.session import EpochStats
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
@@ -25,10 +26,8 @@ from hvd_pipe.torch.pipedream.options import Options
 
 __all__ = ["PipeDream"]
 
-Loader = Iterable[Any]
 
-
-class PipeDream:
+class PipeDream(Engine[Built]):
     """A pipeline of workers that each hold some layers of a model (PipeDream, SOSP 2019).
 
     Every rank runs the same script. With n stages of one worker each, ``w_s`` the weights of stage
@@ -51,9 +50,10 @@ class PipeDream:
     BatchNorm takes each microbatch's own statistics. Running statistics are the worker's own, and
     are averaged over the replicas for evaluation and checkpoints.
 
-    The pipeline is built at the first ``train_epoch``, ``evaluate`` or ``load``: rank 0's weights
-    are everybody's then, and each rank keeps the layers of its stage. All others of ``model`` are
-    moved to the "meta" device, which frees their memory; `state_dict` has all layers.
+    The pipeline is built with its first minibatch, of ``sample``, ``train_epoch``, ``evaluate`` or
+    ``load``: rank 0's weights are everybody's then, and each rank keeps the layers of its stage.
+    All others of ``model`` are moved to the "meta" device, which frees their memory; `state_dict`
+    has all layers.
 
     Args:
         model: An `nn.Module` that torch.fx can trace, or a list of modules: the stages, or finer
@@ -147,19 +147,12 @@ class PipeDream:
                 memory_bytes=memory_bytes,
                 progress=progress and rank() == 0,
             )
-            return options, [*options.check(size()), *timeline.describe()]
+            return options, [*options.check(size()), *given(sample), *timeline.describe()]
 
         self._options = agreement.checked(check, "hvd_pipe.pipeline.new", global_process_set)
-        self._built: Built | None = None
-        self.epoch = 0
-        """How many epochs it has trained."""
+        super().__init__(split, agreement, global_process_set, self._options.progress)
         if sample is not None:
             self._build(sample)
-
-    @property
-    def stage(self) -> int:
-        """The number of this worker's stage, from 0."""
-        return self._ready.session.worker.stage
 
     @property
     def module(self) -> nn.Module:
@@ -176,11 +169,6 @@ class PipeDream:
         """What this worker holds at the most, measured; ``partition`` has what was predicted."""
         return self._ready.stage.memory()
 
-    @property
-    def partition(self) -> Partition:
-        """The stages."""
-        return self._ready.partition
-
     def train_epoch(self, loader: Loader) -> EpochStats:
         """Train on all minibatches of a loader.
 
@@ -196,30 +184,11 @@ class PipeDream:
             RanksDisagreeError: Loaders of unlike lengths.
             HvdPipeError, TypeError, ValueError: A loader or a model that cannot be; names it.
         """
-        feed = self._feed(loader)
-        built = self._build(feed.first)
-        feed.pieces = built.session.microbatches
-        built.stage.feed = feed
-        stats = built.session.train(
-            built.stage, feed.count, built.spans, progress=self._options.progress
-        )
-        if built.scheduler is not None and self._options.schedule_by == "epoch":
-            built.scheduler.step()
-        self.epoch += 1
+        stats = super().train_epoch(loader)
+        scheduler = self._ready.scheduler
+        if scheduler is not None:
+            scheduler.step()
         return stats
-
-    def evaluate(self, loader: Loader) -> EpochStats:
-        """Return the mean loss and metric over all samples of a loader, with the newest weights.
-
-        Args:
-            loader: As of `train_epoch`; no minibatch is larger than its first.
-        """
-        feed = self._feed(loader, filled_up(split))
-        built = self._build(feed.first)
-        built.average_buffers()
-        feed.pieces = built.pieces_of(feed.first)
-        built.stage.feed = feed
-        return built.session.evaluate(built.stage, feed.count, feed.pieces, built.spans)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model's state, on every rank; a plain model loads it."""
@@ -234,48 +203,21 @@ class PipeDream:
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def load(self, directory: str | os.PathLike[str], sample: Any = None) -> None:
-        """Go on from a checkpoint; rank 0 reads, and all ranks call this.
+    def _made(self, sample: Any) -> Built:
+        return build(self._options, sample)
 
-        With the same stages the run continues bit for bit; with other workers or stages, the
-        optimizers' state moves with its parameters.
+    def _restored(self, built: Built, directory: Path) -> tuple[int, bool]:
+        return load(built, directory)
 
-        Args:
-            directory: What `save` has written.
-            sample: A minibatch, where neither the engine nor an epoch has had one.
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
 
-        Raises:
-            HvdPipeError: No such checkpoint, or one of another model.
-        """
-        if sample is not None:
-            self._build(sample)
-        self.epoch = load(self._ready, Path(directory))
-
-    @property
-    def _ready(self) -> Built:
-        if self._built is None:
-            raise ValueError(
-                "the pipeline is built with its first minibatch: give PipeDream(..., sample=) "
-                "one, or call this after the first train_epoch."
-            )
-        return self._built
-
-    def _feed(self, loader: Loader, cut: Split = split) -> Feed:
+    def _drawing_alike(self) -> AbstractContextManager[None]:
         # A loader that shuffles draws its order from the default generator, whose state differs by
         # rank once layers of some stages have drawn from it.
-        seed = agreement.from_first(
-            int(torch.randint(2**31, ()).item()), "hvd_pipe.pipeline.seed", global_process_set
-        )
-
-        def make() -> Feed:
-            count = length_of(loader)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                return Feed(loader, count, cut)
-
-        return open_feed(make, agreement, global_process_set)
-
-    def _build(self, sample: Any) -> Built:
-        if self._built is None:
-            self._built = build(self._options, sample)
-        return self._built
+        drawn = int(torch.randint(2**31, ()).item())
+        seed = agreement.from_first(drawn, "hvd_pipe.pipeline.seed", global_process_set)
+        return self._seeded(seed)

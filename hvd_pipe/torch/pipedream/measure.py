@@ -1,4 +1,4 @@
-"""What a model's layers take, and what passes between them: measured on a sample minibatch."""
+"""What a model's layers take, and what they keep for backward: measured on a sample minibatch."""
 
 from __future__ import annotations
 
@@ -12,64 +12,16 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from hvd_pipe.pipeline.spec import ITEM_BYTES, TensorSpec
+from hvd_pipe.pipeline.spec import TensorSpec
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch.pipedream.cut import part, parts_of
 from hvd_pipe.torch.pipedream.graph import Layer, Traced
-from hvd_pipe.torch.pipedream.nodes import attribute, questions, tensors_of
+from hvd_pipe.torch.pipedream.nodes import questions, tensors_of
+from hvd_pipe.torch.pipedream.shapes import as_before, flat, named_tensors, specs, users_of
 
-__all__ = ["profile", "specs"]
-
-
-def specs(traced: Traced, sample: Sequence[Tensor]) -> dict[str, TensorSpec]:
-    """Run a model on a sample, and on half of it, to see what may pass between stages.
-
-    The batch size is the first dimension of the first input; inputs with the same first dimension
-    are halved with it. A model that does not take the half has no dynamic dimension. Buffers,
-    random numbers and training flags are as before.
-
-    Args:
-        traced: The model.
-        sample: Its inputs, of the largest minibatch.
-
-    Returns:
-        By name, every input and every tensor that layers after its own use; "name[1]" is part 1
-        of a tuple.
-
-    Raises:
-        ValueError: Not as many inputs as the model takes, or one without a batch.
-        TypeError: An input is no tensor.
-
-    Example:
-        >>> from hvd_pipe.torch.pipedream.graph import trace
-        >>> found = specs(trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU())), (torch.ones(8, 4),))
-        >>> found["0"]
-        TensorSpec(name='0', shape=(8, 3), dtype='float32', dynamic=(0,), gradient=True)
-        >>> found["input"].gradient
-        False
-    """
-    check_sample(traced, sample)
-    batch = sample[0].shape[0]
-    fewer = max(1, batch // 2)
-    smaller = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
-    with _as_before(traced, sample, training=False), torch.no_grad():
-        shapes = _Shapes(traced)
-        planned = shapes.see(sample)
-        try:
-            found = _Shapes(traced).see(smaller)
-        except Exception:  # as it would do with a smaller last minibatch
-            found = planned
-    differentiable = _differentiable(traced, shapes.discrete)
-    made = {}
-    for name, (node, shape, dtype) in planned.items():
-        other = found[name][1] if name in found else shape
-        alike = len(other) == len(shape)
-        dynamic = [at for at in range(len(shape)) if alike and other[at] != shape[at]]
-        gradient = node in differentiable and _is_continuous(dtype)
-        made[name] = TensorSpec(name, shape, dtype_name(dtype, name), tuple(dynamic), gradient)
-    return made
+__all__ = ["profile"]
 
 
 def profile(
@@ -104,7 +56,7 @@ def profile(
         raise ValueError(f"steps is at least 1 and skip at least 0, got {steps} and {skip}")
     values = specs(traced, sample)
     measured = []
-    with _as_before(traced, sample, training=True), torch.enable_grad():
+    with as_before(traced, sample, training=True), torch.enable_grad():
         run = _Run(traced, values, sample, steps, skip)
         for layer in track(
             traced.layers,
@@ -133,128 +85,6 @@ def profile(
         batch=sample[0].shape[0],
         name=name or type(traced.model).__name__,
     )
-
-
-def check_sample(traced: Traced, sample: Sequence[Tensor]) -> None:
-    """Check that a sample is inputs of a model."""
-    if not isinstance(sample, tuple | list):
-        raise TypeError(f"sample is a tuple of the model's inputs, got {type(sample).__name__}")
-    wanted = [traced.names[node] for node in traced.inputs]
-    if len(sample) != len(wanted):
-        raise ValueError(
-            f"the model takes {len(wanted)} inputs ({', '.join(wanted)}), but the sample has "
-            f"{len(sample)}: give one tensor for each"
-        )
-    for key, value in zip(wanted, sample, strict=True):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"input {key!r} must be a tensor, got {type(value).__name__}")
-    if sample and (sample[0].ndim == 0 or sample[0].shape[0] < 1):
-        raise ValueError(
-            f"the first dimension of the first input is the batch, which has at least 1 sample; "
-            f"got the shape {tuple(sample[0].shape)}"
-        )
-
-
-def dtype_name(dtype: torch.dtype, name: str = "") -> str:
-    """Return a dtype's plain name: "float32".
-
-    Raises:
-        ValueError: Tensors of it cannot travel.
-    """
-    found = str(dtype).removeprefix("torch.")
-    if found not in ITEM_BYTES:
-        raise ValueError(
-            f"tensor {name!r} is of dtype {found}, which cannot travel between stages; those that "
-            f"can: {', '.join(ITEM_BYTES)}"
-        )
-    return found
-
-
-# Shapes.
-
-
-class _Shapes(fx.Interpreter):
-    """Runs a model, and notes the tensors that layers after their own use."""
-
-    def __init__(self, traced: Traced) -> None:
-        super().__init__(traced.graph_module)
-        self._traced = traced
-        self._crossing = _users(traced)
-        self.discrete: set[fx.Node] = set()  # integers and booleans carry no gradient
-        self._seen: dict[str, tuple[fx.Node, tuple[int, ...], torch.dtype]] = {}
-
-    def see(
-        self, sample: Sequence[Tensor]
-    ) -> dict[str, tuple[fx.Node, tuple[int, ...], torch.dtype]]:
-        # Clones: the model may change its inputs in place.
-        self.run(*(x.detach().clone() for x in sample))
-        return self._seen
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        found = _flat(result)
-        if found and not any(_is_continuous(tensor.dtype) for tensor in found):
-            self.discrete.add(n)
-        if n.op == "placeholder" or n in self._crossing:
-            for name, tensor in _tensors(self._traced.names[n], result).items():
-                self._seen[name] = n, tuple(tensor.shape), tensor.dtype
-        return result
-
-
-def _tensors(name: str, value: Any) -> dict[str, Tensor]:
-    """Return the tensors of a result by name; none where anything in it is not one."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    if not isinstance(value, tuple | list):
-        return {}
-    found: dict[str, Tensor] = {}
-    for index, each in enumerate(value):
-        inside = _tensors(f"{name}[{index}]", each)
-        if not inside:
-            return {}
-        found.update(inside)
-    return found
-
-
-def _users(traced: Traced) -> dict[fx.Node, set[str]]:
-    """Return the values that other layers than their own use, or that the model returns."""
-    asks = questions(traced.graph_module.graph)
-    home = {node: layer.name for layer in traced.layers for node in layer.nodes}
-    found: dict[fx.Node, set[str]] = {}
-    for node in [*home, traced.output]:
-        mine = home.get(node, "")
-        for source in tensors_of(node, asks):
-            if source.op != "get_attr" and home.get(source) != mine:
-                found.setdefault(source, set()).add(mine)
-    return found
-
-
-def _is_continuous(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _differentiable(traced: Traced, discrete: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose results depend on a parameter that is trained."""
-    found: set[fx.Node] = set()
-    made = traced.graph_module
-    for node in made.graph.nodes:
-        detached = str(node.target).startswith("detach") or ".detach" in str(node.target)
-        if detached or node in discrete:
-            continue
-        trained = any(source in found for source in node.all_input_nodes)
-        if node.op == "call_module":
-            trained |= any(p.requires_grad for p in made.get_submodule(node.target).parameters())
-        elif node.op == "get_attr":
-            value = attribute(made, node.target)
-            if isinstance(value, nn.Module):
-                trained |= any(p.requires_grad for p in value.parameters())
-            trained |= isinstance(value, Tensor) and value.requires_grad
-        if trained:
-            found.add(node)
-    return found
-
-
-# Times and bytes.
 
 
 @dataclass
@@ -288,7 +118,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.asks = questions(self.traced.graph_module.graph)
         self.home = {node: layer.name for layer in self.traced.layers for node in layer.nodes}
-        self.users = {node: set(users) for node, users in _users(self.traced).items()}
+        self.users = {node: set(users) for node, users in users_of(self.traced).items()}
         self.env: dict[fx.Node, Any] = {}
         self.held: dict[int, _Held] = {}
         state = [*self.traced.model.parameters(), *self.traced.model.buffers()]
@@ -324,8 +154,8 @@ class _Run:
                 middle = self._now()
             if last:
                 self._count(layer.name, kept, dict(zip(sent, results, strict=True)))
-            outputs = [t for t in _flat(results) if t.requires_grad]
-            wanted = [t for t in [*_flat(inputs), *parameters] if t.requires_grad]
+            outputs = [t for t in flat(results) if t.requires_grad]
+            wanted = [t for t in [*flat(inputs), *parameters] if t.requires_grad]
             seconds = 0.0
             if outputs and wanted:
                 gradients = [torch.ones_like(t) for t in outputs]
@@ -344,7 +174,7 @@ class _Run:
             for node, result in zip(sent, results, strict=True)
             if self.users[node] - {""}
         ]
-        size = sum(t.nbytes for name, r in crossing for t in _tensors(name, r).values())
+        size = sum(t.nbytes for name, r in crossing for t in named_tensors(name, r).values())
         return _Cost(median(forward), median(backward), size)
 
     def _inputs(self, received: Mapping[fx.Node, Any]) -> list[Any]:
@@ -385,13 +215,13 @@ class _Run:
 
     def _keep(self, node: fx.Node, value: Any, owner: str | None) -> None:
         self.env[node] = _detached(value)
-        for tensor in _flat(value):
+        for tensor in flat(value):
             storage = tensor.untyped_storage()
             held = self.held.setdefault(storage.data_ptr(), _Held(storage, owner))
             held.users += 1
 
     def _drop(self, node: fx.Node) -> None:
-        for tensor in _flat(self.env.pop(node)):
+        for tensor in flat(self.env.pop(node)):
             address = tensor.untyped_storage().data_ptr()
             held = self.held[address]
             held.users -= 1
@@ -402,16 +232,6 @@ class _Run:
         if self.cuda:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def _flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, tuple | list):
-        return [tensor for each in value for tensor in _flat(each)]
-    return []
 
 
 def _detached(value: Any) -> Any:
@@ -435,26 +255,3 @@ def _noting(kept: dict[int, torch.UntypedStorage]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield
-
-
-@contextmanager
-def _as_before(traced: Traced, sample: Sequence[Tensor], training: bool) -> Iterator[None]:
-    """Put training flags, buffers and random numbers back."""
-    modules = {id(m): m for root in (traced.graph_module, traced.model) for m in root.modules()}
-    flags = [(module, module.training) for module in modules.values()]
-    tensors = {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
-    devices = sorted({t.device.index for t in [*sample, *tensors.values()] if t.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for module, _ in flags:
-                # Not train(): a module may do other things there, such as keep a part in eval.
-                module.training = training
-            yield
-        finally:
-            for module, flag in flags:
-                module.training = flag
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)

@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hvd_pipe.pipeline.checks import check_microbatches, check_positive
-from hvd_pipe.pipeline.plans import read_plan
-from hvd_pipe.pipeline.transport import check_transport
-from hvd_pipe.planning.modes import Mode, mode_named
-from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.pipeline import options
+from hvd_pipe.pipeline.options import check_function
 from hvd_pipe.torch.agree import Description
 
 __all__ = ["Options"]
 
 
 @dataclass
-class Options:
+class Options(options.Options):
     """The arguments of :class:`hvd_pipe.torch.pipedream.PipeDream`, by their names."""
 
-    model: nn.Module | Sequence[nn.Module]
-    loss_fn: Callable[[Any, Any], torch.Tensor]
-    optimizer_fn: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    plan: str | os.PathLike[str] | Partition
-    mode: str
-    microbatches: int | None
-    transport: str
-    recompute: bool
-    wire_dtype: str | None
-    scale_lr: bool
-    max_grad_norm: float | None
     scheduler_fn: Callable[[torch.optim.Optimizer], Any] | None
     schedule_by: str
-    metric_fn: Callable[[Any, Any], Any] | None
-    profile: ModelProfile | str | os.PathLike[str] | None
-    bandwidth: float | None
-    memory_bytes: float | None
-    progress: bool
-
-    @property
-    def modes(self) -> Mode:
-        """What ``mode`` names."""
-        return mode_named(self.mode)
 
     def modules(self) -> list[nn.Module]:
         """Return the model, or the modules that were given in its place."""
@@ -65,37 +39,20 @@ class Options:
             TypeError, ValueError: One of them cannot be; says what can.
         """
         self._check_model()
-        mode = mode_named(self.mode)
-        request = read_plan(self.plan, workers)
-        for name in ("loss_fn", "optimizer_fn"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
         if isinstance(self.optimizer_fn, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer_fn makes the optimizer of a stage from its parameters: "
                 "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
             )
-        for name in ("scheduler_fn", "metric_fn"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{name} must be a function or None, got {value!r}")
+        alike = super().check(workers)
+        check_function("scheduler_fn", self.scheduler_fn)
         if self.schedule_by not in {"epoch", "minibatch"}:
             raise ValueError(
                 f"schedule_by must be 'epoch' or 'minibatch', got {self.schedule_by!r}"
             )
-        check_transport(self.transport)
-        if self.wire_dtype not in {None, "bfloat16"}:
-            raise ValueError(f"wire_dtype must be None or 'bfloat16', got {self.wire_dtype!r}")
-        for name in ("max_grad_norm", "bandwidth", "memory_bytes"):
-            check_positive(name, getattr(self, name))
-        check_microbatches(self.microbatches, mode)
-        if self.profile is not None and not isinstance(self.profile, ModelProfile):
-            self.profile = ModelProfile.read(self.profile)
         return [
-            ("the mode of the pipeline", self.mode),
-            ("the plan of the pipeline", str(request)),
-            ("microbatches", str(self.microbatches)),
-            ("the pipeline's options", self._alike()),
+            *alike,
+            ("the scheduler", f"{self.scheduler_fn is not None}, by {self.schedule_by}"),
             *((f"{name} of the model", _shape(value)) for name, value in self.state()),
         ]
 
@@ -107,15 +64,14 @@ class Options:
                 "model must be an nn.Module, or a list of modules that are called one after the "
                 f"other, got {', '.join(wrong) or 'an empty list'}"
             )
+        if any(p.is_meta for one in modules for p in one.parameters()):
+            raise ValueError(
+                "the model has layers on the meta device, which have no values; a pipeline leaves "
+                "those of other workers so: build the model anew, and load() a checkpoint into "
+                "its pipeline, or load_state_dict(engine.state_dict()) before"
+            )
         if not any(p.requires_grad for one in modules for p in one.parameters()):
             raise ValueError("the model has no parameters that require gradients")
-
-    def _alike(self) -> str:
-        names = ("transport", "recompute", "wire_dtype", "scale_lr", "max_grad_norm")
-        shown = [f"{name}={getattr(self, name)}" for name in names]
-        shown += [f"bandwidth={self.bandwidth}", f"profile={self.profile is not None}"]
-        shown += [f"scheduler_fn={self.scheduler_fn is not None}, by {self.schedule_by}"]
-        return f"{', '.join(shown)}, metric_fn={self.metric_fn is not None}"
 
 
 def _shape(value: Any) -> str:

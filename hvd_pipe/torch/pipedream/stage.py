@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.feed import Feed, Piece
+from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.norms import Norms
 from hvd_pipe.pipeline.stage import Buffer, Tally, Unit
 from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.memory import ActivationMeter, StageMemory
-from hvd_pipe.torch.pipedream.messages import Boundary
 from hvd_pipe.torch.pipedream.updates import Updates
 from hvd_pipe.torch.pipedream.versions import WeightVersions
 
@@ -99,6 +100,11 @@ class TorchStage:
         self._meter = ActivationMeter()
         self._key = torch.zeros((), requires_grad=True, device=device)
 
+    @property
+    def norms(self) -> Norms:
+        """What it knows of the gradients of all stages."""
+        return self._updates.norms
+
     # A run.
 
     def begin(self, training: bool) -> None:
@@ -121,7 +127,7 @@ class TorchStage:
         assert self._before is not None
         header, tensors = self._before.activations.unpack(unit, message)
         self._flights[unit] = _Flight(header.digest, tuple(tensors), messages=[message])
-        self._updates.heard(header.squared_norms, from_before=True)
+        self.norms.heard(header.squared_norms, from_before=True)
 
     def forward(self, unit: Unit, version: int) -> None:
         piece: Piece | None = None
@@ -152,7 +158,7 @@ class TorchStage:
         assert self._after is not None
         flight = self._flights[unit]
         message = self._after.activations.pack(
-            unit, flight.outputs, flight.digest, self._updates.squared_norms
+            unit, flight.outputs, flight.digest, self.norms.squared
         )
         if not self._training:
             self._land(unit)
@@ -164,7 +170,7 @@ class TorchStage:
         flight = self._flights[unit]
         flight.gradients = gradients
         flight.messages.append(message)
-        self._updates.heard(header.squared_norms, from_before=False)
+        self.norms.heard(header.squared_norms, from_before=False)
 
     def backward(self, unit: Unit, version: int) -> None:
         self._meter.end()
@@ -194,9 +200,7 @@ class TorchStage:
             flight.entered[at] if at in flight.entered else torch.zeros_like(flight.inputs[at])
             for at in wanted
         ]
-        message = self._before.gradients.pack(
-            unit, gradients, flight.digest, self._updates.squared_norms
-        )
+        message = self._before.gradients.pack(unit, gradients, flight.digest, self.norms.squared)
         self._land(unit)
         return message
 
@@ -265,7 +269,14 @@ class TorchStage:
 
     def _finish(self, flight: _Flight, output: Any, piece: Piece, losses: Losses) -> None:
         targets = _to(piece.targets, self._device)
-        loss = losses.loss(output, targets)
+        try:
+            loss = losses.loss(output, targets)
+        except Exception as error:
+            error.add_note(
+                f"in loss_fn(output, targets) with an output of {_shapes(output)} and targets of "
+                f"{_shapes(targets)}, of a minibatch's {piece.samples} samples"
+            )
+            raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise HvdPipeError(
@@ -314,6 +325,10 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     finally:  # recomputing ends by an exception, as soon as backward has all that it needs
         for buffer, values in kept:
             buffer.data.copy_(values)
+
+
+def _shapes(value: Any) -> str:
+    return str(tree_map(lambda x: list(getattr(x, "shape", ())), value))
 
 
 def _copy(x: Any) -> Any:

@@ -1,0 +1,136 @@
+"""What the checkpoints of both frameworks say of a pipeline: ``pipeline.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, TypeVar
+from zipfile import BadZipFile
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.files import NEW, digest, write_together
+from hvd_pipe.planning.stages import Partition
+
+__all__ = ["norms_of", "read_checkpoint", "same_stages", "write_checkpoint"]
+
+ABOUT = "pipeline.json"
+"""The file's name: it is written last, so where it is, all others are."""
+
+T = TypeVar("T")
+
+_DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    RuntimeError,
+    UnpicklingError,
+    BadZipFile,
+)
+
+
+def write_checkpoint(
+    directory: Path,
+    files: Mapping[str, Callable[[Path], object]],
+    *,
+    schema: str,
+    mode: str,
+    epoch: int,
+    partition: Partition,
+    squared_norms: Sequence[float],
+    layers: Iterable[str],
+    **more: Any,
+) -> None:
+    """Write a checkpoint: a framework's files, and then what is said of the pipeline.
+
+    Args:
+        directory: Is made if need be.
+        files: What writes each of the framework's files to a path, by its name.
+        schema: Names these files, and their version.
+        mode: When weights were updated.
+        epoch: How many epochs were trained.
+        partition: The stages.
+        squared_norms: Of the newest gradient of each; nan where it is not known.
+        layers: All that the stages may have, in order.
+        more: What else the framework wants to know.
+    """
+    stages = json.loads(partition.to_json())
+    norms = [None if math.isnan(norm) else norm for norm in squared_norms]
+    document = {"schema": schema, "mode": mode, "epoch": epoch, "partition": stages}
+    document |= {"squared_norms": norms, "layers": list(layers), **more}
+
+    def write_about(path: Path) -> None:
+        document["files"] = {name: digest(directory / f"{NEW}{name}") for name in files}
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+    write_together(directory, {**files, ABOUT: write_about})
+
+
+def read_checkpoint(
+    directory: Path, schema: str, read: Callable[[int], T]
+) -> tuple[dict[str, Any], T]:
+    """Return what is said of a pipeline, and what a framework reads beside it.
+
+    Args:
+        directory: The checkpoint.
+        schema: The framework's own.
+        read: Reads the other files, by the number of stages.
+
+    Raises:
+        HvdPipeError: It is no such checkpoint.
+    """
+    try:
+        found = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
+        if found.get("schema") != schema:
+            raise ValueError(f"its schema is {found.get('schema')!r}, not {schema!r}")
+        for name, expected in found["files"].items():
+            if digest(directory / name) != expected:
+                raise ValueError(f"{name} is damaged, or not the one that was written")
+        return found, read(len(found["partition"]["stages"]))
+    except _DAMAGE as error:
+        raise HvdPipeError(
+            f"{directory} holds no checkpoint of such a pipeline ({error}): name a directory that "
+            "PipeDream.save() of this framework has written, on rank 0's host."
+        ) from error
+
+
+def norms_of(found: dict[str, Any]) -> list[float]:
+    """Return the squared norms that a checkpoint has, by its own stages.
+
+    Example:
+        >>> norms_of({"squared_norms": [0.25, None]})
+        [0.25, nan]
+    """
+    return [math.nan if norm is None else norm for norm in found["squared_norms"]]
+
+
+def same_stages(found: dict[str, Any], partition: Partition, layers: Iterable[str]) -> bool:
+    """Return whether a checkpoint's stages have the layers and the workers of these.
+
+    Layers are compared by their places, as names that Keras makes up differ from run to run.
+
+    Args:
+        found: What the checkpoint says.
+        partition: The stages of now.
+        layers: All that these may have, in order.
+
+    Example:
+        >>> from hvd_pipe.planning.stages import Stage
+        >>> stage = Stage(("a", "b"), 2, 0.1, 8, 0, 0, 16, time_s=0.1)
+        >>> one = Partition((stage,), 2, 0.1, 0.2, 0.1, "paper", in_flight=(1,))
+        >>> saved = {"partition": json.loads(one.to_json()), "layers": ["a", "b"]}
+        >>> same_stages(saved, one, ["a", "b"]), same_stages(saved, one, ["b", "a"])
+        (True, False)
+    """
+    saved = Partition.from_json(json.dumps(found["partition"]))
+    return _placed(saved, found["layers"]) == _placed(partition, layers)
+
+
+def _placed(partition: Partition, layers: Iterable[str]) -> list[tuple[list[int], int]]:
+    place = {name: at for at, name in enumerate(layers)}
+    return [([place[name] for name in one.layers], one.replicas) for one in partition.stages]

@@ -1,0 +1,93 @@
+"""What becomes of an engine whose run has failed, and of a closed one; no rank but this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.agreement import Agreement
+from hvd_pipe.pipeline.engine import Engine
+from hvd_pipe.pipeline.feed import Piece
+
+ALONE = ProcessSet([0])
+ALONE.size, ALONE.rank, ALONE.included = lambda: 1, lambda: 0, lambda: True
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.closed: list[bool] = []
+
+    def close(self, meet: bool) -> None:
+        self.closed.append(meet)
+
+
+class Alone(Engine[Any]):
+    """An engine whose session does what a test wants."""
+
+    def __init__(self, train: Any) -> None:
+        def split(batch: Any, pieces: int) -> list[Piece]:
+            return [Piece((batch,), None, 1, 1.0, 0)] * pieces
+
+        super().__init__(split, Agreement(lambda data, *_: [data]), ALONE, False)
+        self.transport, self.made = Transport(), 0
+        session = SimpleNamespace(microbatches=1, train=train, transport=self.transport)
+        self._parts = SimpleNamespace(session=session, stage=SimpleNamespace(), spans=None)
+
+    def save(self, directory: Any) -> None: ...
+
+    def _made(self, sample: Any) -> Any:
+        self.made += 1
+        return self._parts
+
+    def _restored(self, built: Any, directory: Path) -> tuple[int, bool]:
+        return 7, True
+
+
+def fails_on(number: int) -> Any:
+    """A session whose run of this number fails."""
+    runs: list[int] = []
+
+    def train(*_: Any, progress: bool) -> str:
+        runs.append(len(runs))
+        if runs[-1] == number:
+            raise OSError("a bad sample")
+        return "stats"
+
+    return train
+
+
+def test_a_failed_run_is_the_last() -> None:
+    engine = Alone(fails_on(1))
+    assert engine.train_epoch([1]) == "stats"
+    with pytest.raises(OSError, match="bad sample"):
+        engine.train_epoch([1])
+    with pytest.raises(ValueError, match=r"has failed.*make another PipeDream"):
+        engine.train_epoch([1])
+    assert engine.epoch == engine.made == 1
+    engine.close()
+    assert engine.transport.closed == [False]  # another rank may never come
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = Alone(fails_on(-1))
+    engine.train_epoch([1])
+    engine.close()
+    engine.close()
+    assert engine.transport.closed == [True]
+    for use in (lambda: engine.train_epoch([1]), lambda: engine.stage, lambda: engine.load("x")):
+        with pytest.raises(ValueError, match="closed: make another"):
+            use()
+
+
+def test_what_is_not_built_names_what_builds_it() -> None:
+    engine = Alone(fails_on(-1))
+    with pytest.raises(
+        ValueError, match=r"PipeDream\(\.\.\., sample=\) or load\(\.\.\., sample=\)"
+    ):
+        engine.load("x")
+    engine.load("x", sample=1)
+    assert (engine.epoch, engine.made) == (7, 1)
