@@ -5,7 +5,8 @@ r"""PipeDream beside data parallelism, on four emulated hosts.
 
 Hosts, links and turns are those of `throughput.py`: links are set so that an all-reduce of all
 gradients takes ``r`` times a worker's computation of a minibatch. The models are chains of
-PipeDream's profiles (`pipeline_models.py`), whose layers take time without the processor.
+PipeDream's profiles (`pipeline_models.py`), whose layers take time without the processor, or, with
+``--compute cpu``, small networks of the same kinds, whose layers all hosts measure at once.
 
 All figures are by the worker's batch: data parallelism trains n of them a step, a pipeline one a
 period. Bytes are what the hosts' interfaces have counted. Predictions are made from the measured
@@ -50,6 +51,7 @@ SCRIPT = Path(__file__).with_name("pipeline_rank.py")
 BATCHES = {"vgg16": 128, "language-model": 64}  # of the profiles
 PLANS = {"vgg16": "3-1", "language-model": "straight"}  # as the paper has them for 4 workers
 LATENCY_S = 1e-3  # Horovod's cycle
+STEPS_ALONE = 8  # of one worker without communication, to see how long computing takes
 LEAST_MINIBATCHES = 16  # of a short epoch: several rounds of all replicas
 UTILISATION, SPEEDUP, WITHIN, SAVED = 0.90, 3.0, 0.10, 0.85
 
@@ -148,10 +150,14 @@ def run_cell(
 ) -> dict[str, Any]:
     """Race all contestants of a model at a rate and return the cell."""
     workers = len(hosts.hosts)
-    profile = profile_of(model, options)
-    size = int(profile.gradient_bytes().sum())
-    document = profile.to_json()
     hosts.rate(None)
+    if options.compute == "emulated":
+        profile = profile_of(model, options)
+        build = {"model": model, "profile": profile.to_json()}
+    else:
+        profile = measured(teams, model)
+        build = {"model": model, "profile": None}
+    size = int(profile.gradient_bytes().sum())
     all_reduce_s = set_ratio(hosts, teams["ours"], profile.compute_s, ratio, size)
     cluster = network(profile, workers, all_reduce_s)
     pipes = [predicted(profile, cluster, PLANS[model], mode) for mode in options.modes]
@@ -162,7 +168,7 @@ def run_cell(
     for team, names in copies(ratio).items():
         for name in names:
             settle = PLANNING_STEPS if name == "merged-gradient" else SETTLE_STEPS
-            teams[team].ask("build", name=name, profile=document, settle=settle)
+            teams[team].ask("build", name=name, settle=settle, **build)
             expected[team, name] = predicted_row(profile, cluster, name)
             a_step = expected[team, name]["seconds"] * (1 if name == "single" else workers)
             steps[team, name] = steps_for(name, options.seconds / a_step)
@@ -172,11 +178,11 @@ def run_cell(
         teams["pipeline"].ask(
             "build",
             name=pipe.name,
-            profile=document,
             settle=max(count, PLANNING_STEPS * max(pipe.partition.replicas)),
             plan=pipe.partition.to_json(),
             mode=pipe.mode,
             microbatches=pipe.microbatches,
+            **build,
         )
         expected["pipeline", pipe.name] = pipe.figures()
         steps["pipeline", pipe.name] = count
@@ -201,6 +207,7 @@ def run_cell(
         "model": model,
         "workers": workers,
         "ratio": ratio,
+        "compute": options.compute,
         "reached_ratio": all_reduce_s / profile.compute_s,
         "compute_s": profile.compute_s,
         "gradient_bytes": size,
@@ -219,6 +226,19 @@ def run_cell(
             for (team, name), rounds in results.items()
         ],
     }
+
+
+def measured(teams: dict[str, Team], model: str) -> ModelProfile:
+    """Return a small network's layers, as slow as whole steps are while all hosts compute.
+
+    Hosts may be more than this machine has cores: many a layer is measured within one turn on a
+    core, and a step takes several turns.
+    """
+    answers = teams["pipeline"].ask("profile", model=model)
+    profile = ModelProfile.from_json(answers[0]["profile"])
+    teams["stock"].ask("build", name="single", model=model, profile=None, settle=SETTLE_STEPS)
+    answers = teams["stock"].ask("race", name="single", steps=STEPS_ALONE)
+    return pipeline_models.slowed(profile, max(answer["seconds"] for answer in answers))
 
 
 def rounds_of(pipe: Pipeline, seconds: float) -> int:
@@ -244,6 +264,7 @@ def prediction(model: str, ratio: float, options: argparse.Namespace) -> dict[st
         "model": model,
         "workers": options.workers,
         "ratio": ratio,
+        "compute": "emulated",
         "reached_ratio": ratio,
         "compute_s": profile.compute_s,
         "gradient_bytes": int(profile.gradient_bytes().sum()),
@@ -260,8 +281,9 @@ def profile_of(model: str, options: argparse.Namespace) -> ModelProfile:
 def table(cell: dict[str, Any]) -> Table:
     """Return a cell as a table, by the worker's batch."""
     found = Table(
-        title=f"{cell['model']}, {cell['workers']} workers, r = {cell['ratio']:g} "
-        f"(reached {cell['reached_ratio']:.2f}); {cell['compute_s'] * 1e3:.0f} ms and "
+        title=f"{cell['model']} ({cell['compute']}), {cell['workers']} workers, "
+        f"r = {cell['ratio']:g} (reached {cell['reached_ratio']:.2f}); "
+        f"{cell['compute_s'] * 1e3:.0f} ms and "
         f"{cell['gradient_bytes'] / 2**20:.1f} MiB a worker"
     )
     found.add_column("contestant", no_wrap=True)
@@ -379,8 +401,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--ratios", type=float, nargs="+", default=[1.0, 4.0], help="all-reduce / computation"
     )
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--compute-ms", type=float, default=120.0, help="of a worker's batch")
-    parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20)
+    parser.add_argument("--compute", choices=("emulated", "cpu"), default="emulated")
+    parser.add_argument(
+        "--compute-ms", type=float, default=120.0, help="of a worker's emulated batch"
+    )
+    parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20, help="of emulated models")
     parser.add_argument("--backend", choices=("gloo", "mpi"), default="mpi")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn (default 2)")
@@ -391,6 +416,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--workers: 2 at least")
     if min(options.ratios) <= 0.0 or options.compute_ms <= 0.0 or options.gradient_bytes < 4:
         parser.error("--ratios, --compute-ms and --gradient-bytes: more than 0")
+    if options.predict and options.compute == "cpu":
+        parser.error("--predict: of emulated computation only; --compute cpu is measured")
     if options.rounds < 1 or options.seconds <= 0.0:
         parser.error("--rounds and --seconds: more than 0")
     for model in options.models:

@@ -3,6 +3,8 @@
 Like `emulated.EmulatedModel`, a layer takes its time without using the processor, and its gradient
 is real. Its output has the profile's size, too, so that what crosses between two stages is what
 would cross there. Its memory is one number, repeated: only a message holds all of it.
+
+`on_cpu` has small networks of the same kinds, which one torch thread computes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from torch import nn
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = ["MODELS", "Device", "EmulatedPipeline", "chain", "profile", "scaled"]
+__all__ = [
+    "MODELS",
+    "Device",
+    "EmulatedPipeline",
+    "SmallNetwork",
+    "chain",
+    "on_cpu",
+    "profile",
+    "scaled",
+    "slowed",
+]
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 MODELS = {"vgg16": "vgg16.graph.txt", "language-model": "gnmt.graph.txt"}
@@ -59,15 +71,13 @@ def scaled(profile: ModelProfile, compute_s: float, gradient_bytes: int) -> Mode
 
     Sizes are of whole float32 numbers, an output's for each sample.
     """
-    slower = compute_s / (profile.forward_s + profile.backward_s)
+    profile = slowed(profile, compute_s)
     size = gradient_bytes / float(profile.gradient_bytes().sum())
     row = 4 * (profile.batch or 1)
 
     def layer(one: LayerProfile) -> LayerProfile:
         return replace(
             one,
-            forward_s=one.forward_s * slower,
-            backward_s=one.backward_s * slower,
             gradient_bytes=4 * max(1, round(one.gradient_bytes * size / 4))
             if one.gradient_bytes
             else 0,
@@ -75,7 +85,17 @@ def scaled(profile: ModelProfile, compute_s: float, gradient_bytes: int) -> Mode
             saved_bytes=None,
         )
 
-    return replace(profile, layers=tuple(layer(one) for one in profile.layers), update_s=0.0)
+    return replace(profile, layers=tuple(layer(one) for one in profile.layers))
+
+
+def slowed(profile: ModelProfile, compute_s: float) -> ModelProfile:
+    """Return the model with layers that take so long together, each its share; and no update."""
+    slower = compute_s / (profile.forward_s + profile.backward_s)
+    layers = (
+        replace(one, forward_s=one.forward_s * slower, backward_s=one.backward_s * slower)
+        for one in profile.layers
+    )
+    return replace(profile, layers=tuple(layers), update_s=0.0)
 
 
 class Device:
@@ -150,6 +170,79 @@ class EmulatedPipeline(nn.Sequential):
         super().__init__(OrderedDict(layers))
         self.device, self.batch = device, batch
 
+    def minibatch(self, batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of so many workers' batches."""
+        return torch.zeros(self.batch * batches, 1), torch.zeros(self.batch * batches, 1)
+
+    @staticmethod
+    def loss_fn(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        """A loss without work of its own."""
+        return output.sum()
+
     def loss(self) -> torch.Tensor:
         """One forward pass, as data parallelism has it."""
         return self(torch.zeros(self.batch, 1, requires_grad=True)).sum()  # type: ignore[no-any-return]
+
+
+class SmallNetwork(nn.Sequential):
+    """A small network that is computed, not emulated.
+
+    Args:
+        layers: In order.
+        sample: A sample's inputs, without their batch.
+        classes: Each of its targets is one of so many; a sample has as many as output rows.
+        batch: Samples of a worker's minibatch.
+    """
+
+    def __init__(
+        self, layers: list[nn.Module], sample: torch.Tensor, classes: int, batch: int
+    ) -> None:
+        super().__init__(*layers)
+        self._sample, self._classes, self.batch = sample, classes, batch
+
+    def minibatch(self, batches: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of so many workers' batches."""
+        rows = self.batch * batches
+        inputs = self._sample.expand(rows, *self._sample.shape).clone()
+        words = self._sample.shape if self._sample.dtype == torch.long else ()
+        return inputs, torch.zeros(rows, *words, dtype=torch.long)
+
+    def loss_fn(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy over all targets."""
+        return nn.functional.cross_entropy(output.reshape(-1, self._classes), targets.reshape(-1))
+
+    def loss(self) -> torch.Tensor:
+        """One forward pass, as data parallelism has it."""
+        inputs, targets = self.minibatch()
+        return self.loss_fn(self(inputs), targets)
+
+
+class _Recurrent(nn.Module):
+    """An LSTM layer that gives its outputs alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+def on_cpu(name: str) -> SmallNetwork:
+    """Return a small network of a model's kind.
+
+    VGG's has convolutions that take nearly all of the time, and two layers with nearly all bytes;
+    the language model's is GNMT's as far as a chain can be: embedding, LSTM layers, softmax.
+    """
+    if name == "vgg16":
+        layers: list[nn.Module] = []
+        for inward, outward in ((3, 16), (16, 32), (32, 64)):
+            layers += [nn.Conv2d(inward, outward, 3, padding=1), nn.ReLU()]
+            layers += [nn.Conv2d(outward, outward, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU()]
+        return SmallNetwork([*layers, nn.Linear(512, 10)], torch.randn(3, 32, 32), 10, 96)
+    width, words = 256, 1000
+    cells = [_Recurrent(width) for _ in range(6)]
+    ends = nn.Embedding(words, width), nn.Linear(width, words)
+    sentence = torch.zeros(10, dtype=torch.long)
+    return SmallNetwork([ends[0], *cells, ends[1]], sentence, words, 32)

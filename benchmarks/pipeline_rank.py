@@ -22,8 +22,12 @@ from throughput_rank import Rank, answer_orders, bytes_sent
 
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.torch.pipedream.graph import trace
+from hvd_pipe.torch.pipedream.measure import profile as measure_profile
 
 __all__ = ["PipelineRank", "main"]
+
+Network = pipeline_models.EmulatedPipeline | pipeline_models.SmallNetwork
 
 
 class PipelineRank(Rank):
@@ -38,12 +42,20 @@ class PipelineRank(Rank):
             self.rank, self.barrier = stock.rank(), stock.barrier
         else:
             super().__init__(team, store)
-        self._pipelines: dict[str, tuple[Any, pipeline_models.EmulatedPipeline, int]] = {}
+        self._pipelines: dict[str, tuple[Any, Network, int]] = {}
+
+    def profile(self, model: str) -> dict[str, Any]:
+        """Measure a small network's layers while all ranks do, for the batch of a worker."""
+        network = pipeline_models.on_cpu(model)
+        inputs, _ = network.minibatch()
+        self.barrier()
+        return {"profile": measure_profile(trace(network, 1), (inputs,), name=model).to_json()}
 
     def build(  # type: ignore[override]
         self,
         name: str,
-        profile: str,
+        model: str,
+        profile: str | None,
         settle: int,
         plan: str | None = None,
         mode: str = "stash",
@@ -53,28 +65,33 @@ class PipelineRank(Rank):
 
         Args:
             name: Its own, of `contestants`; of a pipeline, any.
-            profile: The emulated model's, as JSON, for the batch of a worker.
+            model: Of `pipeline_models`.
+            profile: The emulated model's, as JSON, for the batch of a worker; None to compute.
             settle: Steps, or minibatches, to take.
             plan: A pipeline's `Partition`, as JSON.
             mode: A pipeline's.
             microbatches: Of a minibatch, each a worker's batch.
         """
-        model = pipeline_models.EmulatedPipeline(ModelProfile.from_json(profile))
+        network: Network
+        if profile is None:
+            network = pipeline_models.on_cpu(model)
+        else:
+            network = pipeline_models.EmulatedPipeline(ModelProfile.from_json(profile))
         if plan is None:
-            made = contestants.make(name, model, model.loss)
-            nbytes = sum(4 * p.numel() for p in model.parameters())
+            made = contestants.make(name, network, network.loss)
+            nbytes = sum(4 * p.numel() for p in network.parameters())
             return self._started(name, made, nbytes, settle)
         engine = self._pipedream.PipeDream(
-            model,
-            lambda output, _: output.sum(),
+            network,
+            network.loss_fn,
             partial(torch.optim.SGD, lr=contestants.LR),
             plan=Partition.from_json(plan),
             mode=mode,
             microbatches=microbatches if microbatches > 1 else None,
-            sample=_minibatch(model, microbatches),
+            sample=network.minibatch(microbatches),
             progress=False,
         )
-        self._pipelines[name] = engine, model, microbatches
+        self._pipelines[name] = engine, network, microbatches
         engine.train_epoch(self._loader(name, settle))
         return {"planned_exposed_s": None}
 
@@ -90,20 +107,24 @@ class PipelineRank(Rank):
 
     def drop(self) -> dict[str, Any]:
         """End all contestants."""
+        for engine, _, _ in self._pipelines.values():
+            engine.close()
         self._pipelines.clear()
         return super().drop()
 
     def _loader(self, name: str, minibatches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        _, model, microbatches = self._pipelines[name]
-        return [_minibatch(model, microbatches)] * minibatches
+        _, network, microbatches = self._pipelines[name]
+        return [network.minibatch(microbatches)] * minibatches
 
     def _epoch(self, name: str, minibatches: int) -> dict[str, float]:
-        engine, model, _ = self._pipelines[name]
+        engine, network, _ = self._pipelines[name]
         loader = self._loader(name, minibatches)
         self.barrier()
         before, sent = resource.getrusage(resource.RUSAGE_SELF), bytes_sent()
-        busy, start = model.device.busy_s, time.perf_counter()
-        engine.train_epoch(loader)
+        device = getattr(network, "device", None)  # an emulated one knows how long it worked
+        worked = device.busy_s if device else 0.0
+        start = time.perf_counter()
+        stats = engine.train_epoch(loader)
         self.barrier()  # until the last worker has drained
         seconds = time.perf_counter() - start
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -111,16 +132,8 @@ class PipelineRank(Rank):
             "seconds": seconds,
             "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
             "sent_bytes": bytes_sent() - sent,
-            "busy_s": model.device.busy_s - busy,
+            "busy_s": device.busy_s - worked if device else stats.compute_s[self.rank],
         }
-
-
-def _minibatch(
-    model: pipeline_models.EmulatedPipeline, microbatches: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of as many workers' batches as there are microbatches."""
-    rows = model.batch * microbatches
-    return torch.zeros(rows, 1), torch.zeros(rows, 1)
 
 
 def main() -> None:
