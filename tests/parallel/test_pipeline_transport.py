@@ -163,7 +163,9 @@ SCRIPT = Path(workers.__file__)
 def test_a_rank_raises_while_others_wait(transport: str) -> None:
     """Horovod's end ends the others' waits over MPI; over Gloo it may itself wait for them.
 
-    There the watch over ranks ends them, before Gloo gives up without a name.
+    There the watch over ranks ends them, before Gloo gives up without a name. Once in many runs
+    rank 0 stands still there, interpreter and watch with it, inside a call of Horovod's: the
+    others then name rank 0, which they have not heard of, and the job ends as soon.
     """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     limit_s = NEVER_S if launcher == "mpi" else TIMEOUT_S
@@ -174,8 +176,10 @@ def test_a_rank_raises_while_others_wait(transport: str) -> None:
         job.ended()
         assert job.launched.returncode != 0
         named = re.findall(r"(?:is lost|of another): rank (\d+) on", job.output)
-        assert set(named) == {str(workers.LATE)}, job.output
-        assert "raised ValueError: bad sample 17" in job.output
+        frozen = transport == "process-sets" and set(named) == {"0"}
+        assert frozen or set(named) == {str(workers.LATE)}, job.output
+        raised = "ValueError: bad sample 17" if frozen else "raised ValueError: bad sample 17"
+        assert raised in job.output
 
 
 @pytest.mark.parametrize("transport", ["mpi", "process-sets", "tensorflow:mpi"])
