@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
-from zipfile import BadZipFile
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.files import NEW, digest, write_together
@@ -30,7 +29,6 @@ _DAMAGE = (
     EOFError,
     RuntimeError,
     UnpicklingError,
-    BadZipFile,
 )
 
 

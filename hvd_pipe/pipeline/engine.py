@@ -217,11 +217,6 @@ class Engine(ABC, Generic[B]):
     @contextmanager
     def _running(self) -> Iterator[None]:
         """A run that ends by an error leaves messages on their way."""
-        if self._failed:
-            raise ValueError(
-                "an epoch of this pipeline has failed, on this rank at least, and its messages "
-                "are lost: make another PipeDream, and load() a checkpoint into it"
-            )
         self._failed = True
         yield
         self._failed = False
@@ -230,6 +225,11 @@ class Engine(ABC, Generic[B]):
         alike = self._drawing_alike()
 
         def make() -> Feed:
+            if self._failed:
+                raise ValueError(
+                    "an epoch of this pipeline has failed, on this rank at least, and its "
+                    "messages are lost: make another PipeDream, and load() a checkpoint into it"
+                )
             count = length_of(loader)
             with alike:
                 return Feed(loader, count, split)

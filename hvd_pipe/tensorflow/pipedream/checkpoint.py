@@ -96,12 +96,10 @@ def load(built: Built, directory: Path) -> tuple[int, bool]:
     optimizer = agreement.checked(
         lambda: (_optimizer_of(built, arrays), []), f"{_NAME}.optimizer", global_process_set
     )
-
-    def load_weights() -> None:
-        read_checkpoint(directory, SCHEMA, lambda _: model.load_weights(directory / _WEIGHTS))
-
     model = built.options.model
-    agreement.found_by_first(load_weights, f"{_NAME}.weights", global_process_set)
+    agreement.found_by_first(
+        lambda: model.load_weights(directory / _WEIGHTS), f"{_NAME}.weights", global_process_set
+    )
     broadcast_variables(model.variables, 0)
     same = same_stages(found, built.partition, blocks_of(built.graph))
     _load_state(built, arrays, same)
@@ -182,10 +180,7 @@ def _variables(built: Built) -> list[list[Any]]:
 
 
 def _read(directory: Path, stages: int) -> list[bytes]:
-    files = [(directory / f"stage{stage}.npz").read_bytes() for stage in range(stages)]
-    for data in files:
-        _unpacked(data)  # whole, or it raises
-    return files
+    return [(directory / f"stage{stage}.npz").read_bytes() for stage in range(stages)]
 
 
 def _check_model(saved: list[list[Any]], built: Built, directory: Path) -> None:
