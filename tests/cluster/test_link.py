@@ -51,7 +51,7 @@ class Job:
     def steps(self) -> int:
         """How many steps every rank has taken, to ten."""
         files = [self.folder / f"step.{rank}" for rank in RANKS]
-        return min(int(f.read_text() or 0) if f.exists() else 0 for f in files)
+        return min(int(f.read_text()) if f.exists() else 0 for f in files)
 
     def train(self, steps: int, bound_s: float) -> None:
         goal = self.steps() + steps

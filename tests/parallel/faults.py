@@ -110,7 +110,7 @@ class Job:
     def step(self, rank: int) -> int:
         """A step that the rank has taken, at most ten before its last one."""
         file = self.folder / f"step.{rank}"
-        return int(file.read_text() or -1) if file.exists() else -1
+        return int(file.read_text()) if file.exists() else -1
 
     def started(self) -> None:
         """Wait until every rank has taken a step."""

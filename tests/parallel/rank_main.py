@@ -11,6 +11,8 @@ import time
 import traceback
 from pathlib import Path
 
+from publish import publish
+
 PATIENCE = 3.0  # seconds a failed rank gives the others to report as well
 
 
@@ -26,7 +28,7 @@ def main(directory: Path) -> None:
         outcome = True, getattr(importlib.import_module(module), name)(*args)
     except BaseException:
         outcome = False, traceback.format_exc()
-    _write(directory / f"outcome.{rank}", pickle.dumps(outcome))
+    publish(directory / f"outcome.{rank}", pickle.dumps(outcome))
     if not outcome[0]:
         # Leaving makes the launcher end every other rank, the ones that wait for this one
         # included, so ranks that fail for the same reason get a moment to say so.
@@ -35,13 +37,6 @@ def main(directory: Path) -> None:
             time.sleep(0.05)
         sys.stderr.flush()
         os._exit(1)
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file that either is not there or is whole."""
-    part = file.with_name(f"part.{file.name}")
-    part.write_bytes(content)
-    part.replace(file)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from publish import publish
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -120,7 +121,7 @@ def happen(scenario: Scenario, directory: Path, state: Any) -> None:
         return
     last = hvd.rank() == hvd.size() - 1
     if scenario.what == "hosts" and hvd.rank() == 0:
-        (directory / "hosts").write_text(scenario.later)
+        publish(directory / "hosts", scenario.later)
         deadline = time.monotonic() + PATIENCE_S
         while state._host_messages.empty() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -176,9 +177,7 @@ def main(directory: Path) -> None:
         moment, again = (float((directory / each).read_text()) for each in ("moment", "again"))
         result["recovered_s"] = again - moment
     result["weights"] = {name: weights_of(model).tolist() for name, model in models.items()}
-    part = directory / f"part.{hvd.rank()}"
-    part.write_text(json.dumps(result))
-    part.rename(directory / f"result.{hvd.rank()}")
+    publish(directory / f"result.{hvd.rank()}", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from problem import OPTIMIZERS, loss_of, make_model
+from publish import publish
 
 import hvd_pipe.torch as hvd
 
@@ -69,7 +70,7 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
         OPTIMIZERS["momentum"](model), model.named_parameters(), **parse(strategy)
     )
     with_a_child()
-    (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    publish(folder / f"pid.{rank}", str(os.getpid()))
     for step in range(int(steps)):
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
@@ -79,7 +80,7 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save(folder / "checkpoint.pt", states | {"step": step})
             with suppress(OSError):  # on a full disk it is the checkpoint that must fail
-                (folder / f"step.{rank}").write_text(str(step))
+                publish(folder / f"step.{rank}", str(step))
         if step == SOON and rank == LATE:
             go_wrong(wrong)
         time.sleep(0.002)

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from publish import publish
+
 
 def rank() -> int:
     return int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -34,7 +36,7 @@ def die_on_rank_1() -> int:
 
 def hang_on_rank_1(directory: str, deaf: bool) -> int:
     """Leave the pids of all ranks behind, then hang; a deaf rank has lost its own deadline."""
-    (Path(directory) / f"rank{rank()}").write_text(str(os.getpid()))
+    publish(Path(directory) / f"rank{rank()}", str(os.getpid()))
     if deaf:
         faulthandler.cancel_dump_traceback_later()
     if rank() == 1:

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 from cases import Raised, run_cases
 from keras_problem import BATCH, batch, loss_of, make_model, weights_of
+from publish import publish
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
@@ -70,7 +71,7 @@ class Events:
     def before(self, step: int, state: Any) -> None:
         """Before a step of all workers."""
         if step == self._scenario.added_at and hvd.rank() == 0 and self._first("added"):
-            (self._directory / "hosts").write_text(self._scenario.later)
+            publish(self._directory / "hosts", self._scenario.later)
             deadline = time.monotonic() + PATIENCE_S
             while state._host_messages.empty() and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -192,9 +193,7 @@ def main(directory: Path) -> None:
         "weights": weights_of(model).tolist(),
         "slots": [float(np.sum(each.numpy())) for each in optimizer.variables],
     }
-    part = directory / f"part.{hvd.rank()}"
-    part.write_text(json.dumps(result))
-    part.rename(directory / f"result.{hvd.rank()}")
+    publish(directory / f"result.{hvd.rank()}", json.dumps(result))
 
 
 # Within one process.

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras_problem import OPTIMIZERS, batch, make_model
+from publish import publish
 
 import hvd_pipe.tensorflow.keras as hvd
 
@@ -37,7 +38,7 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, number: int, logs: Any = None) -> None:
         if self._step % EVERY == 0:
-            (self._folder / f"step.{hvd.rank()}").write_text(str(self._step))
+            publish(self._folder / f"step.{hvd.rank()}", str(self._step))
         if self._step == SOON and hvd.rank() == WRONG:
             go_wrong(self._wrong)
         self._step += 1
@@ -67,7 +68,7 @@ def leave(folder: Path, strategies: str) -> None:
             time.sleep(SLOW_S * hvd.rank())
         for model in models:
             model.train_on_batch(*batch(hvd.rank(), step))
-        (folder / f"step.{hvd.rank()}").write_text(str(step))
+        publish(folder / f"step.{hvd.rank()}", str(step))
     print(f"rank {hvd.rank()} leaves", flush=True)
 
 
@@ -81,7 +82,7 @@ def main(folder: Path, strategy: str, wrong: str = "") -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     hvd.init()
-    (folder / f"pid.{hvd.rank()}").write_text(str(os.getpid()))
+    publish(folder / f"pid.{hvd.rank()}", str(os.getpid()))
     if wrong == "exit":
         leave(folder, strategy)
     else:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from cases import Raised, run_cases
 from pipeline_problem import OPTIMIZERS, Batch, make_model, plan, squared
+from publish import publish
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from workers_pipedream import Case, Result, make_engine, partition_of, train
@@ -230,12 +231,12 @@ def main(folder: Path, mode: str, wrong: str = "") -> None:
 
     case = Case(plan("1-1-1"), mode, microbatches=3)
     rank = hvd.rank()
-    (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    publish(folder / f"pid.{rank}", str(os.getpid()))
     engine = make_engine(case, loss_fn=loss_fn)
     while True:
         bad = wrong == "loader" and rank == 0 and number == WRONG_EPOCH
         engine.train_epoch(Loader(case.data(0), bad))
-        (folder / f"step.{rank}").write_text(str(number))
+        publish(folder / f"step.{rank}", str(number))
         number += 1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from cases import Raised, run_cases
+from publish import publish
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.layout import Layout
@@ -308,7 +309,7 @@ def main(folder: Path, transport: str, wrong: str = "") -> None:
     for channel in channels:
         if not channel.outgoing:
             wire.expect(channel.peer, channel.kind, 1 << 40)
-    (folder / f"pid.{rank}").write_text(str(os.getpid()))
+    publish(folder / f"pid.{rank}", str(os.getpid()))
     step = 0
     while True:
         if rank > 0:
@@ -318,7 +319,7 @@ def main(folder: Path, transport: str, wrong: str = "") -> None:
             wire.recycle(wire.receive(rank + 1, back))
         if rank > 0:
             wire.send(rank - 1, back, bytearray(4096))
-        (folder / f"step.{rank}").write_text(str(step))
+        publish(folder / f"step.{rank}", str(step))
         if step == SOON and rank == LATE and wrong == "raise":
             raise ValueError("bad sample 17")
         step += 1
