@@ -17,7 +17,9 @@ from benchmarks.cluster import Cluster, end
 
 pytestmark = as_root
 
-SCRIPT = Path(__file__).parents[1] / "parallel" / "workers_faults.py"
+PARALLEL = Path(__file__).parents[1] / "parallel"
+SCRIPT = PARALLEL / "workers_faults.py"
+LAUNCH = PARALLEL / "launch.py"
 RANKS = (0, 1)
 START_S = 150.0
 BOUND_S = 60.0
@@ -32,7 +34,7 @@ class Job:
     ) -> None:
         self._cluster, self.folder = cluster, folder
         self._log = folder / "log"
-        command = ["horovodrun", "-np", "2", "-H", "h1:1,h2:1", f"--{launcher}"]
+        command = [sys.executable, str(LAUNCH), "-np", "2", "-H", "h1:1,h2:1", f"--{launcher}"]
         command += [sys.executable, str(SCRIPT), str(folder), "pipe-sgd", "", str(steps)]
         with self._log.open("wb") as log:
             self.launched = cluster.popen(

@@ -32,7 +32,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HOROVODRUN = [sys.executable, str(Path(sys.executable).with_name("horovodrun"))]
+HOROVODRUN = [sys.executable, str(Path(__file__).with_name("launch.py"))]
 ENTRY = Path(__file__).with_name("rank_main.py")
 GRACE = 5.0  # seconds that ranks get to end by themselves after their deadline
 TAIL = 4000  # characters of a rank's output that a failure shows

@@ -71,9 +71,7 @@ def outcome(name: str) -> Outcome:
             *("--host-discovery-script", str(script), sys.executable),
             *(str(Path(__file__).with_name("workers_elastic.py")), folder),
         ]
-        # horovodrun asks TensorFlow first, in processes of their own, what Horovod was built with.
-        (directory / "tensorflow.py").write_text("raise ImportError('not needed here')\n")
-        env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_timeout), "PYTHONPATH": folder}
+        env = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(gloo_timeout)}
         code = ranks._run(command, directory, env, TIMEOUT)
         said = (directory / "log.launcher").read_text(errors="replace")
         found = [json.loads(file.read_text()) for file in sorted(directory.glob("result.*"))]
