@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras_reference
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +45,25 @@ CASES += [
     ("fit", "cocod:period=3,momentum=average,pull_back=0.4,anchor_momentum=0.5", "adam"),
 ]
 
+# On four ranks one of the three ways to run a step: the others differ in TensorFlow alone.
+ON_RANKS = [(n, case) for n in (1, 2, 4) for case in CASES if n < 4 or case[0] == "fit"]
+
 expected = keras_reference.trajectory
 trajectories = once(
-    lambda n: run_ranks(n, workers_keras_equations.trajectories, CASES, timeout=400)
+    lambda n: run_ranks(
+        n,
+        workers_keras_equations.trajectories,
+        [case for ranks, case in ON_RANKS if ranks == n],
+        timeout=400,
+    )
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-@pytest.mark.parametrize("n", [1, 2, 4])
+def name_of(value: Any) -> str:
+    return "-".join(value) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize(("n", "case"), ON_RANKS, ids=name_of)
 def test_trajectory(n: int, case: workers_keras_equations.Case) -> None:
     _, strategy, optimizer = case
     wanted = expected(n, strategy, optimizer)
@@ -64,8 +77,7 @@ def test_trajectory(n: int, case: workers_keras_equations.Case) -> None:
         )
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "case"), [each for each in ON_RANKS if each[0] > 1], ids=name_of)
 def test_replicas_are_equal_bit_for_bit(n: int, case: workers_keras_equations.Case) -> None:
     """After training; where all ranks update alike, after every batch.
 
