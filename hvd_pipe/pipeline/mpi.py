@@ -114,15 +114,18 @@ class MpiTransport:
         self._halting = False
         self._closed = False
         self._thread: threading.Thread | None = None
-        # Messages of an earlier pipeline, or of the user's own, are not taken for this one's. It
-        # is not freed: that is for all ranks together, also for those that fail.
-        self._comm = MPI.COMM_WORLD.Dup()
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         # Horovod finalises MPI in its own thread as soon as some rank has left, by an exception,
         # say. A thread that is inside MPI then ends the process with an abort, and nobody is told
         # why. What hangs on MPI_COMM_SELF is deleted first of all, while MPI can still be used.
+        # It hangs there before any rank can go on, and leave: Dup() waits for all.
         self._keyval = MPI.Comm.Create_keyval(delete_fn=_on_delete)
         MPI.COMM_SELF.Set_attr(self._keyval, self)
+        # Messages of an earlier pipeline, or of the user's own, are not taken for this one's. It
+        # is not freed: that is for all ranks together, also for those that fail.
+        self._comm = MPI.COMM_WORLD.Dup()
+        with self._changed:
+            self._check()
+            self._comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def expect(self, peer: int, kind: Kind, count: int) -> None:
         """Say that so many more messages will come; the first ones may do so at once."""
@@ -194,11 +197,7 @@ class MpiTransport:
             return
         self._closed = True
         self._halt()
-        with self._changed:
-            for incoming in self._incoming.values():
-                self._give_up(incoming.posted)
-            for outgoing in self._outgoing.values():
-                self._give_up(outgoing.unsent)
+        self._give_up()
         if meet and self._error is None and not is_failing():
             # The others may still be about to receive what this rank has sent.
             self._meet()
@@ -207,7 +206,14 @@ class MpiTransport:
             incoming.free.clear()
             incoming.arrived.clear()
 
-    def _give_up(self, requests: deque[tuple[MPI.Request, Any]]) -> None:
+    def _give_up(self) -> None:
+        with self._changed:
+            for incoming in self._incoming.values():
+                self._abandon(incoming.posted)
+            for outgoing in self._outgoing.values():
+                self._abandon(outgoing.unsent)
+
+    def _abandon(self, requests: deque[tuple[MPI.Request, Any]]) -> None:
         for request, buffer in requests:
             if self._error is None:
                 with suppress(MPI.Exception):
@@ -230,9 +236,12 @@ class MpiTransport:
                 "Horovod has been shut down, here or on another rank, and this pipeline with it."
             )
         self._halt()
+        self._give_up()  # MPI still writes to the buffers, and MPI_COMM_SELF drops this object
 
     def _post(self, incoming: _Incoming) -> None:
         channel = incoming.channel
+        if self._error is not None:  # what has arrived is still the caller's
+            return
         while incoming.unposted and len(incoming.posted) + len(incoming.arrived) < self._depth:
             buffer = incoming.free.pop() if incoming.free else empty(channel.capacity)
             request = self._comm.Irecv([buffer, MPI.BYTE], channel.peer, int(channel.kind))

@@ -124,6 +124,12 @@ def test_more_comes_than_was_planned() -> None:
     )
 
 
+def test_what_has_arrived_is_received_after_the_end_of_mpi() -> None:
+    _, (size, said) = run_ranks(2, workers.finalised)
+    assert size == 8
+    assert "Horovod has been shut down, here or on another rank" in said
+
+
 def test_the_courier_sleeps_while_nothing_is_on_its_way() -> None:
     for without, under in run_ranks(2, workers.idle):
         assert without == 0

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from cases import Raised, run_cases
+from horovod.common.exceptions import HorovodInternalError
 from publish import publish
 
 from hvd_pipe.errors import HvdPipeError
@@ -161,7 +162,7 @@ def send_large(transport: str, count: int = 3) -> list[bool]:
 def told(function: Callable[[], object]) -> str:
     try:
         function()
-    except (HvdPipeError, ValueError) as error:
+    except (HvdPipeError, HorovodInternalError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -239,13 +240,37 @@ def truncated() -> str:
     """Send more than the plan says, past the check of the sender."""
     job = Job()
     wire: Any = job.open([Channel(1 - job.rank, Kind.GRADIENT, job.rank == 0, 64)], "mpi")
+    said = "sent"
     if job.rank == 0:
         wire._comm.Send(bytes(100), 1, int(Kind.GRADIENT))
-        return "sent"
-    wire.expect(0, Kind.GRADIENT, 1)
-    said = told(lambda: wire.receive(0, Kind.GRADIENT))
-    assert said == told(wire.flush)
+    else:
+        wire.expect(0, Kind.GRADIENT, 1)
+        said = told(lambda: wire.receive(0, Kind.GRADIENT))
+        assert said == told(wire.flush)
+    job.meet()  # a rank that left would shut Horovod, and the transport, down under the other
     return said
+
+
+def finalised() -> tuple[int, str]:
+    """Horovod ends MPI while a message waits: its length, and what the next receive says."""
+    job = Job()
+    wire: Any = job.open([Channel(1 - job.rank, Kind.GRADIENT, job.rank == 0, 64)], "mpi")
+    size, said = 0, ""
+    if job.rank == 0:
+        wire.send(1, Kind.GRADIENT, bytes(8))
+        wire.flush()
+        job.meet()
+    else:
+        wire.expect(0, Kind.GRADIENT, 1 << 20)
+        while not wire._incoming[0, Kind.GRADIENT].arrived:
+            time.sleep(0.01)
+        job.meet()
+        wire._finalize()  # from now on a call of MPI would end the process
+        wire._comm = None
+        size = len(wire.receive(0, Kind.GRADIENT))
+        said = told(lambda: wire.receive(0, Kind.GRADIENT))
+        assert said == told(wire.flush)
+    return size, said
 
 
 def idle() -> tuple[int, int]:
