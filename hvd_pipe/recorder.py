@@ -83,9 +83,15 @@ class Recorder:
         """Note that what a message carries is complete."""
         self.span("ready", message, self.moment(), None)
 
-    def launched(self, message: str, nbytes: int, handle: int | None = None) -> Flight:
-        """Note that a message leaves; its end is when it lands, or when Horovod says so."""
-        return self._flights.launch(message, nbytes, self.moment(), handle)
+    def launched(
+        self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
+    ) -> Flight:
+        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
+
+        Its end is when it lands, or when Horovod says so.
+        """
+        start = self.moment() if begun is None else begun
+        return self._flights.launch(message, nbytes, start, handle)
 
     def waited(self, begun: float, message: str) -> None:
         """Note that the host was blocked from ``begun`` until now."""

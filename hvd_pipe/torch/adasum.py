@@ -52,12 +52,15 @@ class AdasumEngine(Engine):
         trace, flights = timeline.active, []
         for place, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
+            begun = None if trace is None else trace.moment()
             handle = allreduce_async_(wire, name=self._name_of(place), op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((in_flight.sent(handle), context))
             if trace is not None:
-                flights.append(trace.launched(self._name_of(place), wire.nbytes, handle))
-        begun = 0.0 if trace is None else trace.now()
+                flights.append(
+                    trace.launched(self._name_of(place), wire.nbytes, handle, begun=begun)
+                )
+        waiting = 0.0 if trace is None else trace.now()
         for value, start, (handle, context) in zip(
             self._values(), self._start, deltas, strict=True
         ):
@@ -65,7 +68,7 @@ class AdasumEngine(Engine):
         if trace is not None:
             for flight in flights:
                 flight.land()
-            trace.waited(begun, f"{self.settings.tag}.deltas")
+            trace.waited(waiting, f"{self.settings.tag}.deltas")
 
     def drain(self) -> None:
         """Nothing is in flight between steps."""

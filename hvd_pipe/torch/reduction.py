@@ -158,9 +158,11 @@ class _AllReduce(Message):
         if self._reduction.alone:
             return
         self._wire, self._context = self._reduction.compression.compress(self._flat)
+        trace = timeline.active
+        begun = None if trace is None else trace.moment()  # it may be over when launch() returns
         self._handle = self._reduction.launch(self._wire, self._name)
-        if timeline.active is not None:
-            self._flight = timeline.active.launched(self._name, self._wire.nbytes, self._handle)
+        if trace is not None:
+            self._flight = trace.launched(self._name, self._wire.nbytes, self._handle, begun=begun)
 
     def meet(self) -> None:
         if not self._reduction.alone:

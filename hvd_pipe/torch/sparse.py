@@ -41,6 +41,8 @@ class SparseGather:
         self._flight: timeline.Flight | None = None
         if reduction.alone:
             return
+        trace = timeline.active
+        begun = None if trace is None else trace.moment()
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
             handle = allgather_async(
                 sendable(part), f"{name}.{what}", process_set=reduction.process_set
@@ -48,9 +50,9 @@ class SparseGather:
             self._handles.append(in_flight.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
-        if timeline.active is not None:
+        if trace is not None:
             nbytes = sum(part.nbytes for part in self._parts)
-            self._flight = timeline.active.launched(name, nbytes, self._handles[-1])
+            self._flight = trace.launched(name, nbytes, self._handles[-1], begun=begun)
 
     def wait(self) -> torch.Tensor:
         """Block until all entries are here; return the reduced gradient."""
