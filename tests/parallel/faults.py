@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +140,20 @@ class Job:
         return self.wait_for(
             lambda: self.launched.poll() is not None and not processes_of(self.directory)
         )
+
+    def told_who_raised(self, rank: int, error: str, gloo: bool) -> None:
+        """Check that the ranks that end on account of another one name this one, which raised.
+
+        Once in many runs over Gloo, rank 0 stands still inside a call of Horovod's, interpreter
+        and watch with it, and says nothing. The others then name rank 0, which they have not heard
+        of; the rank itself says what it has raised.
+        """
+        told = r"(?:is lost|of another): rank (\d+) on"
+        named = set(re.findall(told, self.output))
+        spoke = re.search(rf"\[0\]<stderr>:.*{told}", self.output)
+        frozen = gloo and rank != 0 and named == {"0"} and not spoke
+        assert frozen or named == {str(rank)}, self.output
+        assert (error if frozen else f"raised {error}") in self.output, self.output
 
     def checkpoint(self) -> dict[str, Any]:
         """Load the last checkpoint as a plain script would; raises where it is not whole."""
