@@ -1,6 +1,6 @@
 """``horovodrun`` as tests start it: told what Horovod was built with.
 
-It else finds that out at each start, by importing TensorFlow in a process of its own: 5 s.
+Otherwise it finds that out at each start, by importing TensorFlow in a process of its own: 5 s.
 """
 
 from __future__ import annotations

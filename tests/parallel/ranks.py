@@ -91,7 +91,7 @@ def run_ranks(
 def run_script(
     n: int, *command: str, env: Mapping[str, str] | None = None, timeout: float = 120.0
 ) -> str:
-    """Run ``horovodrun -np n python COMMAND`` as users do, and return what it printed.
+    """Run ``horovodrun -np n python COMMAND`` by `launch`, and return what it printed.
 
     Raises:
         AssertionError: It failed, or took longer than ``timeout`` seconds.
