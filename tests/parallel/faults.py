@@ -141,17 +141,17 @@ class Job:
             lambda: self.launched.poll() is not None and not processes_of(self.directory)
         )
 
-    def told_who_raised(self, rank: int, error: str, gloo: bool) -> None:
+    def told_who_raised(self, rank: int, error: str, or_frozen: bool = False) -> None:
         """Check that the ranks that end on account of another one name this one, which raised.
 
-        Once in many runs over Gloo, rank 0 stands still inside a call of Horovod's, interpreter
-        and watch with it, and says nothing. The others then name rank 0, which they have not heard
+        With ``or_frozen``, rank 0 may instead stand still inside a call of Horovod's, interpreter
+        and watch with it, and say nothing. The others then name rank 0, which they have not heard
         of; the rank itself says what it has raised.
         """
         told = r"(?:is lost|of another): rank (\d+) on"
         named = set(re.findall(told, self.output))
         spoke = re.search(rf"\[0\]<stderr>:.*{told}", self.output)
-        frozen = gloo and rank != 0 and named == {"0"} and not spoke
+        frozen = or_frozen and named == {"0"} and not spoke
         assert frozen or named == {str(rank)}, self.output
         assert (error if frozen else f"raised {error}") in self.output, self.output
 

@@ -168,7 +168,8 @@ SCRIPT = Path(workers.__file__)
 def test_a_rank_raises_while_others_wait(transport: str) -> None:
     """Horovod's end ends the others' waits over MPI; over Gloo it may itself wait for them.
 
-    There the watch over ranks ends them, before Gloo gives up without a name.
+    There the watch over ranks ends them, before Gloo gives up without a name. Once in many runs
+    rank 0 stands still there.
     """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     limit_s = NEVER_S if launcher == "mpi" else TIMEOUT_S
