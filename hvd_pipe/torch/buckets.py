@@ -8,13 +8,18 @@
                         |               |
                     launch / wait, in place         c: the control words
 
-The bucket that is sent last ends in four more elements, the control words, so that all ranks
+The bucket that is sent last ends in six more elements, the control words, so that all ranks
 learn some things at the same step without another message:
 
 0. what the engine has to say ("my gradients come in another order", "I have drained");
 1. one from every rank that takes part: a rank that has left by ``hvd.join()`` sends zeros;
 2. not zero from a rank that has found a sparse gradient where none was known of;
-3. not zero from a rank on which others are frozen than in the round before.
+3. not zero from a rank on which others are frozen than in the round before;
+4. one from a rank that synchronizes without a gradient: it may drain, or have no data in this step;
+5. one from a rank that has made a step since the round before.
+
+Words 4 and 5 tell ranks that have gone apart from ranks that have unlike data. A rank that drains
+alone makes no step after that round, where the others do; in the next round all ranks know.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from hvd_pipe.torch.sparse import SparseGather
 
 __all__ = ["Bucket", "BucketSet"]
 
-_SAYS, _PRESENT, _SPARSE, _FROZE = range(4)
+_SAYS, _PRESENT, _SPARSE, _FROZE, _DRAINS, _STEPPED = range(6)
+_WORDS = 6
 
 
 class Bucket:
@@ -145,7 +151,7 @@ class BucketSet:
                 f"{tag}.{i}",
                 [parameters[place] for place in group],
                 reduction,
-                extra=4 * (i == last),
+                extra=_WORDS * (i == last),
                 keep_local=keep_local,
                 like=None if like is None else like.buckets[i],
             )
@@ -163,7 +169,7 @@ class BucketSet:
         self._found: dict[int, torch.Tensor] = {}
         self._gathers: dict[int, SparseGather] = {}
         self._gathered: dict[int, torch.Tensor] = {}
-        self._words: list[float] = [0.0, 1.0, 0.0, 0.0]
+        self._words: list[float] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
 
@@ -218,11 +224,15 @@ class BucketSet:
         name = f"{self._tag}.sparse.{place}"
         return SparseGather(self._parameters[place], gradient, self._reduction, name)
 
-    def launch_rest(self, says: float = 0.0) -> None:
+    def launch_rest(
+        self, says: float = 0.0, *, drains: bool = False, stepped: bool = False
+    ) -> None:
         """Send what has not left; a gradient that was not computed counts as zero, as in Horovod.
 
         Args:
             says: This rank's first control word.
+            drains: Whether this rank synchronizes without a gradient.
+            stepped: Whether this rank has made a step since the round before.
 
         Raises:
             HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
@@ -241,6 +251,7 @@ class BucketSet:
         control[_SAYS], control[_PRESENT] = says, 1.0
         control[_SPARSE] = float(bool(self._found))
         control[_FROZE] = float(self._frozen != self._last_frozen)
+        control[_DRAINS], control[_STEPPED] = float(drains), float(stepped)
         self._last_frozen.clear()
         self._last_frozen.update(self._frozen)
         for bucket in self.buckets:
@@ -332,8 +343,26 @@ class BucketSet:
 
         None if a rank has left by ``hvd.join()``: only all-reduces are possible then.
         """
-        present = self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers
-        return self._words[_SAYS] if present else None
+        return self._words[_SAYS] if self._all_present else None
+
+    @property
+    def some_drained(self) -> bool:
+        """Whether some ranks, and not all, had no gradient in the last round."""
+        return self._divided(_DRAINS)
+
+    @property
+    def some_stepped(self) -> bool:
+        """Whether some ranks, and not all, had made a step between the last two rounds."""
+        return self._divided(_STEPPED)
+
+    @property
+    def _all_present(self) -> bool:
+        return self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers
+
+    def _divided(self, word: int) -> bool:
+        """Whether a word that is zero or one was not the same on all ranks."""
+        half = 0.5 / self._reduction.workers
+        return self._all_present and half < self._words[word] < 1 - half
 
     def all_said(self, word: float) -> bool:
         """Return whether all ranks that took part in the last round said this."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.kinds import plan_kinds
 from hvd_pipe.planning.plan import Plan
@@ -71,6 +72,7 @@ class MergedGradientEngine(Engine):
         self._patience = PATIENCE_STEPS
         self._drifted_steps = 0
         self._control: float | None = 0.0
+        self._drains = self._stepped = False
         self._planned = self._adopted = False
         self.plan = _first_plan(strategy, settings) if plan is None else plan
         self.build()
@@ -108,19 +110,35 @@ class MergedGradientEngine(Engine):
         if self._times is not None:
             self._times.end_step()
         self._note_order()
-        self._buckets.launch_rest(says=float(self._drifted_steps >= self._patience))
+        stepped, self._stepped = self._stepped, False
+        self._buckets.launch_rest(
+            says=float(self._drifted_steps >= self._patience),
+            drains=self._drains,
+            stepped=stepped,
+        )
         self._buckets.wait()
-        # Here the host waits anyway; after the update it would wait for the device.
-        self._control = self._buckets.control() if self._method is not None else 0.0
+        if self._buckets.some_stepped:
+            raise HvdPipeError(_APART)
+        # A rank that drains alone makes no update after this, and so no plan.
+        self._control = None if self._buckets.some_drained else self._buckets.control()
         self._buckets.show()
         if self._buckets.stale:
             assert self.plan is not None
             self._adopt(self.plan)  # without room for what turned out to be sparse
         return True
 
+    def before_update(self) -> bool:
+        has_update = super().before_update()
+        self._stepped = True
+        return has_update
+
     def drain(self) -> None:
         # A rank without a gradient still takes part, as in Horovod: others may have one.
-        self._prepare()
+        self._drains = True
+        try:
+            self._prepare()
+        finally:
+            self._drains = False
         self.synchronized = True
 
     def state(self) -> State:
@@ -138,6 +156,7 @@ class MergedGradientEngine(Engine):
 
     def after_join(self) -> None:
         self.rounds = 0
+        self._stepped = False
         if self._planned:  # it needs all ranks, so either all have done it or none has
             self._times, self._record_from = None, None
         else:
@@ -148,7 +167,7 @@ class MergedGradientEngine(Engine):
         if self._method is None or self.settings.reduction.alone:
             return
         if self._control is None:
-            return  # planning asks all ranks, and one has joined
+            return  # planning asks all ranks: one has joined, or may not come here
         if self._times is not None:
             if self._times.steps >= self._record_steps:
                 self._plan_anew(self._times.seconds())
@@ -231,6 +250,15 @@ class MergedGradientEngine(Engine):
         self._adopted = True
         self._buckets, self.plan = buckets, plan
         self._bucket_of = {place: i for i, group in enumerate(groups) for place in group}
+
+
+_APART = (
+    "ranks have gone apart: after the gradients before these had been averaged, some ranks called "
+    "step() and others did not. Most likely synchronize() was called without a backward pass on "
+    "one rank alone (`if hvd.rank() == 0: optimizer.synchronize()`, before evaluation): call "
+    "optimizer.synchronize() on every rank, and leave to one only what follows it. After this "
+    "error, go on from a state (optimizer.load_state_dict) that every rank loads."
+)
 
 
 def _method(strategy: MergedGradient, settings: Settings) -> str | None:

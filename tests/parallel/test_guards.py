@@ -13,7 +13,7 @@ from cells import Cell
 from problem import OPTIMIZERS, make_model, weights_of
 from ranks import once, run_ranks
 from reference import Workers, mean
-from workers_guards import EARLY, LATE, LR, MORE, STRATEGIES
+from workers_guards import EARLY, EVALUATED, LATE, LR, MORE, STRATEGIES
 
 results = once(lambda: run_ranks(2, workers_guards.run, timeout=150))
 
@@ -90,6 +90,27 @@ def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:
     expected: Any = Cell("merged-gradient", "momentum").expected(2)
     for weights in of_case(results(), "made anew"):
         np.testing.assert_allclose(weights, expected[0][:6], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("after", "strategy"), EVALUATED)
+def test_synchronize_on_one_rank_alone_is_told_on_every_rank(after: int, strategy: str) -> None:
+    """Rank 0 synchronized before it evaluated, and rank 1 went on.
+
+    The empty round of rank 0 was averaged with the next gradient of rank 1, and all later ones a
+    step apart, until the job hung at its end. While plans were made, it hung at once.
+    """
+    told = of_case(results(), ("evaluated on rank 0", after, strategy))
+    for _, text in told:
+        assert "synchronize() on every rank" in text, text
+    # Rank 1 is told in the step after the one that went apart, rank 0 in its own next one.
+    assert [number for number, _ in told] == [after + 1, after + 2]
+
+
+def test_a_rank_without_a_batch_under_the_clipping_pattern() -> None:
+    """It calls synchronize() without a backward pass as well, and is right: it steps after it."""
+    updates = [1.0 if number % 3 == 0 else 0.5 for number in range(MORE) if number != 6]
+    for weights in of_case(results(), "clipped"):
+        np.testing.assert_allclose(weights, np.cumsum(updates), rtol=0, atol=1e-12)
 
 
 DRAINED = {

@@ -20,6 +20,12 @@ MORE = 16  # after both have joined; a plan is due, if none was made
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
 
+# After which step rank 0 alone calls synchronize(): without a plan to make, and around the steps
+# in which merged-gradient starts to record, ends that, and plans.
+EVALUATED = [(4, "merged-gradient:plan=wfbp")] + [
+    (after, "merged-gradient") for after in (1, 2, 3, 11, 12, 13)
+]
+
 
 def one_weight(strategy: str, lr: float = LR) -> tuple[nn.Linear, Any]:
     """A model whose gradient is 1 on both ranks in every step."""
@@ -131,6 +137,42 @@ def made_anew() -> Weights:
     return weights
 
 
+def evaluated_on_rank_0(after: int, strategy: str) -> tuple[int, str]:
+    """``if rank == 0: synchronize(); evaluate()`` after a step; where training ended, and how."""
+    model, optimizer = one_weight(strategy)
+    number = 0
+    try:
+        for number in range(after + 3):
+            step(model, optimizer)
+            if hvd.rank() == 0 and number == after:
+                optimizer.synchronize()
+    except hvd.HvdPipeError as error:
+        return number, str(error)
+    return number, "nothing was raised"
+
+
+def clipped_with_empty_batches(strategy: str) -> list[float]:
+    """The clipping pattern, where a rank in turn has an empty batch; ``synchronize()`` between.
+
+    After step 6 all ranks give the gradients up that they have prepared.
+    """
+    model, optimizer = one_weight(strategy)
+    weights = []
+    for number in range(MORE):
+        optimizer.zero_grad()
+        if number % 3 != 1 + hvd.rank():
+            model.weight.sum().backward()
+        optimizer.synchronize()
+        if number == 6:
+            continue
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        weights.append(-model.weight.item() / LR)
+        if number % 4 == 0:
+            optimizer.synchronize()  # before an evaluation, on every rank
+    return weights
+
+
 def run() -> dict[Any, Any]:
     hvd.init()
     cases: dict[Any, Any] = {
@@ -144,7 +186,13 @@ def run() -> dict[Any, Any]:
             ("old", old_zero_grad),
         )
     }
-    return run_cases({**cases, "scaled": scaled, "made anew": made_anew})
+    apart: dict[Any, Any] = {
+        ("evaluated on rank 0", after, strategy): partial(evaluated_on_rank_0, after, strategy)
+        for after, strategy in EVALUATED
+    }
+    clipped = partial(clipped_with_empty_batches, "merged-gradient")
+    others: dict[Any, Any] = {"scaled": scaled, "made anew": made_anew, "clipped": clipped}
+    return run_cases({**cases, **others, **apart})
 
 
 def clip_without_a_gradient(strategy: str) -> str:

@@ -62,7 +62,7 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     assert some[3].grad is not None
     assert some[3].grad.is_sparse
     assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
-    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1, 0, 0]
+    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1, 0, 0, 0, 0]
 
 
 def test_gradients_that_are_views_already_are_not_copied() -> None:
@@ -86,7 +86,14 @@ def test_buckets_are_ready_again_after_a_wait() -> None:
         assert [bucket.launched for bucket in buckets.buckets] == [True, False]
         buckets.launch_rest()
         buckets.wait()
-        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [0, 1, 0, 0]
+        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [
+            0,
+            1,
+            0,
+            0,
+            0,
+            0,
+        ]
 
 
 def test_new_buckets_take_the_values_that_users_see() -> None:
