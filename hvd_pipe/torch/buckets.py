@@ -15,7 +15,7 @@ learn some things at the same step without another message:
 1. one from every rank that takes part: a rank that has left by ``hvd.join()`` sends zeros;
 2. not zero from a rank that has found a sparse gradient where none was known of;
 3. not zero from a rank on which others are frozen than in the round before;
-4. one from a rank that synchronizes without a gradient: it may drain, or have no data in this step;
+4. one from a rank that synchronizes without a gradient: it drains, or has no data in this step;
 5. one from a rank that has made a step since the round before.
 
 Words 4 and 5 tell ranks that have gone apart from ranks that have unlike data. A rank that drains
