@@ -27,6 +27,8 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,28 +242,37 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def fetch_source(folder: Path) -> Path:
-    """Download the sdist, check its hash and unpack it; return the source's root."""
-    run(
-        f"download Horovod {VERSION}",
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-binary",
-            ":all:",
-            "-d",
-            folder,
-            f"horovod=={VERSION}",
-        ],
-        folder / "download.log",
-        "Check the network and pip's configuration, then run the same command again.",
-    )
-    archive = folder / f"horovod-{VERSION}.tar.gz"
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+def fetch_source(folder: Path, archive: Path | None = None) -> Path:
+    """Unpack the sdist, downloaded or from ``archive``, into ``folder``; return its root.
+
+    pip runs the setup.py of what it downloads, and compares the hash before that only if the
+    requirement holds one.
+    """
+    if archive is None:
+        requirement = folder / "requirements.txt"
+        requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
+        run(
+            f"download Horovod {VERSION}",
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--require-hashes",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-binary",
+                ":all:",
+                "-d",
+                folder,
+                "-r",
+                requirement,
+            ],
+            folder / "download.log",
+            "Check the network and pip's configuration, then run the same command again.",
+        )
+        archive = folder / f"horovod-{VERSION}.tar.gz"
+    digest = sha256(archive)
     if digest != SDIST_SHA256:
         raise SetupError(f"{archive.name} has SHA-256 {digest}, not {SDIST_SHA256}: not built.")
     with tarfile.open(archive) as source:
@@ -269,6 +280,41 @@ def fetch_source(folder: Path) -> Path:
             source.extraction_filter = tarfile.data_filter
         source.extractall(folder)
     return folder / f"horovod-{VERSION}"
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def sum_of(wheel: Path) -> Path:
+    """Return where the SHA-256 of a cached wheel is kept."""
+    return wheel.with_name(f"{wheel.name}.sha256")
+
+
+def cached_wheel(target: Path) -> Path | None:
+    """Return the wheel that ``target`` holds; None if there is none, or not the one built."""
+    wheel = next(iter(target.glob("horovod-*.whl")), None)
+    if wheel is None:
+        return None
+    if sum_of(wheel).exists():
+        sound = sum_of(wheel).read_text().strip() == sha256(wheel)
+    else:  # kept by an older recipe: its archive can be checked for damage only
+        sound = zipfile.is_zipfile(wheel) and _undamaged(wheel)
+        if sound:
+            sum_of(wheel).write_text(sha256(wheel) + "\n")
+    if not sound:
+        say(f"  the cached wheel {target.name} is not the one that was built: building it again")
+        return None
+    say(f"  Horovod {VERSION}: cached wheel {target.name}")
+    return wheel
+
+
+def _undamaged(wheel: Path) -> bool:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        return False
 
 
 def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
@@ -302,6 +348,7 @@ def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
         staged = folder / "wheel"
         staged.mkdir()
         shutil.move(str(wheel), staged / wheel.name)
+        sum_of(staged / wheel.name).write_text(sha256(staged / wheel.name) + "\n")
         if target.exists():
             shutil.rmtree(target)
         staged.replace(target)
@@ -354,10 +401,7 @@ def main() -> None:
         ) from error
     standard, tensorflow = torch_cxx_standard(), version_of("tensorflow-cpu", "tensorflow")
     target = arguments.cache / cache_key(arguments.cuda, standard, tensorflow)
-    wheels = list(target.glob("horovod-*.whl"))
-    if wheels:
-        say(f"  Horovod {VERSION}: cached wheel {target.name}")
-    wheel = wheels[0] if wheels else build(target, arguments.cuda, standard, tensorflow)
+    wheel = cached_wheel(target) or build(target, arguments.cuda, standard, tensorflow)
     run(
         "install the Horovod wheel",
         [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel],

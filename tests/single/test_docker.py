@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -302,3 +303,58 @@ def test_the_source_unpacks_on_a_python_without_tar_filters(
     monkeypatch.setattr(recipe, "SDIST_SHA256", digest)
     monkeypatch.setattr(recipe, "run", lambda *_: None)
     assert (recipe.fetch_source(tmp_path) / "readme").read_text() == "Horovod"
+
+
+def test_the_download_is_compared_with_its_hash_before_pip_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip download` runs the setup.py of an sdist.
+
+    The hash was compared after that: a replaced archive had run by then.
+    """
+    package = tmp_path / "index" / f"horovod-{recipe.VERSION}"
+    package.mkdir(parents=True)
+    ran = tmp_path / "ran"
+    (package / "setup.py").write_text(
+        f"open({os.fspath(ran)!r}, 'w')\n"
+        f"from setuptools import setup\nsetup(name='horovod', version={recipe.VERSION!r})\n"
+    )
+    (package / "PKG-INFO").write_text(
+        f"Metadata-Version: 2.1\nName: horovod\nVersion: {recipe.VERSION}\n"
+    )
+    archive = package.parent / f"{package.name}.tar.gz"
+    with tarfile.open(archive, "w:gz") as sdist:
+        sdist.add(package, package.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", os.fspath(archive.parent))
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    with pytest.raises(recipe.SetupError):
+        recipe.fetch_source(folder)
+    assert not ran.exists()
+    monkeypatch.setattr(recipe, "SDIST_SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    assert (recipe.fetch_source(folder) / "setup.py").exists()
+    assert ran.exists()
+
+
+def test_a_cached_wheel_is_compared_with_its_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wheel that was cut off or replaced in the cache was installed without a look at it."""
+    wheel = tmp_path / "horovod-0-py3-none-any.whl"
+    assert recipe.cached_wheel(tmp_path) is None
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("horovod/__init__.py", "x = 1\n")
+    kept = wheel.read_bytes()
+    assert recipe.cached_wheel(tmp_path) == wheel  # kept before sums were: its archive is sound
+    assert recipe.sum_of(wheel).read_text().strip() == hashlib.sha256(kept).hexdigest()
+    assert "cached wheel" in capsys.readouterr().out
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("horovod/__init__.py", "x = 2\n")
+    assert recipe.cached_wheel(tmp_path) is None
+    assert "building it again" in capsys.readouterr().out
+    recipe.sum_of(wheel).unlink()
+    wheel.write_bytes(kept.replace(b"x = 1\n", b"x = 2\n"))
+    assert recipe.cached_wheel(tmp_path) is None
+    wheel.write_bytes(kept[:-20])
+    assert recipe.cached_wheel(tmp_path) is None
