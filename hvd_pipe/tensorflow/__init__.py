@@ -14,6 +14,10 @@ except (ImportError, AttributeError) as error:
         "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `make setup` in "
         "hvd_pipe's checkout, or `python docker/build_horovod.py` with this Python."
     ) from error
+else:
+    from hvd_pipe.private_names import check
+
+    check("tensorflow")
 
 from horovod.tensorflow import *  # noqa: F403
 

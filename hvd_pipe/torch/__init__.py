@@ -12,6 +12,10 @@ except (ImportError, AttributeError) as error:
         "hvd_pipe.torch needs Horovod built for this torch: run `make setup` in hvd_pipe's "
         "checkout, or `python docker/build_horovod.py` with this Python."
     ) from error
+else:
+    from hvd_pipe.private_names import check
+
+    check("torch")
 
 from horovod.torch import *  # noqa: F403
 
