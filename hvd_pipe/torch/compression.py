@@ -25,7 +25,7 @@ from hvd_pipe.codec_format import (
     NoCompressor,
 )
 
-__all__ = ["BF16", "Codec", "Compression", "Int8", "blocks", "codec_for"]
+__all__ = ["BF16", "Codec", "Compression", "Int8", "blocks", "codec_for", "is_horovods"]
 
 BLOCK = 32 * 1024
 """Elements that are worked on at a time on a CPU.
@@ -254,8 +254,17 @@ def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
     """
     if isinstance(compression, Codec):
         return compression
-    summed_by_horovod = (Compression.none, Compression.fp16)
-    return BF16() if dtype == torch.bfloat16 and compression in summed_by_horovod else None
+    return BF16() if dtype == torch.bfloat16 and is_horovods(compression) else None
+
+
+def is_horovods(compression: Any) -> bool:
+    """Return whether this is a compressor of Horovod's own, which keeps small whole numbers.
+
+    Example:
+        >>> is_horovods(Compression.fp16), is_horovods(Compression.int8)
+        (True, False)
+    """
+    return compression in (Compression.none, Compression.fp16)
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -18,7 +18,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.torch import in_flight, timeline
-from hvd_pipe.torch.compression import Compression, Int8, codec_for
+from hvd_pipe.torch.compression import Compression, Int8, codec_for, is_horovods
 
 if TYPE_CHECKING:
     from hvd_pipe.torch.exchange import Feedback
@@ -114,11 +114,21 @@ class Reduction:
             feedback: Another message's, if the two carry the same gradients in turn.
         """
         codec = codec_for(self.compression, flat.dtype)
+        if codec is None and exact and not is_horovods(self.compression):
+            return self._in_two(flat, name, exact)
         if codec is None:
             return _AllReduce(self, flat, name)
         from hvd_pipe.torch.exchange import Exchange  # noqa: PLC0415 - it needs Message from here
 
         return Exchange(self, flat, name, codec, exact, feedback)
+
+    def _in_two(self, flat: torch.Tensor, name: str, exact: int) -> Message:
+        """Send the exact elements apart: a compressor of the user's may round them to zero."""
+        values, words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
+        plain = replace(self, compression=Compression.none)
+        if not values.numel():
+            return plain.message(words, name, exact)
+        return _InTwo(_AllReduce(self, values, name), plain.message(words, f"{name}.words", exact))
 
     def launch(self, tensor: torch.Tensor, name: str) -> int:
         """Start an all-reduce in place and return its handle."""
@@ -144,8 +154,26 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
+class _InTwo(Message):
+    """Values by way of a compressor, and words beside them as they are."""
+
+    def __init__(self, values: Message, words: Message) -> None:
+        self._values, self._words = values, words
+
+    def launch(self) -> None:
+        self._words.launch()
+        self._values.launch()
+
+    def wait(self) -> None:
+        self._values.wait()
+        self._words.wait()
+
+    def meet(self) -> None:
+        self._values.meet()
+
+
 class _AllReduce(Message):
-    """One Horovod all-reduce, with one of Horovod's own compressors around it."""
+    """One Horovod all-reduce, with a compressor around it."""
 
     def __init__(self, reduction: Reduction, flat: torch.Tensor, name: str) -> None:
         self._reduction, self._flat, self._name = reduction, flat, name

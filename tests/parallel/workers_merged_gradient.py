@@ -110,6 +110,27 @@ def compare(
     return Both(*both)
 
 
+class MaxScaled:
+    """A compressor of a user's own: 127 levels up to a message's largest value.
+
+    It stays float32, so that values can be summed on the wire.
+    """
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        scale = tensor.abs().max() / 127
+        return (tensor / scale).round() * scale if scale > 0 else tensor.clone(), None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor
+
+
+def small_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """Gradients that are far below the control words, which are ones."""
+    return loss_of(model, rank, step) * 1e-3
+
+
 MLP = partial(make_model, torch.float32)
 
 CASES: dict[str, Callable[[], Both]] = {
@@ -118,6 +139,13 @@ CASES: dict[str, Callable[[], Both]] = {
     "sum": partial(compare, MLP, options=lambda module: {"op": module.Sum}),
     "predivide": partial(compare, MLP, options=lambda _: {"gradient_predivide_factor": 2.0}),
     "fp16": partial(compare, MLP, options=lambda module: {"compression": module.Compression.fp16}),
+    "a compressor of the user's own": partial(
+        compare,
+        MLP,
+        small_loss,
+        options=lambda _: {"compression": MaxScaled},
+        strategy="merged-gradient:plan=wfbp",
+    ),
     "groups": partial(compare, MLP, options=lambda _: {"groups": 2}),
     "a head that only some ranks use": partial(compare, Heads, heads_loss),
     "a head that only some ranks use, one message a tensor": partial(
