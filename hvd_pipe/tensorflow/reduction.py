@@ -131,6 +131,7 @@ class Reduction:
         return arrived
 
     def _reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
+        name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word
         with tf.device(self.device):
             if self.codec is not None:
                 return self._exchange(self.codec, flat, name, feedback)
@@ -160,7 +161,10 @@ class Reduction:
             message = step.launch(sparse.values, name, nbytes, fresh=True)
         parts = [
             mpi_ops.allgather(
-                part, f"{name}.{kind}", ignore_name_scope=True, process_set=self.process_set
+                part,
+                f"HorovodAllgather.{name}.{kind}",
+                ignore_name_scope=True,
+                process_set=self.process_set,
             )
             for kind, part in (("values", sparse.values), ("indices", sparse.indices))
         ]

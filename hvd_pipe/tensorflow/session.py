@@ -79,12 +79,14 @@ class Sessions:
     def __init__(self, arguments: Arguments) -> None:
         if not is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
-        answer_with(mpi_ops)
+        workers.begin()
         self.arguments = arguments
         self._tag: str | None = None
         self._owner: weakref.ref[Owner] | None = None
         self._found: dict[tuple[int, ...], Session] = {}
         self._loaded: States = {}
+        self._numbers: dict[tuple[int, ...], int] = {}
+        """What sessions on other workers were numbered, of those that are still to come here."""
         # A worker that comes to an elastic job is here alone: there, ranks compare at a step.
         self.strategy = arguments.check_alone() if is_elastic() else self._start()
         auto = isinstance(self.strategy, Auto)
@@ -173,7 +175,8 @@ class Sessions:
             number = len(self._found)
             tag = f"{self._tag}.{number}"
             made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
-            loaded = self._loaded.pop(number, None)
+            before = self._numbers.pop(key, None) if self._numbers else number
+            loaded = None if before is None else self._loaded.pop(before, None)
             if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
                 loaded = None  # some have loaded no checkpoint, or were made anew
             if loaded is not None:
@@ -247,7 +250,8 @@ class Sessions:
 
     def rest(self) -> None:
         """Let Horovod end: each session is made again when its gradients come again."""
-        for number, session in enumerate(self):
+        for number, (key, session) in enumerate(self._found.items()):
+            self._numbers[key] = number
             try:
                 self._loaded[number] = session.engine.state()
             except Exception as error:  # whatever it is, Horovod must end

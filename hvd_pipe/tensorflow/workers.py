@@ -1,29 +1,51 @@
 """What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
 
+    begin()             before all else: from here on, Horovod's end is seen, whoever asks for it
     note(sessions)      what is distributed; it outlives the workers, and starts anew on the next
     watch()             each other, from the first that is distributed over all
     note_graphs()       graphs hold numbers of these workers, so they are traced anew on the next
-    part()              Horovod is about to end: keep what is in flight, forget the rest
+    Horovod ends        what is in flight is kept, the rest forgotten
 
 New workers have made nothing, so that counting begins again as well.
 """
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
+import logging
+import os
 import sys
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 
-from hvd_pipe.tensorflow.waiting import JOB
+from hvd_pipe import restarts
+from hvd_pipe.agreement import answer_with
+from hvd_pipe.errors import is_failing
+from hvd_pipe.tensorflow.waiting import JOB, starting_to_communicate
 from hvd_pipe.watch import watchdog
 
-__all__ = ["count", "generation", "note", "note_graphs", "part", "running", "watch"]
+__all__ = [
+    "begin",
+    "count",
+    "generation",
+    "keeping",
+    "note",
+    "note_graphs",
+    "running",
+    "settle",
+    "watch",
+]
+
+_log = logging.getLogger("hvd_pipe")
 
 _Function: Any = type(tf.function(lambda: None))
 _TRACER = inspect.unwrap(_Function.__call__).__code__.co_filename
@@ -37,6 +59,15 @@ _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _generation = 0
 _watching = False
+_keeping = False
+_leaving = False
+
+
+def begin() -> None:
+    """Have Horovod's start and end seen, also where a script asks Horovod itself for them."""
+    answer_with(mpi_ops)
+    restarts.observe(mpi_ops, _starting, _ending)
+    _settle_at_exit()
 
 
 def note(sessions: Any) -> None:
@@ -87,11 +118,88 @@ def note_graphs() -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def part() -> None:
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Keep what is in flight in elastic jobs too: whoever ends Horovod here knows of it."""
+    global _keeping  # noqa: PLW0603
+    _keeping = True
+    try:
+        yield
+    finally:
+        _keeping = False
+
+
+def settle() -> None:
+    """Before Horovod ends, wait until the other ranks have sent what this one has sent.
+
+    Not after an exception: the others then wait for this rank, which must go.
+    """
+    if is_failing():
+        return
+    engines = [session.engine for sessions in running() for session in sessions]
+    if any(engine.is_ahead() for engine in engines) and not restarts.is_elastic():
+        warnings.warn(
+            "training ended with averages in flight: call optimizer.synchronize() after the last "
+            "step (hvd_pipe.tensorflow.drain_gradients() for a tape), or Pipe-SGD loses its last "
+            "gradient and CoCoD leaves unequal replicas.",
+            stacklevel=2,
+        )
+    for engine in engines:
+        with suppress(tf.errors.OpError):  # a rank that has left before it sent as much
+            engine.settle()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    restarts.prepare(mpi_ops)
+    if not mpi_ops.cuda_built():
+        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    with starting_to_communicate():
+        yield
+    _settle_at_exit()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    if _leaving:
+        yield
+        return
+    settle()
+    _part()
+    restarts.note_end(mpi_ops)
+    watchdog.leave()
+    yield
+    watchdog.stop()
+
+
+def _settle_at_exit() -> None:
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # after Horovod's own, so it is called before it
+
+
+def _leave() -> None:
+    global _leaving  # noqa: PLW0603
+    settle()
+    _leaving = True
+
+
+def _part() -> None:
     """Leave these workers: everything starts anew on the next ones."""
     global _generation, _watching  # noqa: PLW0603 - one a process, as Horovod itself
+    drops = restarts.is_elastic() and not _keeping
+    if drops and any(session.engine.is_ahead() for each in running() for session in each):
+        _log.warning(
+            "elastic: Horovod's own elastic.run and shutdown know nothing of averages in flight, "
+            "which are dropped: take `run` and the state from hvd_pipe.tensorflow.elastic (or "
+            "hvd_pipe.tensorflow.keras.elastic), which keep them."
+        )
     for sessions in running():
+        if drops:
+            for session in sessions:
+                session.engine.forget()
         sessions.rest()
+        if drops:
+            sessions.go_back(None)
     for function in _graphs:
         function._function_cache.clear()
     _graphs.clear()

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -202,6 +202,11 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             return super().iterations
         return keras.ops.floor_divide(self._iterations, steps)
 
+    @property
+    def variables(self) -> Any:
+        """As Keras'; calling it, as Keras 2 and what Horovod has for that do, says what to do."""
+        return _Variables(super().variables)
+
     def _hvd_pipe_variables(self, variables: Any) -> list[Any]:
         if variables is None:
             if not self.built:
@@ -272,6 +277,18 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             yield
         finally:
             self._hvd_pipe_steps, self.gradient_accumulation_steps = None, steps
+
+
+class _Variables(list[Any]):
+    """An optimizer's variables."""
+
+    def __call__(self) -> NoReturn:
+        raise TypeError(
+            "optimizer.variables() is of Keras 2: under Keras 3, write optimizer.variables. "
+            "Horovod's KerasState, TensorFlowKerasState and BroadcastGlobalVariablesCallback call "
+            "it: take those of hvd_pipe.tensorflow.keras.elastic, hvd_pipe.tensorflow.elastic and "
+            "hvd_pipe.tensorflow.keras.callbacks."
+        )
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> Any:

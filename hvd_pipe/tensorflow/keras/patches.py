@@ -1,4 +1,4 @@
-"""Four places in Keras that must know of Horovod, as nobody asks ours.
+"""Five places in Keras that must know of Horovod, as nobody asks ours.
 
 - ``model.compile(jit_compile="auto")`` compiles with XLA wherever layers allow it. XLA cannot
   compile Horovod's messages, so with a distributed optimizer "auto" means no.
@@ -7,6 +7,8 @@
   optimizer inside it decides by what has been averaged.
 - Horovod's scripts write ``model.compile(..., experimental_run_tf_function=False)``, which older
   versions needed, and Keras 3 refuses.
+- Horovod's callbacks are of Keras 2: most fail in ``fit`` with an AttributeError. With
+  a distributed optimizer, ``fit`` says at once which ones to take instead.
 - ``BatchNormalization(synchronized=True)`` knows ``tf.distribute``'s replicas only. That is what a
   SyncBatchNormalization is in a file, and it must not become a local one when it is loaded.
 """
@@ -14,6 +16,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import is_initialized
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
@@ -36,6 +40,10 @@ def install() -> None:
         scaler = keras.optimizers.LossScaleOptimizer
         scaler.apply = _alike(scaler.apply)
         trainer.Trainer.compile = _tolerant(trainer.Trainer.compile)
+        # TensorFlow's trainer has a `fit` of its own.
+        tensorflow_trainer.TensorFlowTrainer.fit = _with_own_callbacks(
+            tensorflow_trainer.TensorFlowTrainer.fit
+        )
         normalization = keras.layers.BatchNormalization
         normalization._moments = _over_ranks(normalization._moments)
 
@@ -84,6 +92,33 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
         compile(self, *args, **kwargs)
 
     return compiled
+
+
+_KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
+"""What the names of Horovod's callbacks begin with that call what Keras 3 lacks."""
+
+
+def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = getattr(self, "optimizer", None)
+        if isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
+            given = inspect.signature(fit).bind(self, *args, **kwargs).arguments.get("callbacks")
+            for each in given if isinstance(given, list | tuple) else [given]:
+                _refuse_keras_2(each)
+        return fit(self, *args, **kwargs)
+
+    return fitted
+
+
+def _refuse_keras_2(callback: Any) -> None:
+    for cls in type(callback).__mro__:
+        if cls.__module__.startswith("horovod.") and cls.__name__.startswith(_KERAS_2):
+            raise TypeError(
+                f"{cls.__module__}.{cls.__name__} is for Keras 2, and fails under Keras "
+                f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
+                "with the same arguments."
+            )
 
 
 def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
