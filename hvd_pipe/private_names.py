@@ -106,6 +106,7 @@ ROWS = (
     PrivateName("torch", "torch", "_foreach_mul_", "torch.scaling"),
     PrivateName("torch", "torch.utils._pytree", "tree_leaves", "torch.overrides"),
     PrivateName("torch", "torch.utils._pytree", "tree_map", "torch.overrides"),
+    PrivateName("torch", "torch", "Tensor._values", "torch.scaling"),
     PrivateName("torch", "torch", "Tensor._version", "torch.buckets"),
     PrivateName("torch", "torch.nn", "Module._modules", "torch.pipedream.graph"),
     PrivateName("torch", "torch.nn", "Module._forward_pre_hooks", "torch.timeline"),

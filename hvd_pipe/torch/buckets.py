@@ -34,6 +34,7 @@ from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.sparse import SparseGather
+from hvd_pipe.torch.streams import host_values
 
 __all__ = ["Bucket", "BucketSet"]
 
@@ -288,7 +289,9 @@ class BucketSet:
         if trace is not None:
             trace.waited(begun, self._tag)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
-        self._words = [word / weight for word in self.buckets[-1].control.tolist()]
+        last = self.buckets[-1]
+        words = host_values(last.control, settled=last.message.settled)
+        self._words = [word / weight for word in words]
         if self._words[_SPARSE] != 0.0 and self._sparse is not None:
             self._agree_on_sparse(self._sparse)
         if self._words[_FROZE] != 0.0:

@@ -18,8 +18,6 @@ would wait for each other for ever::
 
 from __future__ import annotations
 
-import functools
-import os
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +32,7 @@ from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.compression import Codec, blocks
 from hvd_pipe.torch.courier import courier
 from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.streams import follow_horovod, side_stream
 
 __all__ = ["Exchange", "Feedback"]
 
@@ -219,7 +218,7 @@ class Exchange(Message):
     def _stream(self) -> AbstractContextManager[object]:
         if not self._flat.is_cuda:
             return nullcontext()
-        return torch.cuda.stream(_side_stream(self._flat.device))
+        return torch.cuda.stream(side_stream(self._flat.device))
 
     def _carry(self) -> Generator[int, Any, None]:
         """Carry the buffer through both phases; yields what is on the wire, is sent what came."""
@@ -360,20 +359,8 @@ def _check(
             )
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def _take_from_horovod(tensor: torch.Tensor) -> None:
-    """Let this thread's stream use what Horovod's thread has allocated, and wait for its content.
-
-    Horovod reports a message when its content is there; with HOROVOD_ENABLE_ASYNC_COMPLETION
-    earlier, and then its own thread's stream, the default one, waits for the content.
-    """
-    if not tensor.is_cuda:
-        return
-    stream = torch.cuda.current_stream(tensor.device)
-    tensor.record_stream(stream)
-    if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
-        stream.wait_stream(torch.cuda.default_stream(tensor.device))
+    """Let this thread's stream use what Horovod's thread has allocated, once it is there."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        follow_horovod(tensor)

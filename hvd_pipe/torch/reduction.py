@@ -19,6 +19,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.compression import Compression, Int8, codec_for, is_horovods
+from hvd_pipe.torch.streams import follow_horovod
 
 if TYPE_CHECKING:
     from hvd_pipe.torch.exchange import Feedback
@@ -43,6 +44,8 @@ class Message(abc.ABC):
 
     feedback: Feedback | None = None
     """What a lossy codec has left over, if it keeps that."""
+    settled = False
+    """Whether Horovod alone has written what `wait` has left in the buffer."""
 
     @abc.abstractmethod
     def launch(self) -> None:
@@ -167,6 +170,7 @@ class _InTwo(Message):
     def wait(self) -> None:
         self._values.wait()
         self._words.wait()
+        self.settled = self._words.settled
 
     def meet(self) -> None:
         self._values.meet()
@@ -203,6 +207,9 @@ class _AllReduce(Message):
         in_flight.wait(handle)
         if self._flight is not None:
             self._flight.land()
-        if self._wire is not self._flat:
+        assert self._wire is not None
+        follow_horovod(self._wire)
+        self.settled = self._wire is self._flat
+        if not self.settled:
             self._flat.copy_(self._reduction.compression.decompress(self._wire, self._context))
         self._wire = self._context = None

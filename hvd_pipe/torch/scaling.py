@@ -17,8 +17,11 @@ def unscale(parameters: Sequence[torch.Tensor], scale: float) -> None:
 
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Return whether no element is infinite or NaN."""
-    return all(bool(torch.isfinite(_dense(gradient)).all()) for gradient in gradients)
+    """Return whether no element is infinite or NaN; the host waits once for each device."""
+    answers: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        answers.setdefault(gradient.device, []).append(torch.isfinite(_dense(gradient)).all())
+    return all(bool(torch.stack(each).all()) for each in answers.values())
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
