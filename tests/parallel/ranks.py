@@ -29,12 +29,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import pytest
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 HOROVODRUN = [sys.executable, str(Path(__file__).with_name("launch.py"))]
 ENTRY = Path(__file__).with_name("rank_main.py")
 GRACE = 5.0  # seconds that ranks get to end by themselves after their deadline
+LONGEST = 420.0  # seconds; a job's own limit must come before pytest's, and say where ranks hang
 TAIL = 4000  # characters of a rank's output that a failure shows
 
 JOB = "RANKS_DIRECTORY"  # the environment variable by which a job's processes are known
@@ -69,12 +72,13 @@ def run_ranks(
         function: A module-level function of a module beside this one.
         args: Its arguments; they and the results travel as pickles.
         env: Environment variables for the ranks, over `ENVIRONMENT`.
-        timeout: Seconds until a rank is ended.
+        timeout: Seconds until a rank is ended; `LONGEST` at most.
         launcher: ``"mpi"`` (mpirun) or ``"gloo"`` (horovodrun --gloo).
 
     Raises:
         AssertionError: A rank raised, hung or died; the message has every rank's traceback.
     """
+    _check_limit(timeout)
     call = (function.__module__, function.__qualname__, args, timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
@@ -96,6 +100,7 @@ def run_script(
     Raises:
         AssertionError: It failed, or took longer than ``timeout`` seconds.
     """
+    _check_limit(timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
         whole = [*HOROVODRUN, "-np", str(n), sys.executable, *command]
@@ -108,24 +113,35 @@ def run_script(
 def once(job: Callable[P, R]) -> Callable[P, R]:
     """Run a job when it is first asked for; repeat its result, or its failure, from then on.
 
-    Launching costs seconds, so tests share jobs, and a job that hung must not hang in each test.
+    Launching costs seconds, so tests share jobs, and a job that hung must not hang in each test:
+    what ended it is raised again, pytest's own time limit included.
     """
 
     @functools.cache
-    def outcome(*args: P.args, **kwargs: P.kwargs) -> tuple[R | None, AssertionError | None]:
+    def outcome(*args: P.args, **kwargs: P.kwargs) -> tuple[R | None, BaseException | None]:
         try:
             return job(*args, **kwargs), None
-        except AssertionError as error:
-            return None, error
+        except (KeyboardInterrupt, pytest.exit.Exception):  # these end all tests
+            raise
+        except BaseException as error:  # pytest-timeout's is no Exception
+            return None, error.with_traceback(None)
 
     @functools.wraps(job)
     def result(*args: P.args, **kwargs: P.kwargs) -> R:
         value, error = outcome(*args, **kwargs)
         if error is not None:
-            raise AssertionError(str(error))
+            raise error.with_traceback(None)
         return value  # type: ignore[return-value]
 
     return result
+
+
+def _check_limit(timeout: float) -> None:
+    if timeout > LONGEST:
+        raise ValueError(
+            f"timeout={timeout} s of a job is above ranks.LONGEST, {LONGEST} s: pytest would end "
+            "the test first, and not say where ranks hang. Split the job, or raise both limits."
+        )
 
 
 def _launch(launcher: str, n: int) -> list[str]:

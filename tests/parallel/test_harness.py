@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import workers_harness
 import workers_launchers
-from ranks import once, run_ranks, run_script
+from ranks import GRACE, LONGEST, once, run_ranks, run_script
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -101,6 +101,46 @@ def test_a_failed_job_is_not_run_again() -> None:
         with pytest.raises(AssertionError, match="two is bad"):
             job(2)
     assert runs == [1, 3, 2]
+
+
+def test_a_job_that_pytest_ends_is_not_run_again() -> None:
+    """A job had 400 s, pytest 300: its limit is no AssertionError, so each test hung anew."""
+    runs = []
+
+    @once
+    def job() -> None:
+        runs.append(1)
+        pytest.fail("Timeout (>300.0s) from pytest-timeout.")
+
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception, match="from pytest-timeout"):
+            job()
+    assert runs == [1]
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), pytest.exit.Exception("by SIGTERM")])
+def test_an_interrupt_is_no_result_of_a_job(end: BaseException) -> None:
+    runs = []
+
+    @once
+    def job() -> int:
+        runs.append(1)
+        if len(runs) == 1:
+            raise end
+        return 7
+
+    with pytest.raises(type(end)):
+        job()
+    assert job() == 7
+
+
+def test_a_jobs_limit_comes_before_pytests(pytestconfig: pytest.Config) -> None:
+    """A rank ends itself at its limit, its launcher is ended GRACE later, then what is left."""
+    assert float(pytestconfig.getini("timeout")) > LONGEST + 4 * GRACE
+    with pytest.raises(ValueError, match=r"above ranks.LONGEST"):
+        run_ranks(1, workers_harness.rank, timeout=LONGEST + 1)
+    with pytest.raises(ValueError, match=r"above ranks.LONGEST"):
+        run_script(1, "-c", "", timeout=LONGEST + 1)
 
 
 def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
