@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hosts import as_root
 
 pytestmark = as_root
@@ -16,7 +15,6 @@ pytestmark = as_root
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(400)
 def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
     arguments = ["--workers", "2", "--models", "vgg16", "--ratios", "2", "--no-sweep"]
     arguments += ["--only", "horovod", "pipe-sgd", "pipe-sgd+int8", "--compute-ms", "60"]

@@ -329,7 +329,7 @@ def speeds() -> list[float]:
     def step() -> None:
         nonlocal calls
         calls += 1
-        time.sleep(0.2 if calls == 1 else 0.02 * (hvd.rank() + 1))
+        time.sleep(0.5 if calls == 1 else 0.1 * (hvd.rank() + 1))
 
     return worker_speeds(step, seconds=0.0)
 

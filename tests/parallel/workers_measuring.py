@@ -13,7 +13,7 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.torch.layer_times import measure_profile
 from hvd_pipe.torch.profiler import measure_allreduce, measure_comm
 
-SLEEP = 0.03
+SLEEP = 0.3
 STEPS = 8
 
 
