@@ -39,6 +39,7 @@ from hvd_pipe.pipeline.wire import Bytes, empty
 __all__ = ["ProcessSetTransport", "make_process_sets"]
 
 _serials = itertools.count()  # ranks make transports together, so they count alike
+_GONE = "Process set provided does not exist"  # Horovod removes all sets when it shuts down
 _abandoned: list[object] = []  # what Horovod may still write to or read from after a close
 
 
@@ -219,7 +220,14 @@ class ProcessSetTransport:
         kind = channel.kind.name.lower()
         name = f"hvd_pipe.pipeline.{self._serial}.{kind}.{root}.{other}.{number % WINDOW}"
         pair = min(root, other), max(root, other)
-        return self._start(buffer, root, name, self._sets[pair])
+        try:
+            return self._start(buffer, root, name, self._sets[pair])
+        except ValueError as error:
+            if _GONE not in str(error):
+                raise
+            raise HorovodInternalError(
+                "Horovod has been shut down, here or on another rank, and this pipeline with it."
+            ) from error
 
     def _post(self, incoming: _Incoming) -> None:
         while incoming.unposted and len(incoming.posted) < DEPTH:

@@ -3,8 +3,9 @@
     rank 1  --- "I am here, at data.py:57" --->  rank 0  --- "rank 2 was killed" --->  rank 3
 
 The kernel closes the connections of a process that dies, however it dies, so that is known at
-once. A process that is stopped, a host that is down and a link that is cut are silent, and known
-as lost after a limit. This module knows nothing of Horovod: it is given connected sockets.
+once. A process that is stopped, a host that is down and a link that is cut are known as lost after
+a limit. This module knows nothing of Horovod: it is given connected sockets. It runs in a process
+of its own, `hvd_pipe.watch.child`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process"]
+__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process", "beat_s"]
 
 FIRST = 0
 """The rank that all others are connected to."""
@@ -62,6 +63,9 @@ class Look:
 class Process(Protocol):
     """What the heartbeat asks of the process that it belongs to."""
 
+    def is_stopped(self) -> bool:
+        """Whether it cannot run: a signal or a debugger has stopped it."""
+
     def look(self) -> Look:
         """Return what it is doing."""
 
@@ -73,27 +77,39 @@ class Process(Protocol):
 
 
 class AwakeClock:
-    """Seconds in which this process ran.
+    """Seconds in which this process and the rank that it belongs to ran.
 
-    Those in which it was stopped, suspended with its machine, or held up by a long call that keeps
-    the interpreter's lock are left out: it could not hear of the others then.
+    Those in which one of them was stopped, or suspended with its machine, are left out: a job that
+    is stopped as a whole, and continued, must find nobody silent.
     """
 
     def __init__(self, most_s: float) -> None:
         self.now = 0.0
         self._most, self._last = most_s, time.monotonic()
 
-    def tick(self) -> None:
+    def tick(self, counts: bool = True) -> None:
         """Look at the time; to be called more often than every ``most_s`` seconds."""
         last, self._last = self._last, time.monotonic()
-        self.now += min(self._last - last, self._most)
+        if counts:
+            self.now += min(self._last - last, self._most)
+
+
+def beat_s(ranks: int, limit_s: float) -> float:
+    """Return the seconds between two messages of a rank.
+
+    >>> beat_s(2, 120.0), beat_s(1000, 120.0), beat_s(2, 4.0)
+    (1.0, 10.0, 0.5)
+    """
+    return min(max(BEAT_S, ranks / RANKS_A_SECOND), limit_s / 8)
 
 
 class Silence(NamedTuple):
-    """How long a rank has not been heard of, and where its script was then."""
+    """How long a rank has not run, as far as others know, and where its script was then."""
 
     seconds: float
     where: str
+    stopped: bool
+    """Whether its host is there, and says that the process is stopped."""
 
 
 class Link:
@@ -103,7 +119,7 @@ class Link:
         self.rank, self.socket = rank, connected
         self.heard = now
         self.look = Look()
-        self.warned = False
+        self.warned = self.stopped = False
         self._rest = self._unsent = b""
         self._error: OSError = ConnectionResetError()
         self._sending = threading.Lock()
@@ -134,7 +150,7 @@ class Link:
         if not data:
             raise self._error
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [json.loads(line) for line in lines if line]
 
 
 class Heartbeat:
@@ -158,7 +174,8 @@ class Heartbeat:
     ) -> None:
         self.peers, self.me, self.limit_s, self._process = peers, me, limit_s, process
         self._look = Look()
-        self.beat_s = min(max(BEAT_S, len(peers) / RANKS_A_SECOND), limit_s / 8)
+        self.beat_s = beat_s(len(peers), limit_s)
+        self._is_stopped = False
         self._clock = AwakeClock(2 * self.beat_s)
         self._links = {rank: Link(rank, one, self._clock.now) for rank, one in links.items()}
         self._silent: dict[int, Silence] = {}
@@ -238,20 +255,31 @@ class Heartbeat:
             begun = time.monotonic()
             events = self._selector.select(due)
             due -= time.monotonic() - begun
-            self._clock.tick()
+            self._clock.tick(counts=not self._is_stopped)
             if self._stopped:
                 return
             for key, _ in events:
                 self._hear(key.data)
-            if due <= 0:
+            if due > 0:
+                continue
+            self._is_stopped = self._process.is_stopped()
+            if self._is_stopped:
+                self._send({"stopped": True})
+            else:
                 self._beat()
                 self._judge()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        for link in list(self._links.values()):
+            link.send(message)
 
     def _beat(self) -> None:
         self._look = self._process.look()
         message: dict[str, Any] = {"look": asdict(self._look)}
         silent = {
-            link.rank: Silence(round(self._clock.now - link.heard, 1), link.look.where)
+            link.rank: Silence(
+                round(self._clock.now - link.heard, 1), link.look.where, link.stopped
+            )
             for link in self._links.values()
             if self._clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
         }
@@ -259,8 +287,7 @@ class Heartbeat:
             message["silent"] = list(silent.items())
         if self.me == FIRST or silent:
             self._silent = silent
-        for link in self._links.values():
-            link.send(message)
+        self._send(message)
 
     def _hear(self, link: Link) -> None:
         try:
@@ -273,9 +300,10 @@ class Heartbeat:
                 how = (_UNREACHABLE if cut else _ENDED).format(self.peers[link.rank])
                 self._note({"lost": link.rank, "how": how})
             return
-        if messages:
-            link.heard, link.warned = self._clock.now, False
         for message in messages:
+            link.stopped = "stopped" in message
+            if not link.stopped:
+                link.heard, link.warned = self._clock.now, False
             if "look" in message:
                 link.look = Look(**message["look"])
             if "silent" in message:
@@ -296,15 +324,13 @@ class Heartbeat:
                 return
             self._changed.notify_all()
         if self.me == FIRST:
-            for link in list(self._links.values()):
-                link.send(message)
+            self._send(message)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         """Take down what has become of this rank; from any thread, as it may be the last word."""
         self._note(message)
         if self.me != FIRST:
-            for link in list(self._links.values()):
-                link.send(message)
+            self._send(message)
 
     def _judge(self) -> None:
         for link in self._links.values():
@@ -327,14 +353,15 @@ class Heartbeat:
     def _name_the_slow(self) -> None:
         """Say whom all others wait for, when they have done so for long."""
         looks = {link.rank: link.look for link in self._links.values()} | {self.me: self._look}
-        if any(look.joined for look in looks.values()):
+        # Whoever does not run may be what the slow ones stand still for, too.
+        if self._silent or any(look.joined for look in looks.values()):
             return
         long = {rank: look for rank, look in looks.items() if look.since_s > self.limit_s / 2}
         slow = {rank for rank, look in long.items() if not look.waits}
         self._kept_waiting &= slow
         if len(slow) == len(long) or len(long) < len(looks):
             return
-        for rank in sorted(slow - self._kept_waiting - set(self._silent)):
+        for rank in sorted(slow - self._kept_waiting):
             self._kept_waiting.add(rank)
             self._process.say(
                 f"{self.peers[rank]} has kept {len(long) - len(slow)} other ranks waiting for "
@@ -355,12 +382,12 @@ class Heartbeat:
 
     def _describe(self, rank: int, silence: Silence) -> str:
         last = f", last seen at {silence.where}" if silence.where else ""
-        return (
-            f"{self.peers[rank]} has been silent for {silence.seconds:.0f} s{last}: it is "
-            "stopped, its host is down, or the link to it is cut."
-        )
+        why = _STOPPED if silence.stopped else _SILENT
+        return f"{self.peers[rank]} has been silent for {silence.seconds:.0f} s{last}: {why}"
 
 
+_STOPPED = "it is stopped, by a signal (SIGSTOP, Ctrl-Z) or by a debugger."
+_SILENT = "it is stopped, its host is down, or the link to it is cut."
 _ENDED = "{} ended without a word: it was killed (by hand, or for memory), or crashed."
 _UNREACHABLE = (
     "{} cannot be reached: its host is down or the link is cut. Try to ping it; how long TCP "

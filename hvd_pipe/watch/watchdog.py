@@ -35,7 +35,8 @@ import hvd_pipe
 from hvd_pipe.agreement import Agreement
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.watch.door import Door, knock
-from hvd_pipe.watch.heartbeat import FIRST, Heartbeat, Look, Peer
+from hvd_pipe.watch.heartbeat import FIRST, Look, Peer
+from hvd_pipe.watch.reporter import Reporter
 
 __all__ = ["Frames", "Job", "is_library", "leave", "module_of", "start", "stop"]
 
@@ -68,7 +69,7 @@ class Job:
     is_sure: Callable[[], bool] = lambda: True
 
 
-_heartbeat: Heartbeat | None = None
+_reporter: Reporter | None = None
 _job: Job | None = None
 
 
@@ -82,7 +83,7 @@ def start(job: Job) -> None:
         ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
             decides for all (`HvdPipeError` elsewhere).
     """
-    global _heartbeat, _job  # noqa: PLW0603 - one a process, as Horovod is
+    global _reporter, _job  # noqa: PLW0603 - one a process, as Horovod is
     stop()
     ranks, agreement = job.ranks, job.agreement
     if ranks.size() == 1 or is_elastic():
@@ -132,24 +133,24 @@ def start(job: Job) -> None:
     if links:
         limit_s = offered["limit_s"]
         process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
-        _heartbeat = Heartbeat(peers, rank, links, limit_s, process)
+        _reporter = Reporter(peers, rank, links, limit_s, process)
         _job = job
-        _heartbeat.start()
+        _reporter.start()
         _install()
 
 
 def leave() -> None:
     """Tell the others that this rank goes, before Horovod shuts down."""
-    if _heartbeat is not None:
-        _heartbeat.leave()
+    if _reporter is not None:
+        _reporter.leave()
 
 
 def stop() -> None:
     """Watch no more, after Horovod has shut down."""
-    global _heartbeat  # noqa: PLW0603
-    if _heartbeat is not None:
-        _heartbeat.stop()
-    _heartbeat = None
+    global _reporter  # noqa: PLW0603
+    if _reporter is not None:
+        _reporter.stop()
+    _reporter = None
 
 
 class _Process:
@@ -263,10 +264,10 @@ def _install() -> None:
 
 def _forget() -> None:
     """Take no part in a forked child: a data loader's, say."""
-    global _heartbeat  # noqa: PLW0603
-    if _heartbeat is not None:
-        _heartbeat.close()
-    _heartbeat = None
+    global _reporter  # noqa: PLW0603
+    if _reporter is not None:
+        _reporter.close()
+    _reporter = None
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
@@ -290,11 +291,11 @@ def _on_exception(
 ) -> None:
     """Tell the others why this rank ends, or the user why Horovod's communication failed."""
     failed_here = _job is None or not _job.failed_elsewhere(error)
-    if failed_here and _heartbeat is not None:
-        _heartbeat.raised(_told(kind, error, trace))
+    if failed_here and _reporter is not None:
+        _reporter.raised(_told(kind, error, trace))
     assert _before is not None
     _before(kind, error, trace)
-    if not failed_here and _heartbeat is not None:
-        cause = _heartbeat.cause(NEWS_S)
+    if not failed_here and _reporter is not None:
+        cause = _reporter.cause(NEWS_S)
         if cause is not None:
-            _say(f"rank {_heartbeat.me} failed because of another: {cause}")
+            _say(f"rank {_reporter.me} failed because of another: {cause}")

@@ -141,19 +141,15 @@ class Job:
             lambda: self.launched.poll() is not None and not processes_of(self.directory)
         )
 
-    def told_who_raised(self, rank: int, error: str, or_frozen: bool = False) -> None:
-        """Check that the ranks that end on account of another one name this one, which raised.
+    def told_who_is_lost(self, rank: int) -> None:
+        """Check that all ranks that end on account of another one name this one."""
+        named = re.findall(r"(?:is lost|of another): rank (\d+) on", self.output)
+        assert set(named) == {str(rank)}, self.output
 
-        With ``or_frozen``, rank 0 may instead stand still inside a call of Horovod's, interpreter
-        and watch with it, and say nothing. The others then name rank 0, which they have not heard
-        of; the rank itself says what it has raised.
-        """
-        told = r"(?:is lost|of another): rank (\d+) on"
-        named = set(re.findall(told, self.output))
-        spoke = re.search(rf"\[0\]<stderr>:.*{told}", self.output)
-        frozen = or_frozen and named == {"0"} and not spoke
-        assert frozen or named == {str(rank)}, self.output
-        assert (error if frozen else f"raised {error}") in self.output, self.output
+    def told_who_raised(self, rank: int, error: str) -> None:
+        """Check that they do, and say what it has raised."""
+        self.told_who_is_lost(rank)
+        assert f"raised {error}" in self.output, self.output
 
     def checkpoint(self) -> dict[str, Any]:
         """Load the last checkpoint as a plain script would; raises where it is not whole."""

@@ -39,12 +39,26 @@ def test_a_rank_is_stopped(launcher: str, strategy: str, ranks: int) -> None:
         os.kill(job.pid(LOST), signal.SIGSTOP)
         job.ended()
         assert job.launched.returncode != 0
-        told = f"it waits for a rank that is lost: rank {LOST} on "
-        assert told in job.output, job.output
-        named = re.findall(r"(?:is lost|of another): rank (\d+) on", job.output)
-        assert set(named) == {str(LOST)}, job.output
+        job.told_who_is_lost(LOST)
         assert "has been silent" in job.output
         assert job.checkpoint()["step"] >= STEPS - 10
+
+
+def test_all_others_stand_still_where_a_rank_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dynamic process sets, every call that sends waits for a lock, and keeps Python's.
+
+    No thread of these ranks could say that they were alive: each was called stopped by the others,
+    and the job hung where all stood still.
+    """
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    wrong = "all stand still"
+    with Job("gloo", "merged-gradient", wrong, timeout_s=TIMEOUT_S, ranks=3) as job:
+        job.started()
+        job.ended()
+        assert job.launched.returncode != 0
+        job.told_who_is_lost(LOST)
+        assert f"ends, as it waits for a rank that is lost: rank {LOST} on " in job.output
+        assert "it is stopped, by a signal" in job.output, job.output
 
 
 @pytest.mark.parametrize(

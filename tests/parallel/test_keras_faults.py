@@ -32,9 +32,7 @@ def test_a_rank_is_stopped(strategy: str) -> None:
         os.kill(one.pid(LOST), signal.SIGSTOP)
         one.ended()
         assert one.launched.returncode != 0
-        assert f"it waits for a rank that is lost: rank {LOST} on " in one.output, one.output
-        named = re.findall(r"(?:is lost|of another): rank (\d+) on", one.output)
-        assert set(named) == {str(LOST)}, one.output
+        one.told_who_is_lost(LOST)
         assert "has been silent" in one.output
 
 

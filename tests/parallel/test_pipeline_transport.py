@@ -168,8 +168,9 @@ SCRIPT = Path(workers.__file__)
 def test_a_rank_raises_while_others_wait(transport: str) -> None:
     """Horovod's end ends the others' waits over MPI; over Gloo it may itself wait for them.
 
-    There the watch over ranks ends them, before Gloo gives up without a name. Once in many runs
-    rank 0 stands still there.
+    There the watch over ranks ends them, before Gloo gives up without a name. Horovod's end also
+    removes process sets: a rank that sent just then took that for a mistake of its own, and was
+    named.
     """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     limit_s = NEVER_S if launcher == "mpi" else TIMEOUT_S
@@ -179,17 +180,20 @@ def test_a_rank_raises_while_others_wait(transport: str) -> None:
         job.started()
         job.ended()
         assert job.launched.returncode != 0
-        job.told_who_raised(workers.LATE, "ValueError: bad sample 17", launcher == "gloo")
+        job.told_who_raised(workers.LATE, "ValueError: bad sample 17")
 
 
 @pytest.mark.parametrize("transport", ["mpi", "process-sets", "tensorflow:mpi"])
 def test_a_rank_is_stopped_while_others_wait(transport: str) -> None:
+    """Over process sets, rank 0 may stand still in a call that keeps Python's interpreter lock.
+
+    It could not say that it was alive, and the last rank took it for the one that was stopped.
+    """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     with faults.Job(launcher, transport, timeout_s=TIMEOUT_S, ranks=3, script=SCRIPT) as job:
         job.train()
         os.kill(job.pid(workers.LATE), signal.SIGSTOP)
         job.ended()
         assert job.launched.returncode != 0
-        told = f"it waits for a rank that is lost: rank {workers.LATE} on "
-        assert told in job.output, job.output
+        job.told_who_is_lost(workers.LATE)
         assert "has been silent" in job.output

@@ -6,6 +6,7 @@ A third word says what this rank itself does wrong, and a fourth how many steps 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as horovod
 import torch
 from problem import OPTIMIZERS, loss_of, make_model
 from publish import publish
@@ -50,6 +52,21 @@ def go_wrong(how: str) -> None:
         sys.exit()
 
 
+def stand_still(folder: Path, rank: int) -> None:
+    """Stop one rank; have the others stand still in calls that keep Python's interpreter lock.
+
+    Horovod's thread asks all ranks for new process sets then, and holds a lock that calls need.
+    """
+    publish(folder / f"sends.{rank}", "")
+    if rank == LATE:
+        while not all((folder / f"sends.{other}").exists() for other in range(hvd.size())):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for number in itertools.count():
+        horovod.allreduce_async(torch.ones(1), name=f"never.{number}")
+        time.sleep(0.001)
+
+
 def with_a_child() -> None:
     """Fork as a data loader does; the child outlives the rank by up to a few seconds."""
     parent = os.getpid()
@@ -81,6 +98,8 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
                 save(folder / "checkpoint.pt", states | {"step": step})
             with suppress(OSError):  # on a full disk it is the checkpoint that must fail
                 publish(folder / f"step.{rank}", str(step))
+        if step == SOON and wrong == "all stand still":
+            stand_still(folder, rank)
         if step == SOON and rank == LATE:
             go_wrong(wrong)
         time.sleep(0.002)

@@ -29,6 +29,9 @@ class Process:
         self.ended: list[str] = []
         self.sockets: list[socket.socket] = []
 
+    def is_stopped(self) -> bool:
+        return False
+
     def look(self) -> Look:
         return self.doing
 
@@ -227,6 +230,15 @@ def test_time_in_which_a_process_did_not_run_does_not_count() -> None:
     time.sleep(0.3)
     clock.tick()
     assert 0 < clock.now <= 0.05
+
+
+def test_a_last_word_may_come_after_an_empty_line(job: Job) -> None:
+    """A rank ends what it had begun to say before it says that it hears no more of others."""
+    job.start(1)
+    job.sockets[1][0].sendall(b'\n{"left": 1}\n')
+    assert "rank 1 on h1 (pid 101) has ended without an exception" in str(
+        job.hearts[2].cause(SOON_S)
+    )
 
 
 def test_a_long_message_to_a_link_that_takes_nothing_does_not_block(job: Job) -> None:

@@ -22,7 +22,8 @@ from hvd_pipe.torch.exchange import Exchange
 from hvd_pipe.torch.reduction import Reduction
 from hvd_pipe.watch import watchdog
 from hvd_pipe.watch.door import knock
-from hvd_pipe.watch.heartbeat import Heartbeat, Look, Peer
+from hvd_pipe.watch.heartbeat import Look, Peer
+from hvd_pipe.watch.reporter import Reporter
 
 
 def test_doctests() -> None:
@@ -172,8 +173,8 @@ def test_a_rank_that_gave_up_before_it_was_let_in_is_not_watched(
     ranks = Ranks(monkeypatch)
     with pytest.warns(UserWarning, match="rank 1 on .* cannot connect to rank 0"):
         watchdog.start(ranks.job)
-    assert watchdog._heartbeat is not None
-    assert list(watchdog._heartbeat._links) == [2]
+    assert watchdog._reporter is not None
+    assert list(watchdog._reporter.links) == [2]
     assert ranks.links[0].recv(1) == b""
     watchdog.stop()
 
@@ -197,8 +198,8 @@ def test_a_forked_child_does_not_keep_a_dead_ranks_connections(
     """A data loader's worker outlives its rank for a while, and others must know at once."""
     here, there = socket.socketpair()
     there.settimeout(20)
-    heart = Heartbeat([Peer(0, "h0", 1), Peer(1, "h1", 2)], 0, {1: here}, 120.0, _NOBODY)
-    monkeypatch.setattr(watchdog, "_heartbeat", heart)
+    reporter = Reporter([Peer(0, "h0", 1), Peer(1, "h1", 2)], 0, {1: here}, 120.0, _NOBODY)
+    monkeypatch.setattr(watchdog, "_reporter", reporter)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     watchdog._install()
     mine, its = socket.socketpair()
@@ -209,7 +210,7 @@ def test_a_forked_child_does_not_keep_a_dead_ranks_connections(
         os._exit(0)
     try:
         mine.recv(100)
-        heart.close()  # as the kernel does for a rank that is killed
+        reporter.close()  # as the kernel does for a rank that is killed
         assert there.recv(1) == b""
     finally:
         mine.send(b"x")

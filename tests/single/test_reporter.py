@@ -1,0 +1,227 @@
+"""The small process beside each rank: what it tells the others, whatever the rank itself does.
+
+The test holds the other end of a rank's connection, and reads there as another rank would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_pipe.watch.proc import activity
+
+SOON_S = 60.0  # for what takes a second or two on a quiet machine
+LIMIT_S = 4.0
+
+RANK = """
+import ctypes, os, socket, sys, time
+from hvd_pipe.watch.heartbeat import Look, Peer
+from hvd_pipe.watch.reporter import Reporter
+
+class Process:
+    def look(self):
+        return Look("train.py:3")
+    def say(self, text):
+        print("said:", text, flush=True)
+    def end(self, text):
+        print("asked to end:", text, flush=True)
+
+peers = [Peer(0, "h0", 1), Peer(1, "h1", os.getpid())]
+link = socket.socket(fileno=int(sys.argv[1]))
+reporter = Reporter(peers, 1, {0: link}, float(sys.argv[2]), Process())
+reporter.start()
+for line in sys.stdin:
+    print("does:", line.strip(), flush=True)
+    exec(line)
+"""
+
+
+class Rank:
+    """A rank that does what it is told, seen by another one."""
+
+    def __init__(self) -> None:
+        self.link, its = socket.socketpair()
+        self.link.settimeout(SOON_S)
+        self._lines = self.link.makefile("rb")
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", RANK, str(its.fileno()), str(LIMIT_S)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                pass_fds=[its.fileno()],
+            )
+        self.hear(lambda one: one.get("look", {}).get("where") == "train.py:3")
+        (self.child,) = _children(self.process.pid)
+
+    def hear(self, wanted: Callable[[dict[str, Any]], object]) -> list[dict[str, Any]]:
+        """Return what the rank tells another, which answers, up to a certain message."""
+        heard: list[dict[str, Any]] = []
+        for line in filter(bytes.strip, self._lines):
+            heard.append(json.loads(line))
+            self.tell({"look": {}})
+            if wanted(heard[-1]):
+                return heard
+        raise AssertionError(f"the connection is closed after {heard}")
+
+    def ends(self) -> list[dict[str, Any]]:
+        """Return what it tells until its connection is closed."""
+        return [json.loads(line) for line in self._lines]
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.link.sendall(json.dumps(message).encode() + b"\n")
+
+    def do(self, line: str) -> None:
+        """Have its main thread do something."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+
+    def said(self) -> str:
+        """Return the next line that it prints."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    one = Rank()
+    yield one
+    one.process.kill()
+    one.process.wait(SOON_S)
+    for pipe in (one.process.stdin, one.process.stdout, one.process.stderr):
+        assert pipe is not None
+        with suppress(OSError):
+            pipe.close()
+    one.link.close()
+
+
+def stands_still(message: dict[str, Any]) -> bool:
+    look = message.get("look", {})
+    return bool(look.get("waits")) and look["since_s"] > LIMIT_S
+
+
+def test_a_rank_that_stands_still_in_a_call_is_not_silent(rank: Rank) -> None:
+    """Horovod waited for its lock and kept Python's: the rank was called stopped, and blamed."""
+    rank.do("ctypes.PyDLL(None).pause()")  # sleeps, and lets no other thread of Python run
+    heard = rank.hear(stands_still)
+    assert all("look" in message for message in heard)
+    assert heard[-1]["look"]["where"] == "train.py:3"
+
+
+def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
+    """Nobody within it could do so: with two ranks, one of them stopped, the job hung."""
+    rank.do("ctypes.PyDLL(None).pause()")
+    rank.hear(stands_still)
+    rank.tell({"lost": 7, "how": "rank 7 on h7 (pid 7) raised ValueError"})
+    rank.process.wait(SOON_S)
+    assert rank.process.returncode == -signal.SIGKILL
+    assert rank.process.stderr is not None
+    told = (
+        "hvd_pipe: rank 1 ends, as it waits for a rank that is lost: rank 7 on h7 (pid 7) raised"
+    )
+    assert told in rank.process.stderr.read()
+
+
+def test_a_rank_that_computes_in_one_long_call_neither_waits_nor_is_silent(rank: Rank) -> None:
+    rank.do("sum(range(1 << 60))")  # runs, and lets no other thread of Python run
+    heard = rank.hear(lambda one: one.get("look", {}).get("since_s", 0) > LIMIT_S)
+    assert all("look" in message for message in heard)
+    assert not heard[-1]["look"]["waits"]
+    rank.tell({"lost": 7, "how": "rank 7 on h7 (pid 7) raised ValueError"})
+    rank.hear(lambda one: one["look"]["since_s"] > 2 * LIMIT_S)  # and is not ended
+
+
+def test_a_rank_that_is_stopped_says_so_and_goes_on(rank: Rank) -> None:
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    rank.hear(lambda one: "stopped" in one)
+    assert "look" not in rank.hear(lambda one: "stopped" in one)[-1]
+    os.kill(rank.process.pid, signal.SIGCONT)
+    rank.hear(lambda one: "look" in one)
+
+
+def test_a_rank_is_asked_to_end_once_while_it_can_hear(rank: Rank) -> None:
+    """It may have a checkpoint to finish, in another thread."""
+    rank.do("Process.look = lambda self: Look('train.py:9', True, 100.0)")
+    rank.hear(lambda one: one.get("look", {}).get("waits"))
+    rank.tell({"lost": 7, "how": "rank 7 is gone"})
+    assert rank.said().startswith("does:")
+    assert rank.said() == "asked to end: rank 7 is gone\n"
+    for _ in range(5):
+        rank.hear(lambda one: "look" in one)
+    rank.do("pass")
+    assert rank.said() == "does: pass\n"
+
+
+def test_a_rank_that_is_killed_is_known_at_once_and_leaves_nothing(rank: Rank) -> None:
+    """Also while a process that it has forked, past Python, keeps its connections open."""
+    rank.do(
+        "import subprocess; subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3,"
+        " pass_fds=[reporter._control.fileno(), link.fileno()]); print('forked', flush=True)"
+    )
+    assert rank.said().startswith("does:")
+    assert rank.said() == "forked\n"
+    (forked,) = set(_children(rank.process.pid)) - {rank.child}
+    try:
+        rank.process.kill()
+        assert all("look" in message for message in rank.ends())
+        rank.process.wait(SOON_S)
+        soon(lambda: getattr(activity(rank.child, rank.child), "state", "Z") == "Z")
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_a_rank_whose_small_process_is_killed_is_not_taken_for_a_lost_one(rank: Rank) -> None:
+    os.kill(rank.child, signal.SIGKILL)
+    rank.hear(lambda one: one.get("left") == 1)
+    assert "can no longer hear of others" in rank.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_for_all_of_a_job_are_the_ranks_own_affair(
+    rank: Rank, number: signal.Signals
+) -> None:
+    """Schedulers send SIGTERM to every process before the end: a rank may still save its state."""
+    os.kill(rank.child, number)
+    for _ in range(3):
+        rank.hear(lambda one: "look" in one)
+
+
+def test_the_small_process_has_no_more_open_than_it_needs(rank: Rank) -> None:
+    """A socket of MPI's or Gloo's that it kept would outlive its rank."""
+    open_files = [str(link.readlink()) for link in Path(f"/proc/{rank.child}/fd").iterdir()]
+    sockets = [name for name in open_files if name.startswith("socket:")]
+    others = set(open_files) - set(sockets)
+    assert len(sockets) == 2, open_files  # to the rank, and to the other rank
+    assert len(others - {"/dev/null"}) <= 2, open_files  # stderr, and what its selector needs
+
+
+def soon(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
