@@ -21,14 +21,26 @@ from typing import Any
 
 from hvd_pipe.errors import HvdPipeError
 
-__all__ = ["is_elastic", "note_end", "observe", "prepare"]
+__all__ = [
+    "YIELD",
+    "is_elastic",
+    "missed_settings",
+    "note_end",
+    "observe",
+    "prepare",
+    "surround",
+]
 
 Around = Callable[[], AbstractContextManager[None]]
 
 _FUSION, _CYCLE = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
 
+YIELD = "OMPI_MCA_mpi_yield_when_idle"
+"""Has Open MPI leave the processor to others while it waits."""
+
 _ended_mpi = False
 _fixed_both = False
+_begun_by_script = False
 
 
 def is_elastic() -> bool:
@@ -40,27 +52,40 @@ def observe(horovod: Any, start: Around, end: Around) -> None:
     """Do something around each start and end of Horovod from now on; once for each framework.
 
     All of Horovod's Python, ``hvd.elastic`` and what it runs at exit included, calls the library
-    by one object, where this puts two functions in place of the library's.
+    by one object, where this puts functions in place of the library's.
 
     Args:
         horovod: The framework's ``mpi_ops``.
         start: What is around a start; not called where Horovod runs already.
         end: What is around an end; not called where Horovod does not run.
     """
-    global _fixed_both  # noqa: PLW0603
-    library = horovod._basics.MPI_LIB_CTYPES
-    if isinstance(library.horovod_init, _Observed):
+    global _begun_by_script, _fixed_both
+    library, runs = horovod._basics.MPI_LIB_CTYPES, horovod.is_initialized
+    if isinstance(library.horovod_init, _Surrounded):
         return
-    if horovod.is_initialized():  # by the script, which nobody has seen
-        _fixed_both = _fixes_both()
-    runs = horovod.is_initialized
+    if runs():  # the script has started it, which nobody has seen
+        _begun_by_script, _fixed_both = True, _fixes_both()
     for name in ("horovod_init", "horovod_init_multi_comm"):
-        setattr(library, name, _Observed(getattr(library, name), start, lambda: not runs()))
-    library.horovod_shutdown = _Observed(library.horovod_shutdown, end, lambda: bool(runs()))
+        surround(library, name, start, lambda: not runs())
+    surround(library, "horovod_shutdown", end, runs)
 
 
-class _Observed:
-    """A function of Horovod's library, and what is to be done around it."""
+def surround(owner: Any, name: str, around: Around, matters: Callable[[], bool]) -> None:
+    """Do something around each call of a function from now on; once for each function.
+
+    Args:
+        owner: A library, or a module of it, from which all callers take the function.
+        name: The function's.
+        around: What is to be done.
+        matters: Whether it is to be done at a call.
+    """
+    function = getattr(owner, name)
+    if not isinstance(function, _Surrounded):
+        setattr(owner, name, _Surrounded(function, around, matters))
+
+
+class _Surrounded:
+    """A function of Horovod's, and what is to be done around it."""
 
     def __init__(self, function: Any, around: Around, matters: Callable[[], bool]) -> None:
         self._function, self._around, self._matters = function, around, matters
@@ -81,6 +106,18 @@ class _Observed:
         self._function.argtypes = kinds
 
 
+def missed_settings(yields: bool) -> str:
+    """Return what the environment should have held when Horovod started; empty where all was set.
+
+    Args:
+        yields: Whether computing needs the processor that Open MPI would take while it waits.
+    """
+    wanted = {_FUSION: "0"} if _CYCLE not in os.environ else {}  # both crash a second start
+    if yields:
+        wanted[YIELD] = "1"
+    return " ".join(f"{key}={value}" for key, value in wanted.items() if key not in os.environ)
+
+
 def _fixes_both() -> bool:
     return _FUSION in os.environ and _CYCLE in os.environ
 
@@ -88,7 +125,8 @@ def _fixes_both() -> bool:
 def prepare(horovod: Any) -> None:
     """Before Horovod starts: turn its own fusion off, unless the user has set it.
 
-    In an elastic job, which will start again, it stays on where the user has set the cycle time.
+    In an elastic job, which will start again, it stays on where the user has set the cycle time,
+    and so it does where a script starts Horovod itself, which then starts a second time here.
 
     Args:
         horovod: The framework's ``mpi_ops``.
@@ -105,7 +143,7 @@ def prepare(horovod: Any) -> None:
             "again. Start the job with `horovodrun --gloo`, or let the script import mpi4py.MPI "
             "before the first hvd.init()."
         )
-    if not (is_elastic() and _CYCLE in os.environ):
+    if not ((is_elastic() or _begun_by_script) and _CYCLE in os.environ):
         os.environ.setdefault(_FUSION, "0")
     both = _fixes_both()
     if _fixed_both or (both and is_elastic()):

@@ -167,7 +167,8 @@ class Sessions:
             raise ValueError(  # of the errors that autograph hands on as they are
                 "strategy='auto' measures steps and then changes them, which it can do between "
                 "two steps of model.fit only: pass "
-                "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] to fit; in a loop "
+                "callbacks=[BroadcastGlobalVariablesCallback(0)] of "
+                "hvd_pipe.tensorflow.keras.callbacks to fit; in a loop "
                 f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
@@ -350,6 +351,15 @@ class Session:
         )
         self.engine: Engine = make_engine(settings, method)
 
+    @property
+    def refuses_join(self) -> bool:
+        """Whether zeros in place of a rank that has left would be wrong, or cannot be had."""
+        reduction = self._arguments.reduction()
+        if reduction.alone:
+            return False
+        travels_apart = reduction.codec is not None or bool(self.engine.settings.sparse)
+        return travels_apart or self.engine.is_local
+
     def outgoing(self, gradients: Sequence[Any]) -> Gradients:
         """Return what the engine is given: one gradient for each variable that is sent.
 
@@ -392,8 +402,9 @@ class Session:
         if len(set(everyone)) > 1 and process_set.rank() == 0:
             _log.warning(
                 "replicas differ after training with the same gradients: they began differently. "
-                "Pass callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] to fit, or "
-                "call hvd.broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
+                "Pass callbacks=[BroadcastGlobalVariablesCallback(0)] of "
+                "hvd_pipe.tensorflow.keras.callbacks to fit, or call hvd_pipe.tensorflow."
+                "broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
                 "before the first step."
             )
 

@@ -13,6 +13,8 @@ A wait for a pipeline's message is one as well: it is in Python code, where it c
 So a rank that computes for long on CPUs is none. Computing on a GPU looks like waiting, and
 systems without ``/proc`` show no threads: there, only a call that has lasted ``HVD_PIPE_TIMEOUT``
 counts, and a single call that computes for longer than that while another rank is lost is ended.
+So it is where a script has started Horovod before anything of ours knew: which threads
+communicate is not known then.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from horovod.tensorflow.mpi_ops import global_process_set
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.watch.watchdog import Frames, Job, is_library, module_of
 
-__all__ = ["JOB", "starting_to_communicate", "waits_for"]
+__all__ = ["JOB", "missed_start", "starting_to_communicate", "waits_for"]
 
 _THREADS = Path("/proc/self/task")
 _INSIDE = ("tensorflow.", "horovod.")
@@ -42,15 +44,24 @@ _BELOW_TRANSPORTS = ("threading", "hvd_pipe.tensorflow.pipedream.broadcasts")
 _AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
 
 _communicating: set[int] = set()
+_missed = False
 
 
 @contextmanager
 def starting_to_communicate() -> Iterator[None]:
     """Take the threads that appear within this for those that communicate."""
+    global _missed  # noqa: PLW0603 - one a process, as Horovod itself
     before = _threads()
     yield
+    _missed = False
     _communicating.clear()
     _communicating.update(_threads() - before)
+
+
+def missed_start() -> None:
+    """Note that nobody has seen which threads communicate."""
+    global _missed  # noqa: PLW0603
+    _missed = True
 
 
 def waits_for(frames: Frames) -> tuple[object, ...] | None:
@@ -123,6 +134,8 @@ def _threads() -> set[int]:
 
 
 def _is_at_work() -> bool:
+    if _missed:  # a thread that polls would count as one that computes
+        return False
     for number in _threads() - _communicating - {threading.get_native_id()}:
         with suppress(OSError):  # it has ended
             stat = (_THREADS / str(number) / "stat").read_text()
@@ -140,7 +153,7 @@ def _pauses(number: int) -> str:
 
 
 def _is_sure() -> bool:
-    return sys.platform == "linux" and not tf.config.list_logical_devices("GPU")
+    return sys.platform == "linux" and not _missed and not tf.config.list_logical_devices("GPU")
 
 
 def _failed_elsewhere(error: BaseException) -> bool:

@@ -1,6 +1,6 @@
 """What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
 
-    begin()             before all else: from here on, Horovod's end is seen, whoever asks for it
+    begin()             before all else: from here on, Horovod's joins and its end are seen
     note(sessions)      what is distributed; it outlives the workers, and starts anew on the next
     watch()             each other, from the first that is distributed over all
     note_graphs()       graphs hold numbers of these workers, so they are traced anew on the next
@@ -12,6 +12,7 @@ New workers have made nothing, so that counting begins again as well.
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import itertools
 import logging
@@ -29,8 +30,8 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_pipe import restarts
 from hvd_pipe.agreement import answer_with
-from hvd_pipe.errors import is_failing
-from hvd_pipe.tensorflow.waiting import JOB, starting_to_communicate
+from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.tensorflow.waiting import JOB, missed_start, starting_to_communicate
 from hvd_pipe.watch import watchdog
 
 __all__ = [
@@ -58,15 +59,24 @@ _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 
 _graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _generation = 0
+_begun = False
 _watching = False
 _keeping = False
 _leaving = False
 
 
 def begin() -> None:
-    """Have Horovod's start and end seen, also where a script asks Horovod itself for them."""
+    """Have Horovod's joins and its end seen, also where a script asks Horovod itself for them."""
+    global _begun  # noqa: PLW0603 - one a process, as Horovod itself
     answer_with(mpi_ops)
-    restarts.observe(mpi_ops, _starting, _ending)
+    if not _begun:
+        _begun = True
+        runs = mpi_ops.is_initialized
+        if runs():
+            missed_start()
+            _tell_what_was_missed()
+        restarts.observe(mpi_ops, _starting, _ending)
+        restarts.surround(mpi_ops.MPI_LIB, "horovod_join", _joining, runs)
     _settle_at_exit()
 
 
@@ -149,11 +159,44 @@ def settle() -> None:
             engine.settle()
 
 
+def _tell_what_was_missed() -> None:
+    """Say once what Horovod, which runs already, should have been started with."""
+    if mpi_ops.size() == 1 or mpi_ops.rank() != 0:
+        return
+    missed = restarts.missed_settings(mpi_ops.mpi_enabled() and not mpi_ops.cuda_built())
+    if missed:
+        _log.warning(
+            "messages take longer than they need, as Horovod was started without %s: set that in "
+            "the environment, or call hvd_pipe.tensorflow.init(), which does, in place of "
+            "Horovod's.",
+            missed,
+        )
+
+
+@contextmanager
+def _joining() -> Iterator[None]:
+    """Refuse to join where that would break the others: Horovod gives them zeros.
+
+    Raises:
+        HvdPipeError: Something sends models, or encoded or sparse gradients.
+    """
+    if any(session.refuses_join for each in running() for session in each):
+        gc.collect()  # what nobody trains any more may be in a cycle
+    if any(session.refuses_join for each in running() for session in each):
+        raise HvdPipeError(
+            "a rank that has left by hvd.join() counts as zeros, and CoCoD would average these as "
+            "a model; codecs and sparse gradients cannot travel then. Give every rank the same "
+            "number of steps, or use 'merged-gradient' or 'pipe-sgd' with Compression.none or "
+            ".fp16 and sparse_as_dense=True."
+        )
+    yield
+
+
 @contextmanager
 def _starting() -> Iterator[None]:
     restarts.prepare(mpi_ops)
     if not mpi_ops.cuda_built():
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        os.environ.setdefault(restarts.YIELD, "1")
     with starting_to_communicate():
         yield
     _settle_at_exit()
@@ -194,7 +237,7 @@ def _part() -> None:
             "hvd_pipe.tensorflow.keras.elastic), which keep them."
         )
     for sessions in running():
-        if drops:
+        if drops or is_failing():
             for session in sessions:
                 session.engine.forget()
         sessions.rest()

@@ -11,7 +11,7 @@ from cases import of_case
 from ranks import once, run_ranks
 from workers_keras_swapped import CALLBACKS, STRATEGIES, TAPES
 
-results = once(lambda: run_ranks(2, workers.observations, timeout=170))
+results = once(lambda: run_ranks(2, workers.observations, timeout=280))
 
 
 def ranks_of(case: str) -> list[Any]:
@@ -45,6 +45,18 @@ def test_a_rank_joins() -> None:
     np.testing.assert_array_equal(first, second)
 
 
+def test_a_rank_does_not_join_under_cocod() -> None:
+    """Horovod gave the others zeros for the model of the rank that had left: theirs was halved."""
+    for found in ranks_of("join refused"):
+        assert "CoCoD would average these" in found
+
+
+def test_a_copy_by_from_config_is_distributed() -> None:
+    """Scripts copy an optimizer so. Ours came without what distributes it."""
+    for found in ranks_of("copy"):
+        np.testing.assert_array_equal(found, [-0.5])
+
+
 @pytest.mark.parametrize("name", ["variables", "TensorFlowKerasState", "KerasState"])
 def test_calls_of_keras_2_name_ours(name: str) -> None:
     """Horovod's Keras states ended in "'list' object is not callable"."""
@@ -65,6 +77,7 @@ def test_horovods_elastic_callbacks() -> None:
     assert first["epoch"] == second["epoch"] == 2
     assert first["commits"] == second["commits"] == 2 * (4 // 2 + 1)
     np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert "pass hvd_pipe.tensorflow.keras.elastic.UpdateBatchStateCallback" in first["warned"]
 
 
 def test_horovods_state_of_plain_variables() -> None:

@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
 from cases import Raised, run_cases
+from horovod.common.elastic import ObjectState
 from keras_problem import BATCH, batch, loss_of, make_model, weights_of
 from publish import publish
 
@@ -33,6 +35,7 @@ COMMIT_EVERY = 2
 PATIENCE_S = 120.0
 DEADLINE_S = 420.0
 TAPE = "tape"
+SWAPPED = "swapped"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Scenario:
     """What happens in a job.
 
     Args:
-        way: The strategy under ``fit``; with `TAPE` before it, that of a tape's loop.
+        way: The strategy under ``fit``; with `TAPE` before it, that of a tape's loop; with
+            `SWAPPED`, that of a script of stock Horovod's with another optimizer.
         added_at: The step before which a host comes.
         killed_at: The step before which worker 1 is killed.
         hosts, later: What the discovery script says at first, and from ``added_at`` on.
@@ -174,6 +178,66 @@ def taped(scenario: Scenario, directory: Path) -> tuple[Any, Any, Any]:
     return model, optimizer, state
 
 
+class PlainState(ObjectState):  # type: ignore[misc]
+    """As scripts have to write it with stock Horovod, whose Keras states fail under Keras 3."""
+
+    def __init__(self, variables: list[tf.Variable], **kwargs: Any) -> None:
+        self.variables = variables
+        self._keep()
+        super().__init__(bcast_object=stock.broadcast_object, get_rank=stock.rank, **kwargs)
+
+    def _keep(self) -> None:
+        self._values = [each.numpy() for each in self.variables]
+
+    def save(self) -> None:
+        self._keep()
+        super().save()
+
+    def restore(self) -> None:
+        for each, value in zip(self.variables, self._values, strict=True):
+            each.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        stock.broadcast_variables(self.variables, root_rank=0)
+        self._keep()
+        super().sync()
+
+
+def swapped(scenario: Scenario, directory: Path) -> tuple[Any, Any, Any]:
+    """Train by stock Horovod's functions alone, but for the optimizer; return the same."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.02, momentum=0.5),
+        strategy=scenario.way.removeprefix(SWAPPED).strip(),
+    )
+    optimizer.build(model.trainable_variables)
+    events = Events(scenario, directory, lambda: loss_now(model))
+    shared = [each.value for each in (*model.variables, *optimizer.variables)]
+    state = PlainState(shared, step=0, starts=[])
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def one_step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x, y)
+        gradients = tape.gradient(loss, [each.value for each in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+
+    @stock.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        state.starts = [*state.starts, (state.step, stock.size())]
+        while state.step < EPOCH * EPOCHS:
+            events.before(state.step, state)
+            one_step(*map(tf.constant, sample(stock.rank(), state.step)))
+            state.step += 1
+            if state.step % COMMIT_EVERY == 0:
+                state.commit()
+        optimizer.synchronize()
+
+    train(state)
+    return model, optimizer, state
+
+
 def loss_now(model: Any) -> float:
     """On data that no worker trains on."""
     parts = [sample(1000, step) for step in range(8)]
@@ -183,8 +247,12 @@ def loss_now(model: Any) -> float:
 def main(directory: Path) -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     scenario = Scenario.read(directory)
-    hvd.init()
     way = taped if scenario.way.startswith(TAPE) else fitted
+    if scenario.way.startswith(SWAPPED):
+        way = swapped
+        stock.init()
+    else:
+        hvd.init()
     model, optimizer, state = way(scenario, directory)
     result = {
         "size": hvd.size(),

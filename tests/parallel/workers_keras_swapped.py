@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import tensorflow as tf
 from cases import Raised, run_cases
 from keras_problem import batch, loss_of, make_model, weights_of
 
-from hvd_pipe.tensorflow import DistributedGradientTape
+from hvd_pipe.tensorflow import DistributedGradientTape, HvdPipeError
 from hvd_pipe.tensorflow.keras import DistributedOptimizer
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
@@ -118,6 +119,27 @@ def joined() -> Any:
     return last, trainer.finish()
 
 
+def join_refused() -> str:
+    """Of a rank that has left, CoCoD would average a model of zeros."""
+    trainer = Trainer("cocod:period=3")
+    trainer.train(0, 2)
+    try:
+        hvd.join()
+    except HvdPipeError as error:
+        trainer.finish()
+        return str(error)
+    return "nothing"
+
+
+def copied() -> Any:
+    """An optimizer of another's class and configuration; rank r's gradient is r."""
+    first = DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="merged-gradient")
+    second = type(first).from_config(first.get_config())
+    weight = tf.Variable([0.0])
+    second.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
+    return weight.numpy()
+
+
 def fitted(make: Callable[[], Any]) -> str:
     trainer = Trainer("merged-gradient")
     trainer.model.compile(trainer.optimizer, "mse")
@@ -164,8 +186,17 @@ def elastic_callbacks() -> Found:
         hvd_keras.elastic.CommitStateCallback(state, batches_per_commit=2),
     ]
     x, y = (np.tile(part, (4, 1)) for part in batch(hvd.rank(), 0))
-    trainer.model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
-    return {"epoch": state.epoch, "commits": state.commits, "weights": weights_of(trainer.model)}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        counts = hvd_keras.elastic.UpdateBatchStateCallback(state)
+        fit = functools.partial(trainer.model.fit, x, y, batch_size=8, epochs=2, verbose=0)
+        fit(callbacks=[*callbacks, counts])
+    return {
+        "epoch": state.epoch,
+        "commits": state.commits,
+        "weights": weights_of(trainer.model),
+        "warned": "; ".join(str(each.message) for each in warned),
+    }
 
 
 def tensorflow_state() -> Found:
@@ -192,6 +223,8 @@ def observations() -> dict[str, Any | Raised]:
         **{f"again tape {each}": functools.partial(started_again, each, True) for each in TAPES},
         "anew": made_anew,
         "join": joined,
+        "join refused": join_refused,
+        "copy": copied,
         "Keras 2": of_keras_2,
         "elastic callbacks": elastic_callbacks,
         "TensorFlowState": tensorflow_state,

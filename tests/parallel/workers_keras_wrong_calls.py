@@ -160,8 +160,8 @@ TABLE = [
     Wrong("strategy is a number", TypeError, "strategy must be a string or one of",
           given(strategy=3)),
     Wrong("auto without a callback", ValueError,
-          r"pass callbacks=\[hvd.callbacks.BroadcastGlobalVariablesCallback\(0\)\] to fit; in a "
-          "loop of your own, name the strategy", trained(_auto)),
+          r"pass callbacks=\[BroadcastGlobalVariablesCallback\(0\)\] of hvd_pipe.tensorflow.keras."
+          "callbacks to fit; in a loop of your own, name the strategy", trained(_auto)),
     Wrong("auto in a loop of one's own", ValueError, "in a loop of your own, name the strategy",
           _auto_loop),
     Wrong("a tape under auto", ValueError, "use hvd.DistributedOptimizer under model.fit, or give",

@@ -169,3 +169,14 @@ def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
     assert not process.look().waits
     time.sleep(LONG_S)
     assert process.look().waits
+
+
+def test_a_start_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Open MPI's that polls counted as one that computes: no rank ever waited."""
+    monkeypatch.setattr(waiting, "_is_at_work", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(waiting, "_missed", False)
+    waiting.missed_start()
+    assert not waiting._is_sure()
+    with waiting.starting_to_communicate():
+        pass
+    assert not waiting._missed

@@ -70,6 +70,15 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     _hvd_pipe_steps: int | None
     _hvd_pipe_windows: dict[int, _Window]
     _hvd_pipe_resumed: Arrays
+    _hvd_pipe_plain: Any
+    """The user's class."""
+    _hvd_pipe_arguments: Arguments
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', distributed with the same arguments; all ranks must come here."""
+        plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
+        return distribute(plain, cls._hvd_pipe_arguments)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
@@ -319,7 +328,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         )
     sessions = Sessions(arguments)
     plain: Any = type(optimizer)
-    cls = _distributed_class(plain)
+    cls = _distributed_class(plain, arguments)
     wrapped = cls.__new__(cls)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)  # past Keras' tracking
     fields = {
@@ -335,10 +344,14 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     return wrapped
 
 
-@functools.cache
-def _distributed_class(cls: Any) -> Any:
+def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     """Return the subclass, under the names by which Keras saves and finds the user's class."""
-    made = type(cls.__name__, (DistributedMixin, cls), {"__doc__": cls.__doc__})
+    members = {
+        "__doc__": cls.__doc__,
+        "_hvd_pipe_plain": cls,
+        "_hvd_pipe_arguments": arguments,
+    }
+    made = type(cls.__name__, (DistributedMixin, cls), members)
     public = getattr(keras.optimizers, cls.__name__, None) is cls
     made.__module__ = "keras.optimizers" if public else cls.__module__
     made.__qualname__ = cls.__qualname__

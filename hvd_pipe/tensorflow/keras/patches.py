@@ -97,6 +97,8 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
 _KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
 """What the names of Horovod's callbacks begin with that call what Keras 3 lacks."""
 
+_MISCOUNTS = "UpdateBatchStateCallback"
+
 
 def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
@@ -118,6 +120,13 @@ def _refuse_keras_2(callback: Any) -> None:
                 f"{cls.__module__}.{cls.__name__} is for Keras 2, and fails under Keras "
                 f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
                 "with the same arguments."
+            )
+        if cls.__module__.startswith("horovod.") and cls.__name__ == _MISCOUNTS:
+            warnings.warn(
+                f"{cls.__module__}.{cls.__name__} cannot shorten an epoch under Keras 3, and "
+                "counts the batches of one that was interrupted from 0: pass "
+                f"hvd_pipe.tensorflow.keras.elastic.{_MISCOUNTS}.",
+                stacklevel=4,
             )
 
 
