@@ -8,6 +8,9 @@ that it depends on, so a second machine state that agrees takes seconds.
 
     python docker/build_horovod.py [--cuda] [--cache DIR]
 
+``docker/gpu_check.sh`` builds with it too, where there is torch alone and no network: from an
+archive that lies there, without TensorFlow and MPI.
+
 Horovod 0.28.1 is its newest release and predates the C++ standard of today's torch and the header
 layout of today's TensorFlow; ``edits`` lists the smallest changes that make it build, and each
 must apply exactly once or the build stops.
@@ -171,28 +174,32 @@ def cuda_home() -> Path:
 
 
 def nccl_package() -> Path:
-    """Return where torch's own NCCL wheel lies."""
-    package = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "nccl"
-    if not (package / "lib" / "libnccl.so.2").exists():
-        raise SetupError("no NCCL: install torch's CUDA build, or set HOROVOD_NCCL_HOME.")
-    return package
+    """Return where torch's own NCCL wheel lies, which a thin environment has from another."""
+    for folder in (sysconfig.get_paths()["purelib"], *sys.path):
+        package = Path(folder) / "nvidia" / "nccl"
+        if (package / "lib" / "libnccl.so.2").exists():
+            return package
+    raise SetupError("no NCCL: install torch's CUDA build, or set HOROVOD_NCCL_HOME.")
 
 
-def cuda_environment(layout: Path) -> dict[str, str]:
+def cuda_environment(layout: Path, nccl: bool = True) -> dict[str, str]:
     """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
+
+    Without NCCL, tensors of a GPU travel by way of the host.
 
     Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the wheel has ``libnccl.so.2`` only,
     so ``layout`` gets links to what is there.
     """
     home = cuda_home()
     variables = {
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
         "HOROVOD_CUDA_HOME": str(home),
-        "HOROVOD_NCCL_LINK": "SHARED",
         # Horovod runs the nvcc on PATH, and torch, asked for CUDA's libraries, guesses from PATH.
         "CUDA_HOME": str(home),
         "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
+    if not nccl:
+        return variables
+    variables |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
     if "HOROVOD_NCCL_HOME" not in os.environ:
         package = nccl_package()
         (layout / "lib").mkdir(parents=True)
@@ -206,9 +213,27 @@ def cuda_environment(layout: Path) -> dict[str, str]:
     return variables
 
 
-def cache_key(cuda: bool, cxx_standard: int, tensorflow: str) -> str:
+@dataclass(frozen=True)
+class Features:
+    """What a Horovod is built with, beside PyTorch and Gloo."""
+
+    tensorflow: str | None = None
+    """Its version; None builds without it."""
+    mpi: bool = True
+    cuda: bool = False
+    nccl: bool = True
+    """With CUDA: whether a GPU's tensors travel by NCCL, or by way of the host."""
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """TensorFlow's, as the source edits ask for it."""
+        return release(self.tensorflow) if self.tensorflow else (0, 0)
+
+
+def cache_key(features: Features, cxx_standard: int) -> str:
     """Return a readable folder name; its last part hashes everything that the wheel depends on."""
-    mpi = first_line(["mpirun", "--version"])
+    mpi = first_line(["mpirun", "--version"]) if features.mpi else "none"
+    tensorflow, cuda = features.tensorflow or "none", features.cuda
     torch = version_of("torch")
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     parts = [
@@ -222,18 +247,19 @@ def cache_key(cuda: bool, cxx_standard: int, tensorflow: str) -> str:
         mpi,
         first_line(["c++", "--version"]),
         str(cxx_standard),
-        repr(edits(cxx_standard, release(tensorflow), cuda)),
+        repr(edits(cxx_standard, features.release, cuda)),
     ]
     if cuda:
         parts.append(first_line([str(cuda_home() / "bin" / "nvcc"), "--version"]))
-        parts.append(os.environ.get("HOROVOD_NCCL_HOME") or str(nccl_package()))
+        own = os.environ.get("HOROVOD_NCCL_HOME")
+        parts.append((own or str(nccl_package())) if features.nccl else "no NCCL")
     compilers = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_PREFIX_PATH")
     parts += sorted(
         f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_") or k in compilers
     )
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     mpi_version = (re.search(r"\d+(\.\d+)+", mpi) or [mpi])[0]
-    kind = "cuda" if cuda else "cpu"
+    kind = ("cuda" if features.nccl else "staged") if cuda else "cpu"
     return f"{VERSION}-{tag}-{kind}-torch{torch}-tf{tensorflow}-mpi{mpi_version}-{digest}"
 
 
@@ -317,23 +343,30 @@ def _undamaged(wheel: Path) -> bool:
         return False
 
 
-def build(target: Path, cuda: bool, cxx_standard: int, tensorflow: str) -> Path:
+def build(
+    target: Path, features: Features, cxx_standard: int, archive: Path | None = None
+) -> Path:
     """Build the wheel and put it into ``target`` in one atomic move; return its path."""
     log = target.parent / f"{target.name}.log"
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         folder = Path(name)
-        root = fetch_source(folder)
-        for edit in edits(cxx_standard, release(tensorflow), cuda):
+        root = fetch_source(folder, archive)
+        for edit in edits(cxx_standard, features.release, features.cuda):
             apply(edit, root)
         environment = {
             **os.environ,
-            "HOROVOD_WITH_MPI": "1",
+            f"HOROVOD_WITH{'' if features.mpi else 'OUT'}_MPI": "1",
             "HOROVOD_WITH_GLOO": "1",
             "HOROVOD_WITH_PYTORCH": "1",
-            "HOROVOD_WITH_TENSORFLOW": "1",
+            f"HOROVOD_WITH{'' if features.tensorflow else 'OUT'}_TENSORFLOW": "1",
             "HOROVOD_WITHOUT_MXNET": "1",
-            **(cuda_environment(folder / "nccl") if cuda else {}),
+            **(cuda_environment(folder / "nccl", features.nccl) if features.cuda else {}),
         }
+        # Gloo asks for a CMake that is older than what CMake 4 takes, and GCC 13 no longer brings
+        # in the header of uint8_t by others.
+        environment.setdefault("CMAKE_POLICY_VERSION_MINIMUM", "3.5")
+        flags = (os.environ.get("CXXFLAGS"), "-include cstdint")
+        environment["CXXFLAGS"] = " ".join(filter(None, flags))
         # Horovod defaults to -j8: on a small host that is more memory than there is.
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")
         run(
@@ -364,19 +397,26 @@ assert hvd.size() == 2 and bool((total == 3).all()), (hvd.size(), total[:3])
 """
 
 
-def check(cache: Path, cuda: bool) -> None:
-    """Show what was built and all-reduce over two ranks, with MPI and with Gloo."""
+def check(cache: Path, features: Features) -> None:
+    """Show what was built and all-reduce over two ranks, with each controller."""
     horovodrun = Path(sys.executable).parent / "horovodrun"
     answer = subprocess.run(
         [horovodrun, "--check-build"], capture_output=True, text=True, check=False
     ).stdout
-    wanted = ("PyTorch", "TensorFlow", "MPI", "Gloo", *(["NCCL"] if cuda else []))
+    parts = {
+        "PyTorch": True,
+        "TensorFlow": features.tensorflow is not None,
+        "MPI": features.mpi,
+        "Gloo": True,
+        "NCCL": features.cuda and features.nccl,
+    }
+    wanted = [name for name, is_wanted in parts.items() if is_wanted]
     missing = [name for name in wanted if f"[X] {name}" not in answer]
     if missing:
         raise SetupError(f"horovodrun --check-build lacks {', '.join(missing)}: logs in {cache}.")
     found = dict.fromkeys(part.strip() for part in re.findall(r"\[X\] (.+)", answer))
     say(f"  horovodrun --check-build: {', '.join(found)}")
-    for controller in ("mpi", "gloo"):
+    for controller in ("mpi", "gloo") if features.mpi else ("gloo",):
         run(
             f"all-reduce over 2 ranks ({controller})",
             [horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", CHECK],
@@ -390,6 +430,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cuda", action="store_true", help="build for CUDA with NCCL")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="keep wheels here")
+    parser.add_argument("--pytorch-only", action="store_true", help="build without TensorFlow")
+    parser.add_argument("--without-mpi", action="store_true", help="build with Gloo alone")
+    parser.add_argument(
+        "--staged", action="store_true", help="with --cuda: send by way of the host, not by NCCL"
+    )
+    parser.add_argument("--source", type=Path, help="Horovod's sdist, not to be downloaded")
+    parser.add_argument("--into", type=Path, help="install into this folder, beside others")
     arguments = parser.parse_args()
     try:
         arguments.cache.mkdir(parents=True, exist_ok=True)
@@ -399,16 +446,24 @@ def main() -> None:
             f"cannot write the cache {arguments.cache}: {error.strerror}. Set HVD_PIPE_CACHE to a "
             "folder that can be written."
         ) from error
-    standard, tensorflow = torch_cxx_standard(), version_of("tensorflow-cpu", "tensorflow")
-    target = arguments.cache / cache_key(arguments.cuda, standard, tensorflow)
-    wheel = cached_wheel(target) or build(target, arguments.cuda, standard, tensorflow)
+    standard = torch_cxx_standard()
+    features = Features(
+        None if arguments.pytorch_only else version_of("tensorflow-cpu", "tensorflow"),
+        not arguments.without_mpi,
+        arguments.cuda,
+        not arguments.staged,
+    )
+    target = arguments.cache / cache_key(features, standard)
+    wheel = cached_wheel(target) or build(target, features, standard, arguments.source)
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall"]
     run(
         "install the Horovod wheel",
-        [sys.executable, "-m", "pip", "install", "--no-deps", "--force-reinstall", wheel],
+        [*install, *(["--target", arguments.into] if arguments.into else []), wheel],
         arguments.cache / "install.log",
         f"Delete {target} and run the same command again.",
     )
-    check(arguments.cache, arguments.cuda)
+    if arguments.into is None:
+        check(arguments.cache, features)
 
 
 def default_cache() -> Path:

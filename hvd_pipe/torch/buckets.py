@@ -170,7 +170,7 @@ class BucketSet:
         self._found: dict[int, torch.Tensor] = {}
         self._gathers: dict[int, SparseGather] = {}
         self._gathered: dict[int, torch.Tensor] = {}
-        self._words: list[float] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self._own = self._words = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
 
@@ -248,11 +248,11 @@ class BucketSet:
         for place in sorted(self._sparse or ()):
             if place not in self._gathers:
                 self._gathers[place] = self._gather(place, None)
+        found, froze = bool(self._found), self._frozen != self._last_frozen
+        self._own = [says, 1.0, *map(float, (found, froze, drains, stepped))]
         control = self.buckets[-1].control
-        control[_SAYS], control[_PRESENT] = says, 1.0
-        control[_SPARSE] = float(bool(self._found))
-        control[_FROZE] = float(self._frozen != self._last_frozen)
-        control[_DRAINS], control[_STEPPED] = float(drains), float(stepped)
+        for number, word in enumerate(self._own):
+            control[number] = word
         self._last_frozen.clear()
         self._last_frozen.update(self._frozen)
         for bucket in self.buckets:
@@ -289,8 +289,9 @@ class BucketSet:
         if trace is not None:
             trace.waited(begun, self._tag)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
-        last = self.buckets[-1]
-        words = host_values(last.control, settled=last.message.settled)
+        words, last = self._own, self.buckets[-1]
+        if not self._reduction.alone:
+            words = host_values(last.control, settled=last.message.settled)
         self._words = [word / weight for word in words]
         if self._words[_SPARSE] != 0.0 and self._sparse is not None:
             self._agree_on_sparse(self._sparse)

@@ -69,7 +69,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def weights_of(model: nn.Module) -> Weights:
     """All parameters in one vector, copied."""
     vector = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return vector.numpy().copy()
+    return vector.cpu().numpy().copy()
 
 
 def train(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import workers_exchange
 from cases import of_case
+from codec_reference import F32, emulated
 from ranks import once, run_ranks, run_script
 from workers_exchange import (
     ORDER,
@@ -28,42 +29,6 @@ results = once(lambda n, launcher="mpi": run_ranks(n, workers_exchange.run, n, l
 JOBS = pytest.mark.parametrize(
     ("n", "launcher"), [(2, "gloo"), (3, "mpi"), (4, "mpi")], ids=["2_gloo", "3_mpi", "4_mpi"]
 )
-F32 = np.float32
-
-
-def carried(codec: Codec, x: np.ndarray) -> np.ndarray:
-    """What a codec makes of float32 values, from its definition."""
-    if isinstance(codec, BF16):
-        bits = x.view(np.uint32).astype(np.uint64)
-        rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & np.uint64(0xFFFF0000)
-        return rounded.astype(np.uint32).view(F32)
-    assert isinstance(codec, Int8)
-    rows = -(-x.size // codec.chunk)
-    padded = np.zeros(rows * codec.chunk, F32)
-    padded[: x.size] = x
-    padded = padded.reshape(rows, codec.chunk)
-    scale = np.maximum(np.abs(padded).max(1, keepdims=True) / F32(127), F32(2.0**-126))
-    return (np.rint(padded / scale) * scale).reshape(-1)[: x.size]
-
-
-def emulated(
-    codec: Codec, mine: list[np.ndarray], average: bool = True, lost: np.ndarray | None = None
-) -> np.ndarray:
-    """Both phases in one process; ``lost`` holds the residuals of all ranks, and of the sums."""
-    whole = [x if lost is None else lost[rank] + x for rank, x in enumerate(mine)]
-    arrived = [carried(codec, x) for x in whole]
-    total = arrived[0].copy()
-    for other in arrived[1:]:
-        total += other
-    if average:
-        total /= F32(len(mine))
-    if lost is not None:
-        total = lost[-1] + total
-    result = carried(codec, total)
-    if lost is not None:
-        lost[:-1] = [x - y for x, y in zip(whole, arrived, strict=True)]
-        lost[-1] = total - result
-    return result
 
 
 def expected(shape: Shape, ranks: list[int]) -> np.ndarray:
@@ -245,7 +210,7 @@ SCRIPT = """
 import time
 import torch
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.compression import Int8
+from hvd_pipe.torch.compression import BF16, Codec, Int8
 from hvd_pipe.torch.exchange import Exchange
 from hvd_pipe.torch.reduction import Reduction
 

@@ -115,3 +115,16 @@ def test_new_buckets_take_the_values_that_users_see() -> None:
 def test_the_ratio_of_a_compressor(compression: str, ratio: float) -> None:
     reduction = Reduction(compression=getattr(hvd.Compression, compression))
     assert reduction.ratio(torch.zeros(1)) == ratio
+
+
+def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows what it has said; on a GPU, reading it waited for all kernels that were queued."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    buckets = BucketSet([parameter], ["w"], [[0]], Reduction(), "alone")
+    monkeypatch.setattr("hvd_pipe.torch.buckets.host_values", None)
+    parameter.sum().backward()
+    buckets.ready(0)
+    buckets.launch_rest(says=1.0)
+    buckets.wait()
+    assert buckets.control() == 1.0
+    assert not buckets.all_said(0.0)

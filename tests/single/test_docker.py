@@ -358,3 +358,55 @@ def test_a_cached_wheel_is_compared_with_its_sum(
     assert recipe.cached_wheel(tmp_path) is None
     wheel.write_bytes(kept[:-20])
     assert recipe.cached_wheel(tmp_path) is None
+
+
+def built(
+    features: object, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, str], Path]:
+    """What the recipe would build with: the variables, and the wheel that it has put away."""
+    seen: dict[str, str] = {}
+
+    def source(target: Path, archive: Path | None) -> Path:
+        assert archive == Path("local.tar.gz")
+        return target
+
+    def command(
+        _: str, words: list[object], *__: object, env: dict[str, str], **___: Path
+    ) -> None:
+        seen.update(env)
+        made = Path(str(words[-1]))
+        made.mkdir()
+        (made / "horovod-0.whl").write_bytes(b"built")
+
+    monkeypatch.setattr(recipe, "fetch_source", source)
+    monkeypatch.setattr(recipe, "run", command)
+    monkeypatch.setattr(recipe, "apply", lambda *_: None)
+    monkeypatch.setattr(recipe, "cuda_home", lambda: Path("/cuda"))
+    return seen, recipe.build(folder / "key", features, 17, Path("local.tar.gz"))
+
+
+def test_one_recipe_builds_for_torch_alone_and_without_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU kit's: Gloo, PyTorch, and a GPU's tensors by way of the host."""
+    features = recipe.Features(None, mpi=False, cuda=True, nccl=False)
+    seen, wheel = built(features, tmp_path, monkeypatch)
+    wanted = ("WITHOUT_MPI", "WITH_GLOO", "WITH_PYTORCH", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET")
+    assert all(seen.get(f"HOROVOD_{name}") == "1" for name in wanted)
+    assert seen["HOROVOD_CUDA_HOME"] == "/cuda"
+    assert "HOROVOD_GPU_OPERATIONS" not in seen
+    assert wheel.read_bytes() == b"built"
+    assert recipe.sum_of(wheel).read_text().strip() == hashlib.sha256(b"built").hexdigest()
+    paths = {edit.path for edit in recipe.edits(17, features.release, cuda=True)}
+    assert not any("tensorflow" in path for path in paths)
+
+
+def test_the_set_up_builds_with_tensorflow_and_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, _ = built(recipe.Features("2.21.0"), tmp_path, monkeypatch)
+    assert seen["HOROVOD_WITH_MPI"] == seen["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert not any(name.startswith("HOROVOD_WITHOUT_TENSORFLOW") for name in seen)
+    # CMake 4 refuses what Gloo asks for, and GCC 13 has no uint8_t without its header
+    assert seen["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
+    assert "-include cstdint" in seen["CXXFLAGS"]

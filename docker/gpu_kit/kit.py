@@ -1,0 +1,493 @@
+"""Build Horovod for the torch at hand, check hvd_pipe with it, and write one JSON and one page.
+
+    docker/gpu_check.sh [--cpu] [--out DIR] [--minutes 10]
+
+Nothing is fetched. Each section has a budget of its own, and none stops the ones after it. What is
+installed goes into an environment in the output folder, over the Python that has torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import build_horovod as recipe
+from steps import SetupError, say
+
+import page
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SHARED = ("multi-rank", "host-id", "host")
+"""How two ranks may share a GPU, best first; see `Kit.ways`."""
+
+
+class SectionError(Exception):
+    """A section cannot be carried out; the message says why."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the kit: ``budget_s`` of ten minutes, and what the ones before it have left."""
+
+    name: str
+    title: str
+    budget_s: int
+    job: Callable[[Kit, float], list[dict[str, Any]]]
+    needs: str | None = None
+    """The section without which there is nothing to look at."""
+
+
+@dataclass
+class Kit:
+    """What the sections share."""
+
+    out: Path
+    cpu: bool
+    scale: float
+    log: Path
+    way: str = "none"
+    """How two ranks share the GPU, once a probe has shown that they do."""
+    state: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        return self.out / "venv" / "bin" / "python"
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.cpu else "cuda"
+
+    def environment(self) -> dict[str, str]:
+        """Return what commands run under: this environment's programs, before its parent's."""
+        folders = [str(self.python.parent), str(Path(sys.executable).parent)]
+        return {
+            **os.environ,
+            "PATH": os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)]),
+            "HVD_PIPE_CACHE": os.environ.get("HVD_PIPE_CACHE", str(self.out / "cache")),
+            "PYTHONUNBUFFERED": "1",
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
+            # A pool of compilers takes longer to start than these small models to compile.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+        }
+
+    def run(self, command: Sequence[object], limit_s: float, **more: str) -> str:
+        """Run a command to its end and return what it printed.
+
+        Raises:
+            SectionError: It failed, or was stopped at the limit with all that it had started.
+        """
+        words = [str(word) for word in command]
+        with self.log.open("a") as log:
+            log.write(f"\n$ {' '.join(words)}\n")
+            log.flush()
+            begin = log.tell()
+            process = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**self.environment(), **more},
+                cwd=ROOT,
+                start_new_session=True,
+            )
+            try:
+                code: int | None = process.wait(max(1.0, limit_s))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(process)
+        said = self.log.read_bytes()[begin:].decode(errors="replace")
+        if code is None:
+            raise SectionError(f"stopped after {limit_s:.0f} s, when its time was over")
+        if code != 0:
+            raise SectionError(f"ended with {code}: {_last_words(said)}")
+        return said
+
+    def ranks(
+        self, section: str, ranks: int, limit_s: float, label: str = "", **more: str
+    ) -> list[dict[str, Any]]:
+        """Run a section of rank.py on some ranks; return what each job found on all of them."""
+        name = re.sub(r"\W+", "-", f"{section}-{ranks}-{label}").strip("-")
+        result = self.out / "results" / f"{name}.json"
+        result.parent.mkdir(exist_ok=True)
+        for old in result.parent.glob(f"{result.stem}.*"):
+            old.unlink()
+        if ranks > 1:
+            more = {**self.sharing(self.way), **more}
+        more["KIT_STORE"] = str(result.with_suffix(".store"))
+        horovodrun = self.python.with_name("horovodrun")
+        command = [horovodrun, "-np", ranks, "--gloo", self.python, HERE / "rank.py", section]
+        small = ["--small"] if self.cpu else []
+        trouble = None
+        try:
+            self.run([*command, "--out", result, "--device", self.device, *small], limit_s, **more)
+        except SectionError as error:
+            trouble = error
+        rows = joined([_read(result.with_suffix(f".{rank}.json")) for rank in range(ranks)])
+        for row in rows:
+            row["name"] = f"{label}{row['name']}"
+        if trouble is not None:
+            rows.append({"name": f"{label}{section}", "good": False, "text": str(trouble)})
+        return rows
+
+    def sharing(self, way: str) -> dict[str, str]:
+        """Return the variables with which two ranks share a GPU."""
+        return {
+            "multi-rank": {"KIT_RANKS_ON_A_GPU": "multi-rank", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+            "host-id": {"KIT_RANKS_ON_A_GPU": "host-id"},
+            "host": {
+                "KIT_RANKS_ON_A_GPU": "host",
+                "PYTHONPATH": str(self.out / "staged"),
+            },
+        }.get(way, {})
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what a command has left behind: it has a process group of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(8)  # horovodrun ends its ranks, which have groups of their own
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_words(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|error)\b", line)]
+    return (errors or lines or ["nothing was printed"])[-1][:300]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def joined(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return each job once: the first rank's, or that of a rank which says that it is not good.
+
+    A job that some rank has no result of is not good.
+    """
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for rows in ranks:
+        for row in rows:
+            by_name.setdefault(row["name"], []).append(row)
+    found = []
+    for name, rows in by_name.items():
+        bad = [row for row in rows if row["good"] is False]
+        row = dict((bad or rows)[0])
+        if len(rows) < len(ranks) and not bad:
+            row |= {"good": False, "text": f"only {len(rows)} of {len(ranks)} ranks finished it"}
+        row["name"] = name
+        found.append(row)
+    return found
+
+
+# Each section returns rows of {"name", "good", "text"}; it raises SectionError where it must stop.
+
+
+def environment(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """A thin environment over this Python, with the wheels that are missing."""
+    venv = kit.out / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    parents = [path for path in sys.path if path.endswith("-packages")]
+    # Through `site`, as the parent's own .pth files count too (setuptools' distutils is in one).
+    lines = [f"import site; site.addsitedir({path!r})" for path in parents]
+    (packages / "parent.pth").write_text("\n".join(lines) + "\n")
+    installed = []
+    for wheel in missing_wheels(sorted((ROOT / "wheels").glob("*.whl"))):
+        pip = [kit.python, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
+        kit.run([*pip, "--ignore-installed", wheel], limit_s)
+        installed.append(wheel.name.split("-")[0])
+    if not (ROOT / "wheels").is_dir():
+        (packages / "checkout.pth").write_text(f"{ROOT}\n")
+        installed.append("hvd_pipe (this checkout)")
+    rows = [{"name": "wheels", "good": True, "text": ", ".join(installed) or "none was missing"}]
+    rows.append({"name": "host name", "good": True, "text": name_this_host()})
+    return rows
+
+
+def missing_wheels(wheels: Sequence[Path]) -> list[Path]:
+    """Return the wheels whose project this Python lacks, or has older; hvd_pipe's always."""
+    needed = []
+    for wheel in wheels:
+        project, version = wheel.name.split("-")[:2]
+        try:
+            there = _numbers(importlib.metadata.version(project.replace("_", "-")))
+        except importlib.metadata.PackageNotFoundError:
+            there = ()
+        if project == "hvd_pipe" or there < _numbers(version):
+            needed.append(wheel)
+    return needed
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def name_this_host() -> str:
+    """Give this machine's own name an address, which Gloo asks for; say what was done."""
+    name = socket.gethostname()
+    try:
+        return f"{name} is {socket.gethostbyname(name)}"
+    except OSError:
+        with Path("/etc/hosts").open("a") as hosts:
+            hosts.write(f"127.0.0.1 {name}\n")
+        return f"{name} was unknown: added to /etc/hosts"
+
+
+def machine(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """What is here."""
+    asked = kit.run([kit.python, "-c", ASK_TORCH], limit_s)
+    found = json.loads(asked.strip().splitlines()[-1])
+    kit.state |= {name: str(value) for name, value in found.items()}
+    found |= {"python": platform.python_version(), "system": platform.platform()}
+    found |= {"cpus": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
+    if not kit.cpu and not found["gpus"]:
+        raise SectionError(
+            "torch sees no GPU: `nvidia-smi` and a CUDA build of torch first, or --cpu."
+        )
+    return [{"name": name, "good": None, "text": str(value)} for name, value in found.items()]
+
+
+ASK_TORCH = """
+import json, torch
+gpu = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__,
+    "cuda": torch.version.cuda,
+    "gpus": torch.cuda.device_count() if gpu else 0,
+    "gpu": torch.cuda.get_device_name() if gpu else None,
+    "capability": "".join(map(str, torch.cuda.get_device_capability())) if gpu else None,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpu else None,
+}))
+"""
+
+
+def build(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """Horovod with Gloo, and with NCCL on a GPU, by docker/build_horovod.py."""
+    begun = time.monotonic()
+    kind = [] if kit.cpu else ["--cuda"]
+    kit.run(recipe_command(kit, *kind), limit_s, **cuda_variables(kit))
+    taken = time.monotonic() - begun
+    text = f"{'Gloo' if kit.cpu else 'NCCL and Gloo'}, PyTorch only, {taken:.0f} s"
+    return [{"name": "Horovod", "good": True, "text": text, "seconds": taken}]
+
+
+def recipe_command(kit: Kit, *more: object) -> list[object]:
+    """Return the recipe's command for PyTorch and Gloo, from the archive that lies here."""
+    source = ROOT / f"horovod-{recipe.VERSION}.tar.gz"
+    local = ["--source", source] if source.exists() else []
+    return [
+        *(kit.python, ROOT / "docker" / "build_horovod.py"),
+        *("--pytorch-only", "--without-mpi", *local, *more),
+    ]
+
+
+def cuda_variables(kit: Kit) -> dict[str, str]:
+    """Return the variables that tell the build where CUDA is, and which GPU to compile for."""
+    if kit.cpu:
+        return {}
+    found = {"HOROVOD_BUILD_CUDA_CC_LIST": kit.state["capability"]}
+    nvcc = shutil.which("nvcc")
+    if nvcc and not Path("/usr/local/cuda/bin/nvcc").exists():
+        found["HOROVOD_CUDA_HOME"] = str(Path(nvcc).resolve().parent.parent)
+    return {**found, **{name: os.environ[name] for name in found if name in os.environ}}
+
+
+def doctor(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """``hvd-pipe doctor``, as a user runs it; it must name nothing that stops training."""
+    try:
+        said = kit.run([kit.python.with_name("hvd-pipe"), "doctor", "--json"], limit_s)
+    except SectionError as error:
+        said = kit.log.read_text()[kit.log.read_text().rindex("\n$ ") :]
+        if '"rows"' not in said:
+            raise error from None
+    answer = json.loads(said[said.index("{") :])
+    rows = [row for row in answer["rows"] if row["good"] is not None]
+    found = [
+        {
+            "name": f"{row['section']}: {row['name']}",
+            "good": row["good"] if row["required"] else (row["good"] or None),
+            "text": f"{row['found']} {row['todo'] or ''}".strip(),
+        }
+        for row in rows
+    ]
+    return [*found, {"name": "doctor", "good": answer["good"], "text": "training can run here"}]
+
+
+def share(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """Find how two ranks share what is here: an all-reduce decides."""
+    rows: list[dict[str, Any]] = []
+    end = time.monotonic() + limit_s
+    for way in ways(kit):
+        if way == "host":
+            try:
+                stage(kit, end - time.monotonic())
+            except SectionError as error:
+                rows.append({"name": "build without NCCL", "good": False, "text": str(error)})
+                break
+        kit.way = way
+        found = kit.ranks("probe", 2, min(40.0 * kit.scale, end - time.monotonic()), f"{way}: ")
+        good = bool(found) and all(row["good"] for row in found)
+        text = "two ranks all-reduce" if good else found[-1]["text"] if found else "no answer"
+        rows.append({"name": way, "good": good or None, "text": text})
+        if good:
+            return rows
+    kit.way = "none"
+    raise SectionError("; ".join(f"{row['name']}: {row['text']}" for row in rows))
+
+
+def ways(kit: Kit) -> list[str]:
+    """Return how two ranks may share the machine, best first."""
+    if kit.cpu:
+        return ["CPU"]
+    if int(kit.state.get("gpus", "0")) > 1:
+        return ["a GPU each"]
+    nccl = tuple(int(part) for part in re.findall(r"\d+", kit.state.get("nccl", "")))
+    return [way for way in SHARED if way != "multi-rank" or nccl >= (2, 30)]
+
+
+def stage(kit: Kit, limit_s: float) -> None:
+    """Build a second Horovod, which sends a GPU's tensors by way of the host, into a folder."""
+    command = recipe_command(kit, "--cuda", "--staged", "--into", kit.out / "staged")
+    kit.run(command, limit_s, **cuda_variables(kit))
+
+
+def both(section: str) -> Callable[[Kit, float], list[dict[str, Any]]]:
+    """Return a job that runs a section of rank.py on two ranks, and then on one alone."""
+
+    def job(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+        end = time.monotonic() + limit_s
+        if kit.way == "none":
+            rows = [{"name": "2 ranks", "good": False, "text": "they cannot share the GPU"}]
+        else:
+            rows = kit.ranks(section, 2, 0.6 * limit_s, "2 ranks: ")
+        return [*rows, *kit.ranks(section, 1, end - time.monotonic(), "1 rank: ")]
+
+    return job
+
+
+def most(section: str) -> Callable[[Kit, float], list[dict[str, Any]]]:
+    """Return a job that runs a section of rank.py once, on two ranks if they can share."""
+
+    def job(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+        return kit.ranks(section, 1 if kit.way == "none" else 2, limit_s)
+
+    return job
+
+
+def equations(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
+    """One and two ranks, Horovod's completion on the host and on the device."""
+    end = time.monotonic() + limit_s
+    cells = [(n, later) for later in "01" for n in (1, 2) if n == 1 or kit.way != "none"]
+    rows = []
+    for left, (n, later) in zip(range(len(cells), 0, -1), cells, strict=True):
+        share_s = (end - time.monotonic()) / left
+        label = f"{n} rank{'s' if n > 1 else ''}, completion {later}: "
+        more = {"HOROVOD_ENABLE_ASYNC_COMPLETION": later}
+        rows += kit.ranks("equations", n, share_s, label, **more)
+    return rows
+
+
+SECTIONS = (
+    Section("environment", "Environment", 30, environment),
+    Section("machine", "Machine", 10, machine, "environment"),
+    Section("build", "Horovod's build", 150, build, "machine"),
+    Section("doctor", "hvd-pipe doctor", 30, doctor, "build"),
+    Section("share", "Two ranks on what is here", 60, share, "build"),
+    Section("equations", "Equations, float64", 110, equations, "build"),
+    Section("profile", "What runs beside what", 40, both("profile"), "build"),
+    Section("speed", "Images a second", 60, both("speed"), "build"),
+    Section("training", "GradScaler, bfloat16, torch.compile", 40, both("training"), "build"),
+    Section("memory", "Memory over many steps", 70, most("memory"), "build"),
+)
+
+
+def carry_out(kit: Kit, minutes: float) -> list[dict[str, Any]]:
+    """Run all sections within the time, and return what each found."""
+    start, granted = time.monotonic(), 0.0
+    done: list[dict[str, Any]] = []
+    for section in SECTIONS:
+        granted += section.budget_s * kit.scale
+        budget = start + min(granted, 60 * minutes) - time.monotonic()
+        entry = {"name": section.name, "title": section.title, "budget_s": section.budget_s}
+        begun, rows, why = time.monotonic(), [], ""
+        if section.needs and kit.state.get(f"section {section.needs}") != "done":
+            state, why = "not run", f"{section.needs} did not work"
+        elif budget < 5:
+            state, why = "not run", "no time was left"
+        else:
+            say(f"[{section.name}] at most {budget:.0f} s")
+            try:
+                rows, state = section.job(kit, budget), "done"
+            except Exception as error:
+                state, why = "failed", str(error) or type(error).__name__
+                if not isinstance(error, SectionError):
+                    traceback.print_exc()
+        if state == "done" and any(row["good"] is False for row in rows):
+            state = "not all good"
+        kit.state[f"section {section.name}"] = "done" if rows else state
+        seconds = round(time.monotonic() - begun, 1)
+        done.append({**entry, "state": state, "why": why, "seconds": seconds, "results": rows})
+        say(f"[{section.name}] {state} in {seconds:.0f} s {why}")
+        write(kit, done, minutes)
+    return done
+
+
+def write(kit: Kit, sections: list[dict[str, Any]], minutes: float) -> None:
+    """Write the JSON and the page as they are so far."""
+    found = {
+        "kit": 1,
+        "device": kit.device,
+        "way": kit.way,
+        "minutes": minutes,
+        "seconds": round(sum(section["seconds"] for section in sections), 1),
+        "sections": sections,
+    }
+    (kit.out / "gpu-check.json").write_text(json.dumps(found, indent=1) + "\n")
+    (kit.out / "gpu-check.md").write_text(page.text(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh")
+    parser.add_argument("--cpu", action="store_true", help="rehearse it over Gloo, without a GPU")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="a new folder")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    if (out / "venv").exists():
+        raise SetupError(f"{out} has an environment already: name another folder with --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    kit = Kit(out, arguments.cpu, max(1.0, arguments.minutes / 10), out / "log.txt")
+    kit.log.touch()
+    sections = carry_out(kit, arguments.minutes)
+    say(f"\n{out / 'gpu-check.md'} and gpu-check.json; the log is log.txt")
+    sys.exit(0 if all(section["state"] == "done" for section in sections) else 1)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit(f"gpu_check: {error}")
