@@ -125,8 +125,9 @@ def _fixes_both() -> bool:
 def prepare(horovod: Any) -> None:
     """Before Horovod starts: turn its own fusion off, unless the user has set it.
 
-    In an elastic job, which will start again, it stays on where the user has set the cycle time,
-    and so it does where a script starts Horovod itself, which then starts a second time here.
+    In an elastic job, which will start again, it stays on where the user has set the cycle time.
+    Where a script starts Horovod itself it stays as it was: a worker that comes to an elastic job
+    starts before anything here can turn it off, and ranks that fuse unlike messages crash.
 
     Args:
         horovod: The framework's ``mpi_ops``.
@@ -143,7 +144,7 @@ def prepare(horovod: Any) -> None:
             "again. Start the job with `horovodrun --gloo`, or let the script import mpi4py.MPI "
             "before the first hvd.init()."
         )
-    if not ((is_elastic() or _begun_by_script) and _CYCLE in os.environ):
+    if not (_begun_by_script or (is_elastic() and _CYCLE in os.environ)):
         os.environ.setdefault(_FUSION, "0")
     both = _fixes_both()
     if _fixed_both or (both and is_elastic()):

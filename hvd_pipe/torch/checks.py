@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
@@ -15,19 +12,11 @@ from hvd_pipe.argument_checks import refuse_ranks
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch import timeline
+from hvd_pipe.torch import timeline, workers
 from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.arguments import Arguments, Checked
 
-__all__ = ["check_alone", "check_everywhere", "count_anew"]
-
-# Numbers the optimizers of each process set, whose members all count the same ones.
-_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
-
-
-def count_anew() -> None:
-    """Forget how many optimizers were made: Horovod ends, and workers that come know of none."""
-    _counts.clear()
+__all__ = ["check_alone", "check_everywhere"]
 
 
 def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
@@ -57,7 +46,7 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         process_set = global_process_set  # it is refused below, but all ranks must hear of it
     number = process_set.process_set_id
-    count = next(_counts[number])
+    count = workers.count(number)
     failure: Exception | None = None
     description: Description
     try:
@@ -80,5 +69,7 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
             raise
     if failure is not None:
         raise failure
+    if process_set.process_set_id == global_process_set.process_set_id:
+        workers.watch()
     timeline.start(checked.settings.parameters, process_set)
     return checked

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,15 +17,15 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_pipe.agreement import answer_with
 from hvd_pipe.argument_checks import check_passes
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.restarts import is_elastic
 from hvd_pipe.strategy import Auto
-from hvd_pipe.torch import saved, timeline
+from hvd_pipe.torch import saved, timeline, workers
 from hvd_pipe.torch.arguments import Arguments, Checked
 from hvd_pipe.torch.auto import AutoChoice
+from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.checks import check_alone, check_everywhere
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
@@ -32,7 +33,7 @@ from hvd_pipe.torch.job_times import JobProfile, profile_job
 from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import unscale
 
-__all__ = ["DistributedMixin", "distribute", "rest_all"]
+__all__ = ["DistributedMixin", "distribute"]
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -55,6 +56,8 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_skip = False
     _hvd_pipe_loss_scale: float | None = None
     _hvd_pipe_late_scaler = False
+    _hvd_pipe_coming = ""
+    """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict"."""
 
     @property
     def plan(self) -> Plan | None:
@@ -71,11 +74,19 @@ class DistributedMixin(torch.optim.Optimizer):
         engine, before = self._hvd_pipe, self._hvd_pipe_sent
         return before if engine is None else before + engine.reduction.traffic.sent_bytes
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The name of each parameter, as Horovod's optimizers have it and scripts read it."""
+        return dict(zip(self._owned(), self._hvd_pipe_names, strict=True))
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of the strategy; ``closure`` is called once, at the start.
 
         LBFGS calls it as often as it likes: loss and gradients are averaged each time.
         """
+        if self._hvd_pipe_coming == "step":
+            self._hvd_pipe_coming = "state_dict"  # and no step, which would decay weights
+            return None
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
             spans = _Updates()
@@ -90,7 +101,8 @@ class DistributedMixin(torch.optim.Optimizer):
                 loss = closure()
         if engine.synchronized and not self._hvd_pipe_skip and not self._hvd_pipe_late_scaler:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize(): write "
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(): write "
                 "`with optimizer.skip_synchronize(): optimizer.step()`.",
                 stacklevel=2,
             )
@@ -219,6 +231,9 @@ class DistributedMixin(torch.optim.Optimizer):
         The rest has the plain layout: torch and Horovod load it and ignore the key. Any one rank
         may call this alone; it waits for what that rank has sent.
         """
+        root_rank = root_of_horovods(sys._getframe(1))
+        if root_rank is not None:
+            self._take_from(root_rank)
         state: dict[str, Any] = super().state_dict()
         state[saved.KEY] = self._in_flight()
         return state
@@ -293,11 +308,28 @@ class DistributedMixin(torch.optim.Optimizer):
 
     # Within.
 
+    def _take_from(self, root_rank: int) -> None:
+        """Take the root's state and what it has in flight, in Horovod's own broadcast of states.
+
+        That finds equal states on all ranks then, and sends the tensors once more. Where the root
+        has none yet it sets gradients to zero, calls `step`, and asks for the state again.
+        """
+        if self._hvd_pipe_coming:
+            self._hvd_pipe_coming = ""
+            return
+        if is_elastic():
+            self._rest(keep=True)
+        broadcast_optimizer_state(self, root_rank)
+        if is_elastic():
+            self._start_anew()
+        if not self.state:
+            self._hvd_pipe_coming = "step"
+
     def _owned(self) -> list[torch.Tensor]:
         return owned_by(self)
 
     def _start(self, checked: Checked) -> Engine:
-        _running.add(self)
+        workers.note(self)
         self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
@@ -315,6 +347,12 @@ class DistributedMixin(torch.optim.Optimizer):
     def _engine(self) -> Engine:
         """Return the engine; a copy gets its own here."""
         if self._hvd_pipe is None:
+            if not mpi_ops.is_initialized():
+                raise HvdPipeError(
+                    "Horovod was shut down, and this optimizer needs it: call hvd.init() again, "
+                    "on all ranks, or hvd.shutdown() later."
+                )
+            workers.begin()
             named = dict(zip(self._hvd_pipe_names, self._owned(), strict=True))
             arguments, groups = self._hvd_pipe_arguments, self._hvd_pipe_arguments.groups
             if groups is not None:
@@ -365,6 +403,7 @@ class DistributedMixin(torch.optim.Optimizer):
         if keep:
             try:
                 self._hvd_pipe_saved = self._noted(engine)
+                self._tell_of_replicas(self._hvd_pipe_saved)
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", engine.name, error)
         else:
@@ -377,6 +416,15 @@ class DistributedMixin(torch.optim.Optimizer):
         self._hvd_pipe = self._hvd_pipe_auto = None
         self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
         return engine.name
+
+    def _tell_of_replicas(self, found: saved.Saved) -> None:
+        if is_elastic() and "average" in found["tensors"] and mpi_ops.rank() == 0:
+            _log.warning(
+                "elastic: replicas under %s have gone apart since their last average, and all of "
+                "them become rank 0's now. hvd_pipe.torch.elastic.run averages them first, which "
+                "horovod.torch.elastic.run does not know of.",
+                found["strategy"],
+            )
 
     def _finish(self) -> None:
         """Leave nothing in flight; not in the middle of a step, which is given up."""
@@ -489,7 +537,7 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
     In an elastic job it sends nothing: when a worker that has come comes here, the others, which
     have been here long ago, wait for it elsewhere.
     """
-    answer_with(mpi_ops)
+    workers.begin()
     elastic = is_elastic()
     checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)
     names, groups = checked.settings.names, checked.settings.groups
@@ -503,20 +551,6 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
         wrapped._start(checked)
     wrapped._hvd_pipe_profile = profile_job(wrapped, checked.settings)
     return wrapped
-
-
-_running: weakref.WeakSet[DistributedMixin] = weakref.WeakSet()
-
-
-def rest_all(keep: bool) -> None:
-    """Let no optimizer have an engine any more: Horovod ends.
-
-    Args:
-        keep: Whether all that this rank has sent has arrived.
-    """
-    for optimizer in list(_running):
-        optimizer._rest(keep)
-    _running.clear()
 
 
 def _twin(

@@ -51,8 +51,8 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
 
     def restore(self) -> None:
         """Go back to the last commit; `run` calls this when a worker has failed."""
-        names = sorted({name for one in self._distributed() if (name := one._rest(keep=False))})
-        in_flight.forget()
+        engines = [one._hvd_pipe for one in self._distributed()]
+        names = sorted({engine.name for engine in engines if engine is not None})
         super().restore()
         _log.warning(
             "elastic: a worker has failed, back to the last commit%s",
@@ -115,6 +115,11 @@ class _DistributedHandler(_OptimizerHandler):
     """A distributed optimizer; it has no engine between a reset and this."""
 
     value: DistributedMixin
+
+    def restore(self) -> None:
+        self.value._rest(keep=False)
+        in_flight.forget()
+        super().restore()
 
     def sync(self) -> None:
         self.value._rest(keep=True)

@@ -24,6 +24,7 @@ from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.restarts import is_elastic
 
 __all__ = ["arrive", "before_shutdown", "finished", "follow", "forget", "sent", "settle", "wait"]
 
@@ -115,11 +116,13 @@ def settle() -> bool:
         Whether all has arrived.
     """
     if (_handles or _exchanges) and not is_failing():
-        warnings.warn(
-            "training ended with averages in flight: call optimizer.synchronize() after the last "
-            "step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal replicas.",
-            stacklevel=2,
-        )
+        if not is_elastic():  # there, workers that change are no end
+            warnings.warn(
+                "training ended with averages in flight: call optimizer.synchronize() after the "
+                "last step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal "
+                "replicas.",
+                stacklevel=2,
+            )
         arrive(PATIENCE_S)
     whole = not (_handles or _exchanges)
     forget()

@@ -22,6 +22,24 @@ from workers_uses import USES, Refused
 PAGE = Path(__file__).parents[2] / "docs" / "uses.md"
 COMMAND = "python tests/parallel/test_uses.py"
 
+CLASS_ALONE = """\
+## The class alone
+
+`from hvd_pipe.torch import DistributedOptimizer` may be all that a script takes from here, beside
+`import horovod.torch as hvd`. The first optimizer has Horovod's own functions do what ours do:
+
+- `broadcast_optimizer_state` hands on what is in flight and the plan, makes no step of zeros, and
+  rank 0 alone may have a state.
+- `join` waits for what a rank has sent first, and refuses what would break the others.
+- `shutdown` keeps what is in flight; after another `init` every optimizer goes on (over Gloo).
+- `elastic.run` and `TorchState` work when hosts come or go and when a worker fails. `run` finishes
+  nothing before hosts change: Pipe-SGD's gradient in flight goes on, and CoCoD's replicas become
+  rank 0's, which a line says. `hvd_pipe.torch.elastic.run` averages them first.
+
+`init` is over by then. A line names the settings that would have made messages faster.
+""".splitlines()
+"""What tests/parallel/test_class_alone.py and test_elastic.py test."""
+
 results = once(lambda n: run_ranks(n, workers_uses.run, n))
 
 
@@ -87,7 +105,7 @@ def page() -> str:
     for use in USES:
         words = ["refused" if strategy in use.refused else "works" for strategy in STRATEGIES]
         lines.append(f"| {use.name} | {' | '.join(words)} |")
-    lines += ["", "## What refusals say"]
+    lines += ["", *CLASS_ALONE, "", "## What refusals say"]
     for use in USES:
         texts: dict[str, list[str]] = {}
         for strategy, title in zip(STRATEGIES, titles, strict=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import horovod.torch as stock
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,6 +21,7 @@ from torch.optim import SGD, Optimizer, SparseAdam
 from uses import STRATEGIES, Use
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.torch.distributed import DistributedMixin
 
 STEPS = 11  # of CoCoD's rounds of three steps three, and a part of one
 SAVED = 5  # steps before a checkpoint or a copy, in the middle of a round
@@ -526,7 +528,20 @@ def make_trained(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+def by_horovod(model: nn.Module, optimizer: Any, number: int) -> None:
+    """On a rank: only rank 0 has a state, and Horovod's own functions hand it on."""
+    if isinstance(optimizer, DistributedMixin):
+        if hvd.rank() != 0:
+            optimizer.state.clear()
+        stock.broadcast_parameters(model.state_dict(), root_rank=0)
+        stock.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
 USES: list[Use] = [
+    Use(
+        "`horovod.torch.broadcast_optimizer_state`, rank 0 alone has a state",
+        **Script(make_optimizer=make_trained, setup=by_horovod).sides,
+    ),
     Use("sparse gradients, on some rank none in some steps", **sparse_gradients()),
     Use(
         "SparseAdam for an embedding, another optimizer for the rest",

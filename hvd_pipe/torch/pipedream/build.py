@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
-from horovod.torch.functions import broadcast_parameters
 from horovod.torch.mpi_ops import Average, Sum, allreduce_, global_process_set, rank
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -34,6 +33,7 @@ from hvd_pipe.planning.stages import Partition
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, agreement
+from hvd_pipe.torch.broadcasts import broadcast_parameters
 from hvd_pipe.torch.clock import agree_on_clock
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.batches import split

@@ -30,6 +30,7 @@ from hvd_pipe.pipeline.checkpoint import (
 )
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.torch.agree import agreement
+from hvd_pipe.torch.broadcasts import broadcast_tensors
 from hvd_pipe.torch.pipedream.build import Built
 
 __all__ = ["load", "save", "whole_state"]
@@ -52,7 +53,8 @@ def whole_state(built: Built) -> dict[str, torch.Tensor]:
         mine = stage == built.session.worker.stage
         value = own[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
         first = built.layout.rank(Worker(stage, 0))
-        state[name] = broadcast_(value, first, name=f"{_NAME}.{name}").cpu()
+        broadcast_tensors([(f"{_NAME}.{name}", value)], first)
+        state[name] = value.cpu()
     return state
 
 

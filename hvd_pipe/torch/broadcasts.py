@@ -1,0 +1,119 @@
+"""Broadcasts of a model and of an optimizer's state, of every dtype and memory format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from horovod.torch import functions as _horovod
+from horovod.torch.functions import broadcast_object
+from horovod.torch.mpi_ops import broadcast_async_, rank
+from horovod.torch.mpi_ops import synchronize as wait_for
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hvd_pipe.torch.reduction import sendable
+
+__all__ = [
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "broadcast_tensors",
+    "root_of_horovods",
+]
+
+
+def root_of_horovods(caller: FrameType | None) -> int | None:
+    """Return the root of Horovod's own `broadcast_optimizer_state`, where that is the caller.
+
+    It begins with the optimizer's ``state_dict()`` on all ranks, and knows nothing of what is in
+    flight. A distributed optimizer that is asked for its state so has its own broadcast made.
+    """
+    if caller is None or caller.f_code is not _horovod.broadcast_optimizer_state.__code__:
+        return None
+    return int(caller.f_locals["root_rank"])
+
+
+def broadcast_tensors(named: Iterable[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
+    """Give every rank the values of ``root_rank``'s tensors, in place.
+
+    Horovod knows no bfloat16, and contiguous tensors alone.
+
+    Args:
+        named: The tensors, with names for their messages that all ranks share.
+        root_rank: The rank whose values count.
+    """
+    sent = []
+    for name, tensor in named:
+        wire = sendable(tensor).contiguous()
+        sent.append((tensor, wire, broadcast_async_(wire, root_rank, name)))
+    for tensor, wire, handle in sent:
+        wait_for(handle)
+        target = sendable(tensor)
+        if target.data_ptr() != wire.data_ptr():
+            target.copy_(wire)
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give every rank the tensors of ``root_rank``, as Horovod's; of every memory format, too.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
+        root_rank: The rank whose values count.
+    """
+    pairs = params.items() if isinstance(params, dict) else params
+    named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
+    if isinstance(params, dict):
+        named.sort(key=lambda pair: str(pair[0]))
+    broadcast_tensors(named, root_rank)
+
+
+def _travels(leaf: Any) -> bool:
+    """Whether a leaf is a tensor that Horovod can broadcast; sparse ones go with the skeleton."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a state dict that travels without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        if not _travels(leaf):
+            return leaf
+        return cls(tuple(leaf.shape), leaf.dtype, leaf.device.type)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the state of ``root_rank``'s optimizer: momenta, counters and options.
+
+    Works for every optimizer, whatever the state of the other ranks' ones; touches no gradient.
+    Call `broadcast_parameters` beside it: what is in flight belongs to the root's weights.
+
+    Args:
+        optimizer: A plain or distributed optimizer, with the same parameters on all ranks.
+        root_rank: The rank whose state counts.
+        model: Accepted for Horovod's sake; not needed.
+    """
+    is_root, name = rank() == root_rank, "hvd_pipe.optimizer_state"
+    state: Any = optimizer.state_dict() if is_root else None
+    skeleton = broadcast_object(tree_map(_Slot.of, state), root_rank, name)
+    slots = [leaf for leaf in tree_leaves(skeleton) if isinstance(leaf, _Slot)]
+    if is_root:
+        tensors = [leaf for leaf in tree_leaves(state) if _travels(leaf)]
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+    else:
+        tensors = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in slots]
+    broadcast_tensors(((f"{name}.{i}", t) for i, t in enumerate(tensors)), root_rank)
+    if not is_root:
+        arrived = iter(tensors)
+        state = tree_map(lambda leaf: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
+    # On the root, too: what is in flight must lie in the same buffers on all ranks.
+    optimizer.load_state_dict(state)

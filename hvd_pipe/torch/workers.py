@@ -1,0 +1,155 @@
+"""What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
+
+    begin()             before all else: from here on, Horovod's joins and its end are seen
+    note(optimizer)     what is distributed; it outlives the workers, and starts anew on the next
+    watch()             each other, from the first optimizer that is distributed over all
+    count(process set)  numbers optimizers, so that the messages of each have names of their own
+    Horovod ends        what is in flight is kept, the rest forgotten
+
+A script may start, join and end Horovod by ``horovod.torch``, and have nothing but the optimizer
+from here. What our functions do around these three, Horovod's own do as well from `begin` on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_pipe import restarts
+from hvd_pipe.agreement import answer_with
+from hvd_pipe.torch import in_flight
+from hvd_pipe.torch.engine import all_joined, refuse_join
+from hvd_pipe.torch.waiting import JOB
+from hvd_pipe.watch import watchdog
+
+__all__ = ["Distributed", "begin", "count", "note", "watch"]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class Distributed(Protocol):
+    """What is distributed: see `hvd_pipe.torch.distributed.DistributedMixin`."""
+
+    def _rest(self, keep: bool) -> object:
+        """Give the engine up, and keep what it has in flight or not."""
+
+
+_running: weakref.WeakSet[Distributed] = weakref.WeakSet()
+
+# Numbers the optimizers of each process set, whose members all count the same ones.
+_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+_begun = _watching = _leaving = False
+
+
+def begin() -> None:
+    """Have Horovod's joins and its end seen, also where a script asks Horovod itself for them."""
+    global _begun  # noqa: PLW0603 - one a process, as Horovod itself
+    answer_with(mpi_ops)
+    if not _begun:
+        _begun = True
+        _tell_what_was_missed()
+        restarts.observe(mpi_ops, _starting, _ending)
+        runs = mpi_ops.is_initialized
+        # shutdown() calls this first, and handles mean nothing after it.
+        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_reset", _resetting, runs)
+        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_join", _joining, runs)
+    _settle_at_exit()
+
+
+def note(optimizer: Distributed) -> None:
+    """Remember what is distributed."""
+    _running.add(optimizer)
+
+
+def watch() -> None:
+    """Have all ranks watch each other, if they do not yet; all ranks come here together."""
+    global _watching  # noqa: PLW0603
+    if not _watching:
+        _watching = True
+        watchdog.start(JOB)
+
+
+def count(process_set_id: object) -> int:
+    """Number what starts on these workers, for each process set apart."""
+    return next(_counts[process_set_id])
+
+
+def _tell_what_was_missed() -> None:
+    """Say once what Horovod, which runs already, should have been started with."""
+    if not mpi_ops.is_initialized() or mpi_ops.size() == 1 or mpi_ops.rank() != 0:
+        return
+    yields = mpi_ops.mpi_enabled() and not torch.cuda.is_available()
+    missed = restarts.missed_settings(yields)
+    if missed:
+        _log.warning(
+            "messages take longer than they need, as Horovod was started without %s: set that in "
+            "the environment, or call hvd_pipe.torch.init(), which does, in place of Horovod's.",
+            missed,
+        )
+
+
+def _settle_at_exit() -> None:
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # after Horovod's own, so it is called before it
+
+
+def _leave() -> None:
+    global _leaving  # noqa: PLW0603
+    _leaving = True
+    if mpi_ops.is_initialized():
+        in_flight.settle()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    restarts.prepare(mpi_ops)
+    if not torch.cuda.is_available():
+        os.environ.setdefault(restarts.YIELD, "1")
+    yield
+    _settle_at_exit()
+
+
+@contextmanager
+def _joining() -> Iterator[None]:
+    """Join when all that this rank has sent has been reduced; see `hvd_pipe.torch.join`."""
+    refuse_join()
+    in_flight.arrive()
+    all_joined()
+    yield
+
+
+@contextmanager
+def _resetting() -> Iterator[None]:
+    _part()
+    yield
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    if not _leaving:
+        _part()
+        restarts.note_end(mpi_ops)
+    watchdog.leave()
+    yield
+    watchdog.stop()
+
+
+def _part() -> None:
+    """Leave these workers: everything starts anew on the next ones."""
+    global _watching  # noqa: PLW0603
+    keep = in_flight.settle()
+    for optimizer in list(_running):
+        optimizer._rest(keep)
+    _running.clear()
+    _counts.clear()
+    _watching = False
