@@ -19,7 +19,7 @@ from hvd_pipe import private_names
 from hvd_pipe.private_names import KNOWN_TO_WORK, ROWS, PrivateName
 
 PACKAGE = Path(private_names.__file__).parent
-OF_PYTHON = {"_current_frames", "_exit", "_getframe"}
+OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_replace"}
 PRIVATE = ("keras.src", "tensorflow.python")
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 OURS = ("self", "cls")
