@@ -33,6 +33,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.residuals import REDUCED, SENT
 from hvd_pipe.torch.sparse import SparseGather
 from hvd_pipe.torch.streams import host_values
 
@@ -332,8 +333,7 @@ class BucketSet:
         Raises:
             HvdPipeError: Ranks have yet to agree on a sparse gradient.
         """
-        for bucket in self.buckets:
-            bucket.message.wait()
+        self.land()
         for place, gathering in self._gathers.items():
             self._gathered[place] = gathering.wait()
         if self._sparse is not None and float(self.buckets[-1].control[_SPARSE]) != 0.0:
@@ -341,6 +341,11 @@ class BucketSet:
                 "the first sparse gradients are on their way: save a state two steps later, or "
                 "after optimizer.synchronize()."
             )
+
+    def land(self) -> None:
+        """Block until all buckets are reduced, and leave `wait` to be called."""
+        for bucket in self.buckets:
+            bucket.message.wait()
 
     def control(self) -> float | None:
         """Return the mean of the first control word after a `wait`.
@@ -434,9 +439,17 @@ class BucketSet:
                     left = residuals[label][place] if label in residuals else None
                     if left is not None:
                         view.copy_(left)
+            bucket.message.drop_foreign_residuals()
+
+    def forget_residuals(self) -> None:
+        """Let nothing be left over: the gradients that it belongs to were undone."""
+        for bucket in self.buckets:
+            for flat in _leftovers(bucket).values():
+                flat.zero_()
 
     def restore(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Make these the result of the last round, as `values` returned them."""
+        self.buckets[-1].control.zero_()  # what was said in a round that is undone
         for place, gradient in enumerate(gradients):
             if gradient is not None and gradient.is_sparse and self._sparse is not None:
                 self._gathered[place] = gradient
@@ -451,7 +464,7 @@ class BucketSet:
 
 def _leftovers(bucket: Bucket) -> dict[str, torch.Tensor]:
     feedback = bucket.message.feedback
-    return {} if feedback is None else {"own.sent": feedback.sent, "own.reduced": feedback.reduced}
+    return {} if feedback is None else {SENT: feedback.sent, REDUCED: feedback.reduced}
 
 
 def _into(parameter: torch.Tensor, view: torch.Tensor) -> None:

@@ -56,9 +56,7 @@ class CoCoDEngine(Engine):
         settings, strategy = self.settings, self._strategy
         reduction = weighted(settings.reduction, strategy.weights)
         self._warmup: BucketSet | None = None
-        if self.rounds < strategy.warmup_steps:
-            groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
-            self._warmup = _warmup_buckets(settings, reduction, groups)
+        self._warm_up()
         follow = strategy.momentum == "average"
         self._places = kinds(settings.parameters)
         self._models = [
@@ -77,6 +75,14 @@ class CoCoDEngine(Engine):
             # Without anchor momentum, which could carry a second moment below zero.
             self._momenta = _Momenta(settings, reduction, Rule(strategy.pull_back))
         self._buffers.want(settings.parameters)
+
+    def _warm_up(self) -> None:
+        """Have buckets while gradients are averaged, before the first round."""
+        settings, strategy = self.settings, self._strategy
+        if self._warmup is None and self.rounds < strategy.warmup_steps:
+            groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
+            reduction = weighted(settings.reduction, strategy.weights)
+            self._warmup = _warmup_buckets(settings, reduction, groups)
 
     def prepare(self) -> bool:
         self._buffers.step()
@@ -124,11 +130,16 @@ class CoCoDEngine(Engine):
         self._buffers.average(reduction, f"{tag}.buffers")
 
     def after_join(self) -> None:
-        self.discard()
+        self._end_rounds()
         self._warmup = None
         self.rounds = self._strategy.warmup_steps
 
     def discard(self) -> None:
+        self._end_rounds()
+        self.rounds = 0
+        self._warm_up()
+
+    def _end_rounds(self) -> None:
         super().discard()
         for average in self._averages():
             average.discard()

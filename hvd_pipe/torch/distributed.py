@@ -31,7 +31,7 @@ from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
 from hvd_pipe.torch.job_times import JobProfile, profile_job
 from hvd_pipe.torch.parameters import owned_by
-from hvd_pipe.torch.scaling import unscale
+from hvd_pipe.torch.scaling import read_by_grad_scaler, unscale
 
 __all__ = ["DistributedMixin", "distribute"]
 
@@ -110,6 +110,13 @@ class DistributedMixin(torch.optim.Optimizer):
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but gradients were computed since the last "
                 "synchronize(): call optimizer.synchronize() after backward() and before this."
+            )
+        if "found_inf" in self.__dict__ and not engine.synchronized:
+            raise HvdPipeError(
+                "a gradient scaler that is not torch.amp.GradScaler has looked at gradients that "
+                "were not averaged: call optimizer.synchronize(loss_scale=scaler.get_scale()) "
+                "after backward(), and scaler.step(optimizer) inside "
+                "`with optimizer.skip_synchronize():`."
             )
         updating = engine.before_update()
         if "found_inf" in self.__dict__:
@@ -259,8 +266,10 @@ class DistributedMixin(torch.optim.Optimizer):
         """GradScaler asks for this before it looks at gradients: the time to average them.
 
         Each rank alone would else decide whether to step. It then always calls ``step()``, which
-        leaves the update out where the average has overflowed.
+        leaves the update out where the average has overflowed. For other readers it is just true.
         """
+        if not read_by_grad_scaler():
+            return True
         engine = self._engine()
         if not engine.synchronized:
             self._hvd_pipe_late_scaler = True

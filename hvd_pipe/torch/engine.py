@@ -28,6 +28,7 @@ from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.residuals import of_all_ranks
 from hvd_pipe.torch.scaling import are_finite
 
 __all__ = [
@@ -188,7 +189,7 @@ class Engine(abc.ABC):
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in list(_live):
             if other.known == self.known:
-                other.detach()
+                other.retire()
         _live.add(self)
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -204,8 +205,13 @@ class Engine(abc.ABC):
     @property
     def remembers(self) -> bool:
         """Whether what a step leaves behind belongs into a checkpoint."""
+        return self.keeps or self.remembers_residuals
+
+    @property
+    def remembers_residuals(self) -> bool:
+        """Whether a lossy codec keeps what it has left over."""
         compression = self.reduction.compression
-        return self.keeps or (isinstance(compression, Codec) and compression.error_feedback)
+        return isinstance(compression, Codec) and bool(compression.error_feedback)
 
     @property
     def reduction(self) -> Reduction:
@@ -262,6 +268,7 @@ class Engine(abc.ABC):
         self._passes_done = [0] * len(self._passes_done)
         if self.current is not None:
             self.current.give_up()
+            self.current.forget_residuals()
 
     def after_update(self) -> None:
         """Do what follows an update."""
@@ -349,9 +356,10 @@ class Engine(abc.ABC):
             raise failure
         self.settings = self.settings.grown(joining)
         self._listen(list(joining.values()))
+        left = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
         self.build()
         tensors = {}
-        for label, places in state.tensors.items():
+        for label, places in left.items():
             loaded = self.held.get(label, {})
             tensors[label] = [*places, *(loaded.get(id(p)) for p in joining.values())]
         self.held.clear()

@@ -160,6 +160,13 @@ class Exchange(Message):
         if self._reduced is not None:
             torch.cuda.current_stream(self._flat.device).wait_event(self._reduced)
 
+    def drop_foreign_residuals(self) -> None:
+        if self.feedback is None or self._reduction.alone:
+            return
+        own = self._slices[self._reduction.process_set.rank()]
+        self.feedback.reduced[: own.start].zero_()
+        self.feedback.reduced[own.start + own.numel :].zero_()
+
     def meet(self) -> None:
         if self._reduction.alone:
             return

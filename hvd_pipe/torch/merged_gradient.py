@@ -31,6 +31,7 @@ from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State,
 from hvd_pipe.torch.plans import default_groups, plan_groups
 from hvd_pipe.torch.profiler import ReadyTimes, measure_comm
 from hvd_pipe.torch.reduction import Message
+from hvd_pipe.torch.residuals import of_all_ranks
 
 __all__ = ["MergedGradientEngine"]
 
@@ -124,7 +125,7 @@ class MergedGradientEngine(Engine):
         self._buckets.show()
         if self._buckets.stale:
             assert self.plan is not None
-            self._adopt(self.plan)  # without room for what turned out to be sparse
+            self._replace_buckets(self.plan)  # without room for what turned out to be sparse
         return True
 
     def before_update(self) -> bool:
@@ -153,6 +154,10 @@ class MergedGradientEngine(Engine):
                 self._planned, self._record_from, self._times = True, None, None
                 self._adopt(plan)
         self._buckets.restore_residuals(state.tensors)
+
+    def discard(self) -> None:
+        super().discard()
+        self._stepped = False
 
     def after_join(self) -> None:
         self.rounds = 0
@@ -208,7 +213,7 @@ class MergedGradientEngine(Engine):
         if self.plan is not None and plan.buckets == self.plan.buckets:
             self.plan = plan
         else:
-            self._adopt(plan)
+            self._replace_buckets(plan)
         self._planned = True
         if self._method == _GIVEN:
             self._method = None
@@ -239,6 +244,13 @@ class MergedGradientEngine(Engine):
         )
         return plan if self.comm else replace(plan, predicted_s=None, exposed_s=None)
 
+    def _replace_buckets(self, plan: Plan) -> None:
+        """Take other buckets in mid-run, residuals along; all ranks call this."""
+        name = f"{self.settings.tag}.residuals"
+        residuals = of_all_ranks(self._buckets.residuals(), self.reduction, name)
+        self._adopt(plan)
+        self._buckets.restore_residuals(residuals)
+
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""
         groups = plan_groups(plan, self.settings)
@@ -246,7 +258,6 @@ class MergedGradientEngine(Engine):
         buckets = self.settings.make_buckets(groups, "gradients")
         if self._adopted:
             buckets.move_in()
-            buckets.restore_residuals(self._buckets.residuals())
         self._adopted = True
         self._buckets, self.plan = buckets, plan
         self._bucket_of = {place: i for i, group in enumerate(groups) for place in group}

@@ -24,6 +24,7 @@ from horovod.torch.compression import Compression
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.exchange import Feedback
 from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.residuals import REDUCED, SENT
 
 __all__ = ["ModelAverage", "Rule", "Tensors", "Weighted", "weighted"]
 
@@ -96,6 +97,9 @@ class _Scaled(Message):
 
     def wait(self) -> None:
         self._inner.wait()
+
+    def drop_foreign_residuals(self) -> None:
+        self._inner.drop_foreign_residuals()
 
     def meet(self) -> None:
         self._inner.meet()
@@ -266,6 +270,8 @@ class ModelAverage:
         for label, leftover in self._leftovers().items():
             saved = flat(label)
             leftover.zero_() if saved is None else leftover.copy_(saved)
+        if self._difference is not None:
+            self._difference.drop_foreign_residuals()
         self.due = average is not None and (self._rule.pull_back or self._start) is not None
         if average is not None:
             self._mean.copy_(average)
@@ -276,7 +282,7 @@ class ModelAverage:
         if feedback is None:
             return {}
         numel = self._mean.numel()
-        return {"own.sent": feedback.sent[:numel], "own.reduced": feedback.reduced[:numel]}
+        return {SENT: feedback.sent[:numel], REDUCED: feedback.reduced[:numel]}
 
     def _send(self, message: Message) -> None:
         weights = self._reduction.weights

@@ -22,6 +22,7 @@ from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
 from hvd_pipe.torch.plans import default_groups
 from hvd_pipe.torch.prediction import Prediction
 from hvd_pipe.torch.reduction import Message
+from hvd_pipe.torch.residuals import of_all_ranks
 from hvd_pipe.torch.scaling import are_finite, unscale
 
 __all__ = ["PipeSGDEngine"]
@@ -160,10 +161,13 @@ class PipeSGDEngine(Engine):
     def discard(self) -> None:
         super().discard()
         self._ahead.forget()
-        if self._pending is not None:
-            due, self._pending = self._pending, None
-            due.wait()
-        self._filling, self._drains = self._sets[0], 0
+        for buckets in self._sets:
+            buckets.give_up()
+            buckets.forget_residuals()
+        self._pending = self._shown = None
+        self._said.clear()
+        self._scales.clear()
+        self._filling, self._drains, self.rounds = self._sets[0], 0, 0
 
     def _wait(self, due: BucketSet) -> None:
         """Wait for an average and make it the gradient.
@@ -191,12 +195,16 @@ class PipeSGDEngine(Engine):
                 f"prediction={self._predict!r} needs dense gradients, but that of {name!r} is "
                 "sparse: pass sparse_as_dense=True, or prediction='none'."
             )
-        place = self._sets.index(self._filling)
+        before = self._filling
+        place = self._sets.index(before)
         other = self._sets[1 - place]
         fresh = self._make(("even", "odd")[place], like=None if other.stale else other)
         fresh.move_in()
-        if other.stale:
-            fresh.restore_residuals(self._filling.residuals())
-        if self._filling in self._scales:
-            self._scales[fresh] = self._scales.pop(self._filling)
+        if other.stale and self.remembers_residuals:
+            other.land()  # both sets share them
+            name = f"{self.settings.tag}.residuals"
+            fresh.restore_residuals(of_all_ranks(before.residuals(), self.reduction, name))
+        del self._said[before]
+        if before in self._scales:
+            self._scales[fresh] = self._scales.pop(before)
         self._sets[place] = self._filling = self._shown = fresh

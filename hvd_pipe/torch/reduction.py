@@ -55,6 +55,9 @@ class Message(abc.ABC):
     def wait(self) -> None:
         """Block until the buffer holds the reduced values; at once if nothing was launched."""
 
+    def drop_foreign_residuals(self) -> None:  # noqa: B027 - most messages keep none
+        """Set to zero what `feedback` has of sums that other ranks encode."""
+
     @abc.abstractmethod
     def meet(self) -> None:
         """Wait for all ranks to call this; nothing of this message is in flight.

@@ -10,7 +10,7 @@ from cases import of_case
 from problem import make_model, weights_of
 from ranks import once, run_ranks
 from reference import Workers, mean
-from workers_regressions import REFUSING, STEPS
+from workers_regressions import LOSSY, REFUSING, ROLLED_BACK, STEPS, STRATEGIES
 
 results = once(lambda: run_ranks(2, workers_regressions.run))
 
@@ -69,6 +69,55 @@ def test_adasum_on_channels_last() -> None:
     """The update has the weight's strides, and Horovod wants contiguous tensors."""
     first, second = of_case(results(), "adasum")
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_inspects_the_optimizer(strategy: str) -> None:
+    """`_step_supports_amp_scaling` averaged gradients for whoever read it: a debugger hung the job."""
+    first, second = of_case(results(), ("inspected", strategy))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_scaler_of_the_users_own() -> None:
+    """Only torch's GradScaler has gradients averaged first; another one must not go unnoticed."""
+    for said in of_case(results(), "own scaler"):
+        assert "call optimizer.synchronize(loss_scale=scaler.get_scale())" in said
+
+
+def test_residuals_move_to_who_encodes_a_sum_next() -> None:
+    """Each rank took along what it had left over, also of sums that others encode from then on."""
+    for before, after in of_case(results(), "replanned"):
+        np.testing.assert_array_equal(before, after)
+        assert before.any()
+
+
+def test_an_optimizer_that_was_replaced_updates_no_more() -> None:
+    """hvd.join() applied the pending gradient of the optimizer that another had replaced."""
+    for before, after in of_case(results(), "superseded"):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_buckets_with_room_for_sparse_gradients_are_let_go() -> None:
+    """Pipe-SGD kept both sets that it had replaced: their memory was never free again."""
+    assert of_case(results(), "sparse sets") == [2, 2]
+
+
+@pytest.mark.parametrize("loaded", ["plain", "rank 0's"])
+@pytest.mark.parametrize("strategy", LOSSY)
+def test_residuals_end_with_the_state_that_they_belong_to(strategy: str, loaded: str) -> None:
+    """What error feedback had left over of an exploding step survived the way back to a state."""
+    for back, anew in of_case(results(), ("exploded", strategy, loaded)):
+        np.testing.assert_array_equal(back, anew)
+
+
+@pytest.mark.parametrize("drains", [1, 2])
+@pytest.mark.parametrize("strategy", ROLLED_BACK)
+def test_the_same_steps_again_from_a_state(strategy: str, drains: int) -> None:
+    """Pipe-SGD kept control words of the steps that were undone: "have not drained at the same
+    steps". CoCoD had no warm-up when it went back into it.
+    """
+    for once_, again in of_case(results(), ("rolled back", strategy, drains)):
+        np.testing.assert_array_equal(once_, again)
 
 
 @pytest.mark.parametrize(

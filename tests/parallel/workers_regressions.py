@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,6 +15,8 @@ from problem import OPTIMIZERS, Weights, loss_of, make_model, weights_of
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.torch.buckets import BucketSet
 
 STEPS = 6
 
@@ -150,6 +155,180 @@ def adasum_channels_last() -> Weights:
     return weights_of(model)
 
 
+def inspected(strategy: str) -> Weights:
+    """Rank 0 looks at all attributes of the optimizer, as a debugger does, and then they go on."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        look(optimizer)
+        optimizer.step()
+        look(optimizer)
+    optimizer.synchronize()
+    return weights_of(model)
+
+
+def look(optimizer: Any) -> None:
+    if hvd.rank() == 0:
+        assert dict(inspect.getmembers(optimizer))["_step_supports_amp_scaling"]
+    hvd.allreduce(torch.zeros(1), name="all have looked")
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """One that reads the optimizer's attribute itself."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        assert optimizer._step_supports_amp_scaling
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            optimizer.__dict__.pop("grad_scale", None)
+            optimizer.__dict__.pop("found_inf", None)
+
+
+def own_scaler() -> str:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model))
+    loss_of(model, hvd.rank(), 0).backward()
+    try:
+        OwnScaler("cpu").step(optimizer)
+    except hvd.HvdPipeError as error:
+        optimizer.synchronize()
+        return str(error)
+    return "nothing was raised"
+
+
+def exploded(strategy: str, loaded: str) -> tuple[Weights, Weights]:
+    """Back to a state after a step that explodes, and a run that loads it and nothing before."""
+    runs = []
+    for explodes in (True, False):
+        model = make_model(torch.float32)
+        plain = OPTIMIZERS["momentum"](model)
+        optimizer = hvd.DistributedOptimizer(
+            plain,
+            model.named_parameters(),
+            strategy=strategy,
+            compression=hvd.Int8(error_feedback=True),
+        )
+        state = optimizer.state_dict()
+        if loaded == "plain":
+            del state["hvd_pipe"]
+        state = hvd.broadcast_object(copy.deepcopy(state), 0)
+        weights = copy.deepcopy(model.state_dict())
+        for number in range(3 if explodes else 0):
+            optimizer.zero_grad()
+            (loss_of(model, hvd.rank(), number) * 1000.0).backward()
+            optimizer.step()
+        model.load_state_dict(weights)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a plain state holds nothing in flight
+            optimizer.load_state_dict(copy.deepcopy(state))
+        for number in range(STEPS):
+            step(model, optimizer, number)
+        optimizer.synchronize()
+        runs.append(weights_of(model))
+    return runs[0], runs[1]
+
+
+def rolled_back(strategy: str, drains: int) -> tuple[Weights, Weights]:
+    """A run, and the same steps again from a state that was saved on the way."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    runs = []
+    for _ in range(2):
+        for number in range(2, STEPS):
+            step(model, optimizer, number)
+        optimizer.synchronize()
+        runs.append(weights_of(model))
+        for number in range(2 * drains):
+            step(model, optimizer, number)
+            if number % 2:
+                optimizer.synchronize()
+        step(model, optimizer, STEPS)
+        step(model, optimizer, STEPS + 1)
+        model.load_state_dict(copy.deepcopy(state[0]))
+        optimizer.load_state_dict(copy.deepcopy(state[1]))
+    return runs[0], runs[1]
+
+
+def replanned() -> tuple[Weights, Weights]:
+    """Residuals of sums where the coming messages will look for them, before and after a plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 30))  # of several chunks
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        compression=hvd.Int8(error_feedback=True),
+        groups=[list(model.parameters())],
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().mean().backward()
+        optimizer.step()
+    engine = optimizer._hvd_pipe
+
+    def residuals(name: str) -> Weights:
+        found = {}
+        for group, bucket in zip(engine._buckets.groups, engine._buckets.buckets, strict=True):
+            own = bucket.message._slices[hvd.rank()]
+            used = torch.zeros_like(bucket.message.feedback.reduced)
+            own.of(used).copy_(own.of(bucket.message.feedback.reduced))
+            found |= dict(zip(group, bucket.views_of(used), strict=True))
+        whole = torch.cat([found[place].flatten() for place in sorted(found)])
+        return hvd.allreduce(whole, name=name, op=hvd.Sum).numpy()
+
+    before = residuals("before")
+    engine._replace_buckets(Plan(tuple((name,) for name in engine.settings.names), "given"))
+    return before, residuals("after")
+
+
+def superseded() -> tuple[Weights, Weights]:
+    """Pipe-SGD is wrapped again while a gradient is in flight, and all ranks join."""
+    model = make_model()
+    plain = OPTIMIZERS["momentum"](model)
+    first = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy="pipe-sgd")
+    for number in range(3):
+        step(model, first, number)
+    second = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy="pipe-sgd"
+    )
+    before = weights_of(model)
+    hvd.join()
+    del first, second
+    return before, weights_of(model)
+
+
+def sparse_sets() -> int:
+    """How many sets of buckets there are when all know what is sparse."""
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        strategy="pipe-sgd",
+    )
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.tensor([number, hvd.rank()])).sum().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    parameters = list(model.parameters())
+    gc.collect()
+    found = [o for o in gc.get_objects() if isinstance(o, BucketSet)]
+    return sum(o._parameters[0] is parameters[0] for o in found)
+
+
+STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
+LOSSY = (*STRATEGIES, "pipe-sgd:warmup_steps=2", "cocod:period=3,warmup_steps=2")
+ROLLED_BACK = (*LOSSY, "pipe-sgd:warmup_steps=4", "cocod:period=3,warmup_steps=4")
 REFUSING = ("merged-gradient:plan=wfbp", "pipe-sgd")
 
 
@@ -162,10 +341,22 @@ def run() -> dict[Any, Any]:
         "added and copied": added_and_copied,
         "clamped": clamped,
         "adasum": adasum_channels_last,
+        "own scaler": own_scaler,
+        "replanned": replanned,
+        "superseded": superseded,
+        "sparse sets": sparse_sets,
     }
+    for strategy in LOSSY:
+        for loaded in ("plain", "rank 0's"):
+            cases["exploded", strategy, loaded] = partial(exploded, strategy, loaded)
+    for strategy in ROLLED_BACK:
+        for drains in (1, 2):
+            cases["rolled back", strategy, drains] = partial(rolled_back, strategy, drains)
     for strategy in REFUSING:
         cases["goes on", strategy] = partial(goes_on, strategy)
         cases["frozen alone", strategy] = partial(frozen_alone, strategy)
+    for strategy in STRATEGIES:
+        cases["inspected", strategy] = partial(inspected, strategy)
     return run_cases(cases)
 
 
