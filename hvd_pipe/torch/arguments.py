@@ -194,6 +194,8 @@ class _Nobody:
 
     def peek(self) -> None: ...
 
+    def note_old(self) -> None: ...
+
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         return {}
 

@@ -41,6 +41,7 @@ __all__ = ["Bucket", "BucketSet"]
 
 _SAYS, _PRESENT, _SPARSE, _FROZE, _DRAINS, _STEPPED = range(6)
 _WORDS = 6
+_NOTHING_SAID = (0.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Bucket:
@@ -171,7 +172,8 @@ class BucketSet:
         self._found: dict[int, torch.Tensor] = {}
         self._gathers: dict[int, SparseGather] = {}
         self._gathered: dict[int, torch.Tensor] = {}
-        self._own = self._words = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self._own = self._words = list(_NOTHING_SAID)
+        self._restored = False
         self.completed: list[int] = []
         """Places in the order in which they became ready since the last `wait`."""
 
@@ -292,7 +294,9 @@ class BucketSet:
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
         words, last = self._own, self.buckets[-1]
         if not self._reduction.alone:
-            words = host_values(last.control, settled=last.message.settled)
+            settled = last.message.settled and not self._restored
+            words = host_values(last.control, settled=settled)
+        self._restored = False
         self._words = [word / weight for word in words]
         if self._words[_SPARSE] != 0.0 and self._sparse is not None:
             self._agree_on_sparse(self._sparse)
@@ -360,6 +364,12 @@ class BucketSet:
         return self._divided(_DRAINS)
 
     @property
+    def all_drained(self) -> bool:
+        """Whether no rank that took part in the last round had a gradient."""
+        others = self._words[_PRESENT] - self._words[_DRAINS]
+        return others < 0.5 / self._reduction.workers
+
+    @property
     def some_stepped(self) -> bool:
         """Whether some ranks, and not all, had made a step between the last two rounds."""
         return self._divided(_STEPPED)
@@ -372,11 +382,6 @@ class BucketSet:
         """Whether a word that is zero or one was not the same on all ranks."""
         half = 0.5 / self._reduction.workers
         return self._all_present and half < self._words[word] < 1 - half
-
-    def all_said(self, word: float) -> bool:
-        """Return whether all ranks that took part in the last round said this."""
-        mean = self.control()
-        return mean is None or abs(mean - word) < 0.5 / self._reduction.workers
 
     def show(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""
@@ -450,6 +455,7 @@ class BucketSet:
     def restore(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Make these the result of the last round, as `values` returned them."""
         self.buckets[-1].control.zero_()  # what was said in a round that is undone
+        self._own, self._restored = list(_NOTHING_SAID), True
         for place, gradient in enumerate(gradients):
             if gradient is not None and gradient.is_sparse and self._sparse is not None:
                 self._gathered[place] = gradient

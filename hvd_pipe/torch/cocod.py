@@ -17,7 +17,7 @@ import torch
 from horovod.torch.compression import Compression
 
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.agree import check_alike, gather
+from hvd_pipe.torch.agree import Description, check_alike, gather
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.model_average import ModelAverage, Rule, Tensors, Weighted, weighted
@@ -83,6 +83,9 @@ class CoCoDEngine(Engine):
             groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
             reduction = weighted(settings.reduction, strategy.weights)
             self._warmup = _warmup_buckets(settings, reduction, groups)
+
+    def position(self) -> Description:
+        return [*super().position(), ("local steps of the round", str(self._local_steps))]
 
     def prepare(self) -> bool:
         self._buffers.step()

@@ -30,6 +30,7 @@ from hvd_pipe.torch.checks import check_alone, check_everywhere
 from hvd_pipe.torch.engine import Engine
 from hvd_pipe.torch.engines import make_engine
 from hvd_pipe.torch.job_times import JobProfile, profile_job
+from hvd_pipe.torch.new_gradients import NewGradients, is_zero
 from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import read_by_grad_scaler, unscale
 
@@ -58,6 +59,8 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_late_scaler = False
     _hvd_pipe_coming = ""
     """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict"."""
+    _hvd_pipe_drained = False
+    _hvd_pipe_gradients: NewGradients
 
     @property
     def plan(self) -> Plan | None:
@@ -86,12 +89,14 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         if self._hvd_pipe_coming == "step":
             self._hvd_pipe_coming = "state_dict"  # and no step, which would decay weights
+            self._note_old()
             return None
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
             spans = _Updates()
             found = super().step(self._averaged(engine, closure, spans))
             spans.end()
+            self._note_old()
             if timeline.active is not None:
                 timeline.active.end_step()
             return found
@@ -118,11 +123,15 @@ class DistributedMixin(torch.optim.Optimizer):
                 "after backward(), and scaler.step(optimizer) inside "
                 "`with optimizer.skip_synchronize():`."
             )
+        if self._hvd_pipe_skip and self._hvd_pipe_drained:
+            self._check_not_old(engine)
         updating = engine.before_update()
         if "found_inf" in self.__dict__:
             updating = self._unscaled(engine) and updating
         trace = timeline.active
         begun = None if trace is None else trace.moment()
+        if updating:
+            engine.note_gradients()
         try:
             result = super().step() if updating else None
         except BaseException:
@@ -140,6 +149,8 @@ class DistributedMixin(torch.optim.Optimizer):
         if self._hvd_pipe_auto is not None:
             self._hvd_pipe = self._hvd_pipe_auto.after_step(engine)
         self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
+        self._hvd_pipe_drained = False
+        self._note_old()
         return result if closure is None else loss
 
     # torch wraps a class's step for its hooks; the user's class has been wrapped already.
@@ -161,6 +172,7 @@ class DistributedMixin(torch.optim.Optimizer):
             if engine.synchronized or engine.current is None:
                 engine.abandon()
         super().zero_grad(*args, **kwargs)
+        self._note_old()
 
     def synchronize(self, loss_scale: float | None = None) -> None:
         """Finish what is in flight.
@@ -168,6 +180,9 @@ class DistributedMixin(torch.optim.Optimizer):
         After ``backward()``, the gradients become those that ``step()`` will apply: clip them,
         then step inside `skip_synchronize`. Else it drains: Pipe-SGD applies its pending gradient;
         CoCoD makes all replicas equal.
+
+        Gradients that are set by hand count as those of ``backward()`` do: ``p.grad = g``, or in
+        place, ``p.grad.copy_(g)``; not by ``p.grad.data``.
 
         Args:
             loss_scale: ``scaler.get_scale()``, before ``scaler.unscale_(optimizer)``: Pipe-SGD
@@ -180,8 +195,11 @@ class DistributedMixin(torch.optim.Optimizer):
                 "scaler.get_scale()."
             )
         engine = self._engine()
-        preparing = engine.fresh and not engine.synchronized
-        engine.synchronize()
+        by_hand = not engine.fresh and self._has_new()
+        preparing = (engine.fresh or by_hand) and not engine.synchronized
+        self._hvd_pipe_drained = not (preparing or engine.synchronized)
+        engine.synchronize(by_hand)
+        self._note_old()
         if loss_scale is None or not preparing:
             return
         self._hvd_pipe_loss_scale = loss_scale
@@ -256,10 +274,15 @@ class DistributedMixin(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             self._hvd_pipe_saved = in_flight
             return
-        self._hvd_pipe.discard()
+        before = self._hvd_pipe
+        message, had_begun = before.others_message, before.rounds > 0
+        before.discard()
         super().load_state_dict(state_dict)
-        engine, in_flight = self._resumed(self._hvd_pipe, in_flight)
+        engine, in_flight = self._resumed(before, in_flight)
         saved.load(engine, in_flight, self._owned())
+        if engine.keeps and (had_begun or engine.rounds > 0):
+            engine.note_load(message)
+        self._note_old()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -373,10 +396,29 @@ class DistributedMixin(torch.optim.Optimizer):
             engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
             if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
                 saved.load(engine, in_flight, self._owned())
+            engine.check_position()
             self._hvd_pipe_saved = None
-            engine.fresh = any(p.grad is not None for p in self._owned())
+            engine.fresh = self._has_new()
             return engine
         return self._hvd_pipe
+
+    def _has_new(self) -> bool:
+        """Return whether gradients wait to be applied, wherever they have come from."""
+        return self._hvd_pipe_gradients.any_new(self._owned())
+
+    def _note_old(self) -> None:
+        """Take what is in ``p.grad`` for applied, dropped, or prepared."""
+        self._hvd_pipe_gradients.note_old(self._owned())
+
+    def _check_not_old(self, engine: Engine) -> None:
+        """Refuse to apply again what `synchronize` has just applied."""
+        old = (p.grad for p in self._owned() if p.grad is not None)
+        if engine.keeps and not self._has_new() and not all(map(is_zero, old)):
+            raise HvdPipeError(
+                "step() inside skip_synchronize(), but synchronize() found no new gradient: what "
+                "is in p.grad was applied before. Set gradients before synchronize(), by "
+                "p.grad = g or p.grad.copy_(g); a change by p.grad.data cannot be seen."
+            )
 
     def _in_flight(self) -> saved.Saved | None:
         engine = self._hvd_pipe
@@ -440,6 +482,7 @@ class DistributedMixin(torch.optim.Optimizer):
         engine = self._hvd_pipe
         if engine is not None and engine.keeps and not engine.fresh:
             engine.synchronize()
+            self._note_old()
 
     def _start_anew(self) -> None:
         """Start on other workers than before: what a codec has left over stays behind."""
@@ -447,6 +490,7 @@ class DistributedMixin(torch.optim.Optimizer):
         if found is not None:
             self._hvd_pipe_saved = saved.shared(found)
         self._engine().fresh = False  # gradients that are still there belong to an earlier step
+        self._note_old()
 
     def _unscaled(self, engine: Engine) -> bool:
         """Take GradScaler's part: divide the gradients by their scale; False on an overflow."""
@@ -516,6 +560,9 @@ class _Owner:
     def peek(self) -> None:
         self._optimizer()._peek()
 
+    def note_old(self) -> None:
+        self._optimizer()._note_old()
+
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self._optimizer().state.get(parameter, {})
         return state
@@ -571,6 +618,8 @@ def _twin(
     wrapped.__dict__ = optimizer.__dict__
     wrapped._hvd_pipe = None
     wrapped._hvd_pipe_arguments, wrapped._hvd_pipe_names = arguments, names
+    wrapped._hvd_pipe_gradients = NewGradients()
+    wrapped._note_old()
     if "step" in wrapped.__dict__:
         wrapped.__dict__["step"] = _scheduled_step(weakref.ref(wrapped))
     return wrapped

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
@@ -54,6 +56,9 @@ class Owner(Protocol):
 
     def peek(self) -> None:
         """Move the weights as `update` would, and leave all else as it is."""
+
+    def note_old(self) -> None:
+        """Take what is in ``p.grad`` for applied: no update is to come of it."""
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the optimizer's live state of a parameter; empty where there is none."""
@@ -181,6 +186,7 @@ class Engine(abc.ABC):
         self.held: dict[str, dict[int, torch.Tensor]] = {}
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
         self._has_update = False
+        self._meeting: Message | None = None
         self._passes_done: list[int] = []
         self._hooks: list[RemovableHandle] = []
         self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
@@ -289,7 +295,7 @@ class Engine(abc.ABC):
         if timeline.active is not None:
             timeline.active.gradient()
         if not self.fresh:
-            self.admit()
+            self._begin_step()
         self.fresh = True
         self.synchronized = False
         self._passes_done[place] += 1
@@ -313,14 +319,70 @@ class Engine(abc.ABC):
         self.synchronized = False
         return self._has_update
 
-    def synchronize(self) -> None:
-        """Prepare the coming update where gradients wait for one, else `drain`."""
+    def synchronize(self, by_hand: bool = False) -> None:
+        """Prepare the coming update where gradients wait for one, else `drain`.
+
+        Args:
+            by_hand: Whether there are new gradients of which no hook has told.
+        """
         if self.synchronized:
             return
-        if self.fresh:
+        if self.fresh or by_hand:
             self.prepare_now()
+            self.fresh = True
         else:
+            self._agree_on_load()
             self.drain()
+
+    def note_gradients(self) -> None:  # noqa: B027 - most need not know
+        """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
+
+    @property
+    def others_message(self) -> Message:
+        """A message that ranks which have not loaded a state send in a coming step."""
+        return self.next_message if self._meeting is None else self._meeting
+
+    def note_load(self, message: Message) -> None:
+        """Have ranks agree on a state that was loaded, as the next step begins.
+
+        Args:
+            message: `others_message` as it was before.
+        """
+        self._meeting = message
+
+    def position(self) -> Description:
+        """Say how far training has come, which all ranks must have alike."""
+        return [("the number of steps", str(self.rounds))]
+
+    def check_position(self) -> None:
+        """Compare `position` over the ranks; all of them call this.
+
+        Raises:
+            RanksDisagreeError: They have loaded different states, or one has loaded none.
+        """
+        if not self.reduction.alone:
+            tag, process_set = self.settings.tag, self.reduction.process_set
+            check_alike(self.position(), f"{tag}.position", process_set)
+
+    def _begin_step(self) -> None:
+        self._agree_on_load()
+        self.admit()
+
+    def _agree_on_load(self) -> None:
+        """Tell all ranks where one alone has loaded a state: they would wait for ever.
+
+        Ranks that have loaded meet under the name of a message that the others are about to send.
+        A rank that has left by ``hvd.join()`` takes part in all-reduces only.
+        """
+        message, self._meeting = self._meeting, None
+        if message is None or self.reduction.alone:
+            return
+        message.meet()
+        present, name = torch.ones(1), f"{self.settings.tag}.present"
+        plain = dataclasses.replace(self.reduction, op=Average, compression=Compression.none)
+        plain.reduce(present, name)
+        if float(present) > 1 - 0.5 / self.reduction.workers:
+            self.check_position()
 
     def prepare_now(self) -> None:
         """Prepare the coming update, if that has not been done."""
@@ -384,10 +446,11 @@ class Engine(abc.ABC):
         if timeline.active is not None:
             timeline.active.end_backward()
         if not self.fresh:
-            self.admit()
+            self._begin_step()
         self._passes_done = [0] * len(self._passes_done)
         self._has_update = self.prepare()
         self.rounds += 1
+        _live.add(self)  # also one that another has replaced, and that is used all the same
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -45,7 +45,7 @@ def succeed(engine: Engine, strategy: Method) -> Engine:
     successor = _make(settings, strategy)
     residuals = engine.state().tensors
     if isinstance(engine, MergedGradientEngine) and isinstance(successor, PipeSGDEngine):
-        successor.load(State({"rounds": 0, "drains": 0}, residuals))
+        successor.load(State({"rounds": 0}, residuals))
     successor.held = engine.held
     return successor
 

@@ -59,8 +59,8 @@ def wait(handle: int) -> Any:
             raise
         raise HvdPipeError(
             "ranks have sent different things at the same step: on one of them alone parameters "
-            "have joined (add_param_group, requires_grad) or synchronize() was called without a "
-            f"backward pass. Do the same on every rank. Horovod says: {error}"
+            "have joined (add_param_group, requires_grad), a state was loaded, or synchronize() "
+            f"was called without a gradient. Do the same on every rank. Horovod says: {error}"
         ) from error
 
 

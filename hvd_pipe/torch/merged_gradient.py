@@ -140,7 +140,8 @@ class MergedGradientEngine(Engine):
             self._prepare()
         finally:
             self._drains = False
-        self.synchronized = True
+        # Where no rank had a gradient, the next ones, which may be set by hand, are to be sent.
+        self.synchronized = not self._buckets.all_drained
 
     def state(self) -> State:
         counters = {"plan": self.plan.to_json()} if self._planned and self.plan else {}

@@ -13,10 +13,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
+from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.buckets import BucketSet
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
 from hvd_pipe.torch.plans import default_groups
@@ -39,7 +41,6 @@ class PipeSGDEngine(Engine):
         self._warmup_steps = strategy.warmup_steps
         self._bucket_bytes = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
         self._predict = strategy.prediction
-        self._drains = 0
         self.build()
 
     def build(self) -> None:
@@ -52,10 +53,10 @@ class PipeSGDEngine(Engine):
         self._sets = [even, self._make("odd", like=even)]
         self._filling = self._sets[0]
         self._pending: BucketSet | None = None
-        self._said: dict[BucketSet, float] = {}
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
         self._ahead = Prediction(self.settings.parameters, self.settings.owner)
+        self._applied: list[torch.Tensor | None] = []
 
     def _make(self, suffix: str, like: BucketSet | None = None) -> BucketSet:
         keep_local = self._predict == "local"
@@ -76,11 +77,14 @@ class PipeSGDEngine(Engine):
     def note_scale(self, scale: float) -> None:
         self._scales[self._pending or self._filling] = scale
 
+    def position(self) -> Description:
+        pending = "nothing" if self._pending is None else "a gradient"
+        return [*super().position(), ("what is in flight", pending)]
+
     def prepare(self) -> bool:
         self._ahead.back()
-        self._said[self._filling] = float(self._drains % 2)
         self._scales.pop(self._filling, None)
-        self._filling.launch_rest(says=self._said[self._filling])
+        self._filling.launch_rest()
         if self.rounds < self._warmup_steps:
             self._wait(self._filling)
             return True
@@ -97,13 +101,19 @@ class PipeSGDEngine(Engine):
         self._leave_sparse_out()
         return True
 
+    def note_gradients(self) -> None:
+        if self._pending is not None and self._predict == "previous":
+            # The update may change gradients in place: SGD(nesterov=True, foreach=True) does.
+            gradients = (p.grad for p in self.settings.parameters)
+            self._applied = [None if g is None else g.detach().clone() for g in gradients]
+
     def after_update(self) -> None:
         super().after_update()
         if self._pending is None or self._predict == "none":
             return
-        parameters, scale = self.settings.parameters, None
+        scale = None
         if self._predict == "previous":
-            guess = [p.grad for p in parameters] if self._has_update else []
+            guess, self._applied = self._applied, []
         else:
             guess, scale = self._pending.local(), self._scales.get(self._pending)
             if self.reduction.op == Sum:
@@ -113,12 +123,22 @@ class PipeSGDEngine(Engine):
             self._ahead.lead(guess, scale or 1.0)
 
     def drain(self) -> None:
+        """Apply the pending gradient.
+
+        A rank on which no gradient was computed takes synchronize() before step() for the end of
+        training. So ranks meet under the name of a message that a rank which has a gradient sends.
+        """
         self._ahead.back()
+        if self._pending is not None and not self.reduction.alone:
+            self._pending.land()
+            self.next_message.meet()
+        self._apply_pending()
+
+    def _apply_pending(self) -> None:
         if self._pending is None:
             return
         due, self._pending = self._pending, None
         self._wait(due)
-        self._drains += 1
         scale = self.gradient_scale
         if scale is not None:
             if not are_finite(p.grad for p in self.settings.parameters if p.grad is not None):
@@ -128,13 +148,14 @@ class PipeSGDEngine(Engine):
         self.settings.owner.update()
 
     def after_join(self) -> None:
-        self.drain()
+        self._ahead.back()
+        self._apply_pending()
+        self.settings.owner.note_old()
         self._filling = self._sets[0]
-        self._drains = 0
         self.rounds = self._warmup_steps
 
     def state(self) -> State:
-        counters: dict[str, Any] = {"rounds": self.rounds, "drains": self._drains}
+        counters: dict[str, Any] = {"rounds": self.rounds}
         if self._pending is not None:
             self._pending.arrive()
         tensors = self._sets[0].residuals()
@@ -146,7 +167,7 @@ class PipeSGDEngine(Engine):
         return State(counters, tensors)
 
     def load(self, state: State) -> None:
-        self.rounds, self._drains = state.counters["rounds"], state.counters["drains"]
+        self.rounds = state.counters["rounds"]
         self._filling = self._sets[0]
         self._sets[0].restore_residuals(state.tensors)
         if "weights" in state.tensors:
@@ -154,7 +175,6 @@ class PipeSGDEngine(Engine):
         if "pending" in state.tensors:
             self._pending, self._filling = self._sets
             self._pending.restore(state.tensors["pending"])
-            self._said[self._pending] = 0.0
             if state.counters["scale"] is not None:
                 self._scales[self._pending] = state.counters["scale"]
 
@@ -165,25 +185,14 @@ class PipeSGDEngine(Engine):
             buckets.give_up()
             buckets.forget_residuals()
         self._pending = self._shown = None
-        self._said.clear()
         self._scales.clear()
-        self._filling, self._drains, self.rounds = self._sets[0], 0, 0
+        self._filling, self.rounds = self._sets[0], 0
 
     def _wait(self, due: BucketSet) -> None:
-        """Wait for an average and make it the gradient.
-
-        A rank on which no gradient was computed takes synchronize() before step() for the end of
-        training, and drains. Each rank sends whether it has, so that none goes on unequal.
-        """
+        """Wait for an average and make it the gradient."""
         due.wait()
         due.show()
         self._shown = due
-        if not due.all_said(self._said[due]):
-            raise HvdPipeError(
-                "ranks have not drained at the same steps: on some rank synchronize() came before "
-                "any gradient was computed in its step. Call backward() on every rank before "
-                "synchronize(), on an empty batch too (a loss times zero will do)."
-            )
 
     def _leave_sparse_out(self) -> None:
         """Make the free set anew, without room for what turned out to be sparse."""
@@ -204,7 +213,6 @@ class PipeSGDEngine(Engine):
             other.land()  # both sets share them
             name = f"{self.settings.tag}.residuals"
             fresh.restore_residuals(of_all_ranks(before.residuals(), self.reduction, name))
-        del self._said[before]
         if before in self._scales:
             self._scales[fresh] = self._scales.pop(before)
         self._sets[place] = self._filling = self._shown = fresh

@@ -37,7 +37,7 @@ class Prediction:
         """Move the weights by the update that ``guess / scale`` makes; gradients stay as they are.
 
         Args:
-            guess: One gradient a parameter, or None; read, not written.
+            guess: One gradient a parameter, or None; the optimizer may write to them.
             scale: The loss scale of the guess.
         """
         self._true = [value.clone() for value in self._values()]

@@ -3,8 +3,8 @@
 Each rank encodes the sums of its own slice of a bucket, and keeps the residual of that slice only
 (see `exchange`). With other buckets, a gradient's sum may be encoded by another rank::
 
-    rank 0   [ r0 |    ]                       rank 0   [ r0 r1 ]
-    rank 1   [    | r1 ]   -- sum over ranks -->  rank 1   [ r0 r1 ]   each then keeps its new slice
+    rank 0   [ r0 |    ]                       [ r0 r1 ]
+    rank 1   [    | r1 ]   --sum over ranks--> [ r0 r1 ]   each then keeps its new slice
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ def _is_on(tensor: torch.Tensor | None, device: torch.device) -> bool:
 
 
 def _split(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return flat.split([part.numel() for part in parts])
+    return torch.split(flat, [part.numel() for part in parts])

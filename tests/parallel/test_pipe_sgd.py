@@ -10,10 +10,24 @@ import pytest
 import workers_pipe_sgd
 from cases import of_case
 from cells import Cell
+from problem import OPTIMIZERS, STEPS, Weights, loss_of, make_model
 from ranks import once, run_ranks
-from workers_pipe_sgd import CLEAR, CLIP, STRATEGIES, WARMUP, Applied, Clipped, expected
+from serial import make_workers
+from workers_pipe_sgd import (
+    BY_HAND,
+    CLEAR,
+    CLIP,
+    PATTERNS,
+    STRATEGIES,
+    WARMUP,
+    WAYS,
+    Applied,
+    Clipped,
+    expected,
+)
 
 results = once(lambda: run_ranks(2, workers_pipe_sgd.run))
+restarted = once(lambda: run_ranks(2, workers_pipe_sgd.run_started_again))
 
 
 def test_each_gradient_is_applied_exactly_once() -> None:
@@ -54,4 +68,50 @@ def test_clipping_sees_the_gradient_that_is_applied() -> None:
 def test_gradients_may_be_cleared_in_any_way(strategy: str, way: str) -> None:
     trajectory = Cell(strategy, "momentum").expected(2)
     for rank, weights in enumerate(of_case(results(), (strategy, way))):
+        np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)
+
+
+def drained_twice(strategy: str) -> Weights:
+    """All workers' weights in a run that is drained in the middle and at its end."""
+    workers = make_workers(strategy, 2, make_model, OPTIMIZERS["momentum"])
+    for step in range(STEPS):
+        workers.backward(loss_of, step)
+        workers.step()
+        workers.record()
+        if step in (STEPS // 2, STEPS - 1):
+            workers.synchronize()
+            workers.record()
+    return workers.trajectory
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", BY_HAND)
+def test_gradients_may_be_set_by_hand(strategy: str, way: str, pattern: str) -> None:
+    """synchronize() heard of hooks only. Pipe-SGD drained, and then sent again what it had just
+    applied: the first gradient was applied for ever. CoCoD averaged models in every step, and
+    merged-gradient applied each rank's own gradient after a drain.
+    """
+    trajectory = drained_twice(strategy)
+    for rank, weights in enumerate(of_case(results(), (strategy, way, pattern))):
+        np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", BY_HAND[1:])
+def test_gradients_that_nobody_can_see_are_refused(strategy: str) -> None:
+    """A write by ``.data`` counts no version: what was applied before was applied again."""
+    for said in of_case(results(), ("data", strategy)):
+        assert "synchronize() found no new gradient" in said
+
+
+@pytest.mark.parametrize("case", ["copied", "started again"])
+@pytest.mark.parametrize("strategy", BY_HAND)
+def test_a_new_engine_knows_what_was_applied(strategy: str, case: str) -> None:
+    """After hvd.shutdown() and hvd.init(), Pipe-SGD took a gradient that it had applied for a new
+    one, sent it again and dropped the pending one.
+    """
+    trajectory = drained_twice(strategy)
+    again = case == "started again"
+    ranks = of_case(restarted(), strategy) if again else of_case(results(), (case, strategy))
+    for rank, weights in enumerate(ranks):
         np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)

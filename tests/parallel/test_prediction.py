@@ -26,10 +26,19 @@ import numpy.typing as npt
 import pytest
 import workers_prediction
 from cases import of_case
-from problem import OPTIMIZERS, loss_of, make_model
+from problem import loss_of, make_model
 from ranks import once, run_ranks
 from serial import make_workers
-from workers_prediction import CELLS, CENTRES, FACTORS, MOMENTA, PREDICTIONS, STEPS, Cell
+from workers_prediction import (
+    CELLS,
+    CENTRES,
+    FACTORS,
+    MOMENTA,
+    OPTIMIZERS,
+    PREDICTIONS,
+    STEPS,
+    Cell,
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -108,7 +117,11 @@ def simulate(cell: Cell) -> tuple[Array, Array]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_trajectory(cell: Cell) -> None:
-    """Gradients are computed at the predicted weights, and the true ones come back."""
+    """Gradients are computed at the predicted weights, and the true ones come back.
+
+    The guess "previous" was the gradient as the update had left it: SGD with ``nesterov`` and
+    ``foreach`` adds the momentum to it, in place.
+    """
     weights, _ = simulate(cell)
     for rank, actual in enumerate(of_case(results(), cell)):
         np.testing.assert_allclose(actual["weights"], weights[rank], rtol=0, atol=1e-12)

@@ -73,7 +73,7 @@ def test_adasum_on_channels_last() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_inspects_the_optimizer(strategy: str) -> None:
-    """`_step_supports_amp_scaling` averaged gradients for whoever read it: a debugger hung the job."""
+    """`_step_supports_amp_scaling` averaged gradients for any reader: a debugger hung the job."""
     first, second = of_case(results(), ("inspected", strategy))
     np.testing.assert_array_equal(first, second)
 
@@ -131,3 +131,13 @@ def test_join_is_refused_where_horovod_would_crash(
     case = workers_regressions.joined, strategy, compression, sparse
     for said in run_ranks(2, *case, timeout=60):
         assert "hvd.join() needs dense gradients" in said
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_a_state_that_one_rank_alone_has_loaded(strategy: str, before: int) -> None:
+    """Pipe-SGD sent its odd set where others sent the even one, and the job hung; CoCoD's rounds
+    ended at different steps on each rank.
+    """
+    for said in run_ranks(2, workers_regressions.loaded_alone, strategy, before, timeout=60):
+        assert "ranks have sent different things" in said

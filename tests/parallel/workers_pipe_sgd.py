@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from cases import Raised, run_cases
-from problem import OPTIMIZERS, STEPS, Weights, make_model, train
+from problem import OPTIMIZERS, STEPS, Weights, loss_of, make_model, train, weights_of
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -143,7 +147,120 @@ CLEAR: dict[str, Callable[[nn.Module, Any], None]] = {
     "model, to zero": lambda model, _: model.zero_grad(set_to_none=False),
     "by hand": _by_hand,
 }
+
+
+def by_hand(strategy: str, way: str, pattern: str) -> Weights:
+    """Gradients that no hook hears of; drained in the middle and at the end of training."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    records = []
+    for step in range(STEPS):
+        set_gradients(model, optimizer, way, step)
+        if pattern == "step":
+            optimizer.step()
+        else:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        records.append(weights_of(model))
+        if step in (STEPS // 2, STEPS - 1):
+            if way == "in place":
+                model.zero_grad(set_to_none=False)
+            optimizer.synchronize()
+            records.append(weights_of(model))
+    return np.array(records)
+
+
+def set_gradients(model: nn.Module, optimizer: Any, way: str, step: int) -> None:
+    parameters = list(model.parameters())
+    loss = loss_of(model, hvd.rank(), step)
+    if way == "mixed":  # a hook hears of the first layer, or of nothing
+        optimizer.zero_grad()
+        first = 2 if step % 2 else 0
+        gradients = list(torch.autograd.grad(loss, parameters, retain_graph=True))
+        if first:
+            loss.backward(inputs=parameters[:first])
+        for parameter, gradient in zip(parameters[first:], gradients[first:], strict=True):
+            parameter.grad = gradient
+        return
+    gradients = list(torch.autograd.grad(loss, parameters))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if way == "in place" and parameter.grad is not None:
+            parameter.grad.copy_(gradient)
+        else:
+            parameter.grad = gradient
+
+
+def by_data(strategy: str) -> str:
+    """Gradients are written where nobody can see it."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    for step in range(4):
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss_of(model, hvd.rank(), step), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.data.copy_(gradient)
+        optimizer.synchronize()
+        try:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        except hvd.HvdPipeError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def started_again(strategy: str) -> Weights:
+    """Horovod ends and starts anew in mid-run, and the optimizer is drained first thing."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    records = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        records.append(weights_of(model))
+        if step in (STEPS // 2, STEPS - 1):
+            hvd.shutdown()
+            hvd.init()
+            optimizer.synchronize()
+            records.append(weights_of(model))
+    return np.array(records)
+
+
+def copied(strategy: str) -> Weights:
+    """The copy of an optimizer is drained first thing."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    records = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        records.append(weights_of(model))
+        if step in (STEPS // 2, STEPS - 1):
+            model, optimizer = copy.deepcopy((model, optimizer))
+            optimizer.synchronize()
+            records.append(weights_of(model))
+    return np.array(records)
+
+
 STRATEGIES = ["merged-gradient", "pipe-sgd:warmup_steps=5", "cocod:period=3,warmup_steps=4"]
+
+
+BY_HAND = ["merged-gradient", "pipe-sgd", "pipe-sgd:warmup_steps=5", "cocod:period=3"]
+WAYS = ("assigned", "in place", "mixed")
+PATTERNS = ("step", "synchronize")
 
 
 def run() -> dict[Any, Any | Raised]:
@@ -152,4 +269,18 @@ def run() -> dict[Any, Any | Raised]:
     for strategy in STRATEGIES:
         for way, clear in CLEAR.items():
             cases[strategy, way] = partial(cleared, strategy, clear)
+    for strategy in BY_HAND:
+        for way in WAYS:
+            for pattern in PATTERNS:
+                cases[strategy, way, pattern] = partial(by_hand, strategy, way, pattern)
+        cases["copied", strategy] = partial(copied, strategy)
+    for strategy in BY_HAND[1:]:
+        cases["data", strategy] = partial(by_data, strategy)
     return run_cases(cases)
+
+
+def run_started_again() -> dict[str, Weights | Raised]:
+    importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
+    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
+    hvd.init()
+    return run_cases({strategy: partial(started_again, strategy) for strategy in BY_HAND})

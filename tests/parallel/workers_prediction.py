@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from cases import Raised, run_cases
-from problem import OPTIMIZERS, loss_of, make_model, weights_of
+from problem import OPTIMIZERS as COMMON
+from problem import loss_of, make_model, weights_of
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -51,7 +52,20 @@ CELLS = [
     for warmup in (0, 5)
     for options in ({}, {"passes": 2}, {"drains": (3, 8, 9)})
 ]
-STATES = {"momentum": ("momentum_buffer",), "adam": ("exp_avg", "exp_avg_sq", "step")}
+CELLS += [Cell(prediction, "nesterov") for prediction in ("local", "previous")]
+STATES = {
+    "momentum": ("momentum_buffer",),
+    "nesterov": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq", "step"),
+}
+
+
+def _nesterov(model: nn.Module) -> Optimizer:
+    """One that changes gradients in place."""
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+
+
+OPTIMIZERS = {**COMMON, "nesterov": _nesterov}
 
 
 def state_of(optimizer: Optimizer, kind: str) -> Array:

@@ -270,6 +270,7 @@ def replanned() -> tuple[Weights, Weights]:
         compression=hvd.Int8(error_feedback=True),
         groups=[list(model.parameters())],
     )
+    torch.manual_seed(hvd.rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 40)).square().mean().backward()
@@ -324,6 +325,33 @@ def sparse_sets() -> int:
     gc.collect()
     found = [o for o in gc.get_objects() if isinstance(o, BucketSet)]
     return sum(o._parameters[0] is parameters[0] for o in found)
+
+
+def loaded_alone(strategy: str, before: int) -> str:
+    """Rank 0 alone loads a state, and nobody broadcasts it."""
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    for number in range(4):
+        step(model, optimizer, number)
+    state = copy.deepcopy(optimizer.state_dict())
+    if not before:
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+        )
+    for number in range(before):
+        step(model, optimizer, number)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    try:
+        for number in range(STEPS):
+            step(model, optimizer, number)
+        optimizer.synchronize()
+    except hvd.HvdPipeError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
