@@ -9,21 +9,19 @@ installed goes into an environment in the output folder, over the Python that ha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,10 @@ import build_horovod as recipe
 from steps import SetupError, say
 
 import page
+from job import ROOT, Kit, SectionError
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 SHARED = ("multi-rank", "host-id", "host")
-"""How two ranks may share a GPU, best first; see `Kit.ways`."""
-
-
-class SectionError(Exception):
-    """A section cannot be carried out; the message says why."""
+"""How two ranks may share a GPU, best first; see `ways`."""
 
 
 @dataclass(frozen=True)
@@ -54,152 +47,6 @@ class Section:
     job: Callable[[Kit, float], list[dict[str, Any]]]
     needs: str | None = None
     """The section without which there is nothing to look at."""
-
-
-@dataclass
-class Kit:
-    """What the sections share."""
-
-    out: Path
-    cpu: bool
-    scale: float
-    log: Path
-    way: str = "none"
-    """How two ranks share the GPU, once a probe has shown that they do."""
-    state: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def python(self) -> Path:
-        return self.out / "venv" / "bin" / "python"
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.cpu else "cuda"
-
-    def environment(self) -> dict[str, str]:
-        """Return what commands run under: this environment's programs, before its parent's."""
-        folders = [str(self.python.parent), str(Path(sys.executable).parent)]
-        return {
-            **os.environ,
-            "PATH": os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)]),
-            "HVD_PIPE_CACHE": os.environ.get("HVD_PIPE_CACHE", str(self.out / "cache")),
-            "PYTHONUNBUFFERED": "1",
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
-            # A pool of compilers takes longer to start than these small models to compile.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
-        }
-
-    def run(self, command: Sequence[object], limit_s: float, **more: str) -> str:
-        """Run a command to its end and return what it printed.
-
-        Raises:
-            SectionError: It failed, or was stopped at the limit with all that it had started.
-        """
-        words = [str(word) for word in command]
-        with self.log.open("a") as log:
-            log.write(f"\n$ {' '.join(words)}\n")
-            log.flush()
-            begin = log.tell()
-            process = subprocess.Popen(
-                words,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**self.environment(), **more},
-                cwd=ROOT,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = process.wait(max(1.0, limit_s))
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)
-        said = self.log.read_bytes()[begin:].decode(errors="replace")
-        if code is None:
-            raise SectionError(f"stopped after {limit_s:.0f} s, when its time was over")
-        if code != 0:
-            raise SectionError(f"ended with {code}: {_last_words(said)}")
-        return said
-
-    def ranks(
-        self, section: str, ranks: int, limit_s: float, label: str = "", **more: str
-    ) -> list[dict[str, Any]]:
-        """Run a section of rank.py on some ranks; return what each job found on all of them."""
-        name = re.sub(r"\W+", "-", f"{section}-{ranks}-{label}").strip("-")
-        result = self.out / "results" / f"{name}.json"
-        result.parent.mkdir(exist_ok=True)
-        for old in result.parent.glob(f"{result.stem}.*"):
-            old.unlink()
-        if ranks > 1:
-            more = {**self.sharing(self.way), **more}
-        more["KIT_STORE"] = str(result.with_suffix(".store"))
-        horovodrun = self.python.with_name("horovodrun")
-        command = [horovodrun, "-np", ranks, "--gloo", self.python, HERE / "rank.py", section]
-        small = ["--small"] if self.cpu else []
-        trouble = None
-        try:
-            self.run([*command, "--out", result, "--device", self.device, *small], limit_s, **more)
-        except SectionError as error:
-            trouble = error
-        rows = joined([_read(result.with_suffix(f".{rank}.json")) for rank in range(ranks)])
-        for row in rows:
-            row["name"] = f"{label}{row['name']}"
-        if trouble is not None:
-            rows.append({"name": f"{label}{section}", "good": False, "text": str(trouble)})
-        return rows
-
-    def sharing(self, way: str) -> dict[str, str]:
-        """Return the variables with which two ranks share a GPU."""
-        return {
-            "multi-rank": {"KIT_RANKS_ON_A_GPU": "multi-rank", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
-            "host-id": {"KIT_RANKS_ON_A_GPU": "host-id"},
-            "host": {
-                "KIT_RANKS_ON_A_GPU": "host",
-                "PYTHONPATH": str(self.out / "staged"),
-            },
-        }.get(way, {})
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what a command has left behind: it has a process group of its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(8)  # horovodrun ends its ranks, which have groups of their own
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _last_words(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\b\w*(Error|error)\b", line)]
-    return (errors or lines or ["nothing was printed"])[-1][:300]
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def joined(ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return each job once: the first rank's, or that of a rank which says that it is not good.
-
-    A job that some rank has no result of is not good.
-    """
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for rows in ranks:
-        for row in rows:
-            by_name.setdefault(row["name"], []).append(row)
-    found = []
-    for name, rows in by_name.items():
-        bad = [row for row in rows if row["good"] is False]
-        row = dict((bad or rows)[0])
-        if len(rows) < len(ranks) and not bad:
-            row |= {"good": False, "text": f"only {len(rows)} of {len(ranks)} ranks finished it"}
-        row["name"] = name
-        found.append(row)
-    return found
 
 
 # Each section returns rows of {"name", "good", "text"}; it raises SectionError where it must stop.
@@ -318,7 +165,8 @@ def cuda_variables(kit: Kit) -> dict[str, str]:
 def doctor(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
     """``hvd-pipe doctor``, as a user runs it; it must name nothing that stops training."""
     try:
-        said = kit.run([kit.python.with_name("hvd-pipe"), "doctor", "--json"], limit_s)
+        program = "from hvd_pipe.cli.main import main; main()"  # a checkout has no such command
+        said = kit.run([kit.python, "-c", program, "doctor", "--json"], limit_s)
     except SectionError as error:
         said = kit.log.read_text()[kit.log.read_text().rindex("\n$ ") :]
         if '"rows"' not in said:

@@ -22,6 +22,7 @@ KIT = ROOT / "docker" / "gpu_kit"
 sys.path[:0] = [str(KIT), str(ROOT / "docker")]
 try:
     import bundle
+    import job
     import kit
     import page
     import profile_events
@@ -48,20 +49,22 @@ def test_the_archive_holds_the_kit_and_what_its_checks_import(tmp_path: Path) ->
     top = tmp_path / bundle.TOP
     assert (top / "wheels" / "x-1-py3-none-any.whl").exists()
     assert os.access(top / "docker" / "gpu_check.sh", os.X_OK)
-    # The kit and the reference must load from there, without the rest of the checkout.
-    modules = "import kit, page, profile_events, rank, checks, measures"
-    program = f"import sys; sys.argv = ['x']; {modules}; print(checks.__file__)"
-    paths = [top / "docker" / "gpu_kit", top / "tests" / "parallel", top, ROOT]
-    answer = subprocess.run(
-        [sys.executable, "-c", program],
+    # A rank loads its sections and the reference from there, without the rest of the checkout.
+    (tmp_path / "hvd_pipe").symlink_to(ROOT / "hvd_pipe")  # as its wheel would be installed
+    rank = [top / "docker" / "gpu_kit" / "rank.py", "probe", "--device=cpu", "--small"]
+    subprocess.run(
+        [sys.executable, *rank, f"--out={tmp_path / 'found.json'}"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
+        env={**os.environ, "PYTHONPATH": os.fspath(tmp_path)},
+        check=True,
         timeout=200,
     )
-    assert answer.stdout.strip() == str(top / "docker" / "gpu_kit" / "checks.py"), answer.stderr
+    (found,) = json.loads((tmp_path / "found.0.json").read_text())
+    assert (found["name"], found["good"], found["text"]) == (
+        "all-reduce",
+        True,
+        "the sum of 1 ranks",
+    )
 
 
 def test_an_archive_that_is_too_large_is_refused(
@@ -134,11 +137,11 @@ def test_a_section_may_use_what_others_have_left(
 ) -> None:
     limits: list[float] = []
 
-    def job(_: kit.Kit, limit_s: float) -> list[dict[str, Any]]:
+    def records(_: kit.Kit, limit_s: float) -> list[dict[str, Any]]:
         limits.append(limit_s)
         return []
 
-    sections = [kit.Section(name, name, 200, job) for name in "abcd"]
+    sections = [kit.Section(name, name, 200, records) for name in "abcd"]
     monkeypatch.setattr(kit, "SECTIONS", sections)
     kit.carry_out(made(tmp_path), 10)
     assert [round(limit, -2) for limit in limits] == [200, 400, 600, 600]
@@ -182,7 +185,7 @@ def test_how_two_ranks_may_share_a_gpu(
 def test_a_result_is_good_only_if_it_is_on_every_rank() -> None:
     first = [row("a", True), row("b", True), row("c", None), row("d", True)]
     second = [row("a", True), row("b", False), row("c", None)]
-    rows = {each["name"]: each for each in kit.joined([first, second])}
+    rows = {each["name"]: each for each in job.joined([first, second])}
     assert {name: each["good"] for name, each in rows.items()} == {
         "a": True,
         "b": False,
