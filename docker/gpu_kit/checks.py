@@ -69,7 +69,8 @@ def equations(place: Place) -> dict[str, Job]:
             if side and place.small and cell.optimizer != "momentum":
                 continue  # a CPU has no streams: no need to do it all again
             jobs[f"{cell} ({where})"] = partial(_equation, place, cell, side)
-        for codec in (BF16(), Int8(), Int8(error_feedback=True)):
+        # One process exchanges nothing.
+        for codec in (BF16(), Int8(), Int8(error_feedback=True)) if hvd.size() > 1 else ():
             jobs[f"exchange of {codec!r} ({where})"] = partial(_exchange, place, codec, side)
         for strategy in ("merged-gradient:plan=single", "pipe-sgd:bucket_bytes=1000000"):
             for codec in (BF16(), Int8()):
@@ -113,7 +114,7 @@ def _near(
     equal = float(np.mean(mine == wanted))
     good = bool(np.all(away <= step * 1.01)) if place.cuda else equal == 1.0
     found = {"equal": equal, "away": float(away.max()), "step": step}
-    return Found(good, f"{equal:.2%} of the bits' values equal, {away.max():.1e} away", found)
+    return Found(good, f"{equal:.2%} of the values equal, {away.max():.1e} away", found)
 
 
 def _step_of(codec: Codec, values: Sequence[npt.NDArray[np.float32]]) -> float:
@@ -123,8 +124,6 @@ def _step_of(codec: Codec, values: Sequence[npt.NDArray[np.float32]]) -> float:
 
 
 def _exchange(place: Place, codec: Codec, side: bool, numel: int = 100_003) -> Found:
-    if hvd.size() == 1:
-        return Found(None, "one process exchanges nothing")
     noise = [np.random.default_rng(rank) for rank in range(hvd.size())]
     values = [each.standard_normal(numel).astype(np.float32) for each in noise]
     with in_stream(place, side):

@@ -96,11 +96,12 @@ def name_this_host() -> str:
     """Give this machine's own name an address, which Gloo asks for; say what was done."""
     name = socket.gethostname()
     try:
-        return f"{name} is {socket.gethostbyname(name)}"
+        socket.gethostbyname(name)
+        return "resolves"
     except OSError:
         with Path("/etc/hosts").open("a") as hosts:
             hosts.write(f"127.0.0.1 {name}\n")
-        return f"{name} was unknown: added to /etc/hosts"
+        return "was unknown: added to /etc/hosts"
 
 
 def machine(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
@@ -108,7 +109,10 @@ def machine(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
     asked = kit.run([kit.python, "-c", ASK_TORCH], limit_s)
     found = json.loads(asked.strip().splitlines()[-1])
     kit.state |= {name: str(value) for name, value in found.items()}
-    found |= {"python": platform.python_version(), "system": platform.platform()}
+    found |= {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
     found |= {"cpus": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
     if not kit.cpu and not found["gpus"]:
         raise SectionError(
@@ -135,9 +139,10 @@ def build(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
     """Horovod with Gloo, and with NCCL on a GPU, by docker/build_horovod.py."""
     begun = time.monotonic()
     kind = [] if kit.cpu else ["--cuda"]
-    kit.run(recipe_command(kit, *kind), limit_s, **cuda_variables(kit))
+    said = kit.run(recipe_command(kit, *kind), limit_s, **cuda_variables(kit))
     taken = time.monotonic() - begun
-    text = f"{'Gloo' if kit.cpu else 'NCCL and Gloo'}, PyTorch only, {taken:.0f} s"
+    how = "installed from the cache" if "cached wheel" in said else "built and installed"
+    text = f"{'Gloo' if kit.cpu else 'NCCL and Gloo'}, PyTorch only: {how} in {taken:.0f} s"
     return [{"name": "Horovod", "good": True, "text": text, "seconds": taken}]
 
 
@@ -177,11 +182,16 @@ def doctor(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
         {
             "name": f"{row['section']}: {row['name']}",
             "good": row["good"] if row["required"] else (row["good"] or None),
-            "text": f"{row['found']} {row['todo'] or ''}".strip(),
+            "text": _told(row, kit.out),
         }
         for row in rows
     ]
     return [*found, {"name": "doctor", "good": answer["good"], "text": "training can run here"}]
+
+
+def _told(row: dict[str, Any], out: Path) -> str:
+    todo = row["todo"] if row["good"] is False and row["required"] else ""
+    return f"{row['found']} {todo or ''}".replace(f"{out}{os.sep}", "").strip()
 
 
 def share(kit: Kit, limit_s: float) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ class Task:
     def __init__(self, name: str, place: Place) -> None:
         torch.manual_seed(5)
         self.place = place
-        if name == "ResNet-50":
+        if name != "transformer":
             self.model: nn.Module = zoo.build("resnet18" if place.small else "resnet50")
             size = (4, 3, 64, 64) if place.small else (64, 3, 224, 224)
             self.x = torch.randn(size)
@@ -211,7 +211,7 @@ def speed(place: Place) -> dict[str, Job]:
     contestants = (PLAIN, STOCK, DDP, *STRATEGIES)
     return {
         f"{model}, {who}": partial(_speed, place, model, who)
-        for model in ("ResNet-50", "transformer")
+        for model in ("ResNet-18, 64x64" if place.small else "ResNet-50", "transformer")
         for who in contestants
     }
 
@@ -235,8 +235,7 @@ def _speed(place: Place, model: str, who: str) -> Found:
     seconds = (time.perf_counter() - begun) / steps
     _finish(optimizer, who)
     rate = task.items * hvd.size() / seconds
-    what = "images" if model == "ResNet-50" else "sequences"
-    text = f"{rate:.1f} {what}/s on {hvd.size()} rank(s)"
+    text = f"{rate:.1f} {'sequences' if model == 'transformer' else 'images'}/s"
     return Found(None, text, {"per_second": rate, "step_s": seconds, "ranks": hvd.size()})
 
 
