@@ -68,11 +68,11 @@ class CoCoDEngine(Engine):
         if not self._warmup_steps:
             return Due(gradients)
         reduction, tag = self.settings.reduction, self.settings.tag
-        step = timeline.current()
+        step, weigh = timeline.current(), self._parts[0].average.weigh
 
         def averaged() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
             flats = [
-                reduction.reduce(flat, f"{tag}.warmup.{i}")
+                reduction.reduce(weigh(flat), f"{tag}.warmup.{i}")
                 for i, flat in enumerate(self._warmup.pack(gradients))
             ]
             return flats, [] if step is None else step.part()

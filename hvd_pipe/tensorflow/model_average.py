@@ -76,6 +76,10 @@ class ModelAverage:
         self._anchor: list[tf.Tensor] = []
         self._velocity: list[tf.Tensor] = []
 
+    def weigh(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return what this rank sends so that a plain mean over the ranks is the weighted one."""
+        return flat if self._factor == 1.0 else flat * tf.cast(self._factor, flat.dtype)
+
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
         self._start = [tf.identity(flat) for flat in flats]
@@ -224,7 +228,7 @@ class ModelAverage:
         @tf.function  # type: ignore[untyped-decorator]
         def average(*flats: tf.Tensor) -> list[tf.Tensor]:
             return [
-                reduction.reduce(flat * tf.cast(self._factor, flat.dtype), f"{kind}.{i}", feedback)
+                reduction.reduce(self.weigh(flat), f"{kind}.{i}", feedback)
                 for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
             ]
 

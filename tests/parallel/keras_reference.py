@@ -100,8 +100,9 @@ class Workers:
                 each.assign(average)
 
 
-def mean(vectors: list[Vectors]) -> Vectors:
-    return [np.mean(column, axis=0) for column in zip(*vectors, strict=True)]
+def mean(vectors: list[Vectors], weights: tuple[float, ...] | None = None) -> Vectors:
+    columns = zip(*vectors, strict=True)
+    return [np.average(np.array(column), axis=0, weights=weights) for column in columns]
 
 
 class Rounds:
@@ -114,7 +115,7 @@ class Rounds:
         self.clamped = 0
 
     def finish(self, starts: list[Vectors], ends: list[Vectors]) -> list[Vectors]:
-        alpha, average = self.method.pull_back, mean(starts)
+        alpha, average = self.method.pull_back, mean(starts, self.method.weights)
         z = average if alpha is None else self._anchors(average)
         found = []
         for start, end in zip(starts, ends, strict=True):
@@ -165,6 +166,7 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
     started: list[Vectors] = []
     true: list[Vectors] = []
     local = 0
+    average = functools.partial(mean, weights=getattr(method, "weights", None))
     for step in range(STEPS // workers.steps):
         mine = workers.gradients(step)
         records += [[weights_of(model) for model in workers.models]] * (workers.steps - 1)
@@ -174,7 +176,7 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
             if pending is not None:
                 workers.update([pending] * n)
             guess = {"local": mine, "previous": pending and [pending] * n}.get(method.prediction)
-            pending = mean(mine)
+            pending = average(mine)
             if guess:
                 true = workers.lead(guess)
         elif rounds is not None and step >= rounds.method.warmup_steps:
@@ -186,14 +188,14 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
                 workers.move(rounds.finish(started, workers.positions()))
                 started = workers.positions()
         else:
-            workers.update([mean(mine)] * n)
+            workers.update([average(mine)] * n)
         records.append([weights_of(model) for model in workers.models])
     if true:
         workers.move(true)
     if pending is not None:
         workers.update([pending] * n)
     if rounds is not None:
-        workers.move([mean(workers.positions())] * n)
+        workers.move([average(workers.positions())] * n)
         workers.average_moving_averages()
     for model, each in zip(workers.models, workers.optimizers, strict=True):
         each.finalize_variable_values(model.trainable_variables)

@@ -47,6 +47,9 @@ CASES += [
 
 # On four ranks one of the three ways to run a step: the others differ in TensorFlow alone.
 ON_RANKS = [(n, case) for n in (1, 2, 4) for case in CASES if n < 4 or case[0] == "fit"]
+# Batches of unlike size: the warm-up took a plain mean of the gradients.
+WEIGHTED = "cocod:period=3,warmup_steps=4,weights=3/1"
+ON_RANKS += [(2, ("fit", WEIGHTED, "momentum"))]
 
 expected = keras_reference.trajectory
 trajectories = once(
@@ -97,7 +100,9 @@ def test_the_equations_can_be_told_apart() -> None:
     def spread(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
         return float(np.abs(a - b).max())
 
-    found = [expected(2, name, "momentum") for name in ("merged-gradient", *STRATEGIES[3:])]
+    found = [
+        expected(2, name, "momentum") for name in ("merged-gradient", *STRATEGIES[3:], WEIGHTED)
+    ]
     for i, one in enumerate(found):
         for other in found[i + 1 :]:
             assert spread(one[:, :-1], other[:, :-1]) > 1e-3
