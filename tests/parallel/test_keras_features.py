@@ -9,7 +9,10 @@ import pytest
 import workers_keras_features as features
 from cases import of_case
 from ranks import once, run_ranks
+from test_exchange import emulated
 from workers_keras_features import CODECS, EXACT, MOMENTA, STEPS, UPDATES
+
+from hvd_pipe.torch.compression import Int8
 
 N = 2
 MEAN = 1.5  # of rank + 1 over the ranks
@@ -96,6 +99,20 @@ def test_compression_loses_little(codec: str, strategy: str) -> None:
         ranks_of(f"compressed {name} {strategy}")[0]["weights"] for name in ("none", codec)
     )
     assert 1e-9 < np.abs(found - exact).max() < 0.05
+
+
+def test_coded_averages_are_those_of_two_phases() -> None:
+    """Ranks encode, slices are summed and encoded again, and what is lost is added next time.
+
+    Up to rounding, by which a few values may lie a step of the code apart.
+    """
+    lost = np.zeros((N + 1, features.CODED), np.float32)
+    found = [each["rounds"] for each in ranks_of("coded")]
+    for number in range(features.CODED_ROUNDS):
+        mine = [features.coded_values(rank, number) for rank in range(N)]
+        wanted = emulated(Int8(chunk=16, error_feedback=True), mine, lost=lost)
+        for rounds in found:
+            assert np.mean(np.abs(rounds[number] - wanted) > 1e-5) < 0.01
 
 
 @pytest.mark.parametrize(

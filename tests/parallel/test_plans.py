@@ -15,6 +15,7 @@ from workers_merged_gradient import SWITCH
 from workers_plans import BUCKETS, PLANS, Buckets, Plans
 
 TENSORS = 6  # of the model
+SLOW_S = TENSORS * workers_plans.PAUSE_S  # at least, until the slow rank has its last gradient
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,12 @@ def test_the_default_plan_ends_as_the_exact_one(results: Any, case: str) -> None
         assert rank.plans[0].method != "exact"
         assert rank.plans[29].method == rank.plans[-1].method == "exact"
         assert rank.plans[-1].predicted_s > 0
+
+
+def test_the_slowest_ranks_times_count(results: Any) -> None:
+    """A bucket leaves when the last rank has filled it; rank 0, which plans, is not that rank."""
+    for rank in of_case(part(results, 1), "a slow rank"):
+        assert rank.plans[-1].predicted_s > 0.9 * SLOW_S
 
 
 @pytest.mark.parametrize("case", ["even", "a slow rank"])

@@ -127,6 +127,14 @@ def test_trajectory(cell: Cell) -> None:
         np.testing.assert_allclose(actual["weights"], weights[rank], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("prediction", PREDICTIONS[1:])
+def test_a_guess_has_its_own_loss_scale(prediction: str) -> None:
+    """Scales are powers of two, so weights are those of a run without one."""
+    weights, _ = simulate(Cell(prediction, "momentum"))
+    for rank, actual in enumerate(of_case(results(), f"scaled {prediction}")):
+        np.testing.assert_allclose(actual, weights[rank], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_optimizer_knows_of_true_updates_only(cell: Cell) -> None:
     _, states = simulate(cell)

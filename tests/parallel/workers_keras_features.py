@@ -17,10 +17,12 @@ from keras_problem import BATCH, batch, loss_of, make_model, weights_of
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.tensorflow.reduction import Reduction
 
 Found = dict[str, Any]
 
 STEPS = 12
+CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds
 
 
 def data(rank: int, steps: int = STEPS) -> tuple[Any, Any]:
@@ -216,6 +218,25 @@ def compressed(name: str, strategy: str) -> Found:
     x, y = data(hvd.rank())
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     return {"weights": weights_of(model)}
+
+
+def coded() -> Found:
+    """A buffer that is averaged round after round, by a codec that keeps what it has lost."""
+    codec = hvd.Int8(chunk=16, error_feedback=True)
+    reduction = Reduction(compression=codec)
+    feedback = reduction.feedback(CODED)
+
+    @tf.function
+    def average(flat: Any) -> Any:
+        return reduction.reduce(flat, "coded", feedback)
+
+    rounds = [tf.constant(coded_values(hvd.rank(), number)) for number in range(CODED_ROUNDS)]
+    return {"rounds": [average(each).numpy() for each in rounds]}
+
+
+def coded_values(rank: int, number: int) -> Any:
+    """What a rank has in a round, float32."""
+    return np.random.default_rng([rank, number]).standard_normal(CODED).astype(np.float32)
 
 
 def one_update(**arguments: Any) -> Found:
@@ -431,6 +452,7 @@ CASES = {
     "embedding dense": (embedding, "merged-gradient", True),
     "embedding pipe-sgd": (embedding, "pipe-sgd", False),
     **{f"compressed {name} {s}": (compressed, name, s) for name in CODECS for s in EXACT},
+    "coded": (coded,),
     "local": (local_variable,),
     "groups": (in_groups, 2),
     "beginnings": (unlike_beginnings,),

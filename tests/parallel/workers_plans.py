@@ -16,6 +16,7 @@ from workers_merged_gradient import SWITCH, Branches, branches_loss
 import hvd_pipe.torch as hvd
 import hvd_pipe.torch.reduction
 
+PAUSE_S = 0.004  # before each gradient of a slow rank
 AFTER_SWITCH = 100  # steps within which another order of gradients must have led to another plan
 
 
@@ -95,7 +96,7 @@ def plans_of(
     optimizer = wrap(model, strategy)
     if hvd.rank() == slow_rank:
         for p in model.parameters():
-            p.register_hook(lambda _: time.sleep(0.004))
+            p.register_hook(lambda _: time.sleep(PAUSE_S))
     noted = _PlanEachStep(optimizer)
     weights = train(model, noted, hvd.rank(), loss=loss, steps=steps)
     return Plans(weights, noted.plans)

@@ -115,6 +115,26 @@ def trajectory(cell: Cell) -> dict[str, Any]:
     return {"weights": np.array(weights), "states": np.array(states), "hooks": hooks}
 
 
+def scaled(prediction: str) -> Array:
+    """The weights as `trajectory` has them, with gradients of a scaled loss."""
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        strategy=f"pipe-sgd:prediction={prediction}",
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    weights = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(weights_of(model))
+    optimizer.synchronize()
+    return np.array([*weights, weights_of(model)])
+
+
 MOMENTA = (0.0, 0.5, 0.9)
 FACTORS = (0.95, 1.05)  # of the limit
 LEARNING_RATE = 0.1
@@ -159,6 +179,7 @@ def run(limits: Limits) -> dict[Any, Any | Raised]:
     return run_cases(
         {
             **{cell: partial(trajectory, cell) for cell in CELLS},
+            **{f"scaled {name}": partial(scaled, name) for name in PREDICTIONS[1:]},
             **{name: partial(quadratic, name, limits) for name in PREDICTIONS},
         }
     )
