@@ -1,0 +1,869 @@
+"""The faults that mutations.py plants, and the tests that should notice each.
+
+Anchors are short: what they replace must be once in the file, also after the next change of it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Args:
+        name: What is wrong, in a few words.
+        file: In ``hvd_pipe``.
+        old: Text that is in the file once.
+        new: What stands there with the fault.
+        tests: The smallest tests that should notice, as words of a pytest command line.
+        cases: Which cases of a job they need, as a pattern (see `cases.run_cases`); all by
+            default.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    cases: str = ""
+
+
+def _ids(file: str, *names: str) -> str:
+    return " ".join(shlex.quote(f"tests/{file}.py::{name}") for name in names)
+
+
+def _equation(*cells: str) -> str:
+    return _ids("parallel/test_equations", *(f"test_trajectory[2-{cell}]" for cell in cells))
+
+
+def _cocod(*cells: str) -> str:
+    return _ids("parallel/test_cocod_options", *(f"test_trajectory[2-{cell}]" for cell in cells))
+
+
+def _keras(*cells: str) -> str:
+    return _ids("parallel/test_keras_equations", *(f"test_trajectory[2-{cell}]" for cell in cells))
+
+
+def _features(*names: str) -> str:
+    return _ids("parallel/test_keras_features", *names)
+
+
+def _merged(case: str) -> str:
+    return _ids("parallel/test_merged_gradient", f"test_equal_to_stock_horovod[{case}]")
+
+
+def _piped(*names: str) -> str:
+    tests = (f"test_pipelines_are_their_equations[{name}]" for name in names)
+    return _ids("parallel/test_pipedream", *tests)
+
+
+def _by_hand(case: str) -> str:
+    return _ids("parallel/test_keras_pipedream", f"test_stages_by_hand_are_the_equation[{case}]")
+
+
+def _exchange(name: str) -> str:
+    return _ids("parallel/test_exchange", f"{name}[2_gloo]")
+
+
+_PIPE = "pipe-sgd, momentum"
+_DRAINED = "pipe-sgd, momentum, drained after (13, 14)"
+_K_PIPE = "'fit', 'pipe-sgd', 'momentum'"
+_K_COCOD = "'fit', 'cocod:period=4', 'momentum'"
+
+_TORCH = [
+    Mutation(
+        "a module raises on ranks alone (shows that ranks import the copy)",
+        "torch/pipe_sgd.py",
+        '__all__ = ["PipeSGDEngine"]\n',
+        '__all__ = ["PipeSGDEngine"]\n'
+        "import os\n"
+        'if "OMPI_COMM_WORLD_RANK" in os.environ:\n'
+        '    raise RuntimeError("planted")\n',
+        _equation(_PIPE),
+        "^pipe-sgd, momentum$",
+    ),
+    Mutation(
+        "Pipe-SGD: gradients are stale by two",
+        "torch/pipe_sgd.py",
+        "        self._wait(due)\n        self._filling = due\n",
+        "        self._wait(due)\n"
+        "        now = [p.grad.clone() for p in self.settings.parameters]\n"
+        "        for p, old in zip(self.settings.parameters, getattr(self, '_late', now)):\n"
+        "            p.grad.copy_(old)\n"
+        "        self._late = now\n"
+        "        self._filling = due\n",
+        _equation(_PIPE),
+        "^pipe-sgd, momentum$",
+    ),
+    Mutation(
+        "Pipe-SGD: the warm-up is a step too long",
+        "torch/pipe_sgd.py",
+        "if self.rounds < self._warmup_steps:",
+        "if self.rounds <= self._warmup_steps:",
+        _equation("pipe-sgd:warmup_steps=5, momentum"),
+        "^pipe-sgd:warmup_steps=5, momentum$",
+    ),
+    Mutation(
+        "Pipe-SGD: the last gradient is never applied",
+        "torch/pipe_sgd.py",
+        "        self.settings.owner.update()\n",
+        "",
+        _equation(_DRAINED),
+        "^pipe-sgd, momentum, drained",
+    ),
+    Mutation(
+        "Pipe-SGD: the last gradient is applied twice",
+        "torch/pipe_sgd.py",
+        "        self.settings.owner.update()\n",
+        "        self.settings.owner.update()\n        self.settings.owner.update()\n",
+        _equation(_DRAINED),
+        "^pipe-sgd, momentum, drained",
+    ),
+    Mutation(
+        "Pipe-SGD: a buffer is written while it is in flight",
+        "torch/pipe_sgd.py",
+        "self._filling = self._sets[self._filling is self._sets[0]]",
+        "self._filling = self._sets[self._filling is not self._sets[0]]",
+        _equation(_PIPE),
+        "^pipe-sgd, momentum$",
+    ),
+    Mutation(
+        "Pipe-SGD: the control word for drained ranks is ignored",
+        "torch/pipe_sgd.py",
+        "if not due.all_said(",
+        "if False and not due.all_said(",
+        _ids(
+            "parallel/test_guards", "test_ranks_that_drain_at_different_steps_are_told[pipe-sgd]"
+        ),
+    ),
+    Mutation(
+        "Pipe-SGD: the pending gradient of a checkpoint is dropped",
+        "torch/pipe_sgd.py",
+        'self._pending.restore(state.tensors["pending"])',
+        "pass",
+        _ids(
+            "parallel/test_guards",
+            "test_a_loaded_state_goes_on_with_what_it_holds[pipe-sgd-in flight]",
+        ),
+        "in flight",
+    ),
+    Mutation(
+        "Pipe-SGD: a late gradient is divided by another step's loss scale",
+        "torch/pipe_sgd.py",
+        "return None if self._shown is None else self._scales.get(self._shown)",
+        "return None",
+        _ids("parallel/test_uses", "test_cell[GradScaler, one rank overflows-pipe-sgd]"),
+        "'GradScaler, one rank overflows', 'pipe-sgd'",
+    ),
+    Mutation(
+        "prediction: the true weights do not come back",
+        "torch/prediction.py",
+        "        torch._foreach_copy_(self._values(), self._true)\n",
+        "",
+        _ids("parallel/test_prediction", "test_trajectory[previous, momentum, warm-up 0]"),
+        "^previous, momentum, warm-up 0$",
+    ),
+    Mutation(
+        "prediction: the guess keeps its loss scale",
+        "torch/prediction.py",
+        "gradient if gradient is None or scale == 1.0 else gradient / scale",
+        "gradient",
+        _ids("parallel/test_prediction", "test_a_guess_has_its_own_loss_scale[local]"),
+        "^scaled local$",
+    ),
+    Mutation(
+        "MG-WFBP: a change of the order does not lead to a new plan",
+        "torch/merged_gradient.py",
+        "if self._control != 0.0 and self._record_from is None:",
+        "if False and self._record_from is None:",
+        _ids("parallel/test_plans", "test_another_order_of_gradients_leads_to_another_plan"),
+    ),
+    Mutation(
+        "MG-WFBP: each rank plans from its own ready times, not the slowest rank's",
+        "torch/merged_gradient.py",
+        'largest(seconds, f"{settings.tag}.ready", process_set)',
+        "list(seconds)",
+        _ids("parallel/test_plans", "test_the_slowest_ranks_times_count"),
+    ),
+    Mutation(
+        "the plan of the last rank is used, not that of the first",
+        "agreement.py",
+        "self.gather(value if first else None, name, process_set)[0]",
+        "self.gather(value if first else None, name, process_set)[-1]",
+        _ids("parallel/test_plans", "test_all_ranks_have_the_same_plan_at_the_same_step[even]"),
+    ),
+    Mutation(
+        "a bucket is never sent",
+        "torch/buckets.py",
+        "        self.message.launch()\n",
+        '        if not self.name.endswith(".1"):\n            self.message.launch()\n',
+        _equation("merged-gradient:plan=wfbp, momentum"),
+        "^merged-gradient:plan=wfbp, momentum$",
+    ),
+    Mutation(
+        "the last bucket is not waited for",
+        "torch/buckets.py",
+        "for bucket in reversed(self.buckets):\n            bucket.wait()",
+        "for bucket in self.buckets:\n            bucket.launched = False\n"
+        "            bucket.waiting = len(bucket.views)\n"
+        "            bucket._filled_version = None\n"
+        "        for bucket in self.buckets[:-1]:\n            bucket.wait()",
+        _equation("merged-gradient:plan=wfbp, momentum"),
+        "^merged-gradient:plan=wfbp, momentum$",
+    ),
+    Mutation(
+        "a gradient that was not computed keeps its old value",
+        "torch/buckets.py",
+        "    if gradient is None:\n        view.zero_()\n    elif",
+        "    if gradient is None:\n        pass\n    elif",
+        _merged("a head that only some ranks use"),
+        "^a head that only some",
+    ),
+    Mutation(
+        "the control word for ranks that have left is ignored",
+        "torch/buckets.py",
+        "return self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers",
+        "return True",
+        _ids(
+            "parallel/test_guards",
+            "test_a_rank_that_has_joined_is_not_averaged_in_as_a_model[pipe-sgd]",
+            "test_a_rank_that_has_joined_is_not_averaged_in_as_a_model[merged-gradient]",
+        ),
+        "joined",
+    ),
+    Mutation(
+        "the control word for frozen parameters is ignored",
+        "torch/buckets.py",
+        "if self._words[_FROZE] != 0.0:",
+        "if False:",
+        _ids("parallel/test_regressions", "test_a_parameter_frozen_on_one_rank[pipe-sgd]"),
+        "frozen alone",
+    ),
+    Mutation(
+        "the control word for sparse gradients is ignored",
+        "torch/buckets.py",
+        "if self._words[_SPARSE] != 0.0 and self._sparse is not None:",
+        "if False:",
+        _ids("parallel/test_uses", "test_cell[sparse gradients-pipe-sgd]"),
+        "'sparse gradients', 'pipe-sgd'",
+    ),
+    Mutation(
+        "gradients that are changed while they are sent go unnoticed",
+        "torch/buckets.py",
+        "        self._check_untouched()\n",
+        "",
+        _ids("parallel/test_regressions", "test_training_goes_on_after_a_refused_step[pipe-sgd]"),
+        "goes on",
+    ),
+    Mutation(
+        "a residual is dropped where buckets change",
+        "torch/buckets.py",
+        "                        view.copy_(left)\n",
+        "                        pass\n",
+        _ids(
+            "parallel/test_resume",
+            "test_each_rank_goes_on_from_its_own_file"
+            "[merged-gradient, momentum, int8 with feedback, saved after 7-2]",
+        ),
+        "own file: merged-gradient, momentum, int8 with feedback, saved after 7",
+    ),
+    Mutation(
+        "the wrong divisor: predivided and not multiplied back",
+        "torch/reduction.py",
+        "postscale_factor=factor,",
+        "postscale_factor=1.0,",
+        _merged("predivide"),
+        "^predivide$",
+    ),
+    Mutation(
+        "op=Sum averages",
+        "torch/reduction.py",
+        "            op=self.op,\n",
+        "            op=Average,\n",
+        _merged("sum"),
+        "^sum$",
+    ),
+    Mutation(
+        "what came in float16 is not copied back",
+        "torch/reduction.py",
+        "            self._flat.copy_(self._reduction.compression.decompress(self._wire, "
+        "self._context))\n",
+        "            pass\n",
+        _merged("fp16"),
+        "^fp16$",
+    ),
+    Mutation(
+        "sparse gradients are added up, not averaged",
+        "torch/sparse.py",
+        "values = values / self._reduction.workers",
+        "pass",
+        _ids("parallel/test_uses", "test_cell[sparse gradients-merged-gradient]"),
+        "'sparse gradients', 'merged-gradient'",
+    ),
+    Mutation(
+        "CoCoD: the sign of the progress is turned",
+        "torch/model_average.py",
+        "self._mean.sub_(self._start)",
+        "self._mean.mul_(-1.0).add_(self._start).mul_(1.0)",
+        _equation("cocod:period=4, momentum"),
+        "^cocod:period=4, momentum$",
+    ),
+    Mutation(
+        "CoCoD: a round is a step too long",
+        "torch/cocod.py",
+        "if self._local_steps >= self._strategy.period:",
+        "if self._local_steps > self._strategy.period:",
+        _equation("cocod:period=4, momentum"),
+        "^cocod:period=4, momentum$",
+    ),
+    Mutation(
+        "CoCoD: a rank's own weight is ignored",
+        "torch/model_average.py",
+        "return mine * len(self.weights) / sum(self.weights)",
+        "return 1.0",
+        _cocod("weights=(3.0, 1.0, 2.5), momentum, none, float64"),
+        r"^weights=.*momentum, none, float64$",
+    ),
+    Mutation(
+        "CoCoD: a replica that has left still counts",
+        "torch/model_average.py",
+        "there = (self._present * size).round_()",
+        "there = torch.ones_like(self._present) * size / len(self._present)",
+        _ids("parallel/test_cocod_options", "test_a_rank_that_left_has_no_weight"),
+        "^a rank leaves$",
+    ),
+    Mutation(
+        "CoCoD: the anchor does not move",
+        "torch/model_average.py",
+        "        self._anchor.add_(self._velocity)\n",
+        "",
+        _cocod("pull_back=0.6, anchor_momentum=0.7, momentum, none, float64"),
+        r"^pull_back=0.6, anchor_momentum=0.7, momentum, none, float64",
+    ),
+    Mutation(
+        "CoCoD: momenta are not averaged",
+        "torch/cocod.py",
+        "yield from self._momenta.averages",
+        "yield from ()",
+        _cocod("momentum=average, momentum, none, float64"),
+        r"^momentum=average, momentum, none, float64",
+    ),
+    Mutation(
+        "CoCoD: second moments may become negative",
+        "torch/model_average.py",
+        "value.clamp_(min=0.0)",
+        "pass",
+        _cocod("momentum=average, hasty adam, none, float64, drained after (13, 14)"),
+        "hasty",
+    ),
+    Mutation(
+        "CoCoD: a round ends before its average is there",
+        "torch/model_average.py",
+        "        self.arrive()\n        self.due = False\n        if self._difference",
+        "        self.due = False\n        if self._difference",
+        _equation("cocod:period=4, momentum"),
+        "^cocod:period=4, momentum$",
+    ),
+    Mutation(
+        "CoCoD: compressed differences are taken from an old average",
+        "torch/model_average.py",
+        "            self._base = _copy(self._mean, self._base)\n        if self._rule",
+        "            self._base = self._mean.clone() if self._base is None else self._base\n"
+        "        if self._rule",
+        _ids(
+            "parallel/test_cocod_options",
+            "test_differences_are_what_float16_rounds"
+            "[2-momentum, fp16, float64, drained after (13,)]",
+        ),
+        "^momentum, fp16",
+    ),
+    Mutation(
+        "CoCoD: BatchNorm's statistics are not averaged",
+        "torch/cocod.py",
+        'self._buffers.average(reduction, f"{tag}.buffers")',
+        "pass",
+        _ids("parallel/test_cocod", "test_they_are_equal_to_the_mean[2-a model]"),
+        "^a model$",
+    ),
+]
+
+_CODECS = [
+    Mutation(
+        "int8 truncates in place of rounding",
+        "torch/compression.py",
+        "rows.div_(scale).round_()",
+        "rows.div_(scale).trunc_()",
+        _ids("single/test_compression", "test_int8_is_wrong_by_half_a_scale_at_most"),
+    ),
+    Mutation(
+        "int8 hides an overflow",
+        "torch/compression.py",
+        ".add_(peak.mul_(0.0))",
+        "",
+        _ids(
+            "single/test_compression",
+            "test_int8_keeps_an_overflow_in_its_chunk",
+            "test_an_overflow_arrives",
+        ),
+    ),
+    Mutation(
+        "error feedback: what a message has lost is not added to the next",
+        "torch/exchange.py",
+        "                lost.add_(value)\n",
+        "                lost.copy_(value)\n",
+        _exchange("test_two_exchanges_share_a_feedback"),
+        "shared",
+    ),
+    Mutation(
+        "error feedback: what the sum has lost is not added to the next",
+        "torch/exchange.py",
+        "            lost.add_(piece)\n",
+        "            lost.copy_(piece)\n",
+        _exchange("test_two_exchanges_share_a_feedback"),
+        "shared",
+    ),
+    Mutation(
+        "error feedback: an overflow stays for ever",
+        "torch/exchange.py",
+        "            lost.nan_to_num_(0.0, 0.0, 0.0)\n",
+        "            pass\n",
+        _ids(
+            "parallel/test_exchange",
+            "test_an_overflow_on_one_rank_is_one_on_all"
+            "[Int8(chunk=256, error_feedback=True)-inf-2_gloo]",
+        ),
+        "not finite",
+    ),
+    Mutation(
+        "control words that travel with a code are added up, not averaged",
+        "torch/exchange.py",
+        "return total.div_(len(words)) if self._reduction.op == Average else total",
+        "return total",
+        _exchange("test_control_words_are_exact"),
+        "256",
+    ),
+    Mutation(
+        "Keras: int8 rounds down",
+        "tensorflow/compression.py",
+        "tf.round(chunks / scale)",
+        "tf.floor(chunks / scale)",
+        _features("test_coded_averages_are_those_of_two_phases"),
+        "^coded$",
+    ),
+    Mutation(
+        "Keras: a residual is dropped",
+        "tensorflow/reduction.py",
+        "    rows = rows + lost\n",
+        "",
+        _features("test_coded_averages_are_those_of_two_phases"),
+        "^coded$",
+    ),
+    Mutation(
+        "Keras: coded gradients are added up, not averaged",
+        "tensorflow/reduction.py",
+        "        own = own / workers\n",
+        "        pass\n",
+        _features("test_coded_averages_are_those_of_two_phases"),
+        "^coded$",
+    ),
+]
+
+_TENSORFLOW = [
+    Mutation(
+        "Keras: Pipe-SGD is not late",
+        "tensorflow/pipe_sgd.py",
+        "outgoing = [each.read_value() for each in self._pending]",
+        "outgoing = list(fresh)",
+        _keras("fit-pipe-sgd-momentum"),
+        _K_PIPE,
+    ),
+    Mutation(
+        "Keras: Pipe-SGD's first step applies a gradient of zeros",
+        "tensorflow/pipe_sgd.py",
+        "when = was_pending if warm is None else tf.logical_or(warm, was_pending)",
+        "when = None",
+        _keras("fit-pipe-sgd-adam"),
+        "'fit', 'pipe-sgd', 'adam'",
+    ),
+    Mutation(
+        "Keras: the last gradient is never applied",
+        "tensorflow/pipe_sgd.py",
+        "        update(self._packing",
+        "        (self._packing",
+        _keras("fit-pipe-sgd-momentum"),
+        _K_PIPE,
+    ),
+    Mutation(
+        "Keras: the warm-up is a step too long",
+        "tensorflow/pipe_sgd.py",
+        "warm = self._rounds < self._warmup_steps",
+        "warm = self._rounds <= self._warmup_steps",
+        _keras("fit-pipe-sgd:warmup_steps=5-momentum"),
+        "'fit', 'pipe-sgd:warmup_steps=5', 'momentum'",
+    ),
+    Mutation(
+        "Keras: prediction keeps the optimizer's changed state",
+        "tensorflow/prediction.py",
+        "            each.assign(value)\n",
+        "            pass\n",
+        _keras("fit-pipe-sgd:prediction=local-momentum"),
+        "'fit', 'pipe-sgd:prediction=local', 'momentum'",
+    ),
+    Mutation(
+        "Keras: a bucket is never averaged",
+        "tensorflow/merged_gradient.py",
+        'reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)',
+        'reduction.reduce(flat, f"{tag}.gradients.{i}", feedback) if i else flat',
+        _keras("fit-merged-gradient:plan=wfbp-momentum"),
+        "'fit', 'merged-gradient:plan=wfbp', 'momentum'",
+    ),
+    Mutation(
+        "Keras: rows of an embedding are added up, not averaged",
+        "tensorflow/reduction.py",
+        "values = parts[0] / self.workers if self.op == Average else parts[0]",
+        "values = parts[0]",
+        _features("test_rows_of_an_embedding_are_averaged[sparse-False]"),
+        "embedding",
+    ),
+    Mutation(
+        "Keras: predivided and not multiplied back",
+        "tensorflow/reduction.py",
+        "postscale_factor=factor,",
+        "postscale_factor=1.0,",
+        _features("test_arguments_mean_what_they_mean_to_horovod[predivide-1.5-1]"),
+        "update predivide",
+    ),
+    Mutation(
+        "Keras: CoCoD's progress has the wrong sign",
+        "tensorflow/model_average.py",
+        "m + (x - s) for",
+        "m - (x - s) for",
+        _keras("fit-cocod:period=4-momentum"),
+        _K_COCOD,
+    ),
+    Mutation(
+        "Keras: CoCoD's rounds are a step too long",
+        "tensorflow/cocod.py",
+        "tf.equal(counted % self._period, 0)",
+        "tf.equal(counted % (self._period + 1), 0)",
+        _keras("fit-cocod:period=4-momentum"),
+        _K_COCOD,
+    ),
+    Mutation(
+        "Keras: CoCoD's snapshot is taken a step late",
+        "tensorflow/cocod.py",
+        "tf.equal(self._local_steps, 0))",
+        "tf.equal(self._local_steps, 1))",
+        _keras("fit-cocod:period=4-momentum"),
+        _K_COCOD,
+    ),
+    Mutation(
+        "Keras: momenta are not averaged",
+        "tensorflow/cocod.py",
+        "self._parts.append(_momenta(settings, strategy))",
+        "pass",
+        _keras("fit-cocod:period=4,momentum=average-momentum"),
+        "'fit', 'cocod:period=4,momentum=average', 'momentum'",
+    ),
+    Mutation(
+        "Keras: the anchor does not move",
+        "tensorflow/model_average.py",
+        "self._anchor = [z + v for z, v in",
+        "self._anchor = [z for z, v in",
+        _keras("fit-cocod:period=3,pull_back=0.6,anchor_momentum=0.7-momentum"),
+        "'fit', 'cocod:period=3,pull_back=0.6,anchor_momentum=0.7', 'momentum'",
+    ),
+    Mutation(
+        "Keras: a rank's own weight is ignored",
+        "tensorflow/model_average.py",
+        "self._factor = mine * len(weights) / sum(weights)",
+        "self._factor = 1.0",
+        _keras("fit-cocod:period=3,warmup_steps=4,weights=3/1-momentum"),
+        "weights=3/1",
+    ),
+    Mutation(
+        "Keras: second moments may become negative",
+        "tensorflow/model_average.py",
+        "tf.maximum(x, 0) if clamp else x",
+        "x",
+        _keras("fit-cocod:period=5,momentum=average-forgetful"),
+        "'fit', 'cocod:period=5,momentum=average', 'forgetful'",
+    ),
+]
+
+_PIPEDREAM = [
+    Mutation(
+        "PipeDream: weights of the newest version in place of the stashed",
+        "torch/pipedream/versions.py",
+        "zip(self.parameters, self._values[version], strict=True)",
+        "zip(self.parameters, self._values[self._newest], strict=True)",
+        _piped("1-1-1 stash momentum"),
+        "^1-1-1 stash momentum$",
+    ),
+    Mutation(
+        "PipeDream: backward runs with whatever weights are there",
+        "torch/pipedream/stage.py",
+        "        self.versions.use(version)\n        if flight.loss is not None:",
+        "        if flight.loss is not None:",
+        _piped("1-1-1 stash momentum"),
+        "^1-1-1 stash momentum$",
+    ),
+    Mutation(
+        "PipeDream: an update overwrites weights that are still needed",
+        "pipeline/executor.py",
+        "keep = last_use.get(newest, -1) > at",
+        "keep = False",
+        _piped("1-1-1 stash momentum"),
+        "^1-1-1 stash momentum$",
+    ),
+    Mutation(
+        "PipeDream: a stage's gradient is not sent",
+        "torch/pipedream/stage.py",
+        "flight.entered[at] if at in flight.entered else torch.zeros_like(flight.inputs[at])",
+        "torch.zeros_like(flight.inputs[at])",
+        _piped("1-1-1 stash momentum"),
+        "^1-1-1 stash momentum$",
+    ),
+    Mutation(
+        "PipeDream: microbatches do not weigh by their samples",
+        "torch/pipedream/stage.py",
+        "flight.loss = loss if weight == 1.0 else loss * weight",
+        "flight.loss = loss",
+        _piped("1-1 2bw momentum"),
+        "^1-1 2bw momentum$",
+    ),
+    Mutation(
+        "PipeDream: the average counts replicas that had no minibatch",
+        "torch/pipedream/updates.py",
+        "self._scale(self._replicas.size() / contributors)",
+        "pass",
+        _piped("2-1 stash momentum"),
+        "^2-1 stash momentum$",
+    ),
+    Mutation(
+        "PipeDream: a learning rate counts updates, not minibatches",
+        "torch/pipedream/updates.py",
+        "for _ in range(self._minibatches):",
+        "for _ in range(1):",
+        _ids(
+            "parallel/test_pipedream_options",
+            "test_options_are_in_the_equations[2-1 by minibatch]",
+        ),
+        "2-1 by minibatch",
+    ),
+    Mutation(
+        "PipeDream: bfloat16 is asked for, and float32 travels",
+        "torch/pipedream/messages.py",
+        'device="cpu", dtype=_dtype(dtype))',
+        'device="cpu")',
+        _ids(
+            "parallel/test_pipedream_options",
+            "test_bfloat16_on_the_wire_rounds_at_the_cuts[1-1 stash]",
+        ),
+        "1-1 stash",
+    ),
+    Mutation(
+        "PipeDream: stages that read other minibatches go unnoticed",
+        "torch/pipedream/stage.py",
+        "            _check_digest(flight.digest, piece.digest, unit)\n",
+        "",
+        _ids(
+            "parallel/test_pipedream_wrong",
+            "test_minibatches_that_cannot_be"
+            "[order-2-the first and the last stage read different minibatches]",
+        ),
+    ),
+    Mutation(
+        "PipeDream: a microbatch in the place of another goes unnoticed",
+        "pipeline/wire.py",
+        "if (self.minibatch, self.microbatch) != tuple(unit):",
+        "if False:",
+        _ids("parallel/test_keras_pipedream", "test_a_message_of_another_microbatch_is_refused"),
+    ),
+    Mutation(
+        "PipeDream: norms of other stages do not travel",
+        "pipeline/wire.py",
+        "        norms[:] = header.squared_norms\n",
+        "        norms[:] = 0.0\n",
+        _ids("single/test_pipeline_wire", "test_what_is_packed_is_unpacked"),
+    ),
+    Mutation(
+        "PipeDream: norms are heard of the wrong side",
+        "pipeline/norms.py",
+        "slice(0, self.stage) if from_before else slice(self.stage + 1, None)",
+        "slice(self.stage + 1, None) if from_before else slice(0, self.stage)",
+        _ids(
+            "parallel/test_pipedream_clipping",
+            "test_stages_clip_by_the_newest_norms_that_they_have_heard_of",
+        ),
+    ),
+    Mutation(
+        "PipeDream: replicas' norms are counted once each",
+        "pipeline/norms.py",
+        "self.add(own / width,",
+        "self.add(own,",
+        _ids("single/test_pipeline_norms", "test_stages_that_update_together_add_up"),
+    ),
+    Mutation(
+        "Keras PipeDream: forward with the newest version",
+        "tensorflow/pipedream/stage.py",
+        "        weights = self._versions[version]\n        with tf.GradientTape(",
+        "        weights = self._versions[max(self._versions)]\n"
+        "        self._versions[version] = weights\n"
+        "        with tf.GradientTape(",
+        _by_hand("2bw-4-2-momentum-False"),
+    ),
+    Mutation(
+        "Keras PipeDream: the newest microbatch's gradient replaces the sum",
+        "tensorflow/pipedream/stage.py",
+        "gradient = [a + b for a, b in zip(self._gradient, gradient, strict=True)]",
+        "pass",
+        _by_hand("flush-4-2-momentum-False"),
+    ),
+    Mutation(
+        "Keras PipeDream: microbatches do not weigh by their samples",
+        "tensorflow/pipedream/stage.py",
+        "flight.share = self._piece(unit).share",
+        "pass",
+        _by_hand("flush-4-2-momentum-False"),
+    ),
+]
+
+_PLANNER = [
+    Mutation(
+        "merge: the programme forgets a place to begin",
+        "planning/merge.py",
+        "        first = free + 1\n",
+        "        first = free + 2\n",
+        _ids("single/test_merge", "test_exact_is_the_best_of_all_plans"),
+    ),
+    Mutation(
+        "merge: a message need not wait for its last gradient",
+        "planning/merge.py",
+        "best = max(finish[free], ready[j - 1]) + comm(",
+        "best = max(finish[free], ready[j - 2]) + comm(",
+        _ids("single/test_merge", "test_exact_is_the_best_of_all_plans"),
+    ),
+    Mutation(
+        "merge: coalescing does not move the deadline",
+        "planning/merge.py",
+        "        deadline -= cost[first]\n",
+        "",
+        _ids("single/test_merge", "test_coalescing_costs_nothing"),
+    ),
+    Mutation(
+        "merge: a bucket may be a tensor larger than its limit",
+        "planning/merge.py",
+        "        if more > room:\n",
+        "        if room <= 0:\n",
+        _ids("single/test_merge", "test_by_bytes"),
+    ),
+    Mutation(
+        "fit: the slope is that of another line",
+        "planning/_samples.py",
+        "/ (weights @ (x - x_mean) ** 2)",
+        "/ (weights @ x**2)",
+        _ids("single/test_fit", "test_fit_takes_the_best_of_what_is_allowed"),
+    ),
+    Mutation(
+        "fit: errors are absolute, so that small messages do not count",
+        "planning/fit.py",
+        "for sample in samples]) / times**2",
+        "for sample in samples])",
+        _ids("single/test_fit", "test_fit_finds_the_line_under_noise_and_outliers"),
+    ),
+    Mutation(
+        "fit: an outlier bends the line",
+        "planning/fit.py",
+        "huber = limit / np.maximum(residual, limit)",
+        "huber = np.ones_like(base)",
+        _ids("single/test_fit", "test_fit_is_robust_where_an_outlier_is_the_median_of_its_size"),
+    ),
+    Mutation(
+        "comm: scaled bytes keep their slope",
+        "planning/comm.py",
+        "seconds_factor * bytes_factor * value for",
+        "seconds_factor * value for",
+        _ids("single/test_comm", "test_scaled_is_the_formula"),
+    ),
+    Mutation(
+        "comm: a codec's second phase has no delay",
+        "planning/comm.py",
+        "delay=phases * self.delay",
+        "delay=self.delay",
+        _ids("single/test_comm", "test_the_delay_goes_along"),
+    ),
+    Mutation(
+        "schedule: 1F1B takes a version too new",
+        "planning/schedule.py",
+        "return max(0, unit // width - warm)",
+        "return max(0, unit // width - warm + 1)",
+        _ids("single/test_schedule", "test_equations_of_a_straight_pipeline"),
+    ),
+    Mutation(
+        "schedule: GPipe's backward passes go first to last",
+        "planning/schedule.py",
+        "for k in reversed(range(count)))",
+        "for k in range(count))",
+        _ids("single/test_schedule", "test_doctests"),
+    ),
+    Mutation(
+        "schedule: 2BW is not late",
+        "planning/schedule.py",
+        "return max(0, unit // microbatches - 1)",
+        "return max(0, unit // microbatches)",
+        _ids("single/test_schedule", "test_equation_of_two_bw"),
+    ),
+    Mutation(
+        "schedule: a short last round has no update on the replica without a minibatch",
+        "planning/schedule.py",
+        "    if updates < rounds:\n",
+        "    if False:\n",
+        _ids(
+            "single/test_schedule",
+            "test_a_short_last_round_gives_all_replicas_equally_many_updates",
+        ),
+    ),
+    Mutation(
+        "partition: the all-reduce is charged n, not n - 1 times",
+        "planning/_search.py",
+        "allreduce = 2 * (r - 1) / r * parameters",
+        "allreduce = 2 * parameters",
+        _ids("single/test_partition", "test_best_of_a_chain"),
+    ),
+    Mutation(
+        "partition: minibatches in flight are rounded down",
+        "planning/partition.py",
+        "held = -(-behind // leaf.replicas)",
+        "held = behind // leaf.replicas",
+        _ids("single/test_partition", "test_best_of_a_chain"),
+    ),
+    Mutation(
+        "balance: what rounding leaves goes to who lost least",
+        "planning/balance.py",
+        "(result[i] - exact[i], i)",
+        "(exact[i] - result[i], i)",
+        _ids("single/test_balance", "test_within_one_of_the_exact_share", "test_doctests"),
+    ),
+    Mutation(
+        "stability: momentum makes Pipe-SGD bear more",
+        "planning/stability.py",
+        "return 1.0 - momentum",
+        "return 1.0 + momentum",
+        _ids("single/test_methods", "test_stability_is_what_was_measured"),
+    ),
+    Mutation(
+        "stability: CoCoD's replicas are those of Local SGD",
+        "planning/stability.py",
+        "return steps - averaged, steps",
+        "return steps, steps",
+        _ids("single/test_methods", "test_limits_of_cocod"),
+    ),
+]
+
+MUTATIONS: list[Mutation] = [*_TORCH, *_CODECS, *_TENSORFLOW, *_PIPEDREAM, *_PLANNER]
