@@ -1,13 +1,15 @@
 """Find the buffers (BatchNorm statistics) of the model whose parameters an optimizer holds.
 
 An optimizer sees parameters only. The first forward pass shows which module they belong to: until
-the first step, a hook on all modules looks at the outermost one.
+the first step, a hook on all modules looks at the outermost one. Under
+``torch.func.functional_call`` the module has other tensors in their place; where these were
+computed from the parameters, autograd's graph leads back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ class ModelBuffers:
     def _claim(self, module: torch.nn.Module) -> None:
         """Take the model if it has parameters that are still wanted."""
         found = self._wanted.intersection(map(id, module.parameters()))
+        if not found:
+            found = self._wanted.intersection(map(id, _computed_from(module.parameters())))
         if found:
             if all(reference() is not module for reference in self._models):
                 self._models.append(weakref.ref(module))
@@ -93,3 +97,20 @@ class ModelBuffers:
                 buffer.copy_(wide)
             else:
                 broadcast_(buffer, first, f"{name}.{label}", process_set=reduction.process_set)
+
+
+_MOST_NODES = 100_000  # of autograd's graph: fast weights lead through whole inner steps
+
+
+def _computed_from(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of autograd's graph that these tensors were computed from."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
