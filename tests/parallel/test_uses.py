@@ -40,6 +40,12 @@ CLASS_ALONE = """\
 """.splitlines()
 """What tests/parallel/test_class_alone.py and test_elastic.py test."""
 
+COMPILED = (  # see tests/single/test_compiled.py
+    "`torch.compile` of a whole model gives autograd one function for its backward pass: all",
+    "gradients come at the end, and no message travels behind the pass. Compile layer by layer",
+    "(`layer.compile()`), and buckets leave during it, as they do without a compiler.",
+)
+
 results = once(lambda n: run_ranks(n, workers_uses.run, n))
 
 
@@ -105,7 +111,7 @@ def page() -> str:
     for use in USES:
         words = ["refused" if strategy in use.refused else "works" for strategy in STRATEGIES]
         lines.append(f"| {use.name} | {' | '.join(words)} |")
-    lines += ["", *CLASS_ALONE, "", "## What refusals say"]
+    lines += ["", *COMPILED, "", *CLASS_ALONE, "", "## What refusals say"]
     for use in USES:
         texts: dict[str, list[str]] = {}
         for strategy, title in zip(STRATEGIES, titles, strict=True):
