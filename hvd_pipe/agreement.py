@@ -14,6 +14,7 @@ from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.watch.waits import waiting_for
 
 __all__ = ["Agreement", "Description", "answer_with", "failed", "members"]
 
@@ -62,7 +63,9 @@ class Agreement:
         data = json.dumps(value).encode()
         if process_set.size() == 1:
             return [json.loads(data)]
-        return [json.loads(part) for part in self._gather_bytes(data, name, process_set)]
+        with waiting_for(name):
+            parts = self._gather_bytes(data, name, process_set)
+        return [json.loads(part) for part in parts]
 
     def from_first(self, value: Any, name: str, process_set: ProcessSet) -> Any:
         """Return the first rank's JSON-able ``value`` on every rank."""

@@ -24,6 +24,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.pipeline.transport import DEPTH, WINDOW, Channel, Kind, channel_of, checked_size
 from hvd_pipe.pipeline.wire import Bytes, empty
+from hvd_pipe.watch.waits import waiting_for
 
 try:
     from mpi4py import MPI
@@ -141,14 +142,13 @@ class MpiTransport:
     def receive(self, peer: int, kind: Kind) -> Bytes:
         """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
         incoming = channel_of(self._incoming, peer, kind)
-        handle = (peer, kind, incoming.received)  # the watch over ranks looks at it
-        with self._changed:
+        with self._changed, waiting_for(str(incoming.channel)):
             while not incoming.arrived:
                 self._check()
                 if not incoming.posted:
                     raise HvdPipeError(
-                        f"no {incoming.channel} are expected after {handle[-1]}: call expect() "
-                        "with how many will come."
+                        f"no {incoming.channel} are expected after {incoming.received}: "
+                        "call expect() with how many will come."
                     )
                 self._changed.wait()
             message, buffer = incoming.arrived.popleft()
@@ -171,15 +171,15 @@ class MpiTransport:
         """Send a message, which must not change any more; waits only for one a window ago."""
         outgoing = channel_of(self._outgoing, peer, kind)
         size = checked_size(data, outgoing.channel)
-        handle = (peer, kind, outgoing.sent)  # the watch over ranks looks at it
         with self._changed:
             self._check()
-            while len(outgoing.unsent) >= self._window:
-                self._changed.wait()
-                self._check()
+            with waiting_for(str(outgoing.channel)):
+                while len(outgoing.unsent) >= self._window:
+                    self._changed.wait()
+                    self._check()
             request = self._comm.Isend([data, size, MPI.BYTE], peer, int(kind))
             outgoing.unsent.append((request, data))
-            outgoing.sent = handle[-1] + 1
+            outgoing.sent += 1
             self.sent_bytes += size
             self._wake()
 
@@ -187,8 +187,11 @@ class MpiTransport:
         """Wait until all that was sent has gone."""
         with self._changed:
             self._check()
-            while handle := sum(len(one.unsent) for one in self._outgoing.values()):  # noqa: F841
-                self._changed.wait()
+            while any(one.unsent for one in self._outgoing.values()):
+                with waiting_for(
+                    "the rest of what was sent"
+                ):  # another wait whenever some has gone
+                    self._changed.wait()
                 self._check()
 
     def close(self, meet: bool = True) -> None:

@@ -35,6 +35,7 @@ from hvd_pipe.pipeline.transport import (
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
+from hvd_pipe.watch.waits import waiting_for
 
 __all__ = ["ProcessSetTransport", "make_process_sets"]
 
@@ -149,11 +150,10 @@ class ProcessSetTransport:
         """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
         self._check()
         incoming = channel_of(self._incoming, peer, kind)
-        handle = (peer, kind, incoming.received)  # the watch over ranks looks at it
         if not incoming.posted:
             raise HvdPipeError(
-                f"no {incoming.channel} are expected after {handle[-1]}: call expect() with how "
-                "many will come."
+                f"no {incoming.channel} are expected after {incoming.received}: "
+                "call expect() with how many will come."
             )
         arriving, buffer = incoming.posted[0]
         _wait(arriving, incoming.channel)
@@ -175,13 +175,12 @@ class ProcessSetTransport:
         self._check()
         outgoing = channel_of(self._outgoing, peer, kind)
         size = checked_size(data, outgoing.channel)
-        handle = (peer, kind, outgoing.sent)  # the watch over ranks looks at it
         if len(outgoing.unsent) >= WINDOW:
             self._settle_one(outgoing)
         message = np.frombuffer(data, np.uint8)
         if size < outgoing.channel.capacity or not message.flags.writeable:
             message = _padded(message, outgoing.channel.capacity)
-        started = self._begin(message, outgoing.channel, handle[-1])
+        started = self._begin(message, outgoing.channel, outgoing.sent)
         outgoing.unsent.append((started, message))
         outgoing.sent += 1
         self.sent_bytes += size
@@ -252,7 +251,8 @@ def _padded(message: Bytes, size: int) -> Bytes:
 
 def _wait(handle: Handle, channel: Channel) -> None:
     try:
-        handle.wait()
+        with waiting_for(str(channel)):
+            handle.wait()
     except HorovodInternalError as error:
         if "ismatched" not in str(error):
             raise

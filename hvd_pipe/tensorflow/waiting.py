@@ -8,7 +8,8 @@ counts as one that waits for other ranks while all of this is so:
    which poll all the time under Open MPI;
 3. TensorFlow is not in Python code of the user's, as for samples that he makes.
 
-A wait for a pipeline's message is one as well: it is in Python code, where it can be seen.
+What waits in Python code, for a pipeline's message say, registers that
+(:mod:`hvd_pipe.watch.waits`), and counts at once.
 
 So a rank that computes for long on CPUs is none. Computing on a GPU looks like waiting, and
 systems without ``/proc`` show no threads: there, only a call that has lasted ``HVD_PIPE_TIMEOUT``
@@ -19,12 +20,12 @@ communicate is not known then.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
 import tensorflow as tf
@@ -32,15 +33,14 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvd_pipe.tensorflow.agree import agreement
-from hvd_pipe.watch.watchdog import Frames, Job, is_library, module_of
+from hvd_pipe.watch import proc
+from hvd_pipe.watch.waits import Wait, of_thread
+from hvd_pipe.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 
 __all__ = ["JOB", "missed_start", "starting_to_communicate", "waits_for"]
 
-_THREADS = Path("/proc/self/task")
 _INSIDE = ("tensorflow.", "horovod.")
 _CALLS_BACK = "tensorflow.python.ops.script_ops"
-_TRANSPORTS = ("hvd_pipe.pipeline.mpi", "hvd_pipe.pipeline.process_sets")
-_BELOW_TRANSPORTS = ("threading", "hvd_pipe.tensorflow.pipedream.broadcasts")
 _AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
 
 _communicating: set[int] = set()
@@ -51,11 +51,11 @@ _missed = False
 def starting_to_communicate() -> Iterator[None]:
     """Take the threads that appear within this for those that communicate."""
     global _missed  # noqa: PLW0603 - one a process, as Horovod itself
-    before = _threads()
+    before = proc.threads(os.getpid())
     yield
     _missed = False
     _communicating.clear()
-    _communicating.update(_threads() - before)
+    _communicating.update(proc.threads(os.getpid()) - before)
 
 
 def missed_start() -> None:
@@ -64,15 +64,15 @@ def missed_start() -> None:
     _missed = True
 
 
-def waits_for(frames: Frames) -> tuple[object, ...] | None:
+def waits_for(frames: Frames) -> Wait | None:
     """Return what the main thread, or one that it waits for, is inside of while nothing works.
 
     It changes whenever that thread has run.
     """
     thread = threading.main_thread()
-    message = _message_of(frames.get(thread.ident or 0))
-    if message is not None:
-        return message
+    registered = of_thread(thread.ident or 0)
+    if registered is not None:
+        return registered
     frame = _python(frames.get(thread.ident or 0))
     if frame is not None and module_of(frame) == "threading":  # it waits for another
         for other in threading.enumerate():
@@ -84,25 +84,10 @@ def waits_for(frames: Frames) -> tuple[object, ...] | None:
         return None
     if any(map(_calls_back, frames.values())) or _is_at_work():
         return None
-    names = []
-    while frame is not None and module_of(frame).startswith("horovod."):
-        names.append(frame.f_code.co_name)  # "join" is another matter
-        frame = frame.f_back
-    return (thread.native_id, _pauses(thread.native_id or 0), *names)
-
-
-def _message_of(frame: FrameType | None) -> tuple[object, ...] | None:
-    """Return the message of a pipeline that a thread waits for: Python code shows that for sure.
-
-    What waits is `threading`, below a function of a transport that has a handle.
-    """
-    inside = False
-    while frame is not None and module_of(frame) in (*_BELOW_TRANSPORTS, *_TRANSPORTS):
-        if inside and module_of(frame) in _TRANSPORTS and "handle" in frame.f_locals:
-            return frame.f_code.co_name, frame.f_locals["handle"]
-        inside = inside or module_of(frame) == "threading"
-        frame = frame.f_back
-    return None
+    names = horovod_call(frame)
+    activity = proc.activity(os.getpid(), thread.native_id or 0)
+    pauses = None if activity is None else activity.pauses
+    return Wait((thread.native_id, pauses, *names), "join" in names)
 
 
 def _python(frame: FrameType | None) -> FrameType | None:
@@ -127,29 +112,12 @@ def _calls_back(frame: FrameType | None) -> bool:
     return False
 
 
-def _threads() -> set[int]:
-    with suppress(OSError):
-        return {int(each.name) for each in _THREADS.iterdir()}
-    return set()
-
-
 def _is_at_work() -> bool:
     if _missed:  # a thread that polls would count as one that computes
         return False
-    for number in _threads() - _communicating - {threading.get_native_id()}:
-        with suppress(OSError):  # it has ended
-            stat = (_THREADS / str(number) / "stat").read_text()
-            if stat.rpartition(")")[2].split()[0] in _AT_WORK:
-                return True
-    return False
-
-
-def _pauses(number: int) -> str:
-    """Return how often a thread has gone to sleep, as Linux writes it."""
-    with suppress(OSError):
-        status = (_THREADS / str(number) / "status").read_text()
-        return status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0].strip()
-    return ""
+    others = proc.threads(os.getpid()) - _communicating - {threading.get_native_id()}
+    activities = (proc.activity(os.getpid(), number) for number in others)
+    return any(found is not None and found.state in _AT_WORK for found in activities)
 
 
 def _is_sure() -> bool:

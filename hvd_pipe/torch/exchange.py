@@ -33,6 +33,7 @@ from hvd_pipe.torch.compression import Codec, blocks
 from hvd_pipe.torch.courier import courier
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.streams import follow_horovod, side_stream
+from hvd_pipe.watch.waits import waiting_for
 
 __all__ = ["Exchange", "Feedback"]
 
@@ -151,7 +152,8 @@ class Exchange(Message):
         """
         if not self._launched:
             return
-        self.done.wait()
+        with waiting_for(self._name):
+            self.done.wait()
         self._launched = False
         in_flight.finished(self.done)
         if self._error is not None:

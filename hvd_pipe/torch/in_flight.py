@@ -25,8 +25,19 @@ from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.restarts import is_elastic
+from hvd_pipe.watch.waits import waiting_for
 
-__all__ = ["arrive", "before_shutdown", "finished", "follow", "forget", "sent", "settle", "wait"]
+__all__ = [
+    "arrive",
+    "before_shutdown",
+    "finished",
+    "follow",
+    "forget",
+    "known",
+    "sent",
+    "settle",
+    "wait",
+]
 
 PATIENCE_S = 30.0
 PAUSE = 0.1
@@ -51,8 +62,9 @@ def wait(handle: int) -> Any:
     """
     _handles.discard(handle)
     try:
-        _sleep_until_arrived(handle)
-        return _synchronize(handle)
+        with waiting_for(f"message {handle}"):
+            _sleep_until_arrived(handle)
+            return _synchronize(handle)
     except HorovodInternalError as error:
         forget()
         if "ismatched" not in str(error):
@@ -75,6 +87,14 @@ def _sleep_until_arrived(handle: int) -> None:
     begun = time.monotonic()
     while handle in mpi_ops._handle_map and not poll(handle):
         time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
+
+
+def known() -> tuple[int, ...]:
+    """Return the numbers of all messages that nobody has waited for to the end, also users' own.
+
+    They change whenever one leaves, and whenever a wait is over.
+    """
+    return tuple(mpi_ops._handle_map)
 
 
 def follow(done: threading.Event) -> None:
@@ -101,10 +121,12 @@ def before_shutdown(end: Callable[[], None]) -> None:
 def arrive(limit_s: float = float("inf")) -> None:
     """Block until all that was sent has been reduced, or the time is over."""
     end = time.monotonic() + limit_s
-    while (_handles or _exchanges) and time.monotonic() < end:
-        _handles.difference_update([handle for handle in _handles if poll(handle)])
-        _exchanges.difference_update([done for done in _exchanges if done.is_set()])
-        time.sleep(0.001)
+    with waiting_for("all that was sent"):
+        while (_handles or _exchanges) and time.monotonic() < end:
+            # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
+            _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
+            _exchanges.difference_update([done for done in tuple(_exchanges) if done.is_set()])
+            time.sleep(0.001)
 
 
 def settle() -> bool:

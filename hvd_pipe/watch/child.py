@@ -84,7 +84,7 @@ class Rank:
         if not asleep:
             self._rested = now
         since = self._rested if asleep else self._reported
-        return replace(self._look, waits=asleep, since_s=now - since, joined=False)
+        return replace(self._look, waits=asleep, since_s=now - since, joined=False, busy=False)
 
     def say(self, text: str) -> None:
         """Tell the user, by way of the rank where that is possible."""

@@ -52,12 +52,15 @@ class Look:
         waits: Whether it waits for other ranks.
         since_s: For how long it has waited for one message, or not waited.
         joined: Whether it is in ``hvd.join()``, where it waits for ranks that get on.
+        busy: Whether other threads that it would not end without, such as one that writes a
+            checkpoint, get something done.
     """
 
     where: str = ""
     waits: bool = False
     since_s: float = 0.0
     joined: bool = False
+    busy: bool = False
 
 
 class Process(Protocol):
@@ -176,6 +179,8 @@ class Heartbeat:
         self._look = Look()
         self.beat_s = beat_s(len(peers), limit_s)
         self._is_stopped = False
+        self._first_is_busy = False
+        self._may_end: float | None = None
         self._clock = AwakeClock(2 * self.beat_s)
         self._links = {rank: Link(rank, one, self._clock.now) for rank, one in links.items()}
         self._silent: dict[int, Silence] = {}
@@ -285,6 +290,7 @@ class Heartbeat:
         }
         if self.me == FIRST:
             message["silent"] = list(silent.items())
+            message["busy"] = self._someone_is_busy()
         if self.me == FIRST or silent:
             self._silent = silent
         self._send(message)
@@ -309,6 +315,7 @@ class Heartbeat:
             if "silent" in message:
                 silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
                 self._silent = {rank: one for rank, one in silent.items() if rank != self.me}
+                self._first_is_busy = message["busy"]
             self._note(message)
 
     def _note(self, message: Mapping[str, Any]) -> None:
@@ -342,13 +349,37 @@ class Heartbeat:
                     f"{self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
                 )
         loss = self._loss(self.limit_s)
+        if loss is None:
+            self._may_end = None
         if loss and self._look.waits and self._look.since_s > WARN * self.limit_s:
             lost, how = loss
+            if self._holds_on(how):
+                return
             # Or the others would take this rank's end, and the next one's, for the cause.
             self._tell({"left": self.me, "lost": lost, "how": how})
             self._process.end(how)
         if self.me == FIRST:
             self._name_the_slow()
+
+    def _someone_is_busy(self) -> bool:
+        """Whether a rank has a thread at work: the launcher ends all with the first that ends."""
+        heard = {rank: link for rank, link in self._links.items() if rank not in self._silent}
+        if self._first_is_busy and FIRST in heard:
+            return True
+        return any(look.busy for look in (self._look, *(link.look for link in heard.values())))
+
+    def _holds_on(self, how: str) -> bool:
+        """Whether this rank lets threads finish before it ends; not for longer than the limit."""
+        if self._may_end is None:
+            if not self._someone_is_busy():
+                return False
+            self._may_end = self._clock.now + self.limit_s
+            self._process.say(
+                f"rank {self.me} waits for a rank that is lost: {how} It ends when other threads, "
+                f"here or on other ranks, have finished their work, in {self.limit_s:.0f} s at "
+                "the latest (HVD_PIPE_TIMEOUT)."
+            )
+        return self._someone_is_busy() and self._clock.now < self._may_end
 
     def _name_the_slow(self) -> None:
         """Say whom all others wait for, when they have done so for long."""

@@ -23,13 +23,11 @@ class Wait(NamedTuple):
     """One wait of one thread.
 
     Args:
-        number: No other wait of this process has it.
-        what: For people.
+        message: What for; no two waits have equal ones.
         joined: Whether other ranks get on meanwhile, as they do during ``hvd.join()``.
     """
 
-    number: int
-    what: str
+    message: tuple[object, ...]
     joined: bool = False
 
 
@@ -46,7 +44,7 @@ class waiting_for:  # noqa: N801 - reads as what it is: `with waiting_for(...)`
 
     Example:
         >>> with waiting_for("an all-reduce"):
-        ...     of_thread(threading.get_ident()).what
+        ...     of_thread(threading.get_ident()).message[0]
         'an all-reduce'
         >>> of_thread(threading.get_ident()) is None
         True
@@ -55,7 +53,7 @@ class waiting_for:  # noqa: N801 - reads as what it is: `with waiting_for(...)`
     __slots__ = ("_wait",)
 
     def __init__(self, what: str, joined: bool = False) -> None:
-        self._wait = Wait(next(_numbers), what, joined)
+        self._wait = Wait((what, next(_numbers)), joined)
 
     def __enter__(self) -> None:
         _waits.setdefault(threading.get_ident(), []).append(self._wait)
@@ -78,4 +76,4 @@ def of_thread(thread: int) -> Wait | None:
     stack = list(_waits.get(thread, ()))
     if not stack:
         return None
-    return stack[-1]._replace(joined=any(wait.joined for wait in stack))
+    return Wait(stack[-1].message, any(wait.joined for wait in stack))

@@ -37,8 +37,10 @@ from hvd_pipe.restarts import is_elastic
 from hvd_pipe.watch.door import Door, knock
 from hvd_pipe.watch.heartbeat import FIRST, Look, Peer
 from hvd_pipe.watch.reporter import Reporter
+from hvd_pipe.watch.threads import OtherThreads
+from hvd_pipe.watch.waits import Wait
 
-__all__ = ["Frames", "Job", "is_library", "leave", "module_of", "start", "stop"]
+__all__ = ["Frames", "Job", "horovod_call", "is_library", "leave", "module_of", "start", "stop"]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_TIMEOUT"
 DEFAULT_S = 120.0
@@ -56,7 +58,7 @@ class Job:
         ranks: All of them.
         agreement: How they ask each other.
         waits_for: Returns what the main thread waits for, or others that it waits for, when that
-            is other ranks; None when it is not. It changes with each message.
+            is other ranks; None when it is not.
         failed_elsewhere: Whether an exception says that Horovod's communication has failed.
         is_sure: Whether `waits_for` can tell a wait from a computation that takes long; where it
             cannot, only what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
@@ -64,7 +66,7 @@ class Job:
 
     ranks: ProcessSet
     agreement: Agreement
-    waits_for: Callable[[Frames], tuple[object, ...] | None]
+    waits_for: Callable[[Frames], Wait | None]
     failed_elsewhere: Callable[[BaseException], bool]
     is_sure: Callable[[], bool] = lambda: True
 
@@ -159,13 +161,14 @@ class _Process:
     def __init__(
         self,
         own_rank: int,
-        waits_for: Callable[[Frames], tuple[object, ...] | None],
+        waits_for: Callable[[Frames], Wait | None],
         patience_s: float = 0.0,
     ) -> None:
         self._rank = own_rank
         self._find, self._patience_s = waits_for, patience_s
-        self._waits_for: tuple[object, ...] | None = None
+        self._waits_for: Wait | None = None
         self._since = time.monotonic()
+        self._threads = OtherThreads()
 
     def look(self) -> Look:
         frames = sys._current_frames()
@@ -175,8 +178,9 @@ class _Process:
             self._waits_for, self._since = waits_for, now
         seconds = now - self._since
         waits = waits_for is not None and seconds >= self._patience_s
-        joined = waits_for is not None and "join" in waits_for
-        return Look(_line(frames.get(threading.main_thread().ident or 0)), waits, seconds, joined)
+        joined = waits_for is not None and waits_for.joined
+        where = _line(frames.get(threading.main_thread().ident or 0))
+        return Look(where, waits, seconds, joined, self._threads.are_busy())
 
     def say(self, text: str) -> None:
         _say(text)
@@ -204,6 +208,18 @@ _LIBRARIES = (
     *hvd_pipe.__path__,
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
+
+
+def horovod_call(frame: FrameType | None) -> list[str]:
+    """Return the functions of Horovod's that a thread is in, from the innermost on.
+
+    The user's own calls of Horovod are registered by nobody.
+    """
+    names = []
+    while frame is not None and module_of(frame).startswith("horovod."):
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
 
 
 def is_library(frame: FrameType) -> bool:
@@ -251,6 +267,7 @@ def _limit(text: str) -> float:
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 _before: _Hook | None = None
+_explained: BaseException | None = None
 
 
 def _install() -> None:
@@ -258,8 +275,8 @@ def _install() -> None:
     if _before is None:
         os.register_at_fork(after_in_child=_forget)
         _before, sys.excepthook = sys.excepthook, _on_exception
-    atexit.unregister(leave)
-    atexit.register(leave)
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
 
 
 def _forget() -> None:
@@ -289,13 +306,41 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
 def _on_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Tell the others why this rank ends, or the user why Horovod's communication failed."""
-    failed_here = _job is None or not _job.failed_elsewhere(error)
-    if failed_here and _reporter is not None:
-        _reporter.raised(_told(kind, error, trace))
+    """Explain an exception around what shows it."""
+    _tell_others(error)
     assert _before is not None
     _before(kind, error, trace)
-    if not failed_here and _reporter is not None:
-        cause = _reporter.cause(NEWS_S)
-        if cause is not None:
-            _say(f"rank {_reporter.me} failed because of another: {cause}")
+    _tell_user(error)
+
+
+def _at_exit() -> None:
+    """Leave; with an explanation, where a later `sys.excepthook` did not call this one's.
+
+    Python keeps the exception that it ends by, whatever shows it.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not None and error is not _explained:
+        _tell_others(error)
+        _tell_user(error)
+    leave()
+
+
+def _failed_here(error: BaseException) -> bool:
+    return _job is None or not _job.failed_elsewhere(error)
+
+
+def _tell_others(error: BaseException) -> None:
+    """Tell the other ranks why this one ends."""
+    global _explained  # noqa: PLW0603
+    _explained = error
+    if _reporter is not None and _failed_here(error):
+        _reporter.raised(_told(type(error), error, error.__traceback__))
+
+
+def _tell_user(error: BaseException) -> None:
+    """Tell the user why Horovod's communication has failed."""
+    if _reporter is None or _failed_here(error):
+        return
+    cause = _reporter.cause(NEWS_S)
+    if cause is not None:
+        _say(f"rank {_reporter.me} failed because of another: {cause}")

@@ -33,14 +33,21 @@ NEVER_S = 1000.0  # the fault is noticed by other means than silence
     ],
 )
 def test_a_rank_is_stopped(launcher: str, strategy: str, ranks: int) -> None:
-    """Open MPI would wait for ever; Gloo for half a minute, and name nobody."""
-    with Job(launcher, strategy, timeout_s=TIMEOUT_S, ranks=ranks) as job:
-        job.train()
+    """Open MPI would wait for ever; Gloo for half a minute, and name nobody.
+
+    With three ranks, a thread of the first one writes meanwhile. The end of any rank cut that off.
+    """
+    writes = ranks == 3
+    words = ["write beside"] if writes else []
+    with Job(launcher, strategy, *words, timeout_s=TIMEOUT_S, ranks=ranks) as job:
+        job.train(2 * STEPS)
         os.kill(job.pid(LOST), signal.SIGSTOP)
         job.ended()
         assert job.launched.returncode != 0
         job.told_who_is_lost(LOST)
         assert "has been silent" in job.output
+        assert (job.folder / "written").exists() == writes, job.output
+        assert ("have finished their work" in job.output) == writes, job.output
         assert job.checkpoint()["step"] >= STEPS - 10
 
 
@@ -80,10 +87,12 @@ def test_a_rank_is_killed(launcher: str, strategy: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy"), [("mpi", "pipe-sgd"), ("gloo", "cocod:period=2")]
+    ("launcher", "strategy", "wrong"),
+    [("mpi", "pipe-sgd", "raise"), ("gloo", "cocod:period=2", "raise, and hide it")],
 )
-def test_a_rank_raises(launcher: str, strategy: str) -> None:
-    with Job(launcher, strategy, "raise", timeout_s=NEVER_S) as job:
+def test_a_rank_raises(launcher: str, strategy: str, wrong: str) -> None:
+    """Where a later sys.excepthook called no other, the rank was said to have ended its script."""
+    with Job(launcher, strategy, wrong, timeout_s=NEVER_S) as job:
         job.started()
         job.ended()
         assert job.launched.returncode != 0

@@ -22,6 +22,7 @@ from problem import OPTIMIZERS, loss_of, make_model
 from publish import publish
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.watch.proc import activity
 
 DEADLINE_S = 120  # no rank outlives its test
 STEPS = 1_000_000
@@ -43,7 +44,9 @@ def parse(strategy: str) -> dict[str, Any]:
 
 
 def go_wrong(how: str) -> None:
-    if how == "raise":
+    if how == "raise, and hide it":  # a logger's hook that calls no other
+        sys.excepthook = lambda *_: print("an exception was logged", file=sys.stderr)
+    if how in ("raise", "raise, and hide it"):
         raise ValueError("bad sample 17")
     if how == "raise, and a thread goes on":
         threading.Thread(target=time.sleep, args=(DEADLINE_S,)).start()
@@ -65,6 +68,23 @@ def stand_still(folder: Path, rank: int) -> None:
     for number in itertools.count():
         horovod.allreduce_async(torch.ones(1), name=f"never.{number}")
         time.sleep(0.001)
+
+
+def write_beside(folder: Path) -> None:
+    """Write something in another thread, until long after another rank was stopped."""
+
+    def write() -> None:
+        pid = int((folder / f"pid.{LATE}").read_text())
+        found = activity(pid, pid)
+        while found is not None and found.state != "T":
+            time.sleep(0.02)
+            found = activity(pid, pid)
+        end = time.monotonic() + 1.5 * float(os.environ["HVD_PIPE_TIMEOUT"])
+        while time.monotonic() < end:
+            time.sleep(0.02)
+        publish(folder / "written", "")
+
+    threading.Thread(target=write, name="checkpoint").start()
 
 
 def with_a_child() -> None:
@@ -98,6 +118,8 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
                 save(folder / "checkpoint.pt", states | {"step": step})
             with suppress(OSError):  # on a full disk it is the checkpoint that must fail
                 publish(folder / f"step.{rank}", str(step))
+        if step == SOON and wrong == "write beside" and rank == 0:
+            write_beside(folder)
         if step == SOON and wrong == "all stand still":
             stand_still(folder, rank)
         if step == SOON and rank == LATE:

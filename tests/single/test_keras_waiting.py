@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvd_pipe.tensorflow import waiting
+from hvd_pipe.watch.waits import Wait, waiting_for
 from hvd_pipe.watch.watchdog import _Process
 
 SOON_S = 60.0  # for what takes a moment on a quiet machine
@@ -23,7 +24,7 @@ def test_doctests() -> None:
     assert doctest.testmod(waiting).failed == 0
 
 
-def look() -> tuple[object, ...] | None:
+def look() -> Wait | None:
     return waiting.waits_for(sys._current_frames())
 
 
@@ -68,7 +69,7 @@ def seen_beside(
     return found[0]
 
 
-def soon() -> tuple[object, ...]:
+def soon() -> Wait:
     """Return the first wait that is seen."""
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
@@ -164,8 +165,14 @@ def test_a_main_thread_that_waits_for_one_that_waits(queue: Queue) -> None:
     assert seen_beside(other.join, soon, queue.give)
 
 
+def test_a_wait_that_is_registered_counts_whatever_else_works() -> None:
+    with waiting_for("a message of a pipeline"):
+        assert look() is not None
+    assert look() is None
+
+
 def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
-    process = _Process(0, lambda frames: ("a step on a GPU",), patience_s=LONG_S)
+    process = _Process(0, lambda frames: Wait(("a step on a GPU",)), patience_s=LONG_S)
     assert not process.look().waits
     time.sleep(LONG_S)
     assert process.look().waits

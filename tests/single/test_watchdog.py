@@ -7,27 +7,32 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 
-from hvd_pipe.torch import exchange, waiting
+from hvd_pipe.torch import exchange, in_flight, waiting
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.exchange import Exchange
 from hvd_pipe.torch.reduction import Reduction
-from hvd_pipe.watch import watchdog
+from hvd_pipe.watch import heartbeat, waits, watchdog
 from hvd_pipe.watch.door import knock
 from hvd_pipe.watch.heartbeat import Look, Peer
 from hvd_pipe.watch.reporter import Reporter
+from hvd_pipe.watch.threads import OtherThreads
+from hvd_pipe.watch.waits import waiting_for
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(watchdog).failed == 0
+    assert sum(doctest.testmod(each).failed for each in (heartbeat, waits, watchdog)) == 0
 
 
 @pytest.mark.parametrize("text", ["-1", "inf", "nan", "two minutes"])
@@ -46,18 +51,29 @@ def test_the_line_of_the_script_is_named_not_that_of_a_library() -> None:
 
 
 class Stuck:
-    """Functions that call each other, the last of which waits, as Horovod's do for a message."""
+    """Functions that call each other, the last of which waits, as Horovod's do for a message.
 
-    def __init__(self, module: str, *names: str) -> None:
-        self.there, self.go_on = threading.Event(), threading.Event()
-        space = {"__name__": module, "there": self.there, "go_on": self.go_on}
-        body = "there.set()\n    go_on.wait()"
+    Args:
+        module: Where they are.
+        names: Theirs.
+        registered: What the last one registers that it waits for.
+    """
+
+    def __init__(self, module: str, *names: str, registered: str = "") -> None:
+        self.there, self._over = threading.Event(), list[bool]()
+        space: dict[str, Any] = {"__name__": module, "there": self.there, "over": self._over}
+        space["waits"] = waiting_for(registered) if registered else nullcontext()
+        space["sleep"] = time.sleep
+        body = "with waits:\n        there.set()\n        while not over: sleep(0.001)"
         for name in reversed(names):
-            exec(f"def {name}(handle):\n    {body}", space)
-            body = f"{name}(handle)"
+            exec(f"def {name}():\n    {body}", space)
+            body = f"{name}()"
         self.function: Any = space[names[0]]
 
-    def seen(self, look: Callable[[], Any], handle: int | None = None) -> Any:
+    def go_on(self) -> None:
+        self._over.append(True)
+
+    def seen(self, look: Callable[[], Any]) -> Any:
         """What another thread sees while the main one waits here."""
         found = []
 
@@ -66,10 +82,10 @@ class Stuck:
             try:
                 found.append(look())
             finally:
-                self.go_on.set()
+                self.go_on()
 
         with beside(run):
-            self.function(handle)
+            self.function()
         return found[0]
 
 
@@ -86,10 +102,24 @@ def test_a_rank_waits_where_horovod_does() -> None:
     look = watchdog._Process(0, waiting.waits_for).look
     assert not look().waits
     assert not Stuck("my_script", "synchronize").seen(look).waits
-    assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(look, 7).waits
+    assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(look).waits
 
 
-def test_the_time_is_that_of_one_message() -> None:
+def test_a_rank_waits_where_it_says_so() -> None:
+    """The watch read local variables of other functions: to rename one let jobs hang."""
+    look = watchdog._Process(0, waiting.waits_for).look
+    assert not Stuck("hvd_pipe.torch.in_flight", "wait").seen(look).waits
+    assert Stuck("anything", "whatever", registered="a message").seen(look).waits
+    assert not look().waits
+
+
+def test_a_wait_that_ends_by_an_exception_is_over() -> None:
+    with pytest.raises(ValueError, match="lost"), waiting_for("a message"):
+        raise ValueError("lost")
+    assert waits.of_thread(threading.get_ident()) is None
+
+
+def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that waits for one message after the other gets on, however slow its links are."""
     process = watchdog._Process(0, waiting.waits_for)
 
@@ -97,16 +127,21 @@ def test_the_time_is_that_of_one_message() -> None:
         return process.look(), process.look()
 
     for handle in (7, 8):
-        first, then = Stuck("horovod.torch.mpi_ops", "synchronize").seen(look_twice, handle)
-        assert first.waits
-        assert first.since_s == 0 < then.since_s
+        monkeypatch.setattr(mpi_ops, "_handle_map", {handle: None})
+        stock = Stuck("horovod.torch.mpi_ops", "synchronize")
+        for stuck in (stock, Stuck("ours", "wait", registered="the same name")):
+            first, then = stuck.seen(look_twice)
+            assert first.waits
+            assert first.since_s == 0 < then.since_s
     assert not process.look().waits
 
 
 def test_join_waits_for_ranks_that_get_on() -> None:
     look = watchdog._Process(0, waiting.waits_for).look
-    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(look, 7).joined
-    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(look, 8).joined
+    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(look).joined
+    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(look).joined
+    with waiting_for("hvd.join()", joined=True):
+        assert Stuck("ours", "wait", registered="a message").seen(look).joined
 
 
 def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +152,8 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
     looks: list[Look] = []
 
     def look_twice() -> None:
-        main = threading.main_thread().ident or 0
         try:
-            while waiting._wait_of(sys._current_frames()[main]) is None:
+            while waits.of_thread(threading.main_thread().ident or 0) is None:
                 pass
             looks.extend((process.look(), process.look()))
         finally:
@@ -133,15 +167,79 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
     assert [look.since_s == 0 for look in looks] == [True, False, True, False]
 
 
-def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count() -> None:
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        Stuck("horovod.torch.mpi_ops", "synchronize"),
+        Stuck("ours", "wait", registered="a message"),
+    ],
+    ids=["stock", "registered"],
+)
+def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count(stuck: Stuck) -> None:
     """A rank that saves a checkpoint would end; one whose main thread waits for it does wait."""
     look = watchdog._Process(0, waiting.waits_for).look
-    stuck = Stuck("horovod.torch.mpi_ops", "synchronize")
-    with beside(lambda: stuck.function(7)):
+
+    with beside(stuck.function):
         stuck.there.wait()
-        found = look().waits, Stuck("my_script", "train").seen(look).waits
-        stuck.go_on.set()
-    assert found == (False, True)
+        busy = look().waits
+        found: list[bool] = []
+        seen = threading.Event()
+
+        def run() -> None:
+            deadline = time.monotonic() + 60
+            while not (waits := look().waits) and time.monotonic() < deadline:
+                pass
+            found.append(waits)
+            seen.set()
+
+        with beside(run):
+            seen.wait()  # the main thread waits for another
+        stuck.go_on()
+    assert (busy, found) == (False, [True])
+
+
+def test_sent_messages_may_be_forgotten_while_they_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that carries exchanges forgets all where Horovod has failed.
+
+    The main one went through the same set just then: "Set changed size during iteration".
+    """
+
+    def poll(handle: int) -> bool:
+        in_flight.forget()  # as another thread does, at any time
+        return False
+
+    monkeypatch.setattr(in_flight, "poll", poll)
+    monkeypatch.setattr(in_flight, "_handles", {1, 2, 3})
+    in_flight.arrive()
+
+
+def test_a_thread_that_works_is_told_from_one_that_idles() -> None:
+    """The end of a rank ended the thread that wrote its checkpoint as well."""
+    go_on = threading.Event()
+
+    def work() -> None:
+        while not go_on.wait(0.01):
+            pass
+
+    def is_soon(busy: bool, others: OtherThreads) -> None:
+        deadline = time.monotonic() + 60
+        while others.are_busy() is not busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    others = OtherThreads()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(id, 0).result()
+        is_soon(False, others)  # the pool's thread is there, and has nothing to do
+        with beside(work):
+            assert others.are_busy()
+            for _ in range(60):
+                time.sleep(0.1)
+                assert others.are_busy()
+            go_on.set()
+        is_soon(False, others)
 
 
 class Ranks:

@@ -23,11 +23,10 @@ class Broadcast:
 
     def wait(self) -> None:
         """Block until it is done; Horovod's own wait would take a core."""
-        handle = self._handle  # the watch over ranks looks at it
         begun = time.monotonic()
-        while not poll(handle):
+        while not poll(self._handle):
             time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
-        synchronize(handle)
+        synchronize(self._handle)
 
 
 def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
