@@ -16,7 +16,14 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.watch.waits import waiting_for
 
-__all__ = ["Agreement", "Description", "answer_with", "failed", "members"]
+__all__ = [
+    "Agreement",
+    "Description",
+    "allocated_everywhere",
+    "answer_with",
+    "failed",
+    "members",
+]
 
 Description = Sequence[tuple[str, str]]
 """What a rank is about to do, as (label, value) lines in an order that all ranks share."""
@@ -45,6 +52,40 @@ def members(process_set: ProcessSet) -> list[int]:
 def failed(error: Exception) -> Description:
     """Describe a rank that has found a mistake: it differs from all ranks that have not."""
     return [(_REFUSED, f"{type(error).__name__}: {error}")]
+
+
+def allocated_everywhere(
+    make: Callable[[], T],
+    nbytes: int,
+    process_set: ProcessSet,
+    largest: Callable[[Sequence[float]], list[float]],
+) -> T:
+    """Return what ``make`` returns, or raise on every rank where one has no memory for it.
+
+    Args:
+        make: Allocates.
+        nbytes: How much.
+        process_set: The ranks that take part.
+        largest: Returns, place by place, the largest of all ranks' values.
+
+    Raises:
+        HvdPipeError: Another rank has too little memory; that one raises its own error.
+    """
+    made, failure, lacking = None, None, 0.0
+    try:
+        made = make()
+    except Exception as error:  # whatever it is, the others must hear of it
+        failure, lacking = error, 1.0 + process_set.rank()
+    [lacking] = largest([lacking])
+    if failure is not None:
+        raise failure
+    if lacking or made is None:
+        raise HvdPipeError(
+            f"rank {members(process_set)[int(lacking) - 1]} could not allocate {nbytes} bytes "
+            "to measure all-reduces with: free memory there, measure smaller messages, or train "
+            "with a strategy that measures nothing, such as 'merged-gradient:plan=wfbp'."
+        )
+    return made
 
 
 class Agreement:

@@ -191,6 +191,10 @@ ROWS = (
         "tensorflow.sync_batch_norm",
     ),
     *(
+        PrivateName("tensorflow", "keras.layers", f"Layer.{name}", "tensorflow.keras.statistics")
+        for name in ("_flatten_layers", "_get_call_context", "_non_trainable_variables")
+    ),
+    *(
         PrivateName(
             "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.optimizer"
         )

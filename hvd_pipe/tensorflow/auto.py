@@ -73,7 +73,7 @@ def choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:
         cost = reduction.cost(shapes.dtypes[dense[0]])
         predictions = [
             predict(MergedGradient(plan=engine.plan), planned, comm, cost)
-            if isinstance(candidate, MergedGradient)
+            if isinstance(candidate, MergedGradient) and engine.plan is not None
             else predict(candidate, whole, comm, cost)
             for candidate in candidates
         ]

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import func_graph, ops
 
-__all__ = ["next_name"]
+__all__ = ["name_here", "next_name"]
 
 _calls: weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]] = (
     weakref.WeakKeyDictionary()
@@ -31,8 +31,20 @@ def next_name(kind: str) -> str:
     """
     if tf.executing_eagerly():
         return kind
+    return f"{kind}.{_count(kind)}"
+
+
+def name_here(name: str) -> str:
+    """Return a name as it is, or with a number where the graph has a message of that name."""
+    if tf.executing_eagerly():
+        return name
+    count = _count(name)
+    return f"{name}.again.{count}" if count else name
+
+
+def _count(kind: str) -> int:
     graph = ops.get_default_graph()
     while isinstance(outer := getattr(graph, "outer_graph", None), func_graph.FuncGraph):
         graph = outer
     counts = _calls.setdefault(graph, defaultdict(itertools.count))
-    return f"{kind}.{next(counts[kind])}"
+    return next(counts[kind])

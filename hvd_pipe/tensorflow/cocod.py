@@ -32,7 +32,7 @@ from hvd_pipe.tensorflow.engine import (
     raw,
     restore,
 )
-from hvd_pipe.tensorflow.model_average import ModelAverage
+from hvd_pipe.tensorflow.model_average import ModelAverage, wide
 from hvd_pipe.tensorflow.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
 from hvd_pipe.tensorflow.variables import variable
 
@@ -109,10 +109,15 @@ class CoCoDEngine(Engine):
 
     def equalise(self, variables: Sequence[Any]) -> None:
         reduction, tag = self.settings.reduction.lossless(), self.settings.tag
-        for i, each in enumerate(variables):
-            flat = tf.reshape(tf.convert_to_tensor(raw(each)), [-1])
-            mean = reduction.reduce(flat, f"{tag}.equal.{i}")
-            each.assign(tf.reshape(mean, each.shape))
+        shapes = shapes_of(variables)
+        packing = Packing(shapes, shapes.kinds(range(len(shapes))))
+        flats = packing.pack({i: tf.convert_to_tensor(raw(v)) for i, v in enumerate(variables)})
+        means = [
+            tf.cast(reduction.reduce(wide(flat), f"{tag}.equal.{i}"), flat.dtype)
+            for i, flat in enumerate(flats)
+        ]
+        for i, mean in packing.unpack(means).items():
+            variables[i].assign(mean)
 
     def is_ahead(self) -> bool:
         return any(part.average.is_ahead for part in self._parts)

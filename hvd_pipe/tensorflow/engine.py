@@ -12,7 +12,7 @@ traced, so that what it does becomes operations of the step::
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ __all__ = [
     "Momentum",
     "Peek",
     "Settings",
+    "all_finite",
+    "identity",
     "raw",
     "restore",
 ]
@@ -167,9 +169,20 @@ class Engine(abc.ABC):
         """Make what is in flight, or the models, equal on all ranks; between two steps."""
 
 
+def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Return whether all values of all tensors are finite; also where there are no tensors."""
+    found = [tf.reduce_all(tf.math.is_finite(each)) for each in values]
+    return tf.reduce_all(tf.stack([tf.constant(True), *found]))
+
+
 def raw(each: Any) -> Any:
     """Return the ``tf.Variable`` of a Keras variable."""
     return each.value if hasattr(each, "value") and not callable(each.value) else each
+
+
+def identity(each: Any) -> int:
+    """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
+    return id(raw(each))
 
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
@@ -177,5 +190,5 @@ def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
     for name, each in variables.items():
         found = state.get(name)
         if found is None or tuple(found.shape) != tuple(each.shape):
-            found = np.zeros(each.shape, each.dtype.as_numpy_dtype)
-        each.assign(found)
+            found = np.zeros(each.shape)
+        each.assign(found.astype(each.dtype.as_numpy_dtype))

@@ -36,13 +36,15 @@ class MergedGradientEngine(Engine):
         """Set while times are recorded; graphs that are traced meanwhile note them."""
         self.adopt(first_plan(settings, strategy) if plan is None else plan)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan | None) -> None:
         """Take the plan's buckets; graphs that were traced before keep theirs.
 
-        What a codec has left over of the buckets before is dropped.
+        What a codec has left over of the buckets before is dropped. None is for no gradients.
         """
         settings = self.settings
-        groups = plan_groups(plan, settings.shapes, settings.dense) if settings.dense else []
+        groups = []
+        if plan is not None and settings.dense:
+            groups = plan_groups(plan, settings.shapes, settings.dense)
         self.plan, self._packing = plan, Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
 
@@ -74,8 +76,10 @@ class MergedGradientEngine(Engine):
         restore(self._residuals.named, state)
 
 
-def first_plan(settings: Settings, strategy: MergedGradient) -> Plan:
-    """Return the plan that needs no measurement."""
+def first_plan(settings: Settings, strategy: MergedGradient) -> Plan | None:
+    """Return the plan that needs no measurement; None where no gradient is sent."""
+    if not len(settings.shapes):
+        return None
     groups = settings.groups
     method = "given"
     if groups is None:

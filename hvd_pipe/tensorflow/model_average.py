@@ -24,9 +24,11 @@ from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.engine import LOST, Arrays, restore
 from hvd_pipe.tensorflow.reduction import Feedback, Reduction
 
-__all__ = ["ModelAverage"]
+__all__ = ["ModelAverage", "wide"]
 
 Flats = Sequence[tf.Tensor]
+
+_KINDS = ("start", "sent", "base", "anchor", "velocity")
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -61,6 +63,7 @@ class ModelAverage:
             mine = weights[reduction.process_set.rank()]
             self._factor = mine * len(weights) / sum(weights)
         self._feedback: list[Feedback | None] = [reduction.feedback(size) for size in sizes]
+        self._sizes = list(sizes)
         nothing = [None] * len(self._feedback)
         self._name = f"{tag}.round"
         self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
@@ -83,7 +86,7 @@ class ModelAverage:
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
         self._start = [tf.identity(flat) for flat in flats]
-        outgoing, average = [_wide(flat) for flat in self._start], self._average
+        outgoing, average = [wide(flat) for flat in self._start], self._average
         if self._base:
             outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
         elif self._is_lossy:
@@ -110,9 +113,9 @@ class ModelAverage:
     def finish(self, flats: Flats) -> list[tf.Tensor]:
         """Return the models that the next round starts with; after `arrival`."""
         means = self._arrive()
-        ends = [_wide(flat) for flat in flats]
+        ends = [wide(flat) for flat in flats]
         if self._alpha is None:
-            starts = [_wide(flat) for flat in self._start]
+            starts = [wide(flat) for flat in self._start]
             found = [m + (x - s) for m, x, s in zip(means, ends, starts, strict=True)]
         else:
             pull = self._alpha
@@ -127,7 +130,7 @@ class ModelAverage:
     def average_now(self, flats: Flats) -> list[tf.Tensor]:
         """Return the average of the models as they are, the same bits on every rank."""
         self.settle()
-        means = self._average_exactly(*(_wide(flat) for flat in flats))
+        means = self._average_exactly(*(wide(flat) for flat in flats))
         self._leave()
         self._start = []
         self._base = means if self._is_lossy else []
@@ -167,8 +170,16 @@ class ModelAverage:
         return {**found, **{name: each.numpy() for name, each in self._lost().items()}}
 
     def load(self, state: Arrays) -> None:
-        """Go on from a `state`."""
+        """Go on from a `state`; one of other sizes holds nothing that means something here."""
         self.settle()
+        sizes = {f".{i}": size for i, size in enumerate(self._sizes)}
+        if any(
+            each.size != sizes.get(name.removeprefix(kind))
+            for name, each in state.items()
+            for kind in _KINDS
+            if name.startswith(f"{kind}.")
+        ):
+            state = {}
 
         def flats(kind: str) -> list[tf.Tensor]:
             count = sum(name.startswith(f"{kind}.") for name in state)
@@ -267,6 +278,6 @@ def _courier() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
 
 
-def _wide(flat: tf.Tensor) -> tf.Tensor:
+def wide(flat: tf.Tensor) -> tf.Tensor:
     """Half-precision models are averaged in float32, and rounded once a round."""
     return tf.cast(flat, tf.float32) if flat.dtype in _HALF else flat

@@ -11,9 +11,12 @@ first pipelined step has nothing to apply and makes no update.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 
@@ -26,6 +29,7 @@ from hvd_pipe.tensorflow.engine import (
     Gradients,
     Peek,
     Settings,
+    all_finite,
     restore,
 )
 from hvd_pipe.tensorflow.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
@@ -34,6 +38,8 @@ from hvd_pipe.tensorflow.residuals import Residuals
 from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["PipeSGDEngine"]
+
+_log = logging.getLogger("hvd_pipe")
 
 
 class PipeSGDEngine(Engine):
@@ -108,8 +114,7 @@ class PipeSGDEngine(Engine):
             guess = {place: factor * gradient for place, gradient in gradients.items()}
         ahead = self._ahead
         # A guess that is not finite would ruin the next gradient, and with it the next guess.
-        finite = [tf.reduce_all(tf.math.is_finite(each)) for each in guess.values()]
-        wanted = tf.logical_and(wanted, tf.reduce_all(tf.stack(finite)))
+        wanted = tf.logical_and(wanted, all_finite(guess.values()))
 
         def lead() -> Any:
             ahead.lead(peek.state, lambda: peek.update(guess))
@@ -130,7 +135,9 @@ class PipeSGDEngine(Engine):
         if not self._is_pending.numpy():  # the same on all ranks: they count the same steps
             return
         self._is_pending.assign(False)
-        update(self._packing.unpack(self._reduce([each.read_value() for each in self._pending])))
+        due = self._packing.unpack(self._reduce([each.read_value() for each in self._pending]))
+        if due:
+            update(due)
 
     def share(self) -> None:
         """Have each rank's pending gradient be the average, which comes of that once more."""
@@ -145,13 +152,48 @@ class PipeSGDEngine(Engine):
         return bool(self._is_pending.numpy())
 
     def state(self) -> Arrays:
-        return {name: each.numpy() for name, each in self._named().items()}
+        """Return what is in flight: the gradient by variable, so that other buckets take it."""
+        gradients = self._packing.unpack([each.read_value() for each in self._pending])
+        return {
+            **{f"gradient.{place}": each.numpy() for place, each in gradients.items()},
+            **{name: each.numpy() for name, each in self._named().items()},
+        }
 
     def load(self, state: Arrays) -> None:
+        flats = self._flats_of(state)
+        if flats is None and state.get("is_pending"):
+            _log.warning(
+                "the gradient that was in flight is lost, as it does not fit the variables here: "
+                "load with the model, bucket_bytes and groups that it was saved with, or call "
+                "optimizer.synchronize() on all ranks before saving"
+            )
+            state = {**state, "is_pending": np.array(False)}
         restore(self._named(), state)
+        for i, each in enumerate(self._pending):
+            each.assign(tf.zeros_like(each) if flats is None else flats[i])
+
+    def _flats_of(self, state: Arrays) -> list[npt.NDArray[Any]] | None:
+        """Return a state's gradient in the buckets of here; None where it does not fit."""
+        shapes = self.settings.shapes
+        found = {
+            place: state[name]
+            for place, shape in enumerate(shapes.shapes)
+            if (name := f"gradient.{place}") in state and list(state[name].shape) == shape
+        }
+        if len(found) == len(shapes):
+            return [
+                np.concatenate([found[place].ravel() for place in group]).astype(
+                    shapes.dtypes[group[0]].as_numpy_dtype
+                )
+                for group in self._packing.groups
+            ]
+        # Earlier versions wrote whole buckets, of which only the sizes are known.
+        sizes = self._packing.sizes
+        flats = [state[name] for i in range(len(sizes)) if (name := f"pending.{i}") in state]
+        is_whole = f"pending.{len(sizes)}" not in state
+        return flats if is_whole and [each.size for each in flats] == sizes else None
 
     def _named(self) -> dict[str, tf.Variable]:
-        pending = {f"pending.{i}": each for i, each in enumerate(self._pending)}
         counters = {"is_pending": self._is_pending, "rounds": self._rounds}
         ahead = {} if self._ahead is None else self._ahead.named
-        return {**pending, **counters, **ahead, **self._residuals.named}
+        return {**counters, **ahead, **self._residuals.named}

@@ -13,6 +13,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum
 
 from hvd_pipe import comm_probe
+from hvd_pipe.agreement import allocated_everywhere
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.tensorflow.agree import largest
 
@@ -115,7 +116,9 @@ class _Sender:
         self._buffer = tf.zeros([0])
 
     def allocate(self, count: int) -> None:
-        self._buffer = tf.zeros([count])
+        self._buffer = allocated_everywhere(
+            lambda: tf.zeros([count]), 4 * count, self._process_set, self.largest
+        )
 
     def seconds(self, size: int, n: int) -> float:
         send = self._sending(n)

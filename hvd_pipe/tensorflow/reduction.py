@@ -17,6 +17,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.tensorflow import timeline
+from hvd_pipe.tensorflow.call_names import name_here
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.variables import variable
 
@@ -122,6 +123,7 @@ class Reduction:
         """
         if self.alone:
             return tf.identity(flat)
+        name = name_here(name)
         step = timeline.current()
         if step is None:
             return self._reduce(flat, name, feedback)
@@ -152,6 +154,7 @@ class Reduction:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
         if self.alone:
             return sparse
+        name = name_here(name)
         step, message = timeline.current(), None
         if step is not None:
             nbytes = sum(

@@ -47,7 +47,9 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         arrays: Arrays = {}
         for number, state in self._sessions.states().items():
             for name, array in state.items():
-                arrays[f"{number}/{name}"] = array
+                # NumPy's files know no bfloat16; float32 has all of its values.
+                odd = array.dtype == tf.bfloat16.as_numpy_dtype
+                arrays[f"{number}/{name}"] = array.astype(np.float32) if odd else array
         head = {
             "version": _VERSION,
             "strategy": self._sessions.method.name,

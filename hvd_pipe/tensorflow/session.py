@@ -8,11 +8,12 @@ one that a rank lacks travels as zeros, as others may have it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -33,11 +34,13 @@ from hvd_pipe.tensorflow.engine import (
     Gradients,
     Momentum,
     Settings,
+    identity,
     raw,
 )
 from hvd_pipe.tensorflow.engines import make_engine
+from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
 
-__all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit"]
+__all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit", "sources_key"]
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
 
@@ -70,22 +73,27 @@ class Sessions:
 
     Args:
         arguments: As the user passed them.
+        of_tapes: Whether a session lasts as long as its variables, which keep it.
 
     Raises:
         TypeError, ValueError: An argument that cannot be.
         RanksDisagreeError: Ranks came with different ones.
     """
 
-    def __init__(self, arguments: Arguments) -> None:
+    def __init__(self, arguments: Arguments, of_tapes: bool = False) -> None:
         if not is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
+        refuse_old_graphs()
         workers.begin()
         self.arguments = arguments
         self._tag: str | None = None
         self._owner: weakref.ref[Owner] | None = None
-        self._found: dict[tuple[int, ...], Session] = {}
+        self._of_tapes = of_tapes
+        self._found: MutableMapping[Hashable, Session]
+        self._found = weakref.WeakValueDictionary() if of_tapes else {}
+        self._count = itertools.count()
         self._loaded: States = {}
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[Hashable, int] = {}
         """What sessions on other workers were numbered, of those that are still to come here."""
         # A worker that comes to an elastic job is here alone: there, ranks compare at a step.
         self.strategy = arguments.check_alone() if is_elastic() else self._start()
@@ -139,7 +147,7 @@ class Sessions:
         return self._tag
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(self._found.values())
+        return iter(list(self._found.values()))
 
     def of(
         self,
@@ -147,14 +155,16 @@ class Sessions:
         gradients: Sequence[Any],
         local: set[int],
         momenta: FindMomenta | None = None,
+        turn: int = 0,
     ) -> Session:
         """Return the session of these variables; the first time, all ranks must come here.
 
         Args:
-            variables: Keras' or TensorFlow's.
+            variables: Keras' or TensorFlow's, or the ``tf.TensorSpec`` of a tensor.
             gradients: One for each: a tensor, ``tf.IndexedSlices``, or None.
-            local: Identities of the variables that are not distributed.
+            local: Each `identity` of the variables that are not distributed.
             momenta: Finds the optimizer's momenta of variables; None for a tape.
+            turn: How many gradients of these variables the step has had before this one.
         """
         workers.note_graphs()
         answer_with(mpi_ops)
@@ -162,7 +172,8 @@ class Sessions:
             self._start()
             if self._owner is None:  # a tape begins with the first step, after `inherit`
                 self._loaded = _inherited.pop(self.label, self._loaded)
-        key = tuple(id(each) for each in variables)
+        here = tuple(identity(each) in local for each in variables)
+        key = (sources_key(variables), here, turn)
         if isinstance(self.strategy, Auto) and self.watcher is None:
             raise ValueError(  # of the errors that autograph hands on as they are
                 "strategy='auto' measures steps and then changes them, which it can do between "
@@ -172,10 +183,12 @@ class Sessions:
                 f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
-        if key not in self._found:
-            number = len(self._found)
+        found = self._found.get(key)
+        if found is None:
+            number = next(self._count)
             tag = f"{self._tag}.{number}"
             made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
+            made.number = number
             before = self._numbers.pop(key, None) if self._numbers else number
             loaded = None if before is None else self._loaded.pop(before, None)
             if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
@@ -183,8 +196,11 @@ class Sessions:
             if loaded is not None:
                 with tf.init_scope():  # now, not in the graph that is being traced
                     made.engine.load(loaded)
-            self._found[key] = made
-        return self._found[key]
+            self._found[key] = found = made
+            if self._of_tapes:
+                holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
+                vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, made
+        return found
 
     def follow(self, method: Method) -> None:
         """Go on with what ``auto`` has chosen; all ranks, between two steps.
@@ -201,9 +217,9 @@ class Sessions:
     def load(self, states: States) -> None:
         """Go on from what sessions had in flight, by their number."""
         self._loaded = states
-        for number, session in enumerate(self):
-            if number in states:
-                session.engine.load(states.pop(number))
+        for session in self:
+            if session.number in states:
+                session.engine.load(states.pop(session.number))
         owner = None if self._owner is None else self._owner()
         if owner is not None and OWNERS in states:
             owner._hvd_pipe_load(states.pop(OWNERS))
@@ -239,25 +255,26 @@ class Sessions:
     def states(self) -> States:
         """Return what is in flight, of sessions that are still to come as well."""
         found = dict(self._loaded)
-        for number, session in enumerate(self):
-            found[number] = session.engine.state()
+        for session in self:
+            found[session.number] = session.engine.state()
         owner = None if self._owner is None else self._owner()
         return found if owner is None else {**found, OWNERS: owner._hvd_pipe_state()}
 
     def go_back(self, states: States | None) -> None:
         """Go on from earlier `states`, and from nothing in flight where these hold none."""
-        nothing: States = {number: {} for number in [OWNERS, *range(len(self._found))]}
+        nothing: States = {number: {} for number in [OWNERS, *(each.number for each in self)]}
         self.load({**nothing, **(states or {})})
 
     def rest(self) -> None:
         """Let Horovod end: each session is made again when its gradients come again."""
-        for number, (key, session) in enumerate(self._found.items()):
-            self._numbers[key] = number
+        for key, session in list(self._found.items()):
+            self._numbers[key] = number = session.number
             try:
                 self._loaded[number] = session.engine.state()
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
         self._found.clear()
+        self._count = itertools.count()
         self._tag = self.watcher = None
 
 
@@ -268,7 +285,9 @@ def _summary(state: Arrays | None) -> dict[str, str] | None:
     return {
         name: str(array.tolist() if array.ndim == 0 else array.shape)
         for name, array in sorted(state.items())
-        if name != "leads"  # each rank's own: prediction leaves out what is not finite
+        # Each rank's own: prediction leaves out what is not finite, and a local variable's sum has
+        # any shape.
+        if name != "leads" and ".sum." not in name
     }
 
 
@@ -291,6 +310,27 @@ def inherit(found: dict[str, States]) -> None:
         sessions.go_back(_inherited.pop(sessions.label, None))
 
 
+def sources_key(variables: Sequence[Any]) -> tuple[Hashable, ...]:
+    """Return what tells lists of variables apart; tensors, which come anew, by dtype and shape."""
+    return tuple(
+        (each.dtype.name, *each.shape)
+        if isinstance(each, tf.Tensor | tf.TensorSpec)
+        else identity(each)
+        for each in variables
+    )
+
+
+_KEPT = "_hvd_pipe_sessions"
+"""The attribute by which a variable keeps the sessions of tapes."""
+
+
+class _Kept(dict[Any, Any]):
+    """Is not copied or pickled with the variable."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
 class Session:
     """One list of variables, and the engine that distributes their gradients.
 
@@ -300,6 +340,9 @@ class Session:
         tag: Begins the names of all messages.
         variables, gradients, local, momenta: As `Sessions.of`.
     """
+
+    number = 0
+    """Counts the sessions of their owner."""
 
     def __init__(
         self,
@@ -314,25 +357,19 @@ class Session:
         self.variables = list(variables)
         self._arguments, self._tag, self._momenta = arguments, tag, momenta
         self._shapes = shapes_of(variables)
-        self._agreed = self._agreed_kinds(gradients, tag, local)
-        self._sent = [
-            place
-            for place, each in enumerate(variables)
-            if self._agreed[place] != _NONE and id(each) not in local
-        ]
-        self._has_local = any(
-            self._agreed[place] != _NONE and id(each) in local
-            for place, each in enumerate(variables)
-        )
+        shared = [place for place, each in enumerate(variables) if identity(each) not in local]
+        self._agreed, self._has_local = self._agree(shared, gradients)
+        self._sent = [place for place in shared if self._agreed[place] != _NONE]
         self.adopt(method)
 
     def adopt(self, method: Method) -> None:
         """Let an engine of this method distribute the gradients; nothing is in flight."""
         arguments = self._arguments
         sparse_travels = isinstance(method, MergedGradient) and not arguments.sparse_as_dense
-        self._kinds = [
-            _DENSE if kind == _SPARSE and not sparse_travels else kind for kind in self._agreed
-        ]
+        self._kinds = {
+            place: _DENSE if kind == _SPARSE and not sparse_travels else kind
+            for place, kind in self._agreed.items()
+        }
         sparse = frozenset(
             i for i, place in enumerate(self._sent) if self._kinds[place] == _SPARSE
         )
@@ -369,8 +406,8 @@ class Session:
         found: dict[int, Any] = {}
         for i, place in enumerate(self._sent):
             found[i] = self._as_agreed(place, gradients[place])
-        for place, gradient in enumerate(gradients):
-            if gradient is not None and self._kinds[place] == _NONE:
+        for place, kind in self._kinds.items():
+            if kind == _NONE and gradients[place] is not None:
                 raise HvdPipeError(
                     f"{self._shapes.names[place]!r} has a gradient now, and had none on any rank "
                     "when training began: compile the model with a new DistributedOptimizer when "
@@ -389,6 +426,12 @@ class Session:
         for i, place in enumerate(self._sent):
             found[place] = due[i]
         return found
+
+    def own(self, gradients: Sequence[Any]) -> list[Any] | None:
+        """Return the gradients with None for those that travel; None where all of them do."""
+        sent = set(self._sent)
+        found = [None if i in sent else each for i, each in enumerate(gradients)]
+        return found if any(each is not None for each in found) else None
 
     def warn_of_unlike_replicas(self) -> None:
         """Say so where ranks that have trained with the same gradients have other weights."""
@@ -435,33 +478,52 @@ class Session:
             gradient.values, tf.cast(gradient.indices, tf.int64), gradient.dense_shape
         )
 
-    def _agreed_kinds(self, gradients: Sequence[Any], tag: str, local: set[int]) -> list[str]:
-        """Compare the variables with other ranks', and return what all know of each gradient."""
-        process_set = self._arguments.process_set
-        mine = [_kind(gradient) for gradient in gradients]
-        shapes = self._shapes
-        here = [id(each) in local for each in self.variables]
-        lines = [
-            (name, f"{shapes.dtypes[i].name}{shapes.shapes[i]}{', local' if here[i] else ''}")
-            for i, name in enumerate(shapes.names)
-        ]
+    def _agree(
+        self, shared: Sequence[int], gradients: Sequence[Any]
+    ) -> tuple[dict[int, str], bool]:
+        """Compare the variables that are shared with those of the other ranks.
 
+        Variables that are local do not travel, so each rank may have its own.
+
+        Args:
+            shared: The places of the variables that are not local.
+            gradients: One for each variable.
+
+        Returns:
+            What all ranks know of each gradient that is shared, by place; and whether any rank has
+            local variables.
+
+        Raises:
+            RanksDisagreeError: Two ranks share unlike variables.
+        """
+        process_set = self._arguments.process_set
+        variables = [self.variables[place] for place in shared]
+        shapes = shapes_of(variables)
         by_hand = self._arguments.groups
         if isinstance(by_hand, list):
-            place = {id(each): i for i, each in enumerate(self.variables)}
-            by_hand = [[place.get(id(each)) for each in group] for group in by_hand]
+            index = {id(each): i for i, each in enumerate(variables)}
+            by_hand = [[index.get(id(each)) for each in group] for group in by_hand]
 
         def check() -> tuple[None, Description]:
-            count = ("the number of variables", str(len(lines)))
-            groups = ("groups (by the places of their variables)", str(by_hand))
-            named = (("the variable " + name, what) for name, what in lines)
-            return None, [count, *named, groups]
+            count = ("the number of variables that are not local", str(len(variables)))
+            named = [
+                (f"the variable {name}", f"{shapes.dtypes[i].name}{shapes.shapes[i]}")
+                for i, name in enumerate(shapes.names)
+            ]
+            return None, [
+                count,
+                *named,
+                ("groups (by the places of their variables)", str(by_hand)),
+            ]
 
-        checked(check, f"{tag}.variables", process_set)
+        checked(check, f"{self._tag}.variables", process_set)
+        mine = [_kind(gradients[place]) for place in shared]
+        has_local = len(shared) < len(self.variables)
         if not process_set.included():
-            return mine
-        everyone = gather(mine, f"{tag}.gradients.kinds", process_set)
-        return [_together(kinds) for kinds in zip(*everyone, strict=True)]
+            return dict(zip(shared, mine, strict=True)), has_local
+        everyone = gather([has_local, mine], f"{self._tag}.gradients.kinds", process_set)
+        kinds = [_together(each) for each in zip(*(kinds for _, kinds in everyone), strict=True)]
+        return dict(zip(shared, kinds, strict=True)), any(each for each, _ in everyone)
 
 
 def _kind(gradient: Any) -> str:

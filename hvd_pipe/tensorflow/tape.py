@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +20,10 @@ from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
 from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
-from hvd_pipe.tensorflow.engine import Gradients
-from hvd_pipe.tensorflow.session import Session, Sessions
+from hvd_pipe.tensorflow.engine import Gradients, identity
+from hvd_pipe.tensorflow.keras.api import layers_of
+from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
+from hvd_pipe.tensorflow.session import Session, Sessions, sources_key
 from hvd_pipe.tensorflow.xla import refuse_xla
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape", "drain_gradients"]
@@ -30,10 +34,20 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
 
     _hvd_pipe: Sessions
     _hvd_pipe_local: set[int]
+    _hvd_pipe_turns: Counter[object]
+
+    def __enter__(self) -> Any:
+        self._hvd_pipe_turns.clear()
+        return super().__enter__()
+
+    def reset(self) -> None:
+        """As ``tf.GradientTape``; the next gradients are another step's."""
+        self._hvd_pipe_turns.clear()
+        super().reset()
 
     def register_local_source(self, source: Any) -> None:
         """Keep a source's gradients on this worker, as Horovod's."""
-        self._hvd_pipe_local.add(id(source))
+        self._hvd_pipe_local.add(identity(source))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(
@@ -47,14 +61,17 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         """Return the gradients that are due: this step's averages, or last step's (Pipe-SGD).
 
         Args:
-            target, sources, output_gradients, options: As ``tf.GradientTape``.
+            target, sources, output_gradients, options: As ``tf.GradientTape``. Under Pipe-SGD,
+                several gradients that a persistent tape computes for the same sources between two
+                recordings have averages of their own; so do not those of several tapes.
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
+        refuse_old_graphs()
         refuse_xla()
         with timeline.step(is_backward=True) as step:
             found = super().gradient(target, sources, output_gradients, **options)
-            variables, gradients = tf.nest.flatten(sources), _flat(found, sources)
-            session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local)
+            flat, gradients = tf.nest.flatten(sources), _flat(found, sources)
+            session = self._hvd_pipe_session(flat, gradients)
             if step is not None:
                 step.gradients(gradients)
             due = session.engine.exchange(session.outgoing(gradients))
@@ -63,6 +80,20 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
             if step is not None:
                 step.end()
         return tf.nest.pack_sequence_as(sources, incoming)
+
+    def _hvd_pipe_session(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Session:
+        described = [_described(each) for each in sources]
+        local = {
+            identity(shown)
+            for each, shown in zip(sources, described, strict=True)
+            if identity(each) in self._hvd_pipe_local
+        }
+        turn = 0
+        if isinstance(self._hvd_pipe.method, PipeSGD):
+            key = sources_key(described)
+            turn = self._hvd_pipe_turns[key]
+            self._hvd_pipe_turns[key] += 1
+        return self._hvd_pipe.of(described, gradients, local, turn=turn)
 
     def get_local_and_global_gradients(
         self,
@@ -74,8 +105,8 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         """Return (source, gradient) pairs of the local sources, and of the others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(sources, gradients, strict=True))
-        local = [pair for pair in pairs if id(pair[0]) in self._hvd_pipe_local]
-        return local, [pair for pair in pairs if id(pair[0]) not in self._hvd_pipe_local]
+        local = [pair for pair in pairs if identity(pair[0]) in self._hvd_pipe_local]
+        return local, [pair for pair in pairs if identity(pair[0]) not in self._hvd_pipe_local]
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name
@@ -164,6 +195,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     wrapped = cls.__new__(cls)
     wrapped.__dict__ = gradtape.__dict__
     wrapped._hvd_pipe, wrapped._hvd_pipe_local = _sessions(arguments), set()
+    wrapped._hvd_pipe_turns = Counter()
     return wrapped
 
 
@@ -177,12 +209,9 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         local_layers: A Keras layer, or a list of them.
 
     Raises:
-        TypeError, ValueError: As `DistributedGradientTape`; ``local_layers`` are no layers.
+        TypeError, ValueError: As `DistributedGradientTape`; ``local_layers`` are no built layers.
     """
-    layers = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
-    layers = [layer for layer in layers if layer is not None]
-    if not all(isinstance(layer, tf.keras.layers.Layer) for layer in layers):
-        raise ValueError(f"local_layers must be Keras layers, got {local_layers!r}.")
+    layers = layers_of(local_layers)
     tape = DistributedGradientTape(gradtape, *arguments, **keywords)
     for layer in layers:
         for each in layer.trainable_weights:
@@ -197,8 +226,9 @@ def drain_gradients(sources: Any) -> Any:
         sources: As they were given to ``tape.gradient``.
 
     Returns:
-        Gradients in the structure of the sources; None where nothing is in flight, as under
-        merged-gradient: applying zeros would be a step of momentum, and of Adam's count.
+        Gradients in the structure of the sources, summed up where a step has had several; None
+        where nothing is in flight, as under merged-gradient: applying zeros would be a step of
+        momentum, and of Adam's count.
 
     Example:
         >>> import hvd_pipe.tensorflow as hvd
@@ -206,14 +236,14 @@ def drain_gradients(sources: Any) -> Any:
         >>> hvd.drain_gradients([w]) is None
         True
     """
-    variables = tf.nest.flatten(sources)
-    key = tuple(id(each) for each in variables)
-    found: list[Any] | None = None
-    for sessions in _kept.values():
+    key = sources_key(tf.nest.flatten(sources))
+    total: list[Any] | None = None
+    for sessions in [*_kept.values(), *_grouped.values()]:
         for session in sessions:
-            if tuple(id(each) for each in session.variables) == key:
-                found = _drained(session) or found
-    return None if found is None else tf.nest.pack_sequence_as(sources, found)
+            if sources_key(session.variables) == key and (found := _drained(session)):
+                pairs = zip(total or [0] * len(found), found, strict=True)
+                total = [before + each for before, each in pairs]
+    return None if total is None else tf.nest.pack_sequence_as(sources, total)
 
 
 def _drained(session: Session) -> list[Any] | None:
@@ -230,12 +260,16 @@ def _drained(session: Session) -> list[Any] | None:
 
 _kept: dict[tuple[object, ...], Sessions] = {}
 
+# Groups name variables, so these last as long as their sessions, which those variables keep.
+_grouped: weakref.WeakValueDictionary[tuple[object, ...], Sessions] = weakref.WeakValueDictionary()
+
 
 def _sessions(arguments: Arguments) -> Sessions:
     """Return what earlier tapes with the same arguments have started."""
     groups = arguments.groups
+    kept: MutableMapping[tuple[object, ...], Sessions] = _kept
     if isinstance(groups, list) and all(isinstance(group, list) for group in groups):
-        groups = tuple(tuple(id(each) for each in group) for group in groups)
+        groups, kept = tuple(tuple(map(identity, group)) for group in groups), _grouped
     key = (
         repr(arguments.compression),
         arguments.sparse_as_dense,
@@ -247,9 +281,28 @@ def _sessions(arguments: Arguments) -> Sessions:
         arguments.scale_local_gradients,
         str(parse(arguments.strategy)),
     )
-    if key not in _kept:
-        _kept[key] = Sessions(arguments)
-    return _kept[key]
+    found = kept.get(key)
+    if found is None:
+        kept[key] = found = Sessions(arguments, of_tapes=True)
+    return found
+
+
+def _described(source: Any) -> Any:
+    """Return a variable as it is, and for a tensor what stays the same from step to step.
+
+    Raises:
+        ValueError: The shape of a tensor is not known.
+    """
+    if not isinstance(source, tf.Tensor):
+        return source
+    if not source.shape.is_fully_defined():
+        raise ValueError(
+            f"a source of tape.gradient() is a tensor of shape {source.shape}, which is not known "
+            "while the step is traced, and a gradient that travels needs its shape: give "
+            "tf.function an input_signature with it, or write source = tf.ensure_shape(source, "
+            "...) before the tape watches it."
+        )
+    return tf.TensorSpec(source.shape, source.dtype, "a tensor")
 
 
 def _flat(found: Any, sources: Any) -> list[Any]:

@@ -10,10 +10,10 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_async_, synchronize
 
 from hvd_pipe import comm_probe
+from hvd_pipe.agreement import allocated_everywhere
 from hvd_pipe.comm_probe import BUDGET_S, Progress
-from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.torch.agree import largest, members
+from hvd_pipe.torch.agree import largest
 
 __all__ = ["Clock", "Moment", "ReadyTimes", "measure_allreduce", "measure_comm"]
 
@@ -138,7 +138,12 @@ class _Sender:
         self._buffer = torch.empty(0)
 
     def allocate(self, count: int) -> None:
-        self._buffer = _allocated_everywhere(count, self._device, self._process_set, self._tag)
+        self._buffer = allocated_everywhere(
+            lambda: torch.zeros(count, device=self._device),
+            4 * count,
+            self._process_set,
+            self.largest,
+        )
 
     def seconds(self, size: int, n: int) -> float:
         parts = torch.split(self._buffer[: n * size // 4], size // 4)
@@ -146,27 +151,6 @@ class _Sender:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
-
-
-def _allocated_everywhere(
-    count: int, device: torch.device, process_set: ProcessSet, tag: str
-) -> torch.Tensor:
-    """Return zeros, or raise on every rank where one has no memory for them."""
-    buffer, failure, lacking = None, None, 0.0
-    try:
-        buffer = torch.zeros(count, device=device)
-    except Exception as error:  # whatever it is, the others must hear of it
-        failure, lacking = error, 1.0 + process_set.rank()
-    [lacking] = largest([lacking], f"{tag}.memory", process_set)
-    if failure is not None:
-        raise failure
-    if lacking or buffer is None:
-        raise HvdPipeError(
-            f"rank {members(process_set)[int(lacking) - 1]} could not allocate {4 * count} bytes "
-            "to measure all-reduces with: free memory there, measure smaller messages, or train "
-            "with a strategy that measures nothing, such as 'merged-gradient:plan=wfbp'."
-        )
-    return buffer
 
 
 def _time(messages: Sequence[torch.Tensor], name: str, process_set: ProcessSet) -> float:

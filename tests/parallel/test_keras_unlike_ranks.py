@@ -105,10 +105,14 @@ def test_a_forgotten_broadcast_is_told() -> None:
     assert second["said"] == []
 
 
-def test_statistics_are_equal_after_local_steps() -> None:
-    first, second = ranks_of("statistics")
+@pytest.mark.parametrize("way", workers.STATISTICS)
+def test_statistics_are_averaged_with_the_weights(way: str) -> None:
+    """Without the callback, and in own loops, rank 0's were saved beside averaged weights."""
+    first, second = ranks_of(f"statistics {way}")
     for one, other in zip(first["statistics"], second["statistics"], strict=True):
         np.testing.assert_array_equal(one, other)
+    mean = (first["mean here"] + second["mean here"]) / 2
+    np.testing.assert_allclose(first["statistics"][0], mean, rtol=0, atol=1e-10)
 
 
 def test_a_model_may_have_optimizers_of_its_own() -> None:
@@ -117,3 +121,10 @@ def test_a_model_may_have_optimizers_of_its_own() -> None:
     assert first["updates"] == second["updates"] == [7, 7]
     for one, other in zip(first["weights"], second["weights"], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_memory_that_one_rank_lacks_is_missed_on_every_rank() -> None:
+    """Under Keras, the other ranks went on to measure, and waited for it."""
+    told, own = ranks_of("no memory")
+    assert own["error"] == "MemoryError: too little"
+    assert told["error"].startswith("HvdPipeError: rank 1 could not allocate 4000 bytes")

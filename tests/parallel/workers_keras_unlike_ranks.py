@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow.keras as stock_keras
 import keras
@@ -18,6 +20,7 @@ from workers_keras_features import Found, data, overflow_on_one_rank
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.tensorflow.profiler import _Sender
 
 IN_FLIGHT = ["pipe-sgd", "pipe-sgd:prediction=local", "cocod:period=3"]
 OVERFLOWS = ["pipe-sgd:prediction=local", "pipe-sgd:prediction=previous", "cocod:period=4"]
@@ -25,6 +28,7 @@ WINDOWS: dict[str, tuple[Found, Found]] = {
     "Keras' accumulation": ({"gradient_accumulation_steps": 3}, {}),
     "passes": ({}, {"backward_passes_per_step": 3}),
 }
+STATISTICS = ["callback", "fit", "own loop"]
 
 
 def is_last() -> bool:
@@ -248,18 +252,35 @@ def forgotten_broadcast() -> Found:
     return {"said": said}
 
 
-def statistics_after_cocod() -> Found:
-    """BatchNormalization's, which local steps leave unequal."""
-    model = keras.Sequential(
-        [keras.layers.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
-    )
-    model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy="cocod:period=2"), "mse"
-    )
+def statistics_after_cocod(way: str) -> Found:
+    """BatchNormalization's, which local steps leave unequal; and their mean over the ranks."""
+    keras.utils.set_random_seed(7)
+    norm = keras.layers.BatchNormalization(center=False, scale=False)
+    model = keras.Sequential([keras.layers.Input((6,)), norm, keras.layers.Dense(3)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy="cocod:period=2")
+    optimizer.build(model.trainable_variables)  # else the callback broadcasts after a step
     x, y = data(hvd.rank(), 4)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks)
-    return {"statistics": [np.array(each) for each in model.non_trainable_variables]}
+    if way == "own loop":
+        train(model, optimizer, 0, 4)
+        optimizer.synchronize()
+    else:
+        model.compile(optimizer, "mse")
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks if way == "callback" else [],
+        )
+    mean = np.zeros(6)
+    for number in range(4):
+        mean = 0.99 * mean + 0.01 * x[number * BATCH : (number + 1) * BATCH].mean(axis=0)
+    return {
+        "statistics": [np.array(each) for each in model.non_trainable_variables],
+        "mean here": mean,
+    }
 
 
 def optimizers_beside_the_compiled() -> Found:
@@ -297,6 +318,18 @@ def optimizers_beside_the_compiled() -> Found:
     }
 
 
+def memory_that_one_rank_lacks() -> Found:
+    """Rank 1 cannot allocate what all-reduces are measured with."""
+    sender = _Sender(hvd.global_process_set, "memory")
+    lacks = mock.patch("tensorflow.zeros", side_effect=MemoryError("too little"))
+    try:
+        with lacks if hvd.rank() == 1 else contextlib.nullcontext():
+            sender.allocate(1000)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
 def observations() -> dict[str, Found | Raised]:
     hvd.init()
     cases: dict[str, Any] = {}
@@ -307,6 +340,8 @@ def observations() -> dict[str, Found | Raised]:
         cases[f"written {name}"] = lambda name=name: written_before_a_step(name)
     for name in WINDOWS:
         cases[f"window {name}"] = lambda name=name: window_in_a_checkpoint(name)
+    for name in STATISTICS:
+        cases[f"statistics {name}"] = lambda name=name: statistics_after_cocod(name)
     cases |= {
         "local overflow": overflow_of_a_local_gradient,
         "window in a file": window_in_a_keras_file,
@@ -317,7 +352,7 @@ def observations() -> dict[str, Found | Raised]:
         "unlike epochs": unlike_epochs,
         "unlike groups": unlike_groups,
         "forgotten": forgotten_broadcast,
-        "statistics": statistics_after_cocod,
+        "no memory": memory_that_one_rank_lacks,
         "optimizers": optimizers_beside_the_compiled,
     }
     return run_cases(cases)

@@ -122,6 +122,39 @@ def _plan_of_another_model() -> None:
     distributed.apply([tf.zeros((2, 1)), tf.zeros((1,))], model.trainable_variables)
 
 
+def _in_an_old_graph(call: Callable[[], Any]) -> Callable[[], Any]:
+    def inside() -> None:
+        with tf.Graph().as_default():
+            call()
+
+    return inside
+
+
+def _step_in_an_old_graph() -> None:
+    distributed = hvd.DistributedOptimizer(optimizer())
+    weight = keras.Variable([1.0])
+    _in_an_old_graph(lambda: distributed.apply([tf.zeros(1)], [weight]))()
+
+
+def _gradient_in_an_old_graph() -> None:
+    weight = tf.Variable([1.0])
+    with tf.GradientTape() as recorded:
+        loss = tf.reduce_sum(weight)
+    distributed = hvd_tf.DistributedGradientTape(recorded)
+    _in_an_old_graph(lambda: distributed.gradient(loss, [weight]))()
+
+
+def _source_of_unknown_shape() -> None:
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def step(source: Any) -> Any:
+        with tf.GradientTape() as recorded:
+            recorded.watch(source)
+            loss = tf.reduce_sum(source)
+        return hvd_tf.DistributedGradientTape(recorded).gradient(loss, [source])
+
+    step(tf.zeros(3))
+
+
 def _load_without_optimizer() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.keras"
@@ -221,6 +254,19 @@ TABLE = [
           tape(strategy="cocod")),
     Wrong("all variables", RuntimeError, "call hvd.broadcast_variables",
           lambda: hvd.broadcast_global_variables(0)),
+    Wrong("an optimizer in a graph of TensorFlow 1", ValueError, "the step into a @tf.function",
+          _in_an_old_graph(given())),
+    Wrong("a tape in a graph of TensorFlow 1", ValueError, "the step into a @tf.function",
+          _in_an_old_graph(tape())),
+    Wrong("a step in a graph of TensorFlow 1", ValueError, "the step into a @tf.function",
+          _step_in_an_old_graph),
+    Wrong("a gradient in a graph of TensorFlow 1", ValueError, "the step into a @tf.function",
+          _gradient_in_an_old_graph),
+    Wrong("a source of unknown shape", ValueError, "give tf.function an input_signature",
+          _source_of_unknown_shape),
+    Wrong("a local layer without variables", ValueError, "has no variables yet: build it",
+          lambda: hvd.PartialDistributedOptimizer(
+              optimizer(), local_layers=[keras.layers.Dense(1, name="own")])),
     Wrong("a schedule and a warm-up", ValueError, "both set the learning rate",
           trained(
               lambda model: model.compile(

@@ -37,7 +37,7 @@ from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
 from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
 from hvd_pipe.tensorflow.keras import callbacks, elastic, patches
-from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
+from hvd_pipe.tensorflow.keras.api import DistributedOptimizer, PartialDistributedOptimizer
 from hvd_pipe.tensorflow.keras.saving import load_model
 from hvd_pipe.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
 from hvd_pipe.tensorflow.overrides import init, shutdown
@@ -54,6 +54,7 @@ __all__ = [
     "HvdPipeError",
     "Int8",
     "MergedGradient",
+    "PartialDistributedOptimizer",
     "PipeSGD",
     "Plan",
     "ProcessSet",

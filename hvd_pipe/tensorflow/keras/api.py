@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import keras
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.strategy import Strategy
@@ -12,7 +13,7 @@ from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.keras.optimizer import distribute
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "layers_of"]
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -104,3 +105,53 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average_aggregated_gradients=average_aggregated_gradients,
     )
     return distribute(optimizer, arguments)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any, *arguments: Any, local_layers: Any = None, **keywords: Any
+) -> Any:
+    """Return a `DistributedOptimizer` that leaves some layers to their worker.
+
+    These layers may have other shapes on each worker. Their gradients stay there, and so do
+    moving averages such as BatchNormalization's.
+
+    Args:
+        optimizer, arguments, keywords: As `DistributedOptimizer`.
+        local_layers: A Keras layer that has been built, or a list of them.
+
+    Raises:
+        TypeError, ValueError: As `DistributedOptimizer`; ``local_layers`` are no built layers.
+        RanksDisagreeError: As `DistributedOptimizer`.
+
+    Example:
+        >>> import hvd_pipe.tensorflow.keras as hvd
+        >>> hvd.init()
+        >>> table = keras.layers.Embedding(8, 2)
+        >>> table.build(None)
+        >>> opt = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=table)
+    """
+    layers = layers_of(local_layers)
+    distributed = DistributedOptimizer(optimizer, *arguments, **keywords)
+    for layer in layers:
+        for each in layer.weights:
+            distributed.register_local_var(each)
+    return distributed
+
+
+def layers_of(local_layers: Any) -> list[Any]:
+    """Return the layers that a user calls local.
+
+    Raises:
+        ValueError: They are no Keras layers, or have no variables yet.
+    """
+    layers = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
+    layers = [layer for layer in layers if layer is not None]
+    if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
+        raise ValueError(f"local_layers must be Keras layers, got {local_layers!r}.")
+    unbuilt = [layer.name for layer in layers if not layer.built]
+    if unbuilt:
+        raise ValueError(
+            f"the layer {unbuilt[0]!r} of local_layers has no variables yet: build it, or its "
+            "model, first."
+        )
+    return layers

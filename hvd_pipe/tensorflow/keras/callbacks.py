@@ -13,8 +13,10 @@ from horovod.tensorflow.mpi_ops import _allreduce, rank, size
 
 from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import check_alike
+from hvd_pipe.tensorflow.engine import identity
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
+from hvd_pipe.tensorflow.keras.statistics import note_model
 from hvd_pipe.tensorflow.replan import Replan
 
 __all__ = [
@@ -29,7 +31,8 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
 
-    Each rank keeps the state of its own random numbers (dropout). Under ``merged-gradient`` and
+    Each rank keeps the state of its own random numbers (dropout), the variables that are local to
+    it, and what optimizers keep for these. Under ``merged-gradient`` and
     ``auto`` this also measures the first steps and has the step traced anew with the plan, and the
     method, that they lead to.
 
@@ -52,18 +55,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             local_variables = []
         elif not isinstance(local_variables, list | tuple):
             local_variables = [local_variables]
-        self._local = {id(each) for each in local_variables}
+        self._local = {identity(each) for each in local_variables}
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep this variable."""
-        self._local.add(id(var))
+        self._local.add(identity(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
             self.broadcast_done = False
         optimizers = _distributed(self.model)
+        note_model(self.model)
         for optimizer in optimizers:
+            optimizer._hvd_pipe_kept |= self._local
             self._check_steps(optimizer)
         passes = [optimizer._hvd_pipe_passes()[0] for optimizer in optimizers]
         self._replans = [
@@ -86,15 +91,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         for optimizer in optimizers:
             if optimizer is not compiled:
                 optimizer.synchronize()
-        # Where steps are local, so are BatchNormalization's statistics.
-        statistics = [
-            each
-            for each in self.model.non_trainable_variables
-            if tf.as_dtype(each.dtype).is_floating and id(each) not in self._local
-        ]
-        engines = [session.engine for each in optimizers for session in each._hvd_pipe]
-        for engine in [each for each in engines if each.is_local][:1]:
-            engine.equalise(statistics)
 
     def _trace_anew(self, wanted: list[bool]) -> None:
         if any(wanted):
@@ -114,14 +110,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             return
         self.broadcast_done = True
         optimizers = _optimizers(self.model)
+        distributed = _distributed(self.model)
         found = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
+        kept = set(self._local)
+        for optimizer in distributed:
+            kept |= optimizer._hvd_pipe_local
+            kept |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
         shared = [
             each
             for each in found
-            if id(each) not in self._local and each.name != "seed_generator_state"
+            if identity(each) not in kept and each.name != "seed_generator_state"
         ]
         broadcast_variables(shared, self.root_rank)
-        for optimizer in _distributed(self.model):
+        for optimizer in distributed:
             optimizer._hvd_pipe.agree()
 
 

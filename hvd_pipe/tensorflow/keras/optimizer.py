@@ -24,9 +24,12 @@ from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow import timeline
-from hvd_pipe.tensorflow.arguments import Arguments
-from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, raw, restore
-from hvd_pipe.tensorflow.momenta import momenta_of
+from hvd_pipe.tensorflow.agree import check_alike
+from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
+from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, all_finite, identity, raw, restore
+from hvd_pipe.tensorflow.keras.statistics import statistics_of
+from hvd_pipe.tensorflow.momenta import momenta_of, slots_of
+from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
 from hvd_pipe.tensorflow.saved import InFlight
 from hvd_pipe.tensorflow.session import Session, Sessions
 from hvd_pipe.tensorflow.variables import variable
@@ -67,6 +70,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     _hvd_pipe: Sessions
     _hvd_pipe_local: set[int]
+    _hvd_pipe_kept: set[int]
     _hvd_pipe_steps: int | None
     _hvd_pipe_windows: dict[int, _Window]
     _hvd_pipe_resumed: Arrays
@@ -89,6 +93,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Apply gradients; ``scaler`` is the LossScaleOptimizer that has unscaled them, if any."""
         if len(grads) == 0:
             return
+        refuse_old_graphs()
         refuse_xla()
         variables = self._hvd_pipe_variables(variables)
         gradients = list(grads)
@@ -136,14 +141,26 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         due = engine.exchange(session.outgoing(gradients))
         incoming = session.incoming(due.gradients, gradients)
 
-        def update() -> None:
-            super(DistributedMixin, self).apply(incoming, session.variables)
+        def update(found: Sequence[Any], apply: Callable[[Any, Any], None]) -> None:
+            def plain() -> None:
+                apply(found, session.variables)
+
+            if scaler is None:
+                plain()
+            else:
+                _update_if_finite(session, scaler, found, plain)
+
+        def whole() -> None:
+            update(incoming, super(DistributedMixin, self).apply)
 
         engine.before_update()
-        if scaler is None:
-            _when(due.when, update)
-        else:
-            _when(due.when, lambda: _update_if_finite(session, scaler, incoming, update))
+        own = session.own(incoming)
+        if due.when is None:
+            whole()
+        elif own is None:
+            tf.cond(due.when, _run(whole), tf.no_op)
+        else:  # what does not travel is due at once
+            tf.cond(due.when, _run(whole), _run(lambda: update(own, self._hvd_pipe_apply_there)))
         step = timeline.current()
         changed = [raw(each) for each in session.variables]
         with nullcontext() if step is None else step.end(changed, due.when):
@@ -154,22 +171,27 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
         def update(gradients: Gradients) -> None:
             incoming = session.incoming(gradients, [None] * len(session.variables))
-            super(DistributedMixin, self).apply(incoming, session.variables)
+            self._hvd_pipe_apply_there(incoming, session.variables)
 
         return update
+
+    def _hvd_pipe_apply_there(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """As Keras' ``apply``, where some gradients may be due at another time."""
+        pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
+        super().apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
 
     def synchronize(self) -> None:
         """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
 
-        Pipe-SGD applies its last gradient, CoCoD makes the replicas equal. ``model.fit`` calls
-        this at its end.
+        Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
+        BatchNormalization. ``model.fit`` calls this at its end.
         """
+        refuse_old_graphs()
         for session in self._hvd_pipe:
             plain = self._hvd_pipe_update_of(session)
 
             def update(due: Gradients, plain: Callable[[Gradients], None] = plain) -> None:
-                finite = [tf.reduce_all(tf.math.is_finite(each)) for each in due.values()]
-                if not tf.reduce_all(tf.stack(finite)):
+                if not all_finite(due.values()):
                     return  # an overflow of loss scaling: on all ranks alike
                 with self._hvd_pipe_plainly():
                     plain(due)
@@ -178,7 +200,33 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 session.engine.drain(update)
             session.warn_of_unlike_replicas()
             if self.use_ema:
-                session.engine.equalise(self._model_variables_moving_average)
+                means = self._model_variables_moving_average
+                pairs = zip(self._trainable_variables, means, strict=True)
+                local = self._hvd_pipe_local
+                session.engine.equalise(
+                    [mean for each, mean in pairs if identity(each) not in local]
+                )
+        self._hvd_pipe_equalise_statistics()
+
+    def _hvd_pipe_equalise_statistics(self) -> None:
+        """Average what local steps leave unequal beside the weights.
+
+        Raises:
+            RanksDisagreeError: Ranks have trained models with other statistics.
+        """
+        local = [session for session in self._hvd_pipe if session.engine.is_local]
+        process_set = self._hvd_pipe.arguments.process_set
+        if not local or not process_set.included():
+            return
+        trained = {identity(each) for session in local for each in session.variables}
+        statistics = statistics_of(trained, self._hvd_pipe_local | self._hvd_pipe_kept)
+        shapes = shapes_of(statistics)
+        lines = [
+            (f"the statistics {name}", f"{dtype.name}{shape}")
+            for name, dtype, shape in zip(shapes.names, shapes.dtypes, shapes.shapes, strict=True)
+        ]
+        check_alike(lines, f"{self._hvd_pipe.tag}.statistics", process_set)
+        local[0].engine.equalise(statistics)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Called by ``model.fit`` at its end: as Keras', after `synchronize`."""
@@ -193,7 +241,12 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """
         if list(self._hvd_pipe):
             raise HvdPipeError("register_local_var() after training has begun: call it before.")
-        self._hvd_pipe_local.add(id(var))
+        self._hvd_pipe_local.add(identity(var))
+
+    def _hvd_pipe_local_slots(self) -> list[Any]:
+        """Return this optimizer's variables for those that are local."""
+        here, every = self._hvd_pipe_local, self._trainable_variables
+        return slots_of(self, [each for each in every if identity(each) in here])
 
     @property
     def plan(self) -> Any:
@@ -334,6 +387,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     fields = {
         "_hvd_pipe": sessions,
         "_hvd_pipe_local": set(),
+        "_hvd_pipe_kept": set(),
         "_hvd_pipe_steps": None,
         "_hvd_pipe_windows": {},
         "_hvd_pipe_resumed": {},
@@ -359,13 +413,6 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     if cls in registered:
         registered[made] = registered[cls]
     return made
-
-
-def _when(condition: tf.Tensor | None, then: Callable[[], None]) -> None:
-    if condition is None:
-        then()
-    else:
-        tf.cond(condition, _run(then), tf.no_op)
 
 
 def _run(what: Callable[[], None]) -> Callable[[], Any]:

@@ -10,7 +10,8 @@
 - Horovod's callbacks are of Keras 2: most fail in ``fit`` with an AttributeError. With
   a distributed optimizer, ``fit`` says at once which ones to take instead.
 - ``BatchNormalization(synchronized=True)`` knows ``tf.distribute``'s replicas only. That is what a
-  SyncBatchNormalization is in a file, and it must not become a local one when it is loaded.
+  SyncBatchNormalization is in a file, and it must not become a local one when it is loaded. The
+  same method tells which models have statistics (`hvd_pipe.tensorflow.keras.statistics`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
+from hvd_pipe.tensorflow.keras.statistics import note_layer
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
 __all__ = ["install"]
@@ -135,6 +137,7 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
     def found(self: Any, inputs: Any, mask: Any) -> Any:
         if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
             return moments_of_all(self, inputs, mask)
+        note_layer(self)
         return moments(self, inputs, mask)
 
     return found
