@@ -157,6 +157,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise TypeError(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}.")
     if isinstance(gradtape, TapeMixin):
         raise ValueError("this tape is distributed already: wrap it once.")
+    refuse_old_graphs()
     parsed = parse(strategy)
     if isinstance(parsed, Auto):
         raise ValueError(
