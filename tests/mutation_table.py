@@ -493,8 +493,8 @@ _TENSORFLOW = [
     Mutation(
         "Keras: the last gradient is never applied",
         "tensorflow/pipe_sgd.py",
-        "        update(self._packing",
-        "        (self._packing",
+        "            update(due)\n",
+        "            pass\n",
         _keras("fit-pipe-sgd-momentum"),
         _K_PIPE,
     ),
