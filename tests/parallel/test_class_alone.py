@@ -10,7 +10,7 @@ from ranks import once, run_ranks
 from workers_resume import Case
 
 results = once(lambda: run_ranks(2, job.run, timeout=150))
-restarts = once(lambda: run_ranks(2, job.run_restarts, launcher="gloo", timeout=120))
+restarts = once(lambda: run_ranks(2, job.run_restarts, timeout=120))
 
 
 def assert_equal(one: list[job.Array], other: list[job.Array]) -> None:

@@ -13,8 +13,9 @@ from cases import of_case
 from pipeline_problem import make_mixed
 from ranks import once, run_ranks
 from test_pipedream import assert_equal
-from workers_pipedream import Case, Result, State, expected
+from workers_pipedream import Case, Result, State, expected, reference
 from workers_pipedream_options import (
+    FORMATS,
     MOVED,
     OPTIONS,
     RECOMPUTED,
@@ -22,6 +23,7 @@ from workers_pipedream_options import (
     ROUNDED,
     SAVED,
     Resumed,
+    make_formats,
     make_rounded,
     moved,
 )
@@ -119,3 +121,14 @@ def test_the_saved_model_loads_without_us(saved: str, folder: Path) -> None:
     model.load_state_dict(state)
     for rank in states:
         assert_same(rank, {name: t.numpy() for name, t in model.state_dict().items()})
+
+
+def test_weights_in_bfloat16_and_channels_last() -> None:
+    """Horovod's own broadcast ended in a ValueError of one word, as the pipeline was built."""
+    serial = reference(FORMATS, make_formats(0))
+    loss = serial.train_epoch(FORMATS.data(0))
+    wanted = {name: tensor.double().numpy() for name, tensor in serial.state_dict().items()}
+    for found in of_case(results(2), "formats"):
+        assert found.losses == pytest.approx([loss], rel=1e-6)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found.states[0][name], value, rtol=0, atol=0.01)

@@ -240,6 +240,49 @@ def save(case: Case, folder: Path) -> State:
     return arrays(engine.state_dict())
 
 
+class Scale(nn.Module):
+    """Multiplies by weights in bfloat16."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, n, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.to(x.dtype)
+
+
+def make_formats(seed: int) -> nn.Module:
+    """Weights in another memory format, and others that Horovod has no name for."""
+    torch.manual_seed(seed)
+    layers = OrderedDict[str, nn.Module](
+        lift=nn.Unflatten(1, (2, 1)),
+        conv=nn.Conv2d(2, 4, (1, 3), padding=(0, 1)).to(memory_format=torch.channels_last),
+        flatten=nn.Flatten(),
+        one=nn.Linear(24, 6),
+        scale=Scale(6),
+        head=nn.Linear(6, 3),
+    )
+    model = nn.Sequential(layers)
+    for name, layer in model.named_children():
+        if name != "scale":
+            layer.double()
+    with torch.no_grad():
+        layers["scale"].weight.mul_(1 + seed)
+    return model
+
+
+FORMATS = Case(plan("1-1", {2: ("one",)}), "flush", "momentum", "formats", 3)
+
+
+def in_formats() -> Result:
+    """Train what is another model on each rank, of which rank 0's counts."""
+    MODELS["formats"] = lambda: make_formats(hvd.rank())
+    engine = make_engine(FORMATS)
+    loss = engine.train_epoch(FORMATS.data(0)).loss
+    state = {name: tensor.double().numpy() for name, tensor in engine.state_dict().items()}
+    return Result([loss], [state], 0.0, engine.stage)
+
+
 def cases_of(workers: int) -> dict[str, Callable[[], Any]]:
     """All that so many workers do, by the name of the test and its case."""
     found: dict[str, Callable[[], Any]] = {}
@@ -257,6 +300,8 @@ def cases_of(workers: int) -> dict[str, Callable[[], Any]]:
     for name, (case, options) in OPTIONS.items():
         if mine(case):
             found[name] = lambda case=case, options=options: train(case, **options)
+    if mine(FORMATS):
+        found["formats"] = in_formats
     return found
 
 
