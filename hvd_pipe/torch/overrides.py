@@ -8,6 +8,7 @@ from horovod.torch import mpi_ops
 
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, broadcast_parameters
+from hvd_pipe.torch.engine import refuse_join
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "init", "join", "shutdown"]
 
@@ -52,5 +53,6 @@ def join(device: int = -1) -> int:
         HvdPipeError: An optimizer sends encoded or sparse gradients.
     """
     workers.begin()
+    refuse_join()  # here, too: Horovod makes an error of its own kind of one that is raised inside
     last: int = mpi_ops.join(device)
     return last
