@@ -65,6 +65,7 @@ class PipeSGDEngine(Engine):
         self._is_pending = variable([], tf.bool, f"{settings.tag}.is_pending")
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._guess = strategy.prediction
+        self.keeps_equal = strategy.prediction != "local"
         self._ahead: Prediction | None = None
         if strategy.prediction != "none":
             self._ahead = Prediction(settings.variables, settings.tag)
@@ -136,6 +137,8 @@ class PipeSGDEngine(Engine):
             return
         self._is_pending.assign(False)
         due = self._packing.unpack(self._reduce([each.read_value() for each in self._pending]))
+        for each in self._pending:  # a tape's next step returns what is here, and it is applied
+            each.assign(tf.zeros_like(each))
         if due:
             update(due)
 

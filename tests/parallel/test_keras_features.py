@@ -170,6 +170,12 @@ def test_a_tape_trains_as_the_optimizer_does(strategy: str, mode: str) -> None:
         assert found["drained"] == (strategy == "pipe-sgd")
 
 
+def test_a_tape_that_goes_on_after_a_drain() -> None:
+    """The first step after it returned once more what had been drained: it was applied twice."""
+    for found in ranks_of("drained"):
+        assert found["weight"] == -4 * MEAN
+
+
 def test_tapes_of_all_kinds() -> None:
     for rank, found in enumerate(ranks_of("tapes")):
         np.testing.assert_allclose(found["one"], [MEAN * 4, MEAN * 6])

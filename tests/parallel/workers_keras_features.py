@@ -325,6 +325,21 @@ def through_a_tape(strategy: str, in_function: bool) -> Found:
     return {"weights": weights_of(model), "drained": last is not None}
 
 
+def drained_in_the_middle() -> Found:
+    """A tape under Pipe-SGD that goes on after a drain: two gradients of rank + 1, twice."""
+    weight = tf.Variable(0.0)
+    optimizer = keras.optimizers.SGD(1.0)
+    for _ in range(2):
+        for _ in range(2):
+            with tf.GradientTape() as recorded:
+                loss = weight * (hvd.rank() + 1.0)
+            tape = hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd")
+            optimizer.apply_gradients([(tape.gradient(loss, [weight])[0], weight)])
+        (last,) = hvd_tf.drain_gradients([weight])
+        optimizer.apply_gradients([(last, weight)])
+    return {"weight": float(weight)}
+
+
 def tapes_of_all_kinds() -> Found:
     """Persistent, of one variable, of a structure, with sparse, missing and local gradients."""
     factor = hvd.rank() + 1.0
@@ -454,6 +469,7 @@ CASES = {
     **{f"compressed {name} {s}": (compressed, name, s) for name in CODECS for s in EXACT},
     "coded": (coded,),
     "local": (local_variable,),
+    "drained": (drained_in_the_middle,),
     "groups": (in_groups, 2),
     "beginnings": (unlike_beginnings,),
     "rates": (learning_rates,),
