@@ -19,7 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from horovod.tensorflow.mpi_ops import rank
 
+from hvd_pipe import check_mode
+from hvd_pipe.tensorflow.checking import Replicas
 from hvd_pipe.tensorflow.packing import Shapes
 from hvd_pipe.tensorflow.reduction import Reduction
 
@@ -123,9 +126,31 @@ class Engine(abc.ABC):
     name: str
     is_local = False
     """Whether an update applies this rank's own gradients."""
+    keeps_equal = True
+    """Whether all ranks have the same weights after every step."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._replicas: Replicas | None = None
+        if not check_mode.active.on:
+            return
+        check_mode.active.begin(int(rank()))
+        shown = all(hasattr(each, "read_value") for each in settings.variables)
+        if shown and not settings.reduction.alone:
+            self._replicas = Replicas(
+                settings.shapes.names,
+                settings.variables,
+                settings.tag,
+                settings.reduction.process_set,
+            )
+
+    def compare_replicas(self, due: Gradients) -> None:
+        """Under ``HVD_PIPE_CHECK``, compare weights and due gradients every some steps."""
+        if self._replicas is None or self.is_local or not self.keeps_equal:
+            return
+        # What is sparse is equal where the weights are.
+        dense = [due[place] for place in self.settings.dense]
+        self._replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
 
     @abc.abstractmethod
     def exchange(self, gradients: Gradients) -> Due:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.tensorflow.checking import delayed
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Packing", "Shapes", "default_groups", "plan_groups"]
 
@@ -72,7 +73,7 @@ class Packing:
         """Return the buffers that hold ``values``, by place."""
         flats = []
         for group in self.groups:
-            parts = [tf.reshape(values[place], [-1]) for place in group]
+            parts = [tf.reshape(delayed(values[place]), [-1]) for place in group]
             flats.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
         return flats
 

@@ -18,6 +18,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.call_names import name_here
+from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.variables import variable
 
@@ -124,13 +125,13 @@ class Reduction:
         if self.alone:
             return tf.identity(flat)
         name = name_here(name)
-        step = timeline.current()
+        step, flat = timeline.current(), delayed(flat)
         if step is None:
-            return self._reduce(flat, name, feedback)
+            return delayed(self._reduce(flat, name, feedback))
         message = step.launch(flat, name, self.wire_bytes(flat.shape[0], flat.dtype), fresh)
         arrived = self._reduce(flat, name, feedback)
         step.land(message, arrived)
-        return arrived
+        return delayed(arrived)
 
     def _reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
         name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word

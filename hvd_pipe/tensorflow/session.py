@@ -16,10 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set, is_initialized
 
+from hvd_pipe import check_mode
 from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.restarts import is_elastic
@@ -128,7 +130,8 @@ class Sessions:
         def check() -> tuple[Strategy, Description]:
             strategy = arguments.check()
             made = ("the number of distributed optimizers and tapes made before", str(count))
-            return strategy, [made, *arguments.describe(strategy), *_timeline()]
+            checks = (check_mode.CHECK, str(int(check_mode.active.on)))
+            return strategy, [made, checks, *arguments.describe(strategy), *_timeline()]
 
         # One name for all, so that ranks which have made different numbers still meet here.
         strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
@@ -438,6 +441,9 @@ class Session:
         process_set = self._arguments.process_set
         if not process_set.included():
             return
+        if check_mode.active.on:
+            self._compare_replicas()
+            return
         crc = 0
         for place in self._sent:
             crc = zlib.crc32(raw(self.variables[place]).numpy().tobytes(), crc)
@@ -450,6 +456,19 @@ class Session:
                 "broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
                 "before the first step."
             )
+
+    def _compare_replicas(self) -> None:
+        values = [np.asarray(raw(self.variables[place])) for place in self._sent]
+        names = [self._shapes.names[place] for place in self._sent]
+        sums = [check_mode.checksum(value.tobytes()) for value in values]
+
+        def detail(place: int) -> str:
+            norm = float(np.linalg.norm(values[place].astype(np.float64)))
+            return f"checksum {sums[place]}, norm {norm:.9g}"
+
+        lines = [(f"the weight of {name!r}", crc) for name, crc in zip(names, sums, strict=True)]
+        name, process_set = f"{self._tag}.checked", self._arguments.process_set
+        check_mode.compare(lines, detail, "after synchronize()", gather, name, process_set)
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether gradients are finite on all ranks: of averages, each rank knows."""

@@ -76,6 +76,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
                 step.gradients(gradients)
             due = session.engine.exchange(session.outgoing(gradients))
             session.engine.after_step()
+            session.engine.compare_replicas(due.gradients)
             incoming = session.incoming(due.gradients, gradients)
             if step is not None:
                 step.end()

@@ -24,14 +24,17 @@ alone makes no step after that round, where the others do; in the next round all
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from horovod.torch.mpi_ops import Average
 
+from hvd_pipe import check_mode
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch import timeline
-from hvd_pipe.torch.agree import check_alike, gather
+from hvd_pipe.torch.agree import check_alike, gather, members
+from hvd_pipe.torch.checking import CheckedMessage, spoil
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.residuals import REDUCED, SENT
 from hvd_pipe.torch.sparse import SparseGather
@@ -78,9 +81,15 @@ class Bucket:
         self.waiting = len(self.views)
         self.launched = False
         self._filled_version: int | None = None
+        feedback = None if like is None else like.message.feedback
+        self._checked: CheckedMessage | None = None
+        if check_mode.active.on:
+            self._checked = CheckedMessage(
+                self.flat, extra, lambda wire: reduction.message(wire, name, extra, feedback)
+            )
         # The network writes through an alias, so that the version tells who else has written.
-        self.message: Message = reduction.message(
-            self.flat.data, name, extra, None if like is None else like.message.feedback
+        self.message: Message = self._checked or reduction.message(
+            self.flat.data, name, extra, feedback
         )
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -92,12 +101,25 @@ class Bucket:
         self.waiting -= 1
         if self.waiting == 0:
             self._filled_version = self.flat._version
+            if self._checked is not None:
+                self._checked.keep()
         return self.waiting == 0
 
     @property
     def touched(self) -> bool:
         """Whether somebody has changed gradients in place since the bucket was full."""
         return self._filled_version not in (None, self.flat._version)
+
+    def take_changed(self) -> int | None:
+        """Return which gradient was changed after the bucket was full, where checks have seen one.
+
+        Forgets it, too.
+        """
+        element = None if self._checked is None else self._checked.take_changed()
+        if element is None:
+            return None
+        ends = itertools.accumulate(parameter.numel() for parameter in self._parameters)
+        return next(i for i, end in enumerate(ends) if element < end)
 
     def launch(self) -> None:
         """Send the bucket; its buffer belongs to the network until `wait`."""
@@ -109,6 +131,7 @@ class Bucket:
     def wait(self) -> None:
         """Block until the averaged gradients are in the views; be ready for the next round."""
         self.message.wait()
+        spoil(self._local)
         self.launched = False
         self.waiting = len(self.views)
         self._filled_version = None
@@ -193,6 +216,8 @@ class BucketSet:
         The last bucket stays until `launch_rest`, because it carries the control words.
         """
         parameter = self._parameters[place]
+        if not self.completed:
+            self._spoil_free()
         self._ready[place] = True
         self.completed.append(place)
         gradient = parameter.grad
@@ -218,6 +243,15 @@ class BucketSet:
         if bucket is not self.buckets[-1]:
             bucket.launch()
 
+    def _spoil_free(self) -> None:
+        """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
+        if not check_mode.active.on:
+            return
+        for place, (_, view) in self._place.items():
+            gradient = self._parameters[place].grad
+            if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+                spoil(view)
+
     def _take_sparse(self, place: int, gradient: torch.Tensor | None) -> None:
         if place in (self._sparse or ()):
             self._gathers[place] = self._gather(place, gradient)
@@ -242,6 +276,8 @@ class BucketSet:
             HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
         """
         self._check_untouched()
+        if not self.completed:
+            self._spoil_free()
         for place, (_, view) in self._place.items():
             if not self._ready[place]:
                 parameter = self._parameters[place]
@@ -308,6 +344,27 @@ class BucketSet:
         self._gathers.clear()
         self._ready = [False] * len(self._parameters)
         self.completed = []
+        if check_mode.active.on and self._all_present:
+            self._check_unchanged()
+
+    def _check_unchanged(self) -> None:
+        """Raise on every rank where one has changed a gradient while it was being sent."""
+        mine: str | None = None
+        for group, bucket in zip(self.groups, self.buckets, strict=True):
+            changed = bucket.take_changed()
+            if changed is not None and mine is None:
+                mine = self._names[group[changed]]
+        everyone = [mine]
+        if not self._reduction.alone:
+            everyone = gather(mine, f"{self._tag}.changed", self._reduction.process_set)
+        for rank, name in zip(members(self._reduction.process_set), everyone, strict=False):
+            if name is not None:
+                raise HvdPipeError(
+                    f"the gradient of {name!r} was changed on rank {rank} after backward() and "
+                    "before step(), while it was being sent, in a way that torch does not count "
+                    "(p.grad.data, numpy): call optimizer.synchronize() after backward(), change "
+                    "gradients then, and step inside `with optimizer.skip_synchronize():`."
+                )
 
     def _agree_on_sparse(self, known: set[int]) -> None:
         """Gather what some rank has found to be sparse, and tell all of it."""
@@ -323,6 +380,7 @@ class BucketSet:
         """Drop a round that is not complete, once what has left of it has arrived."""
         for bucket in self.buckets:
             bucket.wait()
+            bucket.take_changed()
         for gathering in self._gathers.values():
             gathering.wait()
         self._gathers.clear()

@@ -8,6 +8,7 @@ import warnings
 import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
+from hvd_pipe import check_mode
 from hvd_pipe.argument_checks import refuse_ranks
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.restarts import is_elastic
@@ -54,6 +55,7 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
         description = [
             ("the number of optimizers made before", str(count)),
             ("the optimizer", type(optimizer).__name__),
+            (check_mode.CHECK, str(int(check_mode.active.on))),
             *checked.describe(),
             *([] if is_elastic() else timeline.describe()),  # files are named after ranks
         ]

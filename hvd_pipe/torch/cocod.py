@@ -16,9 +16,11 @@ from functools import partial
 import torch
 from horovod.torch.compression import Compression
 
+from hvd_pipe import check_mode
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import Description, check_alike, gather
 from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
 from hvd_pipe.torch.model_average import ModelAverage, Rule, Tensors, Weighted, weighted
 from hvd_pipe.torch.model_buffers import ModelBuffers
@@ -131,6 +133,9 @@ class CoCoDEngine(Engine):
             average.average_now()
         self._pause()
         self._buffers.average(reduction, f"{tag}.buffers")
+        if check_mode.active.on and not reduction.alone:
+            names, weights = self.settings.names, self.settings.parameters
+            compare_replicas(names, weights, [], "after synchronize()", reduction, tag)
 
     def after_join(self) -> None:
         self._end_rounds()

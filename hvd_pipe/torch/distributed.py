@@ -142,6 +142,7 @@ class DistributedMixin(torch.optim.Optimizer):
         if trace is not None and begun is not None and updating:
             trace.update(begun)
         engine.after_update()
+        engine.compare_replicas()
         if trace is not None:
             trace.end_step()
         if self._hvd_pipe_profile is not None and not self._hvd_pipe_profile.end_step():

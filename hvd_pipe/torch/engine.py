@@ -19,14 +19,16 @@ from typing import Any, Protocol
 
 import torch
 from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import Average
+from horovod.torch.mpi_ops import Average, rank
 from torch.utils.hooks import RemovableHandle
 
+from hvd_pipe import check_mode
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, check_alike, failed, largest
 from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.reduction import Message, Reduction
@@ -187,6 +189,9 @@ class Engine(abc.ABC):
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
         self._has_update = False
         self._meeting: Message | None = None
+        self._uncompared_steps = 0
+        if check_mode.active.on:
+            check_mode.active.begin(int(rank()))
         self._passes_done: list[int] = []
         self._hooks: list[RemovableHandle] = []
         self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
@@ -268,6 +273,15 @@ class Engine(abc.ABC):
         A place whose tensors are None belongs to a parameter that joins now.
         """
 
+    @property
+    def is_equal_everywhere(self) -> bool:
+        """Whether all ranks have just made the same update, and are where this one is."""
+        return False
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        """Return the weights as updates have left them."""
+        return self.settings.parameters
+
     def discard(self) -> None:
         """Forget what is in flight, as a state that is loaded replaces it."""
         self.abandon()
@@ -292,6 +306,7 @@ class Engine(abc.ABC):
 
     def on_gradient(self, place: int) -> None:
         """Take a gradient that backward has just completed."""
+        check_mode.active.delay()
         if timeline.active is not None:
             timeline.active.gradient()
         if not self.fresh:
@@ -311,6 +326,24 @@ class Engine(abc.ABC):
             )
         if done == self.passes:
             self.current.ready(place)
+
+    def compare_replicas(self) -> None:
+        """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
+        if not check_mode.active.on or self.reduction.alone:
+            return
+        self._uncompared_steps += 1
+        if self._uncompared_steps < check_mode.COMPARE_STEPS or not self.is_equal_everywhere:
+            return
+        self._uncompared_steps = 0
+        gradients = [parameter.grad for parameter in self.settings.parameters]
+        compare_replicas(
+            self.settings.names,
+            self.weights(),
+            gradients,
+            f"after step {self.rounds}",
+            self.reduction,
+            self.settings.tag,
+        )
 
     def before_update(self) -> bool:
         """Return whether the user's optimizer shall update now."""

@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async, poll
 
+from hvd_pipe import check_mode
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch import in_flight, timeline
+from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Codec, blocks
 from hvd_pipe.torch.courier import courier
 from hvd_pipe.torch.reduction import Message, Reduction
@@ -189,6 +191,7 @@ class Exchange(Message):
     def advance(self) -> bool:
         """Work up to the next phase on the wire; return whether there is one."""
         assert self._phases is not None
+        check_mode.active.delay()
         trace = timeline.active
         begun = 0.0 if trace is None else trace.now()
         try:
@@ -262,6 +265,7 @@ class Exchange(Message):
             shape = (len(self._slices), self._row_bytes)
             # What a short slice leaves of its row stays as it is: nobody reads it.
             self._rows = self._flat.new_empty(shape, dtype=torch.uint8)
+        spoil(self._rows)
         words = self._words.to(self._word_dtype).view(torch.uint8)
         for row, part in zip(self._rows, self._slices, strict=True):
             row[: self._word_bytes].copy_(words)
@@ -287,6 +291,7 @@ class Exchange(Message):
             for (piece,) in blocks(total):
                 piece.div_(len(received))
         reply = received.new_empty(1, self._row_bytes)
+        spoil(reply)
         code = self._code(reply[0], part)
         if self.feedback is None:
             self._codec.encode(total, code)

@@ -128,6 +128,10 @@ class MergedGradientEngine(Engine):
             self._replace_buckets(self.plan)  # without room for what turned out to be sparse
         return True
 
+    @property
+    def is_equal_everywhere(self) -> bool:
+        return self._control is not None
+
     def before_update(self) -> bool:
         has_update = super().before_update()
         self._stepped = True

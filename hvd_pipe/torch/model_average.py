@@ -22,6 +22,7 @@ import torch
 from horovod.torch.compression import Compression
 
 from hvd_pipe.torch import timeline
+from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.exchange import Feedback
 from hvd_pipe.torch.reduction import Message, Reduction
 from hvd_pipe.torch.residuals import REDUCED, SENT
@@ -207,6 +208,7 @@ class ModelAverage:
             views = self._views(self._mean)
             torch._foreach_sub_([views[i] for i in places], present)
             self._add(self._mean.mul_(self._rule.pull_back))
+        spoil(self._mean, self._start)
 
     def average_now(self) -> None:
         """Make every value the average of all ranks' ones, bit for bit the same everywhere.
@@ -223,6 +225,7 @@ class ModelAverage:
         places, present = self._present_values()
         views = self._views(self._mean)
         torch._foreach_copy_(present, [views[i] for i in places])
+        spoil(self._mean, self._start)
 
     def discard(self) -> None:
         """Wait for what is in flight and forget it, and all rounds before."""

@@ -11,6 +11,7 @@ were as many updates as steps and every gradient was applied exactly once.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,15 @@ class PipeSGDEngine(Engine):
     @property
     def gradient_scale(self) -> float | None:
         return None if self._shown is None else self._scales.get(self._shown)
+
+    @property
+    def is_equal_everywhere(self) -> bool:
+        return self._shown is not None and self._shown.control() is not None
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        if not self._ahead.leading:
+            return super().weights()
+        return [weight for weight in self._ahead.weights() if weight is not None]
 
     def note_scale(self, scale: float) -> None:
         self._scales[self._pending or self._filling] = scale

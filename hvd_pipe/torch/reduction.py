@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
+from hvd_pipe import check_mode
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.compression import Compression, Int8, codec_for, is_horovods
@@ -138,6 +139,7 @@ class Reduction:
 
     def launch(self, tensor: torch.Tensor, name: str) -> int:
         """Start an all-reduce in place and return its handle."""
+        check_mode.active.delay()
         factor = self.gradient_predivide_factor if self.op == Average else 1.0
         handle = allreduce_async_(
             tensor,
@@ -206,6 +208,7 @@ class _AllReduce(Message):
     def wait(self) -> None:
         if self._handle is None:
             return
+        check_mode.active.delay()
         handle, self._handle = self._handle, None
         in_flight.wait(handle)
         if self._flight is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
+from hvd_pipe import check_mode
 from hvd_pipe.torch import in_flight, timeline
 from hvd_pipe.torch.reduction import Reduction, sendable
 
@@ -41,6 +42,7 @@ class SparseGather:
         self._flight: timeline.Flight | None = None
         if reduction.alone:
             return
+        check_mode.active.delay()
         trace = timeline.active
         begun = None if trace is None else trace.moment()
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
@@ -57,6 +59,7 @@ class SparseGather:
     def wait(self) -> torch.Tensor:
         """Block until all entries are here; return the reduced gradient."""
         if self._handles:
+            check_mode.active.delay()
             self._parts = [in_flight.wait(handle) for handle in self._handles]
             self._handles.clear()
             if self._flight is not None:

@@ -167,6 +167,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             engine.after_step(
                 Peek([raw(each) for each in self.variables], self._hvd_pipe_update_of(session))
             )
+        engine.compare_replicas(due.gradients)
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
         def update(gradients: Gradients) -> None:

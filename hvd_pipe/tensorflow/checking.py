@@ -1,0 +1,106 @@
+"""`hvd_pipe.check_mode` for TensorFlow: random delays, and replicas that must be equal.
+
+Tensors do not change, so that there are no buffers to spoil, and none that change in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import ProcessSet, allgather
+
+from hvd_pipe import check_mode
+from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.tensorflow.agree import members
+from hvd_pipe.tensorflow.call_names import name_here
+from hvd_pipe.tensorflow.variables import variable
+
+__all__ = ["Replicas", "delayed"]
+
+Array = npt.NDArray[Any]
+
+
+def delayed(tensor: Any) -> Any:
+    """Return the tensor after a random delay, if checks are on."""
+    if not check_mode.active.on:
+        return tensor
+    if tf.executing_eagerly():
+        check_mode.active.delay()
+        return tensor
+    with tf.control_dependencies([tensor]):
+        token = tf.numpy_function(_delay, [], tf.int32, stateful=True)
+    with tf.control_dependencies([token]):
+        return tf.identity(tensor)
+
+
+def _delay() -> Array:
+    check_mode.active.delay()
+    return np.int32(0)  # type: ignore[return-value]
+
+
+class Replicas:
+    """Compares weights and gradients over the ranks, every some steps.
+
+    Args:
+        names: The variables' names.
+        variables: Which have the same values on all ranks.
+        name: Begins the messages' names.
+        process_set: The ranks.
+    """
+
+    def __init__(
+        self, names: Sequence[str], variables: Sequence[Any], name: str, process_set: ProcessSet
+    ) -> None:
+        self._names, self._variables = list(names), list(variables)
+        self._name, self._process_set = f"{name}.replicas", process_set
+        self._steps = variable([], tf.int64, f"{name}.steps")
+
+    def step(self, gradients: Sequence[Any]) -> None:
+        """Compare, at once or in the graph of a step, if that is due; on all ranks.
+
+        Args:
+            gradients: What was due in this step, dense, by place.
+        """
+        steps = self._steps.assign_add(1)
+        due = tf.equal(steps % check_mode.COMPARE_STEPS, 0)
+        tf.cond(due, lambda: self._compare(steps, gradients), tf.no_op)
+
+    def _compare(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:
+        values = [each.read_value() for each in self._variables]
+        described = [*values, *gradients]
+        found = tf.numpy_function(_described, described, tf.float64, stateful=True)
+        found = tf.ensure_shape(found, [len(described), 2])
+        name, process_set = name_here(self._name), self._process_set
+        everyone = allgather(found[None], name, ignore_name_scope=True, process_set=process_set)
+        if tf.executing_eagerly():
+            self._check(everyone.numpy(), steps.numpy())
+            return tf.no_op()
+        return tf.numpy_function(self._check, [everyone, steps], tf.int32, stateful=True).op
+
+    def _check(self, everyone: Array, steps: Any) -> Array:
+        """Raise unless all ranks have the same checksums; takes a row of them for each rank."""
+        place = check_mode.first_difference(everyone[..., 0].tolist())
+        if place is not None:
+            sides = [
+                f"checksum {int(crc):08x}, norm {norm:.9g}" for crc, norm in everyone[:, place]
+            ]
+            what = "weight" if place < len(self._names) else "gradient"
+            label = f"the {what} of {self._names[place % len(self._names)]!r}"
+            ranks = members(self._process_set)
+            raise RanksDisagreeError(
+                check_mode.disagreement(f"in step {int(steps)}", label, sides, ranks)
+            )
+        return np.int32(0)  # type: ignore[return-value]
+
+
+def _described(*values: Array) -> Array:
+    """Return the checksum (exact in a float64) and the norm of each value."""
+    rows = []
+    for value in values:
+        crc = int(check_mode.checksum(np.ascontiguousarray(value).tobytes()), 16)
+        rows.append([float(crc), float(np.linalg.norm(value.astype(np.float64)))])
+    return np.array(rows)

@@ -1,0 +1,33 @@
+"""HVD_PIPE_CHECK for Keras and tapes: delays change no bit, and planted faults show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import workers_keras_check_mode
+from cases import of_case
+from ranks import once, run_ranks
+from workers_keras_check_mode import BATTERY, FAULTS, SEEDS
+
+battery = once(lambda: run_ranks(2, workers_keras_check_mode.battery, timeout=280))
+faults = once(lambda: run_ranks(2, workers_keras_check_mode.faults, env={"HVD_PIPE_CHECK": "1"}))
+
+
+@pytest.mark.parametrize(("mode", "strategy"), BATTERY)
+def test_delays_change_no_bit(mode: str, strategy: str) -> None:
+    for rank, (plain, *others) in enumerate(of_case(battery(), (mode, strategy))):
+        assert np.isfinite(plain).all()
+        assert not np.array_equal(plain[0], plain[-1])  # it did learn something
+        assert len(others) == SEEDS
+        for seed, weights in enumerate(others):
+            assert np.array_equal(weights, plain), f"rank {rank}, seed {seed}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_replicas_that_differ(name: str) -> None:
+    """One rank's weight was changed by hand, in its last bits: training went on with it."""
+    for said in of_case(faults(), name):
+        assert "ranks disagree on the weight of " in said, said
+        assert ": rank 0 has checksum " in said, said
+        assert "; rank 1 has checksum " in said, said
+        assert "cocod" in name or "bias" in said, said
