@@ -132,10 +132,7 @@ def main(control: socket.socket) -> None:
     except OSError:  # the rank has ended with something unread
         pass
     finally:
-        # A process that the rank has forked may still hold them open, and others must know.
-        for link in links.values():
-            with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+        heart.stop()
 
 
 def _take(message: dict[str, Any], rank: Rank, heart: Heartbeat) -> None:

@@ -182,6 +182,7 @@ class Heartbeat:
         self._first_is_busy = False
         self._may_end: float | None = None
         self._clock = AwakeClock(2 * self.beat_s)
+        self._sockets = list(links.values())
         self._links = {rank: Link(rank, one, self._clock.now) for rank, one in links.items()}
         self._silent: dict[int, Silence] = {}
         self._left: list[int] = []
@@ -199,19 +200,14 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell and hear nothing more; the others take it that this rank has left, or is lost."""
-        self._stopped = True
-        for link in list(self._links.values()):
-            with suppress(OSError):
-                link.socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread up
-        self._thread.join(2 * self.beat_s)
-        self.close()
+        """Tell and hear nothing more; the others take it that this rank has left, or is lost.
 
-    def close(self) -> None:
-        """Close the sockets of this process: a forked child must not keep a dead rank's open."""
-        for link in self._links.values():
-            link.socket.close()
-        self._selector.close()
+        Connections are shut down, as a process that the rank has forked may hold them open.
+        """
+        self._stopped = True  # first: what this side closes must not look like a rank that is lost
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)  # which wakes the thread up
 
     # What the process says of itself.
 

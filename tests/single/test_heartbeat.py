@@ -66,6 +66,14 @@ class Job:
             if rank not in but:
                 heart.start()
 
+    def stop(self) -> None:
+        for heart, links in zip(self.hearts, self.sockets, strict=True):
+            heart.stop()
+            if heart._thread.is_alive():
+                heart._thread.join(SOON_S)
+            for one in links.values():
+                one.close()
+
     def goes_on(self, seconds: float, *ranks: int) -> None:
         """Wait until ranks, or all of them, have watched for so long; they may run seldom."""
         hearts = [self.hearts[rank] for rank in ranks] or self.hearts
@@ -94,9 +102,7 @@ class Job:
 def job() -> Iterator[Job]:
     one = Job(3)
     yield one
-    for heart in one.hearts:
-        if heart._thread.is_alive():
-            heart.stop()
+    one.stop()
 
 
 def soon(true: Callable[[], object]) -> None:
@@ -160,8 +166,7 @@ def test_who_ends_for_a_lost_rank_is_not_taken_for_the_lost_one(first: int) -> N
         assert "rank 2 on h2 (pid 102) has been silent" in job.processes[rank].ended[0]
     job.hearts[2].start()  # goes on after all, and is told
     assert "given this rank up: rank 2 on" in str(job.hearts[2].cause(SOON_S))
-    for heart in job.hearts:
-        heart.stop()
+    job.stop()
 
 
 @pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH])

@@ -11,14 +11,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvd_pipe.watch import child
 from hvd_pipe.watch.proc import activity
 
 SOON_S = 60.0  # for what takes a second or two on a quiet machine
@@ -206,6 +209,64 @@ def test_the_small_process_has_no_more_open_than_it_needs(rank: Rank) -> None:
     others = set(open_files) - set(sockets)
     assert len(sockets) == 2, open_files  # to the rank, and to the other rank
     assert len(others - {"/dev/null"}) <= 2, open_files  # stderr, and what its selector needs
+
+
+class Slow(socket.socket):
+    """A connection that takes its time to shut down: others may act meanwhile.
+
+    That is until the heartbeat ends, or says something to rank 2.
+    """
+
+    seen_by_2: socket.socket
+
+    def shutdown(self, how: int) -> None:
+        super().shutdown(how)
+        soon(lambda: not _beats() or _lost(_peeked(Slow.seen_by_2)))
+
+
+def test_the_first_rank_that_ends_calls_no_other_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closed one connection after the other, and took each for a rank that was killed.
+
+    It told those whose connections were still open, and they blamed a rank that lives.
+    """
+    control, its = socket.socketpair()
+    pairs = {number: socket.socketpair() for number in (1, 2, 3)}
+    ends = [end for _, end in pairs.values()]
+    Slow.seen_by_2 = pairs[2][1]
+    words = {
+        "me": 0,
+        "pid": os.getppid(),
+        "main": os.getppid(),
+        "limit_s": 120.0,
+        "links": {number: link.detach() for number, (link, _) in pairs.items()},
+        "peers": [(number, f"h{number}", 100 + number) for number in range(4)],
+    }
+    mine = SimpleNamespace(socket=Slow, SHUT_RDWR=socket.SHUT_RDWR)
+    monkeypatch.setattr(child, "socket", mine)
+    monkeypatch.setattr(child.signal, "signal", lambda *_: None)
+    with control, its:
+        control.sendall(json.dumps(words).encode() + b"\n")
+        control.shutdown(socket.SHUT_WR)  # the rank is gone
+        child.main(its)
+    for end in ends:
+        assert not _lost(end.makefile("rb").read())
+        end.close()
+
+
+def _beats() -> bool:
+    return any(each.name == "hvd_pipe heartbeat" for each in threading.enumerate())
+
+
+def _peeked(link: socket.socket) -> bytes:
+    with suppress(BlockingIOError):
+        return link.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    return b""
+
+
+def _lost(text: bytes) -> list[int]:
+    """Return the ranks that complete messages call lost."""
+    messages = [json.loads(line) for line in text.split(b"\n")[:-1] if line]
+    return [message["lost"] for message in messages if "lost" in message]
 
 
 def soon(true: Callable[[], object]) -> None:
