@@ -74,7 +74,10 @@ class Rank:
         return not self._reports() if found is None else found.state in _STOPPED
 
     def look(self) -> Look:
-        """Return what the rank has said last, or, where it runs no Python, what Linux says."""
+        """Return what the rank has said last, or, where it runs no Python, what Linux says.
+
+        A thread that was busy still counts: it may be what keeps the interpreter's lock.
+        """
         now, found = time.monotonic(), activity(self._pid, self._main)
         asleep = found is not None and found == self._activity and found.state == _ASLEEP
         self._activity = found
@@ -84,7 +87,7 @@ class Rank:
         if not asleep:
             self._rested = now
         since = self._rested if asleep else self._reported
-        return replace(self._look, waits=asleep, since_s=now - since, joined=False, busy=False)
+        return replace(self._look, waits=asleep, since_s=now - since, joined=False)
 
     def say(self, text: str) -> None:
         """Tell the user, by way of the rank where that is possible."""

@@ -155,6 +155,18 @@ def test_a_rank_that_is_stopped_says_so_and_goes_on(rank: Rank) -> None:
     rank.hear(lambda one: "look" in one)
 
 
+def test_a_thread_that_keeps_the_lock_still_counts_as_busy(rank: Rank) -> None:
+    """A writer that pickled a large checkpoint let no other thread run, and so counted as idle.
+
+    The other ranks ended, and the launcher killed it.
+    """
+    rank.do("Process.look = lambda self: Look('train.py:9', True, 100.0, busy=True)")
+    rank.hear(lambda one: one.get("look", {}).get("busy"))
+    rank.do("import threading; threading.Thread(target=ctypes.PyDLL(None).pause).start()")
+    heard = rank.hear(lambda one: 0 < one.get("look", {}).get("since_s", 0) < 100)
+    assert heard[-1]["look"]["busy"]
+
+
 def test_a_rank_is_asked_to_end_once_while_it_can_hear(rank: Rank) -> None:
     """It may have a checkpoint to finish, in another thread."""
     rank.do("Process.look = lambda self: Look('train.py:9', True, 100.0)")
