@@ -188,9 +188,8 @@ class MpiTransport:
         with self._changed:
             self._check()
             while any(one.unsent for one in self._outgoing.values()):
-                with waiting_for(
-                    "the rest of what was sent"
-                ):  # another wait whenever some has gone
+                # Another wait whenever some has gone.
+                with waiting_for("the rest of what was sent"):
                     self._changed.wait()
                 self._check()
 
