@@ -137,7 +137,10 @@ class Door:
 
 
 def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
-    """Return a connection to the first rank, or None where no way leads there."""
+    """Return a connection to the first rank, or None where no way leads there.
+
+    Each address has an equal share of the time that is left, to connect and to answer.
+    """
     ways = [(str(host), int(port)) for host, port in address["ways"]]
     if ways:
         ways.append((address["host"], ways[0][1]))
@@ -145,7 +148,8 @@ def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
     ways.sort(key=lambda way: _is_loopback(way[0]) != here)  # elsewhere it is another's, so last
     deadline = time.monotonic() + KNOCK_S
     for tried, way in enumerate(ways):
-        share = (deadline - time.monotonic()) / (len(ways) - tried)
+        now = time.monotonic()
+        share = (deadline - now) / (len(ways) - tried)
         if share <= 0:
             break
         with suppress(OSError, ValueError):  # the latter for names that cannot be looked up
@@ -153,7 +157,7 @@ def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
             with suppress(OSError, ValueError):
                 link.sendall(f"{address['question']} {rank}\n".encode())
                 # A stranger may answer slowly, and in no text at all.
-                answer = _line(link, deadline)
+                answer = _line(link, now + share)
                 if hmac.compare_digest(answer, address["answer"].encode()):
                     link.settimeout(None)
                     return link

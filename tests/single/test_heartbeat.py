@@ -479,6 +479,44 @@ def test_knocking_where_nothing_answers_takes_a_bounded_time(
     assert now <= 10.001
 
 
+def test_a_service_that_accepts_and_says_nothing_takes_its_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A proxy behind the first address took it all: the right one was not tried.
+
+    The job then ran without a watch.
+    """
+    now = 0.0
+
+    class Connection:
+        def __init__(self, way: tuple[str, int], timeout: float) -> None:
+            self.host, self.timeout = way[0], timeout
+
+        def settimeout(self, timeout: float) -> None:
+            self.timeout = timeout
+
+        def sendall(self, data: bytes) -> None:
+            pass
+
+        def recv(self, size: int) -> bytes:
+            nonlocal now
+            if self.host == "10.0.0.9":
+                return b"a\n"
+            now += self.timeout
+            raise TimeoutError
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(socket, "create_connection", Connection)
+    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=lambda: now))
+    ways = [(f"10.0.0.{number}", 1) for number in range(10)]
+    link: Any = knock({"host": "h0", "ways": ways, "question": "q", "answer": "a"}, 1)
+    assert link is not None
+    assert link.host == "10.0.0.9"
+    assert now < doors.KNOCK_S
+
+
 def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
     """A call that kept the interpreter's lock for long, say."""
     job.start(1)
