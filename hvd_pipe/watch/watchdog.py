@@ -271,7 +271,8 @@ _explained: BaseException | None = None
 
 
 def _install() -> None:
-    global _before
+    global _before, _explained  # noqa: PLW0603
+    _explained = getattr(sys, "last_value", None)  # it was shown before, and ended nothing
     if _before is None:
         os.register_at_fork(after_in_child=_forget)
         _before, sys.excepthook = sys.excepthook, _on_exception
@@ -319,10 +320,15 @@ def _at_exit() -> None:
     Python keeps the exception that it ends by, whatever shows it.
     """
     error = getattr(sys, "last_value", None)
-    if error is not None and error is not _explained:
+    if error is not None and error is not _explained and not _at_prompt():
         _tell_others(error)
         _tell_user(error)
     leave()
+
+
+def _at_prompt() -> bool:
+    """Whether this is an interactive session, which shows an exception and goes on."""
+    return hasattr(sys, "ps1")
 
 
 def _failed_here(error: BaseException) -> bool:
@@ -333,7 +339,7 @@ def _tell_others(error: BaseException) -> None:
     """Tell the other ranks why this one ends."""
     global _explained  # noqa: PLW0603
     _explained = error
-    if _reporter is not None and _failed_here(error):
+    if _reporter is not None and not _at_prompt() and _failed_here(error):
         _reporter.raised(_told(type(error), error, error.__traceback__))
 
 

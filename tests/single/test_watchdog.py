@@ -317,4 +317,49 @@ def test_a_forked_child_does_not_keep_a_dead_ranks_connections(
             one.close()
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this rank tells the others."""
+    found: list[str] = []
+    reporter = SimpleNamespace(raised=found.append, leave=lambda: found.append("left"))
+    monkeypatch.setattr(watchdog, "_reporter", reporter)
+    monkeypatch.setattr(watchdog, "_job", None)
+    monkeypatch.setattr(watchdog, "_explained", None)
+    monkeypatch.setattr(watchdog, "_before", lambda *_: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    return found
+
+
+def test_an_exception_that_was_there_before_is_not_what_a_rank_ends_by(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python keeps the last one that a console has shown; the others were told of it."""
+    monkeypatch.setattr(sys, "last_value", ValueError("old"), raising=False)
+    watchdog._install()
+    watchdog._at_exit()
+    assert told == ["left"]
+
+
+def test_an_exception_that_no_hook_has_told_is_told_at_the_end(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog._install()
+    monkeypatch.setattr(sys, "last_value", TypeError("new"), raising=False)
+    watchdog._at_exit()
+    assert told == ["TypeError: new", "left"]
+
+
+def test_an_exception_at_a_prompt_does_not_end_a_rank(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others were told that it ended by one that it had shown, and ended themselves."""
+    watchdog._install()
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    watchdog._on_exception(TypeError, TypeError("shown"), None)
+    monkeypatch.setattr(sys, "last_value", NameError("shown by another hook"), raising=False)
+    watchdog._at_exit()
+    assert told == ["left"]
+
+
 _NOBODY: Any = None
