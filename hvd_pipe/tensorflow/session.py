@@ -361,7 +361,7 @@ class Session:
         self._arguments, self._tag, self._momenta = arguments, tag, momenta
         self._shapes = shapes_of(variables)
         shared = [place for place, each in enumerate(variables) if identity(each) not in local]
-        self._agreed, self._has_local = self._agree(shared, gradients)
+        self._agreed, self.has_local = self._agree(shared, gradients)
         self._sent = [place for place in shared if self._agreed[place] != _NONE]
         self.adopt(method)
 
@@ -430,11 +430,15 @@ class Session:
             found[place] = due[i]
         return found
 
-    def own(self, gradients: Sequence[Any]) -> list[Any] | None:
-        """Return the gradients with None for those that travel; None where all of them do."""
+    @property
+    def sends(self) -> bool:
+        """Whether any gradient travels; the same on all ranks."""
+        return bool(self._sent)
+
+    def own(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients with None for those that travel."""
         sent = set(self._sent)
-        found = [None if i in sent else each for i, each in enumerate(gradients)]
-        return found if any(each is not None for each in found) else None
+        return [None if i in sent else each for i, each in enumerate(gradients)]
 
     def warn_of_unlike_replicas(self) -> None:
         """Say so where ranks that have trained with the same gradients have other weights."""
@@ -473,7 +477,7 @@ class Session:
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether gradients are finite on all ranks: of averages, each rank knows."""
         reduction = self._arguments.reduction()
-        if reduction.alone or not (self._has_local or self.engine.is_local):
+        if reduction.alone or not (self.has_local or self.engine.is_local):
             return finite
         votes = dataclasses.replace(reduction.lossless(), op=Sum, gradient_predivide_factor=1.0)
         total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self._tag}.finite")

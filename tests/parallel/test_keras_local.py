@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import of_case
-from workers_keras_local import STRATEGIES
+from workers_keras_local import COUNTING, GRADIENTS, STRATEGIES, plain
 from workers_keras_mending import observed
 
 
@@ -65,3 +67,30 @@ def test_all_variables_may_be_local(strategy: str) -> None:
     """Where nothing was sent, ``tf.stack([])`` raised, and a plan of no buckets."""
     for found in ranks_of(f"nothing shared {strategy}"):
         np.testing.assert_allclose(found["weight"], -6.0)
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_table_on_one_rank_leaves_what_is_shared_alone(name: str) -> None:
+    """The first step of Pipe-SGD applies a table's gradient alone, and counted as an update.
+
+    Where one rank had a table, its bias correction, learning rate and moving averages were a step
+    ahead of the others', and shared weights left each other.
+    """
+    weight, serial = keras.Variable(np.zeros(2), name="weight"), plain(name)
+    for factor in GRADIENTS:
+        serial.apply([tf.ones(2, tf.float64) * factor * 1.5], [weight])
+    for found in ranks_of(f"counted alike {name}"):
+        assert found["iterations"] == len(GRADIENTS)
+        np.testing.assert_allclose(found["shared"], np.array(weight), rtol=0, atol=1e-12)
+    assert all(np.any(each) for each in found["tables"])
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_an_overflow_in_a_table_of_one_rank_is_one_on_all(mode: str) -> None:
+    """Ranks without a table did not vote in Pipe-SGD's first step, and the others waited."""
+    first, second = ranks_of(f"scaled {mode}")
+    for found in (first, second):
+        np.testing.assert_allclose(found["shared"], -1.5 * sum(GRADIENTS), rtol=0, atol=1e-12)
+        assert found["scale"] == 4.0
+        assert found["counter"] == len(GRADIENTS) - 1
+    np.testing.assert_allclose(second["tables"], -sum(GRADIENTS[1:]) * np.ones((1, 3)))

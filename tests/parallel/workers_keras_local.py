@@ -113,7 +113,84 @@ def nothing_is_shared(strategy: str) -> Found:
     return {"weight": np.array(weight)}
 
 
+GRADIENTS = (1.0, 2.0, -3.0, 0.5)
+
+
+def plain(name: str) -> Any:
+    """Make an optimizer whose updates depend on how many there have been."""
+    kind = name.partition(",")[0]
+    if kind == "ema":
+        return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    return {"adam": keras.optimizers.Adam, "nadam": keras.optimizers.Nadam}[kind](rate)
+
+
+COUNTING = {
+    "adam": "pipe-sgd",
+    "adam, warm": "pipe-sgd:warmup_steps=2",
+    "nadam": "pipe-sgd",
+    "ema": "pipe-sgd:warmup_steps=2",
+}
+
+
+def counted_alike(name: str) -> Found:
+    """Rank 1 alone has a table; all share a weight."""
+    rank, shared = hvd.rank(), keras.Variable(np.zeros(2), name="shared")
+    variables = [shared]
+    optimizer = hvd.DistributedOptimizer(plain(name), strategy=COUNTING[name])
+    if rank == 1:
+        variables.append(keras.Variable(np.zeros(3), name="table"))
+        optimizer.register_local_var(variables[1])
+
+    @tf.function
+    def step(factor: Any) -> None:
+        gradients = [tf.ones_like(each.value) * factor * (rank + 1.0) for each in variables]
+        optimizer.apply(gradients, variables)
+
+    for factor in GRADIENTS:
+        step(tf.constant(factor, tf.float64))
+    optimizer.synchronize()
+    return {
+        "shared": np.array(shared),
+        "tables": [np.array(each) for each in variables[1:]],
+        "iterations": int(optimizer.iterations),
+    }
+
+
+def scaled_on_one_rank(mode: str) -> Found:
+    """Rank 1 alone has a table, whose first gradient overflows."""
+    rank, shared = hvd.rank(), keras.Variable(np.zeros(2), name="shared")
+    variables = [shared]
+    inner = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), strategy="pipe-sgd", scale_local_gradients=False
+    )
+    if rank == 1:
+        variables.append(keras.Variable(np.zeros(3), name="table"))
+        inner.register_local_var(variables[1])
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer.build(variables)
+
+    def step(factor: Any, own: Any) -> None:
+        scale = tf.cast(optimizer.dynamic_scale.value, tf.float64)
+        found = [tf.ones_like(shared.value) * factor * (rank + 1.0) * scale]
+        found += [tf.ones_like(each.value) * own * scale for each in variables[1:]]
+        optimizer.apply(found, variables)
+
+    run = tf.function(step) if mode == "function" else step
+    for factor, own in zip(GRADIENTS, (np.inf, *GRADIENTS[1:]), strict=True):
+        run(tf.constant(factor, tf.float64), tf.constant(own, tf.float64))
+    inner.synchronize()
+    return {
+        "shared": np.array(shared),
+        "tables": [np.array(each) for each in variables[1:]],
+        "scale": float(optimizer.dynamic_scale),
+        "counter": int(optimizer.step_counter),
+    }
+
+
 CASES: dict[str, tuple[Any, ...]] = {
+    **{f"counted alike {name}": (counted_alike, name) for name in COUNTING},
+    **{f"scaled {mode}": (scaled_on_one_rank, mode) for mode in ("eager", "function")},
     **{f"unlike tables {name}": (optimizer_of_unlike_tables, name) for name in STRATEGIES},
     "partial optimizer": (partial_optimizer,),
     "partial tape": (tape_of_unlike_layers,),

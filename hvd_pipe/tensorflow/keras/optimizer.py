@@ -154,13 +154,13 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             update(incoming, super(DistributedMixin, self).apply)
 
         engine.before_update()
-        own = session.own(incoming)
-        if due.when is None:
+        if due.when is None or not session.sends:
             whole()
-        elif own is None:
+        elif not session.has_local:
             tf.cond(due.when, _run(whole), tf.no_op)
-        else:  # what does not travel is due at once
-            tf.cond(due.when, _run(whole), _run(lambda: update(own, self._hvd_pipe_apply_there)))
+        else:  # what does not travel is due at once; ranks that have none of it vote
+            own = session.own(incoming)
+            tf.cond(due.when, _run(whole), _run(lambda: update(own, self._hvd_pipe_apply_own)))
         step = timeline.current()
         changed = [raw(each) for each in session.variables]
         with nullcontext() if step is None else step.end(changed, due.when):
@@ -186,6 +186,24 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
         Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
         BatchNormalization. ``model.fit`` calls this at its end.
+    def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Apply what does not travel, alone, and leave alone what belongs to all variables.
+
+        Counters and moving averages stay, as others have no such gradients. So the first two
+        updates of such a variable have one number.
+        """
+        slots = {id(each) for each in slots_of(self, self._trainable_variables)}
+        every = [raw(each) for each in self.variables if id(each) not in slots]
+        counters = [each for each in every if each.shape.rank == 0]
+        before = [each.read_value() for each in counters]
+        averages, self.use_ema = self.use_ema, False  # type: ignore[has-type]
+        try:
+            self._hvd_pipe_apply_there(gradients, variables)
+        finally:
+            self.use_ema = averages
+        for each, value in zip(counters, before, strict=True):
+            each.assign(value)
+
         """
         refuse_old_graphs()
         for session in self._hvd_pipe:
