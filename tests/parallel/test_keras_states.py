@@ -50,3 +50,9 @@ def test_momenta_are_averaged_once() -> None:
     assert first["momenta"] == first["unlike"] == 8
     assert np.isfinite(first["weights"]).all()
     np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+def test_a_class_is_made_once_and_keeps_no_model() -> None:
+    """Each optimizer had a class of its own, which held ``groups`` and so the model for ever."""
+    for found in ranks_of("classes"):
+        assert found == {"same": True, "other": False, "kept": 0}

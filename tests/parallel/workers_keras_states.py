@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,29 @@ def of_momenta_that_came_twice() -> Found:
     }
 
 
+def of_classes() -> Found:
+    """Optimizers that come and go with their models, of a class that Keras has registered."""
+    registered = keras.saving.register_keras_serializable("tests")
+    cls = registered(type("Registered", (keras.optimizers.SGD,), {}))
+
+    def made(strategy: str) -> tuple[type[Any], Any]:
+        weight = keras.Variable(np.zeros(2), name="weight")
+        optimizer = hvd.DistributedOptimizer(cls(1.0), strategy=strategy, groups=[[weight]])
+        optimizer.apply([tf.ones(2, tf.float64)], [weight])
+        return type(optimizer), weakref.ref(weight)
+
+    found = [made(strategy) for strategy in ("pipe-sgd", "pipe-sgd", "merged-gradient")]
+    gc.collect()
+    (one, _), (same, _), (other, _) = found
+    return {
+        "same": one is same,
+        "other": one is other,
+        "kept": sum(weight() is not None for _, weight in found),
+    }
+
+
 CASES: dict[str, tuple[Any, ...]] = {
+    "classes": (of_classes,),
     **{f"earlier {name}": (of_earlier, name) for name in METHODS},
     **{f"layout {name}": (in_other_buckets, name) for name in LAYOUTS},
     "momenta": (of_momenta_that_came_twice,),

@@ -12,7 +12,9 @@ iterations and slots are there, and that is saved as the user's class.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -80,7 +82,10 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', distributed with the same arguments; all ranks must come here."""
+        """As Keras', distributed with the same arguments; all ranks must come here.
+
+        Groups that are lists of variables are left out: they are of another model.
+        """
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
 
@@ -181,11 +186,6 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         pairs = [pair for pair in zip(gradients, variables, strict=True) if pair[0] is not None]
         super().apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
 
-    def synchronize(self) -> None:
-        """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
-
-        Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
-        BatchNormalization. ``model.fit`` calls this at its end.
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply what does not travel, alone, and leave alone what belongs to all variables.
 
@@ -204,6 +204,11 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         for each, value in zip(counters, before, strict=True):
             each.assign(value)
 
+    def synchronize(self) -> None:
+        """Finish what is in flight, on all ranks: at the end, before evaluating, before saving.
+
+        Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
+        BatchNormalization. ``model.fit`` calls this at its end.
         """
         refuse_old_graphs()
         for session in self._hvd_pipe:
@@ -372,6 +377,10 @@ class _Variables(list[Any]):
         )
 
 
+# The subclasses in use. They are few: one for each class and strategy.
+_classes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def distribute(optimizer: Any, arguments: Arguments) -> Any:
     """Make the distributed twin; it shares the optimizer's attributes, so nothing is lost.
 
@@ -400,7 +409,9 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         )
     sessions = Sessions(arguments)
     plain: Any = type(optimizer)
-    cls = _distributed_class(plain, arguments)
+    # Groups are of this optimizer's variables, which a class would keep, and a copy does not have.
+    groups = None if isinstance(arguments.groups, list) else arguments.groups
+    cls = _distributed_class(plain, dataclasses.replace(arguments, groups=groups))
     wrapped = cls.__new__(cls)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)  # past Keras' tracking
     fields = {
@@ -419,6 +430,9 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
 
 def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     """Return the subclass, under the names by which Keras saves and finds the user's class."""
+    for known in _classes:
+        if known._hvd_pipe_plain is cls and known._hvd_pipe_arguments == arguments:
+            return known
     members = {
         "__doc__": cls.__doc__,
         "_hvd_pipe_plain": cls,
@@ -431,6 +445,7 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     registered = object_registration.GLOBAL_CUSTOM_NAMES
     if cls in registered:
         registered[made] = registered[cls]
+    _classes.add(made)
     return made
 
 
