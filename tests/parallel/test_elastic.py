@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import ranks
 from horovod.torch import mpi_ops
@@ -23,10 +26,11 @@ from hvd_pipe.errors import HvdPipeError
 
 PERIOD = 3
 TIMEOUT = 240.0
-ROUNDED = 0.01  # what codecs may lose; weights are up to 1
+ROUNDED = 0.05  # what codecs may lose, in gradients of length 1: one that is lost weighs 0.3
 
 # Names of one host are hosts of their own to Horovod, and a host that fails is not used again.
 # New workers must have started within Gloo's timeout, and survivors may wait for one.
+THREE = "localhost:1\nLOCALHOST:1\n127.0.0.1:1\n"
 SCENARIOS = {
     "added": (1, 30, Scenario(24, 5, "localhost:1\n", 12, "hosts", "localhost:1\nLOCALHOST:1\n")),
     "replaced": (
@@ -34,8 +38,19 @@ SCENARIOS = {
         30,
         Scenario(36, 5, "localhost:1\nLOCALHOST:1\n", 20, "hosts", "localhost:1\n127.0.0.1:1\n"),
     ),
-    "killed": (3, 5, Scenario(24, 5, "localhost:1\nLOCALHOST:1\n127.0.0.1:1\n", 12, "kill")),
+    "killed": (3, 5, Scenario(24, 5, THREE, 12, "kill")),
     "raised": (2, 30, Scenario(24, 5, "localhost:1\nLOCALHOST:1\n", 12, "raise")),
+    "added, stock": (
+        1,
+        30,
+        Scenario(24, 5, "localhost:1\n", 12, "hosts", "localhost:1\nLOCALHOST:1\n", stock=True),
+    ),
+    "removed, stock": (
+        3,
+        30,
+        Scenario(24, 5, THREE, 12, "hosts", "localhost:1\nLOCALHOST:1\n", stock=True),
+    ),
+    "killed, stock": (3, 5, Scenario(24, 5, THREE, 12, "kill", stock=True)),
 }
 
 
@@ -68,6 +83,7 @@ def outcome(name: str) -> Outcome:
         command = [
             *("env", "-u", "HOROVOD_CYCLE_TIME", *ranks.HOROVODRUN, "-np", str(workers)),
             *("--min-np", "1", "--max-np", "4", "--network-interface", "lo"),
+            *("--reset-limit", "2"),
             *("--host-discovery-script", str(script), sys.executable),
             *(str(Path(__file__).with_name("workers_elastic.py")), folder),
         ]
@@ -100,9 +116,9 @@ class Reference:
     def drain(self) -> None:
         """Do what ``synchronize()`` does."""
 
-    def move(self, workers: int) -> None:
-        """Go on with as many workers, all of them as the first one is."""
-        self.x = [self.x[0].copy() for _ in range(workers)]
+    def move(self, old: Sequence[int]) -> None:
+        """Go on with workers that are as these old ones were."""
+        self.x = [self.x[rank].copy() for rank in old]
 
 
 class PipeReference(Reference):
@@ -119,6 +135,39 @@ class PipeReference(Reference):
         if self.pending is not None:
             self.x = [x - LR * self.pending for x in self.x]
         self.pending = None
+
+
+class AutoReference(PipeReference):
+    """For another number of workers it measures again, and drops what was in flight (it warns)."""
+
+    def move(self, old: Sequence[int]) -> None:
+        if len(old) != len(self.x):
+            self.pending = None
+        super().move(old)
+
+
+class PredictingReference(PipeReference):
+    """Gradients are computed where a worker's own gradient in flight would lead."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.led = list(self.x)
+
+    def gradient(self, rank: int, step: int) -> Weights:
+        return self.led[rank] - target(rank, step)
+
+    def step(self, step: int) -> None:
+        own = [self.gradient(rank, step) for rank in range(len(self.x))]
+        super().step(step)
+        self.led = [x - LR * gradient for x, gradient in zip(self.x, own, strict=True)]
+
+    def drain(self) -> None:
+        super().drain()
+        self.led = list(self.x)
+
+    def move(self, old: Sequence[int]) -> None:
+        super().move(old)
+        self.led = [self.led[rank] for rank in old]
 
 
 class CoCoDReference(Reference):
@@ -147,9 +196,10 @@ class CoCoDReference(Reference):
         self.x = [np.asarray(np.mean(self.x, axis=0)) for _ in self.x]
         self.start = []
 
-    def move(self, workers: int) -> None:
-        super().move(workers)
-        self.start = self.start[:1] * workers
+    def move(self, old: Sequence[int]) -> None:
+        super().move(old)
+        if self.start:
+            self.start = [self.start[rank] for rank in old]
 
 
 REFERENCES = {
@@ -157,22 +207,32 @@ REFERENCES = {
     "merged-gradient, bf16": Reference,
     "pipe-sgd": PipeReference,
     "pipe-sgd, int8": PipeReference,
+    "pipe-sgd, local": PredictingReference,
+    "auto": AutoReference,
     "cocod": CoCoDReference,
     "cocod, int8": CoCoDReference,
 }
 
 
-def expected(kind: type[Reference], outcome: Outcome, scenario: Scenario) -> Weights:
-    """The weights at the end; a planned change drains, a failure goes back to a commit."""
+def expected(method: str, outcome: Outcome, scenario: Scenario) -> Weights:
+    """The weights at the end; a failure goes back to a commit.
+
+    A planned change drains. Horovod's own `run` does not know of that: what is in flight goes on,
+    and where hosts have only gone, it lets each worker go on from its own weights.
+    """
     (_, workers), *later = outcome.starts
     moves = dict(later)
-    reference = kind(workers)
+    reference = REFERENCES[method](workers)
     for step in range(scenario.steps):
         if step in moves:
-            if scenario.what == "hosts":
+            if scenario.what == "hosts" and not scenario.stock:
                 reference.drain()
-            reference.move(moves[step])
+            counts = outcome.results[0]["synced"]  # rank 0 has been there from the start
+            alike = counts[-1] > counts[-2]
+            reference.move([0 if alike else result["was"] for result in outcome.results])
         reference.step(step)
+        if method == "auto" and outcome.results[0]["chosen"][step] == "merged-gradient":
+            reference.drain()
     reference.drain()
     return reference.x[0]
 
@@ -182,6 +242,9 @@ STARTS = {
     "replaced": [(0, 2), (21, 2)],
     "killed": [(0, 3), (10, 2)],
     "raised": [(0, 2), (10, 2)],
+    "added, stock": [(0, 1), (13, 2)],
+    "removed, stock": [(0, 3), (13, 2)],
+    "killed, stock": [(0, 3), (10, 2)],
 }
 
 
@@ -189,14 +252,14 @@ STARTS = {
 def test_training_starts_again_where_it_should(name: str) -> None:
     """After a planned change at the same step, after a failure at the last commit."""
     found = outcome(name)
-    assert found.starts == STARTS[name]
+    assert found.starts == STARTS[name], found.said[-8000:]
     assert [result["size"] for result in found.results] == [STARTS[name][-1][1]] * len(
         found.results
     )
     assert len(found.results) == STARTS[name][-1][1]
 
 
-@pytest.mark.parametrize("name", ["killed", "raised"])
+@pytest.mark.parametrize("name", ["killed", "raised", "killed, stock"])
 def test_a_failure_is_over_soon(name: str) -> None:
     """The bound is far above the seconds in README, for machines that do other things."""
     for result in outcome(name).results:
@@ -212,22 +275,59 @@ def test_replicas_are_equal(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("method", REFERENCES)
+@pytest.mark.parametrize("method", METHODS)
 def test_training_goes_on_as_the_equation_says(name: str, method: str) -> None:
-    """What was in flight at a commit goes on, what was sent later is lost on all ranks alike."""
+    """What was in flight at a commit goes on, what was sent later is lost on all ranks alike.
+
+    The weights of some methods were held to 0.1 and 0.01, which a gradient more or less passes.
+    """
     found, scenario = outcome(name), SCENARIOS[name][-1]
-    wanted = expected(REFERENCES[method], found, scenario)
-    tolerance = 1e-12 if METHODS[method].exact else ROUNDED
+    wanted = expected(method, found, scenario)
+    tolerance = 1e-12 if METHODS[method].exact else ROUNDED * LR
     np.testing.assert_allclose(found.weights(method)[0], wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - REFERENCES.keys()))
-def test_training_goes_on(name: str, method: str) -> None:
-    """Weights follow the moving target as merged-gradient's do, a step later."""
-    found = outcome(name)
-    away = np.abs(found.weights(method)[0] - found.weights("merged-gradient")[0]).max()
-    assert away < 0.1
+def test_auto_has_changed_its_strategy() -> None:
+    """Else its weights would say nothing of what it had in flight."""
+    for name in SCENARIOS:
+        assert set(outcome(name).results[0]["chosen"]) == {"merged-gradient", "pipe-sgd"}, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lost_or_doubled_gradient_would_be_seen(method: str) -> None:
+    """The tolerance is below what the gradient of any one step does to some weight."""
+    found, scenario = outcome("killed"), SCENARIOS["killed"][-1]
+    tolerance = 1e-12 if METHODS[method].exact else ROUNDED * LR
+    wanted = expected(method, found, scenario)
+    for wrong_step in range(scenario.steps):
+        if method == "auto" and wrong_step == outcome("killed").starts[-1][0] - 1:
+            continue  # in flight when it measures again, and dropped
+        for factor in (0.0, 2.0):
+            with planted(wrong_step, factor):
+                wrong = expected(method, found, scenario)
+            assert np.abs(wrong - wanted).max() > 2 * tolerance, (wrong_step, factor)
+
+
+@contextlib.contextmanager
+def planted(wrong_step: int, factor: float) -> Iterator[None]:
+    """Have all references count the gradients of a step as often as ``factor`` says."""
+    kinds, right = set(REFERENCES.values()), {}
+    for kind in kinds:
+        if "gradient" in vars(kind):
+            right[kind] = gradient = kind.gradient
+
+            def wrong(
+                self: Any, rank: int, step: int, gradient: Any = gradient
+            ) -> npt.NDArray[np.float64]:
+                times = factor if step == wrong_step else 1.0
+                return np.asarray(times * gradient(self, rank, step))
+
+            kind.gradient = wrong  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, gradient in right.items():
+            kind.gradient = gradient  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", ["killed", "raised"])

@@ -12,10 +12,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as stock
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,7 +27,7 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 
-LR = 0.125
+LR = 2.0**-6  # so small that what one gradient does is there to be seen at the end
 NUMEL = 600
 FEEDBACK = hvd.Int8(chunk=64, error_feedback=True)
 PATIENCE_S = 60.0
@@ -71,6 +73,7 @@ class Scenario:
         at: The step at which something happens, once.
         what: "hosts": ``later`` comes to hold, and a commit follows. "kill": the last rank is
             killed with its gradients on the way. "raise": a collective fails on the last rank.
+        stock: Whether the script takes the class of its optimizers from here, and nothing else.
     """
 
     steps: int
@@ -79,6 +82,7 @@ class Scenario:
     at: int
     what: str
     later: str = ""
+    stock: bool = False
 
     def write(self, directory: Path) -> None:
         """Write what the job needs to start."""
@@ -114,6 +118,18 @@ def weights_of(model: Model) -> Weights:
     return torch.cat([model.w, model.b]).detach().numpy().copy()
 
 
+def counted(state: Any) -> Callable[[], int]:
+    """Count the calls of ``state.sync()``, which Horovod leaves out where hosts have only gone."""
+    sync, calls = state.sync, list[None]()
+
+    def counting() -> None:
+        calls.append(None)
+        sync()
+
+    object.__setattr__(state, "sync", counting)
+    return lambda: len(calls)
+
+
 def happen(scenario: Scenario, directory: Path, state: Any) -> None:
     """Let it happen, before ``step()``; once in the job."""
     done = directory / "happened"
@@ -138,7 +154,8 @@ def main(directory: Path) -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     torch.set_num_threads(1)
     scenario = Scenario.read(directory)
-    hvd.init()
+    horovod: Any = stock if scenario.stock else hvd
+    horovod.init()
     models = {name: Model() for name in METHODS}
     optimizers = {
         name: hvd.DistributedOptimizer(
@@ -151,14 +168,19 @@ def main(directory: Path) -> None:
     }
     states = {f"model {name}": model for name, model in models.items()}
     states |= {f"optimizer {name}": optimizer for name, optimizer in optimizers.items()}
-    state = hvd.elastic.TorchState(step=0, starts=[], **states)
+    state = horovod.elastic.TorchState(step=0, starts=[], chosen=[], **states)
 
-    @hvd.elastic.run
+    syncs, synced, was = counted(state), list[int](), hvd.rank()
+
+    @horovod.elastic.run
     def train(state: Any) -> None:
         if hvd.rank() == 0 and (directory / "moment").exists():
             (directory / "again").write_text(str(time.time()))
         state.starts = [*state.starts, (state.step, hvd.size())]
+        synced.append(syncs())
         while state.step < scenario.steps:
+            engine = optimizers["auto"]._hvd_pipe  # none where step() makes it, which measures
+            state.chosen = [*state.chosen, engine.name if engine else "merged-gradient"]
             for name, optimizer in optimizers.items():
                 optimizer.zero_grad()
                 models[name](hvd.rank(), state.step).backward()
@@ -172,7 +194,13 @@ def main(directory: Path) -> None:
     train(state)
     for optimizer in optimizers.values():
         optimizer.synchronize()
-    result: dict[str, Any] = {"size": hvd.size(), "starts": state.starts}
+    result: dict[str, Any] = {
+        "size": hvd.size(),
+        "starts": state.starts,
+        "chosen": state.chosen,
+        "synced": synced,
+        "was": was,
+    }
     if (directory / "moment").exists():
         moment, again = (float((directory / each).read_text()) for each in ("moment", "again"))
         result["recovered_s"] = again - moment
