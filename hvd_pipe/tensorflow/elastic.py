@@ -32,7 +32,7 @@ from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.engine import raw
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.overrides import init, shutdown
-from hvd_pipe.tensorflow.session import States, inherit
+from hvd_pipe.tensorflow.session import States, inherit, share
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -156,9 +156,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         except HostsUpdatedInterrupt:
             # All ranks raise this at one step, those that have to leave as well.
             with _failures():
-                for sessions in workers.running():
-                    for session in sessions:
-                        session.engine.share()
+                share()
             state.save()
             # Horovod goes without sync() if hosts have only gone. A host that comes a moment
             # later would wait in sync() alone.

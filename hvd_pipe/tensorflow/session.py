@@ -42,7 +42,7 @@ from hvd_pipe.tensorflow.engine import (
 from hvd_pipe.tensorflow.engines import make_engine
 from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
 
-__all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit", "sources_key"]
+__all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit", "share", "sources_key"]
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
 
@@ -313,6 +313,25 @@ def inherit(found: dict[str, States]) -> None:
         sessions.go_back(_inherited.pop(sessions.label, None))
 
 
+def share() -> None:
+    """Make what is in flight equal on all ranks, between two steps; all come here.
+
+    A session of a tape that nobody uses any more is gone when this rank's collector comes, so
+    only those count that each rank of their process set still has. No other will make a step.
+    """
+    mine = {
+        session.tag: session
+        for sessions in workers.running()
+        for session in sessions
+        if sessions.arguments.process_set.included()
+    }
+    found = gather(list(mine), "hvd_pipe.tf.shared", global_process_set)
+    holders = Counter(tag for tags in found for tag in tags)
+    for tag, session in sorted(mine.items()):
+        if holders[tag] == session.workers:
+            session.engine.share()
+
+
 def sources_key(variables: Sequence[Any]) -> tuple[Hashable, ...]:
     """Return what tells lists of variables apart; tensors, which come anew, by dtype and shape."""
     return tuple(
@@ -358,7 +377,7 @@ class Session:
         momenta: FindMomenta | None,
     ) -> None:
         self.variables = list(variables)
-        self._arguments, self._tag, self._momenta = arguments, tag, momenta
+        self._arguments, self.tag, self._momenta = arguments, tag, momenta
         self._shapes = shapes_of(variables)
         shared = [place for place, each in enumerate(variables) if identity(each) not in local]
         self._agreed, self.has_local = self._agree(shared, gradients)
@@ -384,12 +403,17 @@ class Session:
             shapes,
             [raw(each) for each in mine],
             arguments.reduction(),
-            self._tag,
+            self.tag,
             sparse,
             groups,
             self._momenta(mine) if self._momenta is not None else (),
         )
         self.engine: Engine = make_engine(settings, method)
+
+    @property
+    def workers(self) -> int:
+        """How many ranks distribute these gradients."""
+        return int(self._arguments.process_set.size())
 
     @property
     def refuses_join(self) -> bool:
@@ -451,7 +475,7 @@ class Session:
         crc = 0
         for place in self._sent:
             crc = zlib.crc32(raw(self.variables[place]).numpy().tobytes(), crc)
-        everyone = gather(crc, f"{self._tag}.replicas", process_set)
+        everyone = gather(crc, f"{self.tag}.replicas", process_set)
         if len(set(everyone)) > 1 and process_set.rank() == 0:
             _log.warning(
                 "replicas differ after training with the same gradients: they began differently. "
@@ -471,7 +495,7 @@ class Session:
             return f"checksum {sums[place]}, norm {norm:.9g}"
 
         lines = [(f"the weight of {name!r}", crc) for name, crc in zip(names, sums, strict=True)]
-        name, process_set = f"{self._tag}.checked", self._arguments.process_set
+        name, process_set = f"{self.tag}.checked", self._arguments.process_set
         check_mode.compare(lines, detail, "after synchronize()", gather, name, process_set)
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
@@ -480,7 +504,7 @@ class Session:
         if reduction.alone or not (self.has_local or self.engine.is_local):
             return finite
         votes = dataclasses.replace(reduction.lossless(), op=Sum, gradient_predivide_factor=1.0)
-        total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self._tag}.finite")
+        total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self.tag}.finite")
         return tf.equal(total[0], float(reduction.workers))
 
     def _as_agreed(self, place: int, gradient: Any) -> Any:
@@ -539,12 +563,12 @@ class Session:
                 ("groups (by the places of their variables)", str(by_hand)),
             ]
 
-        checked(check, f"{self._tag}.variables", process_set)
+        checked(check, f"{self.tag}.variables", process_set)
         mine = [_kind(gradients[place]) for place in shared]
         has_local = len(shared) < len(self.variables)
         if not process_set.included():
             return dict(zip(shared, mine, strict=True)), has_local
-        everyone = gather([has_local, mine], f"{self._tag}.gradients.kinds", process_set)
+        everyone = gather([has_local, mine], f"{self.tag}.gradients.kinds", process_set)
         kinds = [_together(each) for each in zip(*(kinds for _, kinds in everyone), strict=True)]
         return dict(zip(shared, kinds, strict=True)), any(each for each, _ in everyone)
 

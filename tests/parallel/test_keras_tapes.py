@@ -73,3 +73,14 @@ def test_models_that_were_taped_are_let_go(mode: str) -> None:
     """What a tape had in flight was kept by the process for ever, and with it every model."""
     for found in ranks_of(f"gone {mode}"):
         assert found["kept"] == 0
+
+
+def test_hosts_may_change_when_one_rank_has_dropped_a_model() -> None:
+    """Each rank's collector takes a dropped model at its own time.
+
+    The rank that still had it averaged what that had in flight, alone, and waited for ever.
+    """
+    first, second = ranks_of("gone on one rank")
+    np.testing.assert_allclose([first["kept"], second["kept"]], MEAN)
+    assert sorted(second) == ["kept"]
+    np.testing.assert_allclose(first["dropped"], 1.0)

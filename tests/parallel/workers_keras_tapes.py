@@ -14,6 +14,7 @@ from workers_keras_features import Found
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
+from hvd_pipe.tensorflow.session import share
 
 STRATEGIES = ["merged-gradient", "pipe-sgd"]
 MODES = ["eager", "function"]
@@ -131,6 +132,27 @@ def models_that_are_gone(mode: str) -> Found:
     return {"kept": sum(each() is not None for each in gone)}
 
 
+def shared_after_one_rank_has_dropped_a_model() -> Found:
+    """Hosts change in an elastic job, where rank 1 has collected a model that rank 0 has not."""
+    kept, dropped = tf.Variable(tf.ones(2), name="kept"), tf.Variable(tf.ones(3), name="dropped")
+    for each in (dropped, kept):
+        with tf.GradientTape() as recorded:
+            loss = (hvd.rank() + 1.0) * tf.reduce_sum(each)
+        hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd").gradient(loss, [each])
+    left = {"kept": kept}
+    if hvd.rank() == 0:
+        left["dropped"] = dropped
+    del dropped, recorded, loss
+    gc.collect()
+    share()
+    found = {}
+    for name, each in left.items():
+        ((_, session),) = vars(each)["_hvd_pipe_sessions"].values()
+        found[name] = session.engine.state()["gradient.0"]
+    hvd_tf.drain_gradients([kept])
+    return found
+
+
 CASES: dict[str, tuple[Any, ...]] = {
     **{f"tensors {s} {m}": (tensors, s, m) for s in STRATEGIES for m in MODES},
     **{
@@ -139,6 +161,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         for m in MODES
         for way in ("persistent", "two tapes")
     },
+    "gone on one rank": (shared_after_one_rank_has_dropped_a_model,),
     "one tape": (a_tape_that_is_used_for_all_steps,),
     "applied twice": (applied_twice,),
     **{f"gone {m}": (models_that_are_gone, m) for m in MODES},
