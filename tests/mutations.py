@@ -10,7 +10,8 @@
 2. one piece of text of one file is replaced there;
 3. the entry's tests run in the copy, to the first failure or the time limit.
 
-A fault is caught where a test fails ("caught") or stands still ("hung"). The same tests run once
+A fault is caught where a test fails ("caught") or stands still ("hung"). It is not where its tests
+cannot run ("BROKEN": an import or a fixture raises), as no test has looked then. They run once
 without a fault before all: a test that fails then catches nothing. This is no part of the suite:
 ``tests/single/test_mutations.py`` only sees to it that the table still fits the sources.
 """
@@ -141,14 +142,17 @@ def plant(mutation: Mutation) -> Outcome:
     if status == 0:
         return outcome(MISSED, mutation.tests)
     failed = failures(output)
-    if status != 1 or not failed:  # nothing was collected, or pytest itself has failed
+    if status != 1 or not failed:  # nothing ran, or something failed that is no test
         return outcome(BROKEN, output[-1500:])
     return outcome(CAUGHT, failed[0])
 
 
 def failures(output: str) -> list[str]:
-    """Return the names of the tests that pytest says have failed."""
-    return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
+    """Return the names of the tests that pytest says have failed.
+
+    An error is none of them: a file was not collected or a fixture failed, and no test looked.
+    """
+    return re.findall(r"^FAILED (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def baseline(mutations: Sequence[Mutation]) -> list[str]:

@@ -21,3 +21,31 @@ def test_a_fault_can_be_planted(mutation: Mutation) -> None:
     before = mutations.sources_of(mutation)
     after = mutations.applied(mutation, before)
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+
+
+@pytest.mark.parametrize(
+    ("test", "verdict"),
+    [
+        ("def test_it(): assert answer() == 42", mutations.CAUGHT),
+        ("assert answer() == 42\ndef test_it(): pass", mutations.BROKEN),
+        (
+            "import pytest\n@pytest.fixture\ndef found(): assert answer() == 42\n"
+            "def test_it(found): pass",
+            mutations.BROKEN,
+        ),
+    ],
+    ids=["a test fails", "no collection", "a fixture fails"],
+)
+def test_only_a_test_that_fails_catches_a_fault(
+    test: str, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fault that broke an import counted as caught, and no test had looked at it."""
+    (tmp_path / "hvd_pipe").mkdir()
+    (tmp_path / "hvd_pipe" / "__init__.py").touch()
+    (tmp_path / "hvd_pipe" / "own.py").write_text("def answer(): return 42\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_own.py").write_text(f"from hvd_pipe.own import answer\n{test}\n")
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    fault = Mutation("wrong", "own.py", "return 42", "return 41", "tests/test_own.py")
+    assert mutations.plant(fault).verdict == verdict
