@@ -85,10 +85,14 @@ def surround(owner: Any, name: str, around: Around, matters: Callable[[], bool])
 
 
 class _Surrounded:
-    """A function of Horovod's, and what is to be done around it."""
+    """A function of Horovod's, and what is to be done around it; its attributes are its own."""
+
+    _function: Any
+    _around: Around
+    _matters: Callable[[], bool]
 
     def __init__(self, function: Any, around: Around, matters: Callable[[], bool]) -> None:
-        self._function, self._around, self._matters = function, around, matters
+        vars(self).update(_function=function, _around=around, _matters=matters)
 
     def __call__(self, *arguments: Any) -> Any:
         if not self._matters():
@@ -96,14 +100,11 @@ class _Surrounded:
         with self._around():
             return self._function(*arguments)
 
-    @property
-    def argtypes(self) -> Any:
-        """As ctypes' functions have them; Horovod sets one's."""
-        return self._function.argtypes
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
 
-    @argtypes.setter
-    def argtypes(self, kinds: Any) -> None:
-        self._function.argtypes = kinds
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._function, name, value)  # Horovod sets argtypes
 
 
 def missed_settings(yields: bool) -> str:
