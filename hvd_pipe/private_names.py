@@ -26,8 +26,9 @@ class PrivateName:
     Args:
         adapter: Whose import checks it: ``"torch"`` or ``"tensorflow"``.
         module: Where the name is.
-        name: The name in it, with a dot the member of a class. A member may be an attribute that
-            only instances have: some function of the class then speaks of it.
+        name: The name in it, with a dot the member of a class or the parameter of a function. A
+            member may be an attribute that only instances have: some function of the class then
+            speaks of it.
         user: Who needs it, a module of hvd_pipe without its first part.
     """
 
@@ -53,6 +54,8 @@ class PrivateName:
             if not hasattr(owner, part):
                 return False
             owner = getattr(owner, part)
+        if inspect.isfunction(owner):
+            return last in inspect.signature(owner).parameters
         return hasattr(owner, last) or (inspect.isclass(owner) and last in _spoken_of(owner))
 
 
@@ -96,7 +99,27 @@ ROWS = (
         )
         for a in _BOTH
     ),
+    *(
+        PrivateName(a, "horovod.common.basics", f"HorovodBasics.{name}", "restarts")
+        for a in _BOTH
+        for name in (
+            "MPI_LIB_CTYPES",
+            "horovod_init",
+            "horovod_init_multi_comm",
+            "horovod_shutdown",
+        )
+    ),
     PrivateName("torch", "horovod.torch.mpi_ops", "_handle_map", "torch.in_flight"),
+    *(
+        PrivateName("torch", "horovod.torch.mpi_ops", f"mpi_lib.{name}", "torch.workers")
+        for name in ("horovod_torch_join", "horovod_torch_reset")
+    ),
+    PrivateName(
+        "torch",
+        "horovod.torch.functions",
+        "broadcast_optimizer_state.root_rank",
+        "torch.broadcasts",
+    ),
     PrivateName("torch", "horovod.torch.elastic.state", "TorchState._handlers", "torch.elastic"),
     PrivateName("torch", "torch", "_C._current_graph_task_id", "torch.layer_times"),
     PrivateName("torch", "torch._compile", "_disable_dynamo", "torch.layer_times"),
@@ -133,6 +156,9 @@ ROWS = (
         "torch", "torch.amp", "GradScaler._step_supports_amp_scaling", "torch.distributed"
     ),
     PrivateName("tensorflow", "horovod.tensorflow.mpi_ops", "_allreduce", "tensorflow.reduction"),
+    PrivateName(
+        "tensorflow", "horovod.tensorflow.mpi_ops", "MPI_LIB.horovod_join", "tensorflow.workers"
+    ),
     PrivateName("tensorflow", f"{_GRAPHS}.ops", "get_default_graph", "tensorflow.xla"),
     PrivateName("tensorflow", f"{_GRAPHS}.func_graph", "FuncGraph", "tensorflow.call_names"),
     PrivateName(

@@ -95,6 +95,31 @@ def test_every_private_name_in_the_sources_has_a_row(found: dict[str, set[str]])
     assert not new, f"add to hvd_pipe/private_names.py: {new}"
 
 
+def test_every_function_that_is_surrounded_has_a_row() -> None:
+    """These have no underscore; a release without one raised AttributeError at an optimizer."""
+    calls = [node for tree in TREES.values() for node in ast.walk(tree)]
+    calls = [node for node in calls if isinstance(node, ast.Call)]
+    names = {
+        str(node.args[1].value)
+        for node in calls
+        if ast.unparse(node.func).endswith("surround") and isinstance(node.args[1], ast.Constant)
+    }
+    assert names >= {"horovod_torch_join", "horovod_join", "horovod_shutdown"}
+    known = {row.name.rpartition(".")[2] for row in ROWS}
+    assert names | {"MPI_LIB_CTYPES", "horovod_init", "horovod_init_multi_comm"} <= known
+
+
+def test_a_parameter_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value is read in a running call of Horovod's, far from the import."""
+    from horovod.torch import functions  # noqa: PLC0415 - only here
+
+    def renamed(optimizer: object, root: int) -> None: ...
+
+    monkeypatch.setattr(functions, "broadcast_optimizer_state", renamed)
+    with pytest.raises(ImportError, match=r"functions\.broadcast_optimizer_state\.root_rank"):
+        private_names.check("torch")
+
+
 @pytest.mark.parametrize("row", sorted({(row.name, row.user) for row in ROWS}))
 def test_every_row_is_needed(row: tuple[str, str]) -> None:
     name, user = row
