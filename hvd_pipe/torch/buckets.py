@@ -383,9 +383,8 @@ class BucketSet:
             bucket.take_changed()
         for gathering in self._gathers.values():
             gathering.wait()
-        self._gathers.clear()
-        self._found.clear()
-        self._frozen.clear()
+        for known in (self._gathers, self._gathered, self._found, self._as_dense, self._frozen):
+            known.clear()
         self._ready = [False] * len(self._parameters)
         self.completed = []
 
@@ -462,9 +461,10 @@ class BucketSet:
             bucket.flat.zero_()
 
     def move_in(self) -> None:
-        """Take gradients over from wherever they are, their values unchanged."""
+        """Take dense gradients over from wherever they are, their values unchanged."""
         for place, (_, view) in self._place.items():
-            if self._parameters[place].grad is not None:
+            gradient = self._parameters[place].grad
+            if gradient is not None and not gradient.is_sparse:
                 _into(self._parameters[place], view)
 
     def values(self) -> list[torch.Tensor | None]:

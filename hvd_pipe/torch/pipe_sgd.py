@@ -184,6 +184,7 @@ class PipeSGDEngine(Engine):
             self._ahead.restore(state.tensors["weights"])
         if "pending" in state.tensors:
             self._pending, self._filling = self._sets
+            self._filling.move_in()  # p.grad must not lead to the pending gradient
             self._pending.restore(state.tensors["pending"])
             if state.counters["scale"] is not None:
                 self._scales[self._pending] = state.counters["scale"]

@@ -14,9 +14,11 @@ from problem import OPTIMIZERS, STEPS, Weights, loss_of, make_model
 from ranks import once, run_ranks
 from serial import make_workers
 from workers_pipe_sgd import (
+    AFTER,
     BY_HAND,
     CLEAR,
     CLIP,
+    LOADED,
     PATTERNS,
     STRATEGIES,
     WARMUP,
@@ -68,6 +70,17 @@ def test_clipping_sees_the_gradient_that_is_applied() -> None:
 def test_gradients_may_be_cleared_in_any_way(strategy: str, way: str) -> None:
     trajectory = Cell(strategy, "momentum").expected(2)
     for rank, weights in enumerate(of_case(results(), (strategy, way))):
+        np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("strategy", LOADED)
+def test_a_state_is_loaded_where_gradients_stay_in_place(strategy: str, after: int) -> None:
+    """The pending gradient of a state went into the buffer that p.grad led to, in every second
+    step: zero_grad(set_to_none=False) cleared it, and the next gradient was applied twice.
+    """
+    trajectory = Cell(strategy, "momentum").expected(2)
+    for rank, weights in enumerate(of_case(results(), ("loaded", strategy, after))):
         np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)
 
 

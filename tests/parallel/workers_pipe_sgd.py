@@ -135,6 +135,28 @@ def cleared(strategy: str, clear: Callable[[nn.Module, Any], None]) -> Weights:
     return train(model, Cleared, hvd.rank(), drains={STEPS - 1})
 
 
+def loaded(strategy: str, after: int) -> Weights:
+    """Load the state in mid-run, where ``p.grad`` stays a tensor that is zeroed in place."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+
+    class Loading:
+        synchronize, steps = optimizer.synchronize, 0
+
+        def step(self) -> None:
+            optimizer.step()
+            self.steps += 1
+            if self.steps == after:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        def zero_grad(self) -> None:
+            optimizer.zero_grad(set_to_none=False)
+
+    return train(model, Loading(), hvd.rank(), drains={STEPS - 1})
+
+
 def _by_hand(model: nn.Module, _: object) -> None:
     for p in model.parameters():
         p.grad = None
@@ -258,6 +280,8 @@ def copied(strategy: str) -> Weights:
 STRATEGIES = ["merged-gradient", "pipe-sgd:warmup_steps=5", "cocod:period=3,warmup_steps=4"]
 
 
+LOADED = ["merged-gradient", "pipe-sgd"]
+AFTER = (2, 3)
 BY_HAND = ["merged-gradient", "pipe-sgd", "pipe-sgd:warmup_steps=5", "cocod:period=3"]
 WAYS = ("assigned", "in place", "mixed")
 PATTERNS = ("step", "synchronize")
@@ -269,6 +293,9 @@ def run() -> dict[Any, Any | Raised]:
     for strategy in STRATEGIES:
         for way, clear in CLEAR.items():
             cases[strategy, way] = partial(cleared, strategy, clear)
+    for strategy in LOADED:
+        for after in AFTER:
+            cases["loaded", strategy, after] = partial(loaded, strategy, after)
     for strategy in BY_HAND:
         for way in WAYS:
             for pattern in PATTERNS:

@@ -65,6 +65,31 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1, 0, 0, 0, 0]
 
 
+def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
+    """A sparse gradient that had arrived for a state came back with the next round's."""
+    some = parameters()
+    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up", sparse={3})
+    some[3].grad = torch.full((3, 1), 4.0).to_sparse(1)
+    buckets.ready(3)
+    buckets.launch_rest()
+    buckets.arrive()
+    buckets.give_up()
+    some[3].grad = None
+    buckets.show()
+    assert some[3].grad is None
+
+
+def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
+    some = parameters()
+    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up, too")
+    some[3].grad = torch.full((3, 1), 4.0).to_sparse()
+    buckets.ready(3)
+    buckets.give_up()
+    buckets.show()
+    assert some[3].grad is not None
+    assert not some[3].grad.is_sparse
+
+
 def test_gradients_that_are_views_already_are_not_copied() -> None:
     some = parameters()
     buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "t")
