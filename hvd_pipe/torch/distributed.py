@@ -58,7 +58,11 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe_loss_scale: float | None = None
     _hvd_pipe_late_scaler = False
     _hvd_pipe_coming = ""
-    """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict"."""
+    """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict".
+
+    If it fails before its step, the next call is the script's: `zero_grad`, a backward pass and
+    `step`, `load_state_dict`, or the broadcast once more. Each of them forgets this.
+    """
     _hvd_pipe_drained = False
     _hvd_pipe_gradients: NewGradients
 
@@ -87,10 +91,11 @@ class DistributedMixin(torch.optim.Optimizer):
 
         LBFGS calls it as often as it likes: loss and gradients are averaged each time.
         """
-        if self._hvd_pipe_coming == "step":
+        if self._hvd_pipe_coming == "step" and not self._heard_of_gradients():
             self._hvd_pipe_coming = "state_dict"  # and no step, which would decay weights
             self._note_old()
             return None
+        self._hvd_pipe_coming = ""
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
             spans = _Updates()
@@ -162,6 +167,7 @@ class DistributedMixin(torch.optim.Optimizer):
 
         After `synchronize`, it drops the gradients that were prepared.
         """
+        self._hvd_pipe_coming = ""
         engine = self._hvd_pipe
         if engine is not None:
             if engine.fresh and not engine.synchronized and engine.current is not None:
@@ -183,7 +189,8 @@ class DistributedMixin(torch.optim.Optimizer):
         CoCoD makes all replicas equal.
 
         Gradients that are set by hand count as those of ``backward()`` do: ``p.grad = g``, or in
-        place, ``p.grad.copy_(g)``; not by ``p.grad.data``.
+        place, ``p.grad.copy_(g)``; not by ``p.grad.data``. Zeros in place, in all gradients of a
+        rank, count as cleared: write ``p.grad = g`` where that may be.
 
         Args:
             loss_scale: ``scaler.get_scale()``, before ``scaler.unscale_(optimizer)``: Pipe-SGD
@@ -270,6 +277,7 @@ class DistributedMixin(torch.optim.Optimizer):
         A state without the key ``"hvd_pipe"`` (of Horovod, of plain torch) starts with nothing in
         flight, as does one of another strategy; this warns where something is lost.
         """
+        self._hvd_pipe_coming = ""
         in_flight = saved.check(state_dict.get(saved.KEY))
         if self._hvd_pipe is None:
             super().load_state_dict(state_dict)
@@ -347,8 +355,8 @@ class DistributedMixin(torch.optim.Optimizer):
         That finds equal states on all ranks then, and sends the tensors once more. Where the root
         has none yet it sets gradients to zero, calls `step`, and asks for the state again.
         """
-        if self._hvd_pipe_coming:
-            self._hvd_pipe_coming = ""
+        second, self._hvd_pipe_coming = self._hvd_pipe_coming == "state_dict", ""
+        if second:
             return
         if is_elastic():
             self._rest(keep=True)
@@ -403,6 +411,9 @@ class DistributedMixin(torch.optim.Optimizer):
             return engine
         return self._hvd_pipe
 
+    def _heard_of_gradients(self) -> bool:
+        return self._hvd_pipe is not None and self._hvd_pipe.fresh
+
     def _has_new(self) -> bool:
         """Return whether gradients wait to be applied, wherever they have come from."""
         return self._hvd_pipe_gradients.any_new(self._owned())
@@ -418,7 +429,8 @@ class DistributedMixin(torch.optim.Optimizer):
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but synchronize() found no new gradient: what "
                 "is in p.grad was applied before. Set gradients before synchronize(), by "
-                "p.grad = g or p.grad.copy_(g); a change by p.grad.data cannot be seen."
+                "p.grad = g or p.grad.copy_(g); a change by p.grad.data cannot be seen, and zeros "
+                "that are written in place count as cleared: write p.grad = g."
             )
 
     def _in_flight(self) -> saved.Saved | None:

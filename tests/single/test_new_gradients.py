@@ -26,6 +26,12 @@ def _zeroed(p: nn.Parameter) -> None:
     p.grad.zero_()
 
 
+def _zeros_in_place(p: nn.Parameter) -> None:
+    """As README says: nothing tells them from cleared ones."""
+    assert p.grad is not None
+    p.grad.copy_(torch.zeros(3))
+
+
 def _cleared(p: nn.Parameter) -> None:
     p.grad = None
 
@@ -50,6 +56,7 @@ def _sparse(p: nn.Parameter) -> None:
         (_in_place, True),
         (_sparse, True),
         (_zeroed, False),
+        (_zeros_in_place, False),
         (_cleared, False),
         (_by_data, False),
         (_nothing, False),
