@@ -54,6 +54,7 @@ class Section:
 
 def environment(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
     """A thin environment over this Python, with the wheels that are missing."""
+    check_host_name()
     venv = kit.out / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (packages,) = venv.glob("lib/python3*/site-packages")
@@ -69,9 +70,7 @@ def environment(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
     if not (ROOT / "wheels").is_dir():
         (packages / "checkout.pth").write_text(f"{ROOT}\n")
         installed.append("hvd_pipe (this checkout)")
-    rows = [{"name": "wheels", "good": True, "text": ", ".join(installed) or "none was missing"}]
-    rows.append({"name": "host name", "good": True, "text": name_this_host()})
-    return rows
+    return [{"name": "wheels", "good": True, "text": ", ".join(installed) or "none was missing"}]
 
 
 def missing_wheels(wheels: Sequence[Path]) -> list[Path]:
@@ -92,16 +91,20 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
-def name_this_host() -> str:
-    """Give this machine's own name an address, which Gloo asks for; say what was done."""
+def check_host_name() -> None:
+    """Refuse a machine whose own name has no address: no rank would start.
+
+    Gloo asks for it, whatever ``HOROVOD_GLOO_IFACE`` says, and takes it from no variable.
+    """
     name = socket.gethostname()
     try:
         socket.gethostbyname(name)
-        return "resolves"
     except OSError:
-        with Path("/etc/hosts").open("a") as hosts:
-            hosts.write(f"127.0.0.1 {name}\n")
-        return "was unknown: added to /etc/hosts"
+        raise SectionError(
+            f"this machine's name, {name}, has no address, which Gloo asks for: "
+            f"`echo '127.0.0.1 {name}' >>/etc/hosts` as root, or `docker run --hostname {name} "
+            f"--add-host {name}:127.0.0.1`, and start again."
+        ) from None
 
 
 def machine(kit: Kit, limit_s: float) -> list[dict[str, Any]]:

@@ -85,6 +85,25 @@ def test_wheels_are_for_the_other_machine_and_pinned(tmp_path: Path) -> None:
     assert not any(word.startswith("torch") for word in command)
 
 
+def test_a_machine_whose_name_has_no_address_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kit wrote a line into /etc/hosts for good, and failed where it was not root."""
+
+    def unknown(_: str) -> str:
+        raise OSError("Name or service not known")
+
+    hosts = Path("/etc/hosts").read_bytes()
+    monkeypatch.setattr(kit.socket, "gethostname", lambda: "nowhere-1")
+    monkeypatch.setattr(kit.socket, "gethostbyname", unknown)
+    monkeypatch.setattr(kit.Path, "open", lambda path, *_, **__: pytest.fail(f"opened {path}"))
+    with pytest.raises(kit.SectionError, match=r"echo '127\.0\.0\.1 nowhere-1' >>/etc/hosts"):
+        kit.environment(kit.Kit(tmp_path, True, 1.0, tmp_path / "log.txt"), 10.0)
+    assert not (tmp_path / "venv").exists()  # so that the same folder can be named again
+    monkeypatch.undo()
+    assert Path("/etc/hosts").read_bytes() == hosts
+
+
 # The sections
 
 
