@@ -402,12 +402,15 @@ class DistributedMixin(torch.optim.Optimizer):
                 arguments, named_parameters=named.items(), groups=groups
             )
             checked = check_everywhere(self, arguments)
+            fresh = self._has_new()  # of what a state leads to, none is
             engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
             if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
                 saved.load(engine, in_flight, self._owned())
             engine.check_position()
             self._hvd_pipe_saved = None
-            engine.fresh = self._has_new()
+            engine.fresh = fresh
+            if not fresh:
+                self._note_old()
             return engine
         return self._hvd_pipe
 
