@@ -36,7 +36,10 @@ if __name__ == "__main__":  # started by this file's path: let the package be fo
 from hvd_pipe.watch.heartbeat import Heartbeat, Look, Peer
 from hvd_pipe.watch.proc import Activity, activity
 
-__all__ = ["Rank", "main"]
+__all__ = ["READY", "Rank", "main"]
+
+READY = b"\n"
+"""What this process says first: from then on the others hear of its rank."""
 
 MISSED = 3  # beats without a report: the rank runs no Python
 _STOPPED = "Tt"
@@ -129,6 +132,8 @@ def main(control: socket.socket) -> None:
     heart = Heartbeat(peers, words["me"], links, words["limit_s"], rank)
     rank.beat_s = heart.beat_s
     heart.start()
+    with suppress(OSError):
+        control.sendall(READY)
     try:
         for line in lines:
             _take(json.loads(line), rank, heart)

@@ -21,6 +21,7 @@ from hvd_pipe.watch.heartbeat import Look, Peer, beat_s
 
 __all__ = ["Process", "Reporter"]
 
+START_S = 60.0  # for a process to start, on a machine that is very busy
 ANSWER_S = 5.0  # for an answer, or to take a message, of a process that does little else
 
 
@@ -91,7 +92,7 @@ class Reporter:
                     pass_fds=(its.fileno(), *numbers.values()),
                     start_new_session=True,  # Ctrl-Z stops the rank alone
                 )
-            mine.settimeout(ANSWER_S)
+            mine.settimeout(START_S)
             words = {
                 "me": self.me,
                 "pid": os.getpid(),
@@ -101,6 +102,10 @@ class Reporter:
                 "peers": [(peer.rank, peer.host, peer.pid) for peer in self.peers],
             }
             mine.sendall(json.dumps(words).encode() + b"\n")
+            # Training waits for this, or a rank would look silent while its process starts.
+            if mine.recv(len(child.READY)) != child.READY:
+                raise ConnectionResetError("its process for that has ended at its start")
+            mine.settimeout(ANSWER_S)
         except OSError:
             mine.close()
             raise

@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 from hvd_pipe.watch import child
+from hvd_pipe.watch.heartbeat import Look, Peer
 from hvd_pipe.watch.proc import activity
+from hvd_pipe.watch.reporter import Reporter
 
 SOON_S = 60.0  # for what takes a second or two on a quiet machine
 LIMIT_S = 4.0
@@ -221,6 +223,48 @@ def test_the_small_process_has_no_more_open_than_it_needs(rank: Rank) -> None:
     others = set(open_files) - set(sockets)
     assert len(sockets) == 2, open_files  # to the rank, and to the other rank
     assert len(others - {"/dev/null"}) <= 2, open_files  # stderr, and what its selector needs
+
+
+def started_with(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, bytes]:
+    """Start a reporter whose small process runs this; return what the user and rank 0 heard."""
+    (folder / "small.py").write_text(
+        f"import socket, sys, time\nfolder = {str(folder)!r}\n{script}"
+    )
+    monkeypatch.setattr(child, "__file__", str(folder / "small.py"))
+    said: list[str] = []
+    process = SimpleNamespace(look=Look, say=said.append, end=said.append)
+    other, link = socket.socketpair()
+    with other:
+        reporter = Reporter([Peer(0, "h0", 1), Peer(1, "h1", 2)], 1, {0: link}, LIMIT_S, process)
+        reporter.start()
+        (folder / "started").touch()
+        reporter.stop()
+        return "".join(said), other.recv(1 << 16)
+
+
+def test_a_rank_waits_for_its_small_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine took 20 s to start it: the rank looked silent, whatever it ended by."""
+    script = """
+control = socket.socket(fileno=int(sys.argv[1]))
+control.recv(1)
+time.sleep(0.5)
+from pathlib import Path
+(Path(folder) / "early").write_text(str((Path(folder) / "started").exists()))
+control.sendall(b"\\n")
+control.makefile().read()
+"""
+    assert started_with(script, tmp_path, monkeypatch) == ("", b"")
+    assert (tmp_path / "early").read_text() == "False"
+
+
+def test_a_rank_goes_without_a_small_process_that_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, told = started_with("", tmp_path, monkeypatch)
+    assert "can no longer hear of others" in said
+    assert json.loads(told) == {"left": 1}
 
 
 class Slow(socket.socket):
