@@ -224,7 +224,18 @@ def horovod_call(frame: FrameType | None) -> list[str]:
 
 def is_library(frame: FrameType) -> bool:
     """Whether a frame runs code that is not the user's own."""
-    return frame.f_code.co_filename.startswith(_LIBRARIES)
+    return _is_library(frame.f_code.co_filename)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is no user's own, wherever its library is installed.
+
+    >>> _is_library("/usr/lib/python3/dist-packages/torch/nn.py"), _is_library("/home/me/train.py")
+    (True, False)
+    """
+    folders = Path(file).parts
+    installed = "site-packages" in folders or "dist-packages" in folders
+    return installed or file.startswith(_LIBRARIES)
 
 
 def _line(frame: FrameType | None) -> str:
@@ -294,7 +305,7 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     TensorFlow's begin with "Graph execution error:", and have what was raised further down.
     """
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not _is_library(frame.filename)]
     place = "".join(
         f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (own or frames)[-1:]
     )
