@@ -44,7 +44,8 @@ def name_here(name: str) -> str:
 
 def _count(kind: str) -> int:
     graph = ops.get_default_graph()
-    while isinstance(outer := getattr(graph, "outer_graph", None), func_graph.FuncGraph):
-        graph = outer
+    # No assignment in an expression: AutoGraph, which reads this, does not know it, and says so.
+    while isinstance(getattr(graph, "outer_graph", None), func_graph.FuncGraph):
+        graph = graph.outer_graph
     counts = _calls.setdefault(graph, defaultdict(itertools.count))
     return next(counts[kind])
