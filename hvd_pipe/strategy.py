@@ -344,7 +344,9 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
     fields = [field.name for field in dataclasses.fields(cls)]
     for part in filter(None, (part.strip() for part in tail.split(","))):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key not in fields or not equals or key in options:
+        if key in fields and not equals:
+            raise ValueError(f"{source}{text!r}: {key!r} has no value: write OPTION=VALUE.")
+        if key not in fields or key in options:
             raise ValueError(
                 f"{source}{text!r}: {part!r} is not an option of {cls.name}"
                 f"{_nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "

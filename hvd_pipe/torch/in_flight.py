@@ -70,9 +70,10 @@ def wait(handle: int) -> Any:
         if "ismatched" not in str(error):
             raise
         raise HvdPipeError(
-            "ranks have sent different things at the same step: on one of them alone parameters "
-            "have joined (add_param_group, requires_grad), a state was loaded, or synchronize() "
-            f"was called without a gradient. Do the same on every rank. Horovod says: {error}"
+            "ranks have sent different things at the same step: on one of them alone "
+            "synchronize() was called, parameters have joined (add_param_group, requires_grad), "
+            "a state was loaded, or all gradients were set to zero in place. Do the same on every "
+            f"rank. Horovod says: {error}"
         ) from error
 
 

@@ -62,6 +62,7 @@ def test_the_environment_chooses_where_the_script_does_not(
         ("", "unknown strategy: use one of 'merged-gradient', 'pipe-sgd', 'cocod', 'auto'"),
         ("pipe-sdg", "did you mean 'pipe-sgd'?"),
         ("horovod", "use one of 'merged-gradient', 'pipe-sgd', 'cocod', 'auto'"),
+        ("cocod:period", "'period' has no value"),
         ("cocod:perod=4", "'perod=4' is not an option of cocod (did you mean 'period'?)"),
         ("cocod:period", "write OPTION=VALUE"),
         ("cocod:period=2,period=3", "once each"),
