@@ -47,7 +47,7 @@ _ASLEEP = "S"
 
 
 class Rank:
-    """The rank that this process belongs to: a `hvd_pipe.watch.heartbeat.Process`.
+    """The rank that this process belongs to: a `hvd_pipe.watch.heartbeat.SeenProcess`.
 
     Args:
         control: The connection to the rank's reporter thread.

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process", "beat_s"]
+__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process", "SeenProcess", "beat_s"]
 
 FIRST = 0
 """The rank that all others are connected to."""
@@ -64,10 +64,7 @@ class Look:
 
 
 class Process(Protocol):
-    """What the heartbeat asks of the process that it belongs to."""
-
-    def is_stopped(self) -> bool:
-        """Whether it cannot run: a signal or a debugger has stopped it."""
+    """What is asked of a process that is watched."""
 
     def look(self) -> Look:
         """Return what it is doing."""
@@ -77,6 +74,13 @@ class Process(Protocol):
 
     def end(self, text: str) -> None:
         """End the process, which would wait for ever; ``text`` says for whom."""
+
+
+class SeenProcess(Process, Protocol):
+    """What the heartbeat asks of the process that it belongs to: it looks from outside."""
+
+    def is_stopped(self) -> bool:
+        """Whether it cannot run: a signal or a debugger has stopped it."""
 
 
 class AwakeClock:
@@ -173,7 +177,7 @@ class Heartbeat:
         me: int,
         links: Mapping[int, socket.socket],
         limit_s: float,
-        process: Process,
+        process: SeenProcess,
     ) -> None:
         self.peers, self.me, self.limit_s, self._process = peers, me, limit_s, process
         self._look = Look()

@@ -14,28 +14,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_pipe.watch import child
-from hvd_pipe.watch.heartbeat import Look, Peer, beat_s
+from hvd_pipe.watch.heartbeat import Peer, Process, beat_s
 
-__all__ = ["Process", "Reporter"]
+__all__ = ["Reporter"]
 
 START_S = 60.0  # for a process to start, on a machine that is very busy
 ANSWER_S = 5.0  # for an answer, or to take a message, of a process that does little else
-
-
-class Process(Protocol):
-    """What the reporter asks of the process that it belongs to."""
-
-    def look(self) -> Look:
-        """Return what it is doing."""
-
-    def say(self, text: str) -> None:
-        """Tell the user."""
-
-    def end(self, text: str) -> None:
-        """End the process, which would wait for ever; ``text`` says for whom."""
 
 
 class Reporter:
