@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import func_graph, ops
 
-__all__ = ["name_here", "next_name"]
+__all__ = ["call_name"]
 
-_calls: weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]] = (
+_calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def next_name(kind: str) -> str:
+def call_name(name: str, layer: Any = None) -> str:
     """Return a name that no other message of the step has, and that all ranks have.
 
-    Calls are counted in the outermost graph. The names of layers would not do: Keras numbers them,
-    and a rank that has built one more model has other numbers. Neither would a count of all calls,
-    as a rank whose last batch is smaller traces its step once more. Outside of graphs there are no
-    names, and one call after the other.
+    The first message keeps its name, later ones are numbered. Calls count in the graph at hand and
+    in those around it: a function inside another is traced twice where it creates variables, but
+    once on a rank that has created them before, and each trace must give the same names. Layers
+    are numbered in the order in which the outermost graph meets them: Keras' own numbers differ on
+    a rank that has built one more model. Outside of graphs one call follows the other, and a name
+    is good for all.
 
     Args:
-        kind: What is sent; each kind is counted for itself.
+        name: What is sent.
+        layer: The layer that sends it, if layers of one kind send under one name.
     """
     if tf.executing_eagerly():
-        return kind
-    return f"{kind}.{_count(kind)}"
-
-
-def name_here(name: str) -> str:
-    """Return a name as it is, or with a number where the graph has a message of that name."""
-    if tf.executing_eagerly():
         return name
-    count = _count(name)
-    return f"{name}.again.{count}" if count else name
-
-
-def _count(kind: str) -> int:
-    graph = ops.get_default_graph()
+    graphs = [ops.get_default_graph()]
     # No assignment in an expression: AutoGraph, which reads this, does not know it, and says so.
-    while isinstance(getattr(graph, "outer_graph", None), func_graph.FuncGraph):
-        graph = graph.outer_graph
-    counts = _calls.setdefault(graph, defaultdict(itertools.count))
-    return next(counts[kind])
+    while isinstance(getattr(graphs[-1], "outer_graph", None), func_graph.FuncGraph):
+        graphs.append(graphs[-1].outer_graph)
+    if layer is not None:
+        seen = _layers.setdefault(graphs[-1], weakref.WeakKeyDictionary())
+        name = f"{name}.{seen.setdefault(layer, len(seen))}"
+    before = sum(_calls.setdefault(graph, Counter())[name] for graph in graphs)
+    _calls[graphs[0]][name] += 1
+    return f"{name}.again.{before}" if before else name

@@ -16,7 +16,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, allgather
 from hvd_pipe import check_mode
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.tensorflow.agree import members
-from hvd_pipe.tensorflow.call_names import name_here
+from hvd_pipe.tensorflow.call_names import call_name
 from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["Replicas", "delayed"]
@@ -74,7 +74,7 @@ class Replicas:
         described = [*values, *gradients]
         found = tf.numpy_function(_described, described, tf.float64, stateful=True)
         found = tf.ensure_shape(found, [len(described), 2])
-        name, process_set = name_here(self._name), self._process_set
+        name, process_set = call_name(self._name), self._process_set
         everyone = allgather(found[None], name, ignore_name_scope=True, process_set=process_set)
         if tf.executing_eagerly():
             self._check(everyone.numpy(), steps.numpy())

@@ -9,7 +9,7 @@ import horovod.tensorflow as _horovod
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
-from hvd_pipe.tensorflow.call_names import next_name
+from hvd_pipe.tensorflow.call_names import call_name
 from hvd_pipe.tensorflow.engine import raw
 
 __all__ = ["broadcast_global_variables", "broadcast_variables"]
@@ -48,7 +48,7 @@ def broadcast_variables(
 def _broadcast_all(
     variables: list[tf.Variable], root_rank: int, process_set: ProcessSet
 ) -> list[Any]:
-    tag = next_name("hvd_pipe.broadcast")
+    tag = call_name("hvd_pipe.broadcast")
 
     def values() -> list[tf.Tensor]:
         found = []

@@ -17,7 +17,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.tensorflow import timeline
-from hvd_pipe.tensorflow.call_names import name_here
+from hvd_pipe.tensorflow.call_names import call_name
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.variables import variable
@@ -124,7 +124,7 @@ class Reduction:
         """
         if self.alone:
             return tf.identity(flat)
-        name = name_here(name)
+        name = call_name(name)
         step, flat = timeline.current(), delayed(flat)
         if step is None:
             return delayed(self._reduce(flat, name, feedback))
@@ -155,7 +155,7 @@ class Reduction:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
         if self.alone:
             return sparse
-        name = name_here(name)
+        name = call_name(name)
         step, message = timeline.current(), None
         if step is not None:
             nbytes = sum(

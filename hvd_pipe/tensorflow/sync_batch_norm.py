@@ -20,7 +20,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from keras.src import api_export
 
-from hvd_pipe.tensorflow.call_names import next_name
+from hvd_pipe.tensorflow.call_names import call_name
 from hvd_pipe.tensorflow.xla import refuse_xla
 
 __all__ = ["SyncBatchNormalization", "moments_of_all"]
@@ -97,7 +97,7 @@ def moments_of_all(layer: Any, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor,
     n, m, v = (tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, variance))
     # A rank without any elements has no mean.
     mine = tf.stack([n, tf.math.multiply_no_nan(m, n), tf.math.multiply_no_nan(v + m * m, n)])
-    total, first, second = tf.unstack(_sum(mine, next_name("hvd_pipe.batch_norm")))
+    total, first, second = tf.unstack(_sum(mine, call_name("hvd_pipe.batch_norm", layer)))
     mean = tf.math.divide_no_nan(first, total)
     variance = tf.maximum(tf.math.divide_no_nan(second, total) - mean * mean, 0.0)
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)

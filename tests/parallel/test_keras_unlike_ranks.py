@@ -93,6 +93,12 @@ def test_epochs_of_unlike_length_are_refused() -> None:
         assert "rank 1 has 3" in found["error"]
 
 
+def test_a_rank_may_have_built_its_optimizer_before() -> None:
+    """Names of messages counted traces; that rank had fewer, and all ranks waited for ever."""
+    first, second = ranks_of("unlike traces")
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
 def test_groups_of_other_variables_are_refused() -> None:
     for found in ranks_of("unlike groups"):
         assert "groups" in found["error"]

@@ -223,6 +223,19 @@ def unlike_epochs() -> Found:
     return {"error": ""}
 
 
+def unlike_traces() -> Found:
+    """A function that creates variables is traced twice; where they exist already, once."""
+    model = make_model()
+    model.add(hvd_tf.SyncBatchNormalization(dtype="float64"))
+    model.build((None, *model.input_shape[1:]))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    model.compile(optimizer, "mse")
+    if is_last():
+        optimizer.build(model.trainable_variables)
+    model.fit(*data(hvd.rank(), 3), batch_size=BATCH, verbose=0)
+    return {"weights": weights_of(model)}
+
+
 def unlike_groups() -> Found:
     """Lists of the same sizes, of other variables."""
     weights = [keras.Variable(np.zeros(2), name=name) for name in ("a", "b", "c")]
@@ -351,6 +364,7 @@ def observations() -> dict[str, Found | Raised]:
         "two broadcasts": two_broadcasts_in_a_step,
         "unlike epochs": unlike_epochs,
         "unlike groups": unlike_groups,
+        "unlike traces": unlike_traces,
         "forgotten": forgotten_broadcast,
         "no memory": memory_that_one_rank_lacks,
         "optimizers": optimizers_beside_the_compiled,
