@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -33,41 +32,6 @@ DATA = Path(__file__).parent.parent / "data"
 GOOGLENET = str(DATA / "googlenet_k80_backward.csv")
 NETWORK = ("--bandwidth", "10gbit", "--latency", "30us")
 CLUSTER = ("--workers", "16", *NETWORK)
-
-# Options of every command; changing one breaks people's scripts, so it takes two edits.
-CLUSTER_OPTIONS = {
-    "--algorithm",
-    "--bandwidth",
-    "--cluster",
-    "--inner-bandwidth",
-    "--inner-latency",
-    "--jitter",
-    "--latency",
-    "--memory",
-    "--speeds",
-    "--workers",
-    "--workers-per-node",
-    "-n",
-}
-OPTIONS = {
-    "advise": CLUSTER_OPTIONS
-    | {"--allow", "--compression", "--curvature", "--json", "--learning-rate", "--momentum"}
-    | {"--optimizer-state"},
-    "bench": {"--budget", "--device", "--json", "--max-bytes", "--output", "-o"},
-    "completion": set(),
-    "doctor": {"--hosts", "--json", "--self-test", "--ssh-port", "--timeout", "-H", "-p"},
-    "plan": CLUSTER_OPTIONS
-    | {"--bucket-bytes", "--compression", "--json", "--method", "--output", "-o"},
-    "profile": {"--device", "--input", "--json", "--loss", "--output", "--steps", "-o"},
-    "simulate": CLUSTER_OPTIONS
-    | {"--compression", "--json", "--method", "--output", "--seed", "--steps", "--sweep"}
-    | {"--timeline", "-o"},
-    "partition": CLUSTER_OPTIONS
-    | {"--compression-ratio", "--convention", "--json", "--machines", "--max-states"}
-    | {"--optimizer-state", "--output", "--plan", "--straight", "--timeline", "--versions", "-o"},
-    "trace": CLUSTER_OPTIONS
-    | {"--from", "--json", "--output", "--steps", "--strategy", "--to", "-o"},
-}
 
 PLANNING = ("advise", "plan", "simulate", "partition", "trace")
 
@@ -103,30 +67,6 @@ def model(tmp_path: Path) -> str:
 def test_doctests() -> None:
     for module in (options, output, partition, simulate):
         assert doctest.testmod(module).failed == 0
-
-
-def test_commands_and_options_are_frozen() -> None:
-    assert COMMANDS == (
-        "doctor",
-        "bench",
-        "profile",
-        "advise",
-        "plan",
-        "simulate",
-        "partition",
-        "trace",
-        "completion",
-    )
-    assert set(OPTIONS) == set(COMMANDS)
-    for name, expected in OPTIONS.items():
-        command = main.get_command(click.Context(main), name)
-        assert command is not None
-        found = {option for parameter in command.params for option in _options(parameter)}
-        assert found == expected
-
-
-def _options(parameter: click.Parameter) -> list[str]:
-    return parameter.opts if isinstance(parameter, click.Option) else []
 
 
 @pytest.mark.parametrize("name", [None, *PLANNING])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import frozen
 import pytest
 from click.testing import CliRunner, Result
 
@@ -123,6 +124,7 @@ def test_several_inputs_integers_and_nested_outputs(invoke: Invoke) -> None:
     result = invoke("nets.py:Words", "--input", "3,7:int64", "--input", "3,7:bool", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
+    frozen.compare_types("cli/profile", document)
     assert set(document) == {"command", "path", "profile", "batch", "layers"}
     assert document["command"] == "profile"
     assert document["path"] == "Words.profile.json"
