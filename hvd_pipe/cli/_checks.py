@@ -28,6 +28,8 @@ __all__ = [
 
 BUILD = "make setup in hvd_pipe's checkout, or python docker/build_horovod.py with this Python"
 VARIABLES = (
+    "HVD_PIPE_CHECK",
+    "HVD_PIPE_CHECK_SEED",
     "HVD_PIPE_STRATEGY",
     "HVD_PIPE_PROFILE",
     "HVD_PIPE_TIMELINE",

@@ -13,6 +13,7 @@ from typing import Any
 import frozen
 import pytest
 from click.testing import CliRunner, Result
+from test_public_cli import VARIABLES
 
 from hvd_pipe.cli import _ask, _checks, doctor
 from hvd_pipe.cli._ask import Answer
@@ -212,6 +213,16 @@ def test_variables_that_matter(
     result = invoke()
     assert result.exit_code == 1
     assert "-> unset HVD_PIPE_STRATEGY, or mend it" in result.stdout
+
+
+def test_no_variable_of_ours_is_refused(
+    answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "pipe-sgd" if name == "HVD_PIPE_STRATEGY" else "1")
+    result = invoke()
+    assert result.exit_code == 0
+    assert "unset HVD_PIPE_" not in result.stdout
 
 
 @pytest.mark.parametrize(
