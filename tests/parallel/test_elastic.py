@@ -261,7 +261,7 @@ def test_training_starts_again_where_it_should(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["killed", "raised", "killed, stock"])
 def test_a_failure_is_over_soon(name: str) -> None:
-    """The bound is far above the seconds in README, for machines that do other things."""
+    """The bound is far above the seconds in docs/elastic.md, for machines that do other things."""
     for result in outcome(name).results:
         assert result["recovered_s"] < 60
 

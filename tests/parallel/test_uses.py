@@ -22,24 +22,6 @@ from workers_uses import USES, Refused
 PAGE = Path(__file__).parents[2] / "docs" / "uses.md"
 COMMAND = "python tests/parallel/test_uses.py"
 
-CLASS_ALONE = """\
-## The class alone
-
-`from hvd_pipe.torch import DistributedOptimizer` may be all that a script takes from here, beside
-`import horovod.torch as hvd`. The first optimizer has Horovod's own functions do what ours do:
-
-- `broadcast_optimizer_state` hands on what is in flight and the plan, makes no step of zeros, and
-  rank 0 alone may have a state.
-- `join` waits for what a rank has sent first, and refuses what would break the others.
-- `shutdown` keeps what is in flight; after another `init` every optimizer goes on (over Gloo).
-- `elastic.run` and `TorchState` work when hosts come or go and when a worker fails. `run` finishes
-  nothing before hosts change: Pipe-SGD's gradient in flight goes on, and CoCoD's replicas become
-  rank 0's, which a line says. `hvd_pipe.torch.elastic.run` averages them first.
-
-`init` is over by then. A line names the settings that would have made messages faster.
-""".splitlines()
-"""What tests/parallel/test_class_alone.py and test_elastic.py test."""
-
 COMPILED = (  # see tests/single/test_compiled.py
     "`torch.compile` of a whole model gives autograd one function for its backward pass: all",
     "gradients come at the end, and no message travels behind the pass. Compile layer by layer",
@@ -111,7 +93,7 @@ def page() -> str:
     for use in USES:
         words = ["refused" if strategy in use.refused else "works" for strategy in STRATEGIES]
         lines.append(f"| {use.name} | {' | '.join(words)} |")
-    lines += ["", *COMPILED, "", *CLASS_ALONE, "", "## What refusals say"]
+    lines += ["", *COMPILED, "", "## What refusals say"]
     for use in USES:
         texts: dict[str, list[str]] = {}
         for strategy, title in zip(STRATEGIES, titles, strict=True):

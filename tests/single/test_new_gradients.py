@@ -27,7 +27,7 @@ def _zeroed(p: nn.Parameter) -> None:
 
 
 def _zeros_in_place(p: nn.Parameter) -> None:
-    """As README says: nothing tells them from cleared ones."""
+    """As docs/pytorch.md says: nothing tells them from cleared ones."""
     assert p.grad is not None
     p.grad.copy_(torch.zeros(3))
 
