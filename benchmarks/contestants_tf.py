@@ -18,7 +18,7 @@ from emulated_tf import EmulatedModel
 
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.tensorflow.replan import Replan
+from hvd_pipe.tensorflow.strategies.replan import Replan
 
 __all__ = ["build", "start"]
 

@@ -40,7 +40,7 @@ CATEGORIES = (
 LANES = ("compute", "network")
 """The lanes that every timeline may have, in the order in which they are drawn."""
 
-CLOCK = "hvd_pipe.clock"
+CLOCK = "hvd_pipe.runtime.timeline.clock"
 """The name of the metadata event that says which moment is zero in the file of a rank."""
 
 MARK = "hvd_pipe"

@@ -78,7 +78,7 @@ _K_COCOD = "'fit', 'cocod:period=4', 'momentum'"
 _TORCH = [
     Mutation(
         "a module raises on ranks alone (shows that ranks import the copy)",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         '__all__ = ["PipeSGDEngine"]\n',
         '__all__ = ["PipeSGDEngine"]\n'
         "import os\n"
@@ -89,7 +89,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: gradients are stale by two",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "        self._wait(due)\n        self._filling = due\n",
         "        self._wait(due)\n"
         "        now = [p.grad.clone() for p in self.settings.parameters]\n"
@@ -102,7 +102,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: the warm-up is a step too long",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "if self.rounds < self._warmup_steps:",
         "if self.rounds <= self._warmup_steps:",
         _equation("pipe-sgd:warmup_steps=5, momentum"),
@@ -110,7 +110,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: the last gradient is never applied",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "        self.settings.owner.update()\n",
         "",
         _equation(_DRAINED),
@@ -118,7 +118,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: the last gradient is applied twice",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "        self.settings.owner.update()\n",
         "        self.settings.owner.update()\n        self.settings.owner.update()\n",
         _equation(_DRAINED),
@@ -126,7 +126,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: a buffer is written while it is in flight",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "self._filling = self._sets[self._filling is self._sets[0]]",
         "self._filling = self._sets[self._filling is not self._sets[0]]",
         _equation(_PIPE),
@@ -134,7 +134,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: a rank drains without meeting the others",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "            self.next_message.meet()\n",
         "",
         _ids(
@@ -143,7 +143,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: the pending gradient of a checkpoint is dropped",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         'self._pending.restore(state.tensors["pending"])',
         "pass",
         _ids(
@@ -154,7 +154,7 @@ _TORCH = [
     ),
     Mutation(
         "Pipe-SGD: a late gradient is divided by another step's loss scale",
-        "torch/pipe_sgd.py",
+        "torch/strategies/pipe_sgd.py",
         "return None if self._shown is None else self._scales.get(self._shown)",
         "return None",
         _ids("parallel/test_uses", "test_cell[GradScaler, one rank overflows-pipe-sgd]"),
@@ -162,7 +162,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the true weights do not come back",
-        "torch/prediction.py",
+        "torch/strategies/prediction.py",
         "        torch._foreach_copy_(self._values(), self._true)\n",
         "",
         _ids("parallel/test_prediction", "test_trajectory[previous, momentum, warm-up 0]"),
@@ -170,7 +170,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the guess keeps its loss scale",
-        "torch/prediction.py",
+        "torch/strategies/prediction.py",
         "gradient if gradient is None or scale == 1.0 else gradient / scale",
         "gradient",
         _ids("parallel/test_prediction", "test_a_guess_has_its_own_loss_scale[local]"),
@@ -178,28 +178,28 @@ _TORCH = [
     ),
     Mutation(
         "MG-WFBP: a change of the order does not lead to a new plan",
-        "torch/merged_gradient.py",
+        "torch/strategies/merged_gradient.py",
         "if self._control != 0.0 and self._record_from is None:",
         "if False and self._record_from is None:",
         _ids("parallel/test_plans", "test_another_order_of_gradients_leads_to_another_plan"),
     ),
     Mutation(
         "MG-WFBP: each rank plans from its own ready times, not the slowest rank's",
-        "torch/merged_gradient.py",
+        "torch/strategies/merged_gradient.py",
         'largest(seconds, f"{settings.tag}.ready", process_set)',
         "list(seconds)",
         _ids("parallel/test_plans", "test_the_slowest_ranks_times_count"),
     ),
     Mutation(
         "the plan of the last rank is used, not that of the first",
-        "agreement.py",
+        "runtime/agreement.py",
         "self.gather(value if first else None, name, process_set)[0]",
         "self.gather(value if first else None, name, process_set)[-1]",
         _ids("parallel/test_plans", "test_all_ranks_have_the_same_plan_at_the_same_step[even]"),
     ),
     Mutation(
         "a bucket is never sent",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "        self.message.launch()\n",
         '        if not self.name.endswith(".1"):\n            self.message.launch()\n',
         _equation("merged-gradient:plan=wfbp, momentum"),
@@ -207,7 +207,7 @@ _TORCH = [
     ),
     Mutation(
         "the last bucket is not waited for",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "for bucket in reversed(self.buckets):\n            bucket.wait()",
         "for bucket in self.buckets:\n            bucket.launched = False\n"
         "            bucket.waiting = len(bucket.views)\n"
@@ -218,7 +218,7 @@ _TORCH = [
     ),
     Mutation(
         "a gradient that was not computed keeps its old value",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "    if gradient is None:\n        view.zero_()\n    elif",
         "    if gradient is None:\n        pass\n    elif",
         _merged("a head that only some ranks use"),
@@ -226,7 +226,7 @@ _TORCH = [
     ),
     Mutation(
         "the control word for ranks that have left is ignored",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "return self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers",
         "return True",
         _ids(
@@ -238,7 +238,7 @@ _TORCH = [
     ),
     Mutation(
         "the control word for frozen parameters is ignored",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "if self._words[_FROZE] != 0.0:",
         "if False:",
         _ids("parallel/test_regressions", "test_a_parameter_frozen_on_one_rank[pipe-sgd]"),
@@ -246,7 +246,7 @@ _TORCH = [
     ),
     Mutation(
         "the control word for sparse gradients is ignored",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "if self._words[_SPARSE] != 0.0 and self._sparse is not None:",
         "if False:",
         _ids("parallel/test_uses", "test_cell[sparse gradients-pipe-sgd]"),
@@ -254,7 +254,7 @@ _TORCH = [
     ),
     Mutation(
         "gradients that are changed while they are sent go unnoticed",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "        self._check_untouched()\n",
         "",
         _ids("parallel/test_regressions", "test_training_goes_on_after_a_refused_step[pipe-sgd]"),
@@ -262,7 +262,7 @@ _TORCH = [
     ),
     Mutation(
         "a residual is dropped where buckets change",
-        "torch/buckets.py",
+        "torch/messages/buckets.py",
         "                        view.copy_(left)\n",
         "                        pass\n",
         _ids(
@@ -274,7 +274,7 @@ _TORCH = [
     ),
     Mutation(
         "the wrong divisor: predivided and not multiplied back",
-        "torch/reduction.py",
+        "torch/messages/reduction.py",
         "postscale_factor=factor,",
         "postscale_factor=1.0,",
         _merged("predivide"),
@@ -282,7 +282,7 @@ _TORCH = [
     ),
     Mutation(
         "op=Sum averages",
-        "torch/reduction.py",
+        "torch/messages/reduction.py",
         "            op=self.op,\n",
         "            op=Average,\n",
         _merged("sum"),
@@ -290,7 +290,7 @@ _TORCH = [
     ),
     Mutation(
         "what came in float16 is not copied back",
-        "torch/reduction.py",
+        "torch/messages/reduction.py",
         "            self._flat.copy_(self._reduction.compression.decompress(self._wire, "
         "self._context))\n",
         "            pass\n",
@@ -299,7 +299,7 @@ _TORCH = [
     ),
     Mutation(
         "sparse gradients are added up, not averaged",
-        "torch/sparse.py",
+        "torch/messages/sparse.py",
         "values = values / self._reduction.workers",
         "pass",
         _ids("parallel/test_uses", "test_cell[sparse gradients-merged-gradient]"),
@@ -307,7 +307,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: the sign of the progress is turned",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "self._mean.sub_(self._start)",
         "self._mean.mul_(-1.0).add_(self._start).mul_(1.0)",
         _equation("cocod:period=4, momentum"),
@@ -315,7 +315,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: a round is a step too long",
-        "torch/cocod.py",
+        "torch/strategies/cocod.py",
         "if self._local_steps >= self._strategy.period:",
         "if self._local_steps > self._strategy.period:",
         _equation("cocod:period=4, momentum"),
@@ -323,7 +323,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: a rank's own weight is ignored",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "return mine * len(self.weights) / sum(self.weights)",
         "return 1.0",
         _cocod("weights=(3.0, 1.0, 2.5), momentum, none, float64"),
@@ -331,7 +331,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: a replica that has left still counts",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "there = (self._present * size).round_()",
         "there = torch.ones_like(self._present) * size / len(self._present)",
         _ids("parallel/test_cocod_options", "test_a_rank_that_left_has_no_weight"),
@@ -339,7 +339,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: the anchor does not move",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "        self._anchor.add_(self._velocity)\n",
         "",
         _cocod("pull_back=0.6, anchor_momentum=0.7, momentum, none, float64"),
@@ -347,7 +347,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: momenta are not averaged",
-        "torch/cocod.py",
+        "torch/strategies/cocod.py",
         "yield from self._momenta.averages",
         "yield from ()",
         _cocod("momentum=average, momentum, none, float64"),
@@ -355,7 +355,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: second moments may become negative",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "value.clamp_(min=0.0)",
         "pass",
         _cocod("momentum=average, hasty adam, none, float64, drained after (13, 14)"),
@@ -363,7 +363,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: a round ends before its average is there",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "        self.arrive()\n        self.due = False\n        if self._difference",
         "        self.due = False\n        if self._difference",
         _equation("cocod:period=4, momentum"),
@@ -371,7 +371,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: compressed differences are taken from an old average",
-        "torch/model_average.py",
+        "torch/strategies/model_average.py",
         "            self._base = _copy(self._mean, self._base)\n        if self._rule",
         "            self._base = self._mean.clone() if self._base is None else self._base\n"
         "        if self._rule",
@@ -384,7 +384,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: BatchNorm's statistics are not averaged",
-        "torch/cocod.py",
+        "torch/strategies/cocod.py",
         'self._buffers.average(reduction, f"{tag}.buffers")',
         "pass",
         _ids("parallel/test_cocod", "test_they_are_equal_to_the_mean[2-a model]"),
@@ -413,7 +413,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: what a message has lost is not added to the next",
-        "torch/exchange.py",
+        "torch/messages/exchange.py",
         "                lost.add_(value)\n",
         "                lost.copy_(value)\n",
         _exchange("test_two_exchanges_share_a_feedback"),
@@ -421,7 +421,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: what the sum has lost is not added to the next",
-        "torch/exchange.py",
+        "torch/messages/exchange.py",
         "            lost.add_(piece)\n",
         "            lost.copy_(piece)\n",
         _exchange("test_two_exchanges_share_a_feedback"),
@@ -429,7 +429,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: an overflow stays for ever",
-        "torch/exchange.py",
+        "torch/messages/exchange.py",
         "            lost.nan_to_num_(0.0, 0.0, 0.0)\n",
         "            pass\n",
         _ids(
@@ -441,7 +441,7 @@ _CODECS = [
     ),
     Mutation(
         "control words that travel with a code are added up, not averaged",
-        "torch/exchange.py",
+        "torch/messages/exchange.py",
         "return total.div_(len(words)) if self._reduction.op == Average else total",
         "return total",
         _exchange("test_control_words_are_exact"),
@@ -457,7 +457,7 @@ _CODECS = [
     ),
     Mutation(
         "Keras: a residual is dropped",
-        "tensorflow/reduction.py",
+        "tensorflow/messages/reduction.py",
         "    rows = rows + lost\n",
         "",
         _features("test_coded_averages_are_those_of_two_phases"),
@@ -465,7 +465,7 @@ _CODECS = [
     ),
     Mutation(
         "Keras: coded gradients are added up, not averaged",
-        "tensorflow/reduction.py",
+        "tensorflow/messages/reduction.py",
         "        own = own / workers\n",
         "        pass\n",
         _features("test_coded_averages_are_those_of_two_phases"),
@@ -476,7 +476,7 @@ _CODECS = [
 _TENSORFLOW = [
     Mutation(
         "Keras: Pipe-SGD is not late",
-        "tensorflow/pipe_sgd.py",
+        "tensorflow/strategies/pipe_sgd.py",
         "outgoing = [each.read_value() for each in self._pending]",
         "outgoing = list(fresh)",
         _keras("fit-pipe-sgd-momentum"),
@@ -484,7 +484,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: Pipe-SGD's first step applies a gradient of zeros",
-        "tensorflow/pipe_sgd.py",
+        "tensorflow/strategies/pipe_sgd.py",
         "when = was_pending if warm is None else tf.logical_or(warm, was_pending)",
         "when = None",
         _keras("fit-pipe-sgd-adam"),
@@ -492,7 +492,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: the last gradient is never applied",
-        "tensorflow/pipe_sgd.py",
+        "tensorflow/strategies/pipe_sgd.py",
         "            update(due)\n",
         "            pass\n",
         _keras("fit-pipe-sgd-momentum"),
@@ -500,7 +500,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: the warm-up is a step too long",
-        "tensorflow/pipe_sgd.py",
+        "tensorflow/strategies/pipe_sgd.py",
         "warm = self._rounds < self._warmup_steps",
         "warm = self._rounds <= self._warmup_steps",
         _keras("fit-pipe-sgd:warmup_steps=5-momentum"),
@@ -508,7 +508,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: prediction keeps the optimizer's changed state",
-        "tensorflow/prediction.py",
+        "tensorflow/strategies/prediction.py",
         "            each.assign(value)\n",
         "            pass\n",
         _keras("fit-pipe-sgd:prediction=local-momentum"),
@@ -516,7 +516,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: a bucket is never averaged",
-        "tensorflow/merged_gradient.py",
+        "tensorflow/strategies/merged_gradient.py",
         'reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)',
         'reduction.reduce(flat, f"{tag}.gradients.{i}", feedback) if i else flat',
         _keras("fit-merged-gradient:plan=wfbp-momentum"),
@@ -524,7 +524,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: rows of an embedding are added up, not averaged",
-        "tensorflow/reduction.py",
+        "tensorflow/messages/reduction.py",
         "values = parts[0] / self.workers if self.op == Average else parts[0]",
         "values = parts[0]",
         _features("test_rows_of_an_embedding_are_averaged[sparse-False]"),
@@ -532,7 +532,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: predivided and not multiplied back",
-        "tensorflow/reduction.py",
+        "tensorflow/messages/reduction.py",
         "postscale_factor=factor,",
         "postscale_factor=1.0,",
         _features("test_arguments_mean_what_they_mean_to_horovod[predivide-1.5-1]"),
@@ -540,7 +540,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: CoCoD's progress has the wrong sign",
-        "tensorflow/model_average.py",
+        "tensorflow/strategies/model_average.py",
         "m + (x - s) for",
         "m - (x - s) for",
         _keras("fit-cocod:period=4-momentum"),
@@ -548,7 +548,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: CoCoD's rounds are a step too long",
-        "tensorflow/cocod.py",
+        "tensorflow/strategies/cocod.py",
         "tf.equal(counted % self._period, 0)",
         "tf.equal(counted % (self._period + 1), 0)",
         _keras("fit-cocod:period=4-momentum"),
@@ -556,7 +556,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: CoCoD's snapshot is taken a step late",
-        "tensorflow/cocod.py",
+        "tensorflow/strategies/cocod.py",
         "tf.equal(self._local_steps, 0))",
         "tf.equal(self._local_steps, 1))",
         _keras("fit-cocod:period=4-momentum"),
@@ -564,7 +564,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: momenta are not averaged",
-        "tensorflow/cocod.py",
+        "tensorflow/strategies/cocod.py",
         "self._parts.append(_momenta(settings, strategy))",
         "pass",
         _keras("fit-cocod:period=4,momentum=average-momentum"),
@@ -572,7 +572,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: the anchor does not move",
-        "tensorflow/model_average.py",
+        "tensorflow/strategies/model_average.py",
         "self._anchor = [z + v for z, v in",
         "self._anchor = [z for z, v in",
         _keras("fit-cocod:period=3,pull_back=0.6,anchor_momentum=0.7-momentum"),
@@ -580,7 +580,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: a rank's own weight is ignored",
-        "tensorflow/model_average.py",
+        "tensorflow/strategies/model_average.py",
         "self._factor = mine * len(weights) / sum(weights)",
         "self._factor = 1.0",
         _keras("fit-cocod:period=3,warmup_steps=4,weights=3/1-momentum"),
@@ -588,7 +588,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: second moments may become negative",
-        "tensorflow/model_average.py",
+        "tensorflow/strategies/model_average.py",
         "tf.maximum(x, 0) if clamp else x",
         "x",
         _keras("fit-cocod:period=5,momentum=average-forgetful"),

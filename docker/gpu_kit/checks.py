@@ -19,8 +19,8 @@ import torch
 from cells import CELLS, STOCK, Cell
 from codec_reference import emulated
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.exchange import Exchange
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.messages.exchange import Exchange
+from hvd_pipe.torch.messages.reduction import Reduction
 from problem import OPTIMIZERS, STEPS, batch, loss_of, make_model, train
 from serial import CoCoD, PipeSGD, Synchronous, Vectors, Workers
 from torch import nn

@@ -123,7 +123,7 @@ def _write(found: Measurement, path: Path) -> None:
     if path.suffix.lower() == ".json":
         found.cluster.save(path)
         return
-    from hvd_pipe.plots import draw_comm  # noqa: PLC0415 - matplotlib is not a requirement
+    from hvd_pipe.cli.plots import draw_comm  # noqa: PLC0415 - matplotlib is not a requirement
 
     draw_comm(found.sizes, found.seconds, found.comm, path)
 

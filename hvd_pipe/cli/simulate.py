@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 
-from hvd_pipe import plots, units
-from hvd_pipe.cli import options
+from hvd_pipe import units
+from hvd_pipe.cli import options, plots
 from hvd_pipe.cli._cluster import cluster_options, warn_of_measurement
 from hvd_pipe.cli.output import Progress, exposed, note, table, warning, width, write_json
 from hvd_pipe.planning.cluster import Cluster

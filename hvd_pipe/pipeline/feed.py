@@ -9,9 +9,9 @@ from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.agreement import Agreement
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.pipeline.stage import Unit
+from hvd_pipe.runtime.agreement import Agreement
 
 __all__ = ["Feed", "Piece", "Split", "filled_up", "length_of", "open_feed"]
 

@@ -24,7 +24,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.pipeline.transport import DEPTH, WINDOW, Channel, Kind, channel_of, checked_size
 from hvd_pipe.pipeline.wire import Bytes, empty
-from hvd_pipe.watch.waits import waiting_for
+from hvd_pipe.runtime.watch.waits import waiting_for
 
 try:
     from mpi4py import MPI

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_pipe.agreement import Description
 from hvd_pipe.pipeline.plans import read_plan
 from hvd_pipe.pipeline.transport import check_transport
 from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.runtime.agreement import Description
 
 __all__ = ["Options", "check_function", "check_microbatches", "check_positive"]
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.agreement import Agreement
 from hvd_pipe.planning.advise_pipeline import best_plan
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
@@ -26,6 +25,7 @@ from hvd_pipe.planning.pipeline_cost import (
 from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.runtime.agreement import Agreement
 
 __all__ = [
     "Request",

@@ -22,7 +22,6 @@ from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.agreement import members
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.pipeline.transport import (
     DEPTH,
@@ -35,7 +34,8 @@ from hvd_pipe.pipeline.transport import (
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
-from hvd_pipe.watch.waits import waiting_for
+from hvd_pipe.runtime.agreement import members
+from hvd_pipe.runtime.watch.waits import waiting_for
 
 __all__ = ["ProcessSetTransport", "make_process_sets"]
 

@@ -11,7 +11,6 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from hvd_pipe.agreement import Agreement
 from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
 from hvd_pipe.pipeline.layout import Layout
 from hvd_pipe.pipeline.spans import PipelineSpans
@@ -20,6 +19,7 @@ from hvd_pipe.pipeline.transport import Transport
 from hvd_pipe.planning.instructions import Backward, Instruction, Worker
 from hvd_pipe.planning.modes import Mode
 from hvd_pipe.planning.schedule import program
+from hvd_pipe.runtime.agreement import Agreement
 
 __all__ = ["EpochStats", "Session"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_pipe.recorder import COMPUTE, SENDS
+from hvd_pipe.runtime.timeline.recorder import COMPUTE, SENDS
 
 if TYPE_CHECKING:
-    from hvd_pipe.recorder import Recorder
+    from hvd_pipe.runtime.timeline.recorder import Recorder
 
 __all__ = ["PipelineSpans"]
 

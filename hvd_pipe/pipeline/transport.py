@@ -20,10 +20,10 @@ from typing import Any, Protocol, TypeVar
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.agreement import Agreement, Description
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.layout import Layout
 from hvd_pipe.pipeline.wire import Bytes
+from hvd_pipe.runtime.agreement import Agreement, Description
 
 __all__ = [
     "DEPTH",

@@ -15,7 +15,7 @@ except (ImportError, AttributeError) as error:
         "hvd_pipe's checkout, or `python docker/build_horovod.py` with this Python."
     ) from error
 else:
-    from hvd_pipe.private_names import check
+    from hvd_pipe.runtime.private_names import check
 
     check("tensorflow")
 

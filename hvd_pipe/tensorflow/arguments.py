@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
 
-from hvd_pipe.argument_checks import (
+from hvd_pipe.runtime.argument_checks import (
     allowed,
     check_compression,
     check_passes,
@@ -21,12 +21,12 @@ from hvd_pipe.argument_checks import (
     refuse_for_cocod,
     refuse_ranks,
 )
-from hvd_pipe.recorder import DIRECTORY
+from hvd_pipe.runtime.timeline.recorder import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
-from hvd_pipe.tensorflow.packing import Shapes
-from hvd_pipe.tensorflow.reduction import Reduction
+from hvd_pipe.tensorflow.messages.reduction import Reduction
+from hvd_pipe.tensorflow.strategies.packing import Shapes
 
 __all__ = ["Arguments", "shapes_of", "user_groups"]
 

@@ -1,4 +1,4 @@
-"""`hvd_pipe.check_mode` for TensorFlow: random delays, and replicas that must be equal.
+"""`hvd_pipe.runtime.check_mode` for TensorFlow: random delays, and replicas that must be equal.
 
 Tensors do not change, so that there are no buffers to spoil, and none that change in flight.
 """
@@ -13,10 +13,10 @@ import numpy.typing as npt
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, allgather
 
-from hvd_pipe import check_mode
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.agree import members
-from hvd_pipe.tensorflow.call_names import call_name
+from hvd_pipe.tensorflow.messages.call_names import call_name
 from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["Replicas", "delayed"]

@@ -2,8 +2,8 @@
 
 ``hvd.Compression.none`` and ``.fp16`` are Horovod's compressors: what they make is summed on the
 wire. ``.bf16`` and ``.int8`` are codecs: what they make cannot be summed as it is, so a buffer
-travels in the two phases of `hvd_pipe.tensorflow.reduction`. `hvd_pipe.codec_format` draws their
-bytes, and `hvd_pipe.torch.compression` has their bounds.
+travels in the two phases of `hvd_pipe.tensorflow.messages.reduction`.
+`hvd_pipe.runtime.codec_format` draws their bytes, `hvd_pipe.torch.compression` has their bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import abc
 import tensorflow as tf
 from horovod.tensorflow import compression as _horovod
 
-from hvd_pipe.codec_format import (
+from hvd_pipe.runtime.codec_format import (
     LARGEST_SCALE,
     LEVELS,
     SMALLEST_SCALE,

@@ -9,8 +9,8 @@ import horovod.tensorflow as _horovod
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
-from hvd_pipe.tensorflow.call_names import call_name
-from hvd_pipe.tensorflow.engine import raw
+from hvd_pipe.tensorflow.messages.call_names import call_name
+from hvd_pipe.tensorflow.strategies.engine import raw
 
 __all__ = ["broadcast_global_variables", "broadcast_variables"]
 

@@ -11,7 +11,7 @@ from horovod.tensorflow import functions as _functions
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set
 
-from hvd_pipe.tensorflow.engine import raw
+from hvd_pipe.tensorflow.strategies.engine import raw
 
 __all__ = [
     "BroadcastGlobalVariablesHook",

@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import rank, size
 
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, parse
-from hvd_pipe.tensorflow.engine import Arrays
+from hvd_pipe.tensorflow.strategies.engine import Arrays
 
 __all__ = ["InFlight"]
 

@@ -21,15 +21,17 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, global_process_set, is_initialized
 
-from hvd_pipe import check_mode
-from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.restarts import is_elastic
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
-from hvd_pipe.tensorflow import timeline, workers
+from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
-from hvd_pipe.tensorflow.engine import (
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
+from hvd_pipe.tensorflow.strategies.engine import (
     LOST,
     Arrays,
     Engine,
@@ -39,8 +41,7 @@ from hvd_pipe.tensorflow.engine import (
     identity,
     raw,
 )
-from hvd_pipe.tensorflow.engines import make_engine
-from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
+from hvd_pipe.tensorflow.strategies.engines import make_engine
 
 __all__ = ["OWNERS", "Owner", "Session", "Sessions", "States", "inherit", "share", "sources_key"]
 
@@ -107,7 +108,7 @@ class Sessions:
         self.is_stale = False
         """Whether steps that were traced before are another method's."""
         self.watcher: Any = None
-        """The `hvd_pipe.tensorflow.replan.Replan` that sees the steps, if somebody drives it."""
+        """The `strategies.replan.Replan` that sees the steps, if somebody drives it."""
         lines = arguments.describe(self.strategy)
         text = "; ".join(f"{label} {value}" for label, value in lines)
         self.label = f"{text}; {_made[text]}"

@@ -9,7 +9,7 @@ counts as one that waits for other ranks while all of this is so:
 3. TensorFlow is not in Python code of the user's, as for samples that he makes.
 
 What waits in Python code, for a pipeline's message say, registers that
-(:mod:`hvd_pipe.watch.waits`), and counts at once.
+(:mod:`hvd_pipe.runtime.watch.waits`), and counts at once.
 
 So a rank that computes for long on CPUs is none. Computing on a GPU looks like waiting, and
 systems without ``/proc`` show no threads: there, only a call that has lasted ``HVD_PIPE_TIMEOUT``
@@ -32,10 +32,10 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import global_process_set
 
+from hvd_pipe.runtime.watch import proc
+from hvd_pipe.runtime.watch.waits import Wait, of_thread
+from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 from hvd_pipe.tensorflow.agree import agreement
-from hvd_pipe.watch import proc
-from hvd_pipe.watch.waits import Wait, of_thread
-from hvd_pipe.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 
 __all__ = ["JOB", "missed_start", "starting_to_communicate", "waits_for"]
 

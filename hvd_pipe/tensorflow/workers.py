@@ -28,11 +28,11 @@ from typing import Any
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvd_pipe import restarts
-from hvd_pipe.agreement import answer_with
 from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.runtime import restarts
+from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.tensorflow.waiting import JOB, missed_start, starting_to_communicate
-from hvd_pipe.watch import watchdog
 
 __all__ = [
     "begin",

@@ -13,7 +13,7 @@ except (ImportError, AttributeError) as error:
         "checkout, or `python docker/build_horovod.py` with this Python."
     ) from error
 else:
-    from hvd_pipe.private_names import check
+    from hvd_pipe.runtime.private_names import check
 
     check("torch")
 
@@ -25,6 +25,7 @@ from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8
+from hvd_pipe.torch.measuring.speeds import worker_speeds
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.overrides import (
     broadcast_optimizer_state,
@@ -33,7 +34,6 @@ from hvd_pipe.torch.overrides import (
     join,
     shutdown,
 )
-from hvd_pipe.torch.speeds import worker_speeds
 
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],

@@ -11,7 +11,8 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
 
-from hvd_pipe.argument_checks import (
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime.argument_checks import (
     allowed,
     check_compression,
     check_passes,
@@ -19,14 +20,13 @@ from hvd_pipe.argument_checks import (
     check_scaling,
     refuse_for_cocod,
 )
-from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.compression import Codec
-from hvd_pipe.torch.engine import Settings, describe, kinds
+from hvd_pipe.torch.messages.reduction import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
-from hvd_pipe.torch.plans import plan_groups
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.strategies.engine import Settings, describe, kinds
+from hvd_pipe.torch.strategies.plans import plan_groups
 
 __all__ = ["Arguments", "Checked"]
 

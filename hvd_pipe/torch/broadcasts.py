@@ -14,7 +14,7 @@ from horovod.torch.mpi_ops import broadcast_async_, rank
 from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.torch.reduction import sendable
+from hvd_pipe.torch.messages.reduction import sendable
 
 __all__ = [
     "broadcast_optimizer_state",

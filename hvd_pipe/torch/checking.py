@@ -1,4 +1,4 @@
-"""`hvd_pipe.check_mode` for torch: NaN in free buffers, changes in flight, equal replicas."""
+"""`runtime.check_mode` for torch: NaN in free buffers, changes in flight, equal replicas."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvd_pipe import check_mode
+from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import gather
-from hvd_pipe.torch.reduction import Message, Reduction
+from hvd_pipe.torch.messages.reduction import Message, Reduction
 
 __all__ = ["CheckedMessage", "compare_replicas", "spoil"]
 

@@ -8,14 +8,15 @@ import warnings
 import torch
 from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
-from hvd_pipe import check_mode
-from hvd_pipe.argument_checks import refuse_ranks
 from hvd_pipe.errors import RanksDisagreeError
-from hvd_pipe.restarts import is_elastic
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.argument_checks import refuse_ranks
+from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch import timeline, workers
+from hvd_pipe.torch import workers
 from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.arguments import Arguments, Checked
+from hvd_pipe.torch.measuring import timeline
 
 __all__ = ["check_alone", "check_everywhere"]
 

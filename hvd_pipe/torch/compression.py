@@ -2,9 +2,9 @@
 
 ``hvd.Compression.none`` and ``.fp16`` are Horovod's compressors: what they make is summed on the
 wire. ``.bf16`` and ``.int8`` are codecs: what they make cannot be summed as it is, so a buffer
-travels in the two phases of `hvd_pipe.torch.exchange`.
+travels in the two phases of `hvd_pipe.torch.messages.exchange`.
 
-`hvd_pipe.codec_format` draws the bytes.
+`hvd_pipe.runtime.codec_format` draws the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from horovod.torch import compression as _horovod
 
-from hvd_pipe.codec_format import (
+from hvd_pipe.runtime.codec_format import (
     LARGEST_SCALE,
     LEVELS,
     SMALLEST_SCALE,

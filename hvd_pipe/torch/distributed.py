@@ -17,22 +17,23 @@ from typing import Any
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_pipe.argument_checks import check_passes
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.restarts import is_elastic
+from hvd_pipe.runtime.argument_checks import check_passes
+from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto
-from hvd_pipe.torch import saved, timeline, workers
+from hvd_pipe.torch import saved, workers
 from hvd_pipe.torch.arguments import Arguments, Checked
-from hvd_pipe.torch.auto import AutoChoice
 from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.checks import check_alone, check_everywhere
-from hvd_pipe.torch.engine import Engine
-from hvd_pipe.torch.engines import make_engine
-from hvd_pipe.torch.job_times import JobProfile, profile_job
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.measuring.job_times import JobProfile, profile_job
 from hvd_pipe.torch.new_gradients import NewGradients, is_zero
 from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import read_by_grad_scaler, unscale
+from hvd_pipe.torch.strategies.auto import AutoChoice
+from hvd_pipe.torch.strategies.engine import Engine
+from hvd_pipe.torch.strategies.engines import make_engine
 
 __all__ = ["DistributedMixin", "distribute"]
 
@@ -314,7 +315,7 @@ class DistributedMixin(torch.optim.Optimizer):
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         return _revive, (base, state, arguments, names, self._in_flight())
 
-    # What the engine asks for: see `hvd_pipe.torch.engine.Owner`.
+    # What the engine asks for: see `hvd_pipe.torch.strategies.engine.Owner`.
 
     def _update(self) -> None:
         trace = timeline.active

@@ -25,8 +25,8 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import state as _horovod
 from horovod.torch.elastic.sampler import ElasticSampler
 
-from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.distributed import DistributedMixin
+from hvd_pipe.torch.messages import in_flight
 from hvd_pipe.torch.overrides import (
     broadcast_optimizer_state,
     broadcast_parameters,

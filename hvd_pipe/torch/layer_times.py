@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.profiler import Clock, Moment
+from hvd_pipe.torch.measuring.profiler import Clock, Moment
 
 __all__ = ["LayerTimes", "measure_profile"]
 

@@ -17,7 +17,7 @@ from horovod.torch.mpi_ops import broadcast_
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.torch.agree import check_alike, members
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.messages.reduction import Reduction
 
 __all__ = ["ModelBuffers"]
 

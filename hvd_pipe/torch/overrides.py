@@ -8,7 +8,7 @@ from horovod.torch import mpi_ops
 
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, broadcast_parameters
-from hvd_pipe.torch.engine import refuse_join
+from hvd_pipe.torch.strategies.engine import refuse_join
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "init", "join", "shutdown"]
 

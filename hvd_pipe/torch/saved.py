@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvd_pipe.torch.engine import Engine, State
+from hvd_pipe.torch.strategies.engine import Engine, State
 
 __all__ = ["KEY", "Saved", "check", "load", "save", "shared"]
 

@@ -1,6 +1,7 @@
 """When a process waits for other ranks, under torch.
 
-What is ours registers its waits (:mod:`hvd_pipe.watch.waits`). The user's own calls of Horovod are
+What is ours registers its waits (:mod:`hvd_pipe.runtime.watch.waits`). The user's own calls
+of Horovod are
 known by the modules that the thread is in.
 """
 
@@ -12,10 +13,10 @@ from types import FrameType
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_pipe.torch import in_flight
+from hvd_pipe.runtime.watch.waits import Wait, of_thread
+from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of
 from hvd_pipe.torch.agree import agreement
-from hvd_pipe.watch.waits import Wait, of_thread
-from hvd_pipe.watch.watchdog import Frames, Job, horovod_call, module_of
+from hvd_pipe.torch.messages import in_flight
 
 __all__ = ["JOB", "waits_for"]
 

@@ -25,12 +25,12 @@ from typing import Protocol
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_pipe import restarts
-from hvd_pipe.agreement import answer_with
-from hvd_pipe.torch import in_flight
-from hvd_pipe.torch.engine import all_joined, refuse_join
+from hvd_pipe.runtime import restarts
+from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.strategies.engine import all_joined, refuse_join
 from hvd_pipe.torch.waiting import JOB
-from hvd_pipe.watch import watchdog
 
 __all__ = ["Distributed", "begin", "count", "note", "watch"]
 

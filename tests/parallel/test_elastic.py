@@ -21,8 +21,8 @@ from horovod.torch import mpi_ops
 from ranks import once
 from workers_elastic import LR, METHODS, NUMEL, Scenario, Weights, target
 
-from hvd_pipe import restarts
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime import restarts
 
 PERIOD = 3
 TIMEOUT = 240.0

@@ -211,8 +211,8 @@ import time
 import torch
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.exchange import Exchange
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.messages.exchange import Exchange
+from hvd_pipe.torch.messages.reduction import Reduction
 
 hvd.init()
 exchanges = [Exchange(Reduction(), torch.ones(10**6), str(i), Int8())

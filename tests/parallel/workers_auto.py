@@ -23,7 +23,8 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.torch import auto, job_times, merged_gradient
+from hvd_pipe.torch.measuring import job_times
+from hvd_pipe.torch.strategies import auto, merged_gradient
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
@@ -495,10 +496,10 @@ CASES: dict[str, Callable[[], Any]] = {
         resumed_from, {"version": 9, "chosen": 5, "workers": None, "counters": None}
     ),
     "rank 0 cannot choose": partial(
-        failing, "hvd_pipe.torch.auto.predict", 0, ValueError("no choice")
+        failing, "hvd_pipe.torch.strategies.auto.predict", 0, ValueError("no choice")
     ),
     "rank 0 cannot plan": partial(
-        failing, "hvd_pipe.torch.merged_gradient.plan_kinds", 0, ValueError("no plan")
+        failing, "hvd_pipe.torch.strategies.merged_gradient.plan_kinds", 0, ValueError("no plan")
     ),
     "no memory": partial(failing, "torch.zeros", 1, torch.OutOfMemoryError("too little")),
     "seen by rank 0": seen_by_rank_0,

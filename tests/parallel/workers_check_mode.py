@@ -1,4 +1,4 @@
-"""Training under the checks of `hvd_pipe.check_mode`: test_check_mode.py looks at the results."""
+"""Training under the checks of `runtime.check_mode`: test_check_mode.py looks at the results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import nn
 from workers_merged_gradient import Heads, heads_loss
 
 import hvd_pipe.torch as hvd
-from hvd_pipe import check_mode
-from hvd_pipe.torch import buckets, model_average
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.torch.messages import buckets
+from hvd_pipe.torch.strategies import model_average
 
 SEEDS = 20
 STEPS = 11

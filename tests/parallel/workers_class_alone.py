@@ -23,8 +23,8 @@ from workers_resume import (
     saved,
 )
 
+from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.torch import DistributedOptimizer
-from hvd_pipe.watch import watchdog
 
 LR = 2.0**-6
 EARLY, LATE, MORE = 5, 25, 16  # a plan is due between the first two, and in the last, if none is

@@ -15,10 +15,10 @@ from horovod.torch.mpi_ops import ProcessSet
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch import in_flight
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.exchange import Exchange, Feedback
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages.exchange import Exchange, Feedback
+from hvd_pipe.torch.messages.reduction import Reduction
 
 ROUNDS = 50
 

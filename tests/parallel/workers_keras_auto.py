@@ -20,9 +20,9 @@ from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, make_model, weights_o
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.own_times import OwnTimes
-from hvd_pipe.tensorflow import auto, replan
-from hvd_pipe.tensorflow.job_times import JobTimes
-from hvd_pipe.tensorflow.profiler import ReadyTimes
+from hvd_pipe.tensorflow.measuring.job_times import JobTimes
+from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes
+from hvd_pipe.tensorflow.strategies import auto, replan
 
 Found = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Keras and tapes under the checks of `hvd_pipe.check_mode`, for test_keras_check_mode.py."""
+"""Keras and tapes under the checks of `runtime.check_mode`, for test_keras_check_mode.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keras_problem import BATCH, OPTIMIZERS, Weights, batch, loss_of, make_model
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe import check_mode
+from hvd_pipe.runtime import check_mode
 
 SEEDS = 20
 STEPS = 6
@@ -144,7 +144,7 @@ def said(run: type[Fit | Tape], strategy: str, then: Then | None = nudge) -> str
 
 def unequal_average() -> str:
     """CoCoD's last average is not the same on rank 1."""
-    from hvd_pipe.tensorflow.model_average import ModelAverage  # noqa: PLC0415
+    from hvd_pipe.tensorflow.strategies.model_average import ModelAverage  # noqa: PLC0415
 
     plain = ModelAverage.average_now
 

@@ -17,7 +17,7 @@ from keras_problem import BATCH, batch, loss_of, make_model, weights_of
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
-from hvd_pipe.tensorflow.reduction import Reduction
+from hvd_pipe.tensorflow.messages.reduction import Reduction
 
 Found = dict[str, Any]
 

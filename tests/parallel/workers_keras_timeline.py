@@ -19,8 +19,9 @@ from keras_problem import BATCH, batch, loss_of, make_model
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe.recorder import DIRECTORY, MEGABYTES
-from hvd_pipe.tensorflow import tape, timeline
+from hvd_pipe.runtime.timeline.recorder import DIRECTORY, MEGABYTES
+from hvd_pipe.tensorflow import tape
+from hvd_pipe.tensorflow.measuring import timeline
 
 STEPS = 12
 PASSES = 3

@@ -11,7 +11,8 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch import pipedream, timeline
+from hvd_pipe.torch import pipedream
+from hvd_pipe.torch.measuring import timeline
 
 WORKERS, MINIBATCHES, BATCH = 3, 7, 8
 

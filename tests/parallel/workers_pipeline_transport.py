@@ -34,7 +34,7 @@ from hvd_pipe.planning.instructions import (
     SendGradient,
 )
 from hvd_pipe.planning.schedule import schedule
-from hvd_pipe.watch import watchdog
+from hvd_pipe.runtime.watch import watchdog
 
 BATCH, WIDTH = 6, 50
 FORMAT = Format(((BATCH, WIDTH), (3,)), (8, 4), stages=4)

@@ -16,7 +16,7 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch.buckets import BucketSet
+from hvd_pipe.torch.messages.buckets import BucketSet
 
 STEPS = 6
 

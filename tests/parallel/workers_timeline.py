@@ -14,7 +14,7 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch import timeline
+from hvd_pipe.torch.measuring import timeline
 
 WIDTH = 256
 STEPS = 12

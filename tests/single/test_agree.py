@@ -2,7 +2,7 @@
 
 import doctest
 
-from hvd_pipe import agreement
+from hvd_pipe.runtime import agreement
 
 
 def test_doctests() -> None:

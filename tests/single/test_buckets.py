@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.buckets import Bucket, BucketSet
-from hvd_pipe.torch.reduction import Reduction
+from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
+from hvd_pipe.torch.messages.reduction import Reduction
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -146,7 +146,7 @@ def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) ->
     """It knows what it has said; on a GPU, reading it waited for all kernels that were queued."""
     parameter = torch.nn.Parameter(torch.ones(3))
     buckets = BucketSet([parameter], ["w"], [[0]], Reduction(), "alone")
-    monkeypatch.setattr("hvd_pipe.torch.buckets.host_values", None)
+    monkeypatch.setattr("hvd_pipe.torch.messages.buckets.host_values", None)
     parameter.sum().backward()
     buckets.ready(0)
     buckets.launch_rest(says=1.0)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe import clock as shared
-from hvd_pipe.torch import clock, flights
-from hvd_pipe.torch.clock import bound_offset
+from hvd_pipe.runtime.timeline import clock as shared
+from hvd_pipe.torch.measuring import clock, flights
+from hvd_pipe.torch.measuring.clock import bound_offset
 
 DELAYS = st.integers(0, 1000)
 

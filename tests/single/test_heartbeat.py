@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.watch import door as doors
-from hvd_pipe.watch.door import Door, knock
-from hvd_pipe.watch.heartbeat import AwakeClock, Heartbeat, Look, Peer
+from hvd_pipe.runtime.watch import door as doors
+from hvd_pipe.runtime.watch.door import Door, knock
+from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat, Look, Peer
 
 LIMIT_S = 2.0
 SOON_S = 20.0  # for what takes a second or two on a quiet machine

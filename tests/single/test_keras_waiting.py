@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from hvd_pipe.runtime.watch.waits import Wait, waiting_for
+from hvd_pipe.runtime.watch.watchdog import _Process
 from hvd_pipe.tensorflow import waiting
-from hvd_pipe.watch.waits import Wait, waiting_for
-from hvd_pipe.watch.watchdog import _Process
 
 SOON_S = 60.0  # for what takes a moment on a quiet machine
 LONG_S = 0.5

@@ -18,9 +18,9 @@ from hvd_pipe.planning import choice, own_times
 from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import layer_times
-from hvd_pipe.torch.job_times import JobTimes
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
-from hvd_pipe.torch.profiler import Clock
+from hvd_pipe.torch.measuring.job_times import JobTimes
+from hvd_pipe.torch.measuring.profiler import Clock
 
 SLEEP = 0.004
 

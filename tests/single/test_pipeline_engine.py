@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.agreement import Agreement
 from hvd_pipe.pipeline.engine import Engine
 from hvd_pipe.pipeline.feed import Piece
+from hvd_pipe.runtime.agreement import Agreement
 
 ALONE = ProcessSet([0])
 ALONE.size, ALONE.rank, ALONE.included = lambda: 1, lambda: 0, lambda: True

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe import _pictures, plots, timeline_plot
+from hvd_pipe import _pictures, timeline_plot
+from hvd_pipe.cli import plots
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.timeline import CATEGORIES, Event, Timeline
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvd_pipe import private_names
-from hvd_pipe.private_names import KNOWN_TO_WORK, ROWS, PrivateName
+from hvd_pipe.runtime import private_names
+from hvd_pipe.runtime.private_names import KNOWN_TO_WORK, ROWS, PrivateName
 
-PACKAGE = Path(private_names.__file__).parent
+PACKAGE = Path(private_names.__file__).parents[1]
 OF_PYTHON = {"_current_frames", "_exit", "_getframe", "_replace"}
 PRIVATE = ("keras.src", "tensorflow.python")
 TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
@@ -92,7 +92,7 @@ def found() -> dict[str, set[str]]:
 def test_every_private_name_in_the_sources_has_a_row(found: dict[str, set[str]]) -> None:
     known = {part for row in ROWS for part in row.name.split(".")} | {"_pytree"}
     new = {name: modules for name, modules in found.items() if name not in known}
-    assert not new, f"add to hvd_pipe/private_names.py: {new}"
+    assert not new, f"add to hvd_pipe/runtime/private_names.py: {new}"
 
 
 def test_every_function_that_is_surrounded_has_a_row() -> None:
@@ -164,8 +164,8 @@ def test_a_name_that_is_gone_is_named_with_a_version_that_has_it(
         private_names.check("torch")
     text = str(refused.value)
     assert "hvd_pipe.torch relies on private names that horovod 0.28.1, torch" in text
-    assert "horovod.torch.mpi_ops._handle_map (for hvd_pipe.torch.in_flight)" in text
-    assert "torch._foreach_sub_ (for hvd_pipe.torch.model_average)" in text
+    assert "horovod.torch.mpi_ops._handle_map (for hvd_pipe.torch.messages.in_flight)" in text
+    assert "torch._foreach_sub_ (for hvd_pipe.torch.strategies.model_average)" in text
     assert "Known to work: horovod==0.28.1 torch==2.13.0" in text
 
 

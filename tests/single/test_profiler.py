@@ -10,10 +10,10 @@ import pytest
 import torch
 from horovod.torch.mpi_ops import global_process_set
 
-from hvd_pipe import comm_probe
-from hvd_pipe.comm_probe import _sizes
-from hvd_pipe.torch import profiler
-from hvd_pipe.torch.profiler import Clock, ReadyTimes, measure_allreduce
+from hvd_pipe.runtime import comm_probe
+from hvd_pipe.runtime.comm_probe import _sizes
+from hvd_pipe.torch.measuring import profiler
+from hvd_pipe.torch.measuring.profiler import Clock, ReadyTimes, measure_allreduce
 
 
 def test_examples() -> None:

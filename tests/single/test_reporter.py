@@ -21,18 +21,18 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.watch import child
-from hvd_pipe.watch.heartbeat import Look, Peer
-from hvd_pipe.watch.proc import activity
-from hvd_pipe.watch.reporter import Reporter
+from hvd_pipe.runtime.watch import child
+from hvd_pipe.runtime.watch.heartbeat import Look, Peer
+from hvd_pipe.runtime.watch.proc import activity
+from hvd_pipe.runtime.watch.reporter import Reporter
 
 SOON_S = 60.0  # for what takes a second or two on a quiet machine
 LIMIT_S = 4.0
 
 RANK = """
 import ctypes, os, socket, sys, time
-from hvd_pipe.watch.heartbeat import Look, Peer
-from hvd_pipe.watch.reporter import Reporter
+from hvd_pipe.runtime.watch.heartbeat import Look, Peer
+from hvd_pipe.runtime.watch.reporter import Reporter
 
 class Process:
     def look(self):

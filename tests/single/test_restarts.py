@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hvd_pipe import restarts
+from hvd_pipe.runtime import restarts
 
 
 def test_a_surrounded_function_keeps_its_attributes() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hvd_pipe.torch import streams
+from hvd_pipe.torch.messages import streams
 from hvd_pipe.torch.scaling import are_finite
 
 ASYNC = "HOROVOD_ENABLE_ASYNC_COMPLETION"

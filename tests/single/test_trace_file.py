@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from hvd_pipe.trace_file import FLUSH_EVENTS, TraceFile
+from hvd_pipe.runtime.timeline.trace_file import FLUSH_EVENTS, TraceFile
 
 LIMIT = 10**6
 
 WRITER = """
 import sys
-from hvd_pipe.trace_file import TraceFile
+from hvd_pipe.runtime.timeline.trace_file import TraceFile
 file = TraceFile(sys.argv[1], 10**8)
 print("ready", flush=True)
 i = 0
@@ -172,7 +172,7 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
 def test_what_waits_is_written_at_exit(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     script = (
-        "import sys; from hvd_pipe.trace_file import TraceFile\n"
+        "import sys; from hvd_pipe.runtime.timeline.trace_file import TraceFile\n"
         "TraceFile(sys.argv[1], 10**6).add('{\"i\":0}')\nraise KeyboardInterrupt"
     )
     subprocess.run([sys.executable, "-c", script, path], capture_output=True, check=False)

@@ -19,16 +19,17 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_pipe.torch import exchange, in_flight, waiting
+from hvd_pipe.runtime.watch import heartbeat, waits, watchdog
+from hvd_pipe.runtime.watch.door import knock
+from hvd_pipe.runtime.watch.heartbeat import Look, Peer
+from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch.threads import OtherThreads
+from hvd_pipe.runtime.watch.waits import waiting_for
+from hvd_pipe.torch import waiting
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.exchange import Exchange
-from hvd_pipe.torch.reduction import Reduction
-from hvd_pipe.watch import heartbeat, waits, watchdog
-from hvd_pipe.watch.door import knock
-from hvd_pipe.watch.heartbeat import Look, Peer
-from hvd_pipe.watch.reporter import Reporter
-from hvd_pipe.watch.threads import OtherThreads
-from hvd_pipe.watch.waits import waiting_for
+from hvd_pipe.torch.messages import exchange, in_flight
+from hvd_pipe.torch.messages.exchange import Exchange
+from hvd_pipe.torch.messages.reduction import Reduction
 
 
 def test_doctests() -> None:
@@ -108,7 +109,7 @@ def test_a_rank_waits_where_horovod_does() -> None:
 def test_a_rank_waits_where_it_says_so() -> None:
     """The watch read local variables of other functions: to rename one let jobs hang."""
     look = watchdog._Process(0, waiting.waits_for).look
-    assert not Stuck("hvd_pipe.torch.in_flight", "wait").seen(look).waits
+    assert not Stuck("hvd_pipe.torch.messages.in_flight", "wait").seen(look).waits
     assert Stuck("anything", "whatever", registered="a message").seen(look).waits
     assert not look().waits
 

@@ -25,15 +25,23 @@ import tensorflow as tf
 from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
-from hvd_pipe.tensorflow.engine import Arrays, Gradients, Peek, all_finite, identity, raw, restore
 from hvd_pipe.tensorflow.keras.statistics import statistics_of
-from hvd_pipe.tensorflow.momenta import momenta_of, slots_of
+from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
 from hvd_pipe.tensorflow.saved import InFlight
 from hvd_pipe.tensorflow.session import Session, Sessions
+from hvd_pipe.tensorflow.strategies.engine import (
+    Arrays,
+    Gradients,
+    Peek,
+    all_finite,
+    identity,
+    raw,
+    restore,
+)
+from hvd_pipe.tensorflow.strategies.momenta import momenta_of, slots_of
 from hvd_pipe.tensorflow.variables import variable
 from hvd_pipe.tensorflow.xla import refuse_xla
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_pipe.tensorflow.engine import identity
+from hvd_pipe.tensorflow.strategies.engine import identity
 
 __all__ = ["note_layer", "note_model", "statistics_of"]
 

@@ -26,9 +26,10 @@ from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.tensorflow import timeline
 from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.measuring.profiler import measure_comm
 from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.broadcasts import start
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
@@ -38,7 +39,6 @@ from hvd_pipe.tensorflow.pipedream.options import Options
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
 from hvd_pipe.tensorflow.pipedream.updates import Replicas, add, scaled
-from hvd_pipe.tensorflow.profiler import measure_comm
 
 __all__ = ["Built", "build"]
 

@@ -31,10 +31,11 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.broadcasts import broadcast_parameters
-from hvd_pipe.torch.clock import agree_on_clock
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.measuring.clock import agree_on_clock
+from hvd_pipe.torch.measuring.profiler import measure_comm
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.broadcasts import start
@@ -46,7 +47,6 @@ from hvd_pipe.torch.pipedream.options import Options
 from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage
 from hvd_pipe.torch.pipedream.updates import Updates, add
-from hvd_pipe.torch.profiler import measure_comm
 
 __all__ = ["Built", "build"]
 

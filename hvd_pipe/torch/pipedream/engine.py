@@ -16,8 +16,8 @@ from hvd_pipe.pipeline.engine import Engine, Loader, given
 from hvd_pipe.pipeline.session import EpochStats
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.torch import timeline
 from hvd_pipe.torch.agree import Description, agreement
+from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.build import Built, build
 from hvd_pipe.torch.pipedream.checkpoint import load, save, whole_state

@@ -1,0 +1,1 @@
+"""What a running job needs of Horovod, whatever its framework."""

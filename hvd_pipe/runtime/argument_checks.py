@@ -1,0 +1,137 @@
+"""Checks of Horovod's arguments and the strategy that do not depend on the framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.runtime.agreement import members
+from hvd_pipe.strategy import Auto, CoCoD, Method, parse
+
+__all__ = [
+    "allowed",
+    "check_compression",
+    "check_passes",
+    "check_process_set",
+    "check_scaling",
+    "refuse_for_cocod",
+    "refuse_ranks",
+]
+
+
+def check_scaling(gradient_predivide_factor: Any, is_average: bool) -> None:
+    """Raise unless the factor is a positive number, and 1 where nothing is averaged.
+
+    >>> check_scaling(2.0, True)
+    >>> check_scaling(2.0, False)
+    Traceback (most recent call last):
+      ...
+    ValueError: gradient_predivide_factor must be > 0 and needs op=hvd.Average, got 2.0.
+    """
+    factor = gradient_predivide_factor
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise TypeError(f"gradient_predivide_factor must be a number, got {factor!r}.")
+    if not 0 < factor < math.inf or (factor != 1.0 and not is_average):
+        raise ValueError(
+            f"gradient_predivide_factor must be > 0 and needs op=hvd.Average, got {factor!r}."
+        )
+
+
+def check_compression(compression: Any, codec: type) -> None:
+    """Raise unless this is an object that compresses; ``codec`` is the class of our own."""
+    if isinstance(compression, type) and issubclass(compression, codec):
+        name = compression.__name__
+        raise TypeError(f"compression is the class {name}: write hvd.{name}().")
+    if not all(hasattr(compression, part) for part in ("compress", "decompress")):
+        raise TypeError(
+            "compression must be hvd.Compression.none, .fp16, .bf16, .int8, or another object "
+            f"with compress() and decompress(), got {compression!r}."
+        )
+
+
+def check_passes(passes: int) -> int:
+    """Return ``backward_passes_per_step`` if it is one."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an int >= 1, got {passes!r}.")
+    return passes
+
+
+def check_process_set(process_set: Any) -> None:
+    """Raise unless this is a process set that Horovod knows."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"process_set must be an hvd.ProcessSet, got {process_set!r}.")
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"{process_set} is not registered: call hvd.add_process_set(...) on every "
+            "rank, or list it in hvd.init(process_sets=[...])."
+        )
+
+
+def refuse_for_cocod(
+    strategy: CoCoD,
+    *,
+    is_average: bool,
+    gradient_predivide_factor: float,
+    has_groups: bool,
+    process_set: ProcessSet,
+) -> None:
+    """CoCoD sends models: say so instead of ignoring arguments about gradients."""
+    for wrong, what, fix in (
+        (not is_average, "op=hvd.Sum", "op=hvd.Average"),
+        (gradient_predivide_factor != 1.0, "gradient_predivide_factor", "1.0"),
+        (has_groups, "groups", "groups=None"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{what} has no meaning under CoCoD, which averages models, not gradients: "
+                f"use {fix}, or strategy='merged-gradient' or 'pipe-sgd'."
+            )
+    ranks = len(members(process_set))
+    if strategy.weights is not None and len(strategy.weights) != ranks:
+        raise ValueError(
+            f"CoCoD has {len(strategy.weights)} weights, and the process set has {ranks} "
+            "ranks: give one weight a rank, or weights=None."
+        )
+
+
+def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
+    """Refuse what names ranks, in an elastic job; ``has_weights`` is about CoCoD's."""
+    for wrong, what, fix in (
+        (has_weights, "CoCoD's weights, one a rank", "weights=None, and equal batches"),
+        (process_set.process_set_id != 0, "a process_set of ranks", "the global one"),
+    ):
+        if wrong:
+            raise ValueError(
+                f"{what}, mean nothing in an elastic job, where ranks come and go: use {fix}."
+            )
+
+
+def allowed(
+    auto: Auto, check: Callable[[Method], None]
+) -> tuple[tuple[Method, ...], dict[str, str]]:
+    """Return the allowed methods that go with the other arguments; and why others do not.
+
+    Args:
+        auto: What the user allows.
+        check: Raises ValueError where a method does not go with the other arguments.
+
+    Raises:
+        ValueError: None of them does.
+    """
+    found: list[Method] = []
+    left_out: dict[str, str] = {}
+    for name in auto.allow:
+        method = parse(name)
+        assert not isinstance(method, Auto)
+        try:
+            check(method)
+            found.append(method)
+        except ValueError as error:
+            left_out[name] = str(error)
+    if not found:
+        name, why = next(iter(left_out.items()))
+        raise ValueError(f"{auto} leaves nothing to choose from. With {name!r}: {why}")
+    return tuple(found), left_out

@@ -1,0 +1,278 @@
+"""The private names of other libraries that hvd_pipe relies on; an adapter's import checks them.
+
+A private name may go with any release, and what used it would then fail far from the cause, or
+quietly do something else. So each has a row here, and `check` says at the import which are gone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+
+__all__ = ["KNOWN_TO_WORK", "ROWS", "PrivateName", "check"]
+
+KNOWN_TO_WORK = {"horovod": "0.28.1", "keras": "3.15.1", "tensorflow": "2.21.0", "torch": "2.13.0"}
+"""The version of each library with which the tests pass."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """One name that is relied upon.
+
+    Args:
+        adapter: Whose import checks it: ``"torch"`` or ``"tensorflow"``.
+        module: Where the name is.
+        name: The name in it, with a dot the member of a class or the parameter of a function. A
+            member may be an attribute that only instances have: some function of the class then
+            speaks of it.
+        user: Who needs it, a module of hvd_pipe without its first part.
+    """
+
+    adapter: str
+    module: str
+    name: str
+    user: str
+
+    @property
+    def library(self) -> str:
+        """The library's name, as pip knows it."""
+        return self.module.partition(".")[0]
+
+    @property
+    def exists(self) -> bool:
+        """Whether the installed library has the name."""
+        try:
+            owner: object = importlib.import_module(self.module)
+        except ImportError:
+            return False
+        *path, last = self.name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                return False
+            owner = getattr(owner, part)
+        if inspect.isfunction(owner):
+            return last in inspect.signature(owner).parameters
+        return hasattr(owner, last) or (inspect.isclass(owner) and last in _spoken_of(owner))
+
+
+def _spoken_of(kind: type) -> Iterator[str]:
+    """The names and words in the code of a class and its bases."""
+    for base in kind.__mro__[:-1]:
+        yield from getattr(base, "__annotations__", {})
+        for member in vars(base).values():
+            called = member.fget if isinstance(member, property) else member
+            code = getattr(inspect.unwrap(called) if callable(called) else None, "__code__", None)
+            if code is not None:
+                yield from _words(code)
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _words(constant)
+
+
+_GRAPHS = "tensorflow.python.framework"
+_EAGER = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+_BOTH = ("torch", "tensorflow")
+
+ROWS = (
+    *(PrivateName(a, "horovod.common.process_sets", "_setup", "runtime.agreement") for a in _BOTH),
+    *(PrivateName(a, f"horovod.{a}.mpi_ops", "_basics", "runtime.agreement") for a in _BOTH),
+    *(
+        PrivateName(a, "horovod.common.process_sets", "_basics", "pipeline.process_sets")
+        for a in _BOTH
+    ),
+    *(
+        PrivateName(
+            a,
+            "horovod.common.basics",
+            "HorovodBasics._get_process_set_ids_and_ranks",
+            "pipeline.process_sets",
+        )
+        for a in _BOTH
+    ),
+    *(
+        PrivateName(a, "horovod.common.basics", f"HorovodBasics.{name}", "runtime.restarts")
+        for a in _BOTH
+        for name in (
+            "MPI_LIB_CTYPES",
+            "horovod_init",
+            "horovod_init_multi_comm",
+            "horovod_shutdown",
+        )
+    ),
+    PrivateName("torch", "horovod.torch.mpi_ops", "_handle_map", "torch.messages.in_flight"),
+    *(
+        PrivateName("torch", "horovod.torch.mpi_ops", f"mpi_lib.{name}", "torch.workers")
+        for name in ("horovod_torch_join", "horovod_torch_reset")
+    ),
+    PrivateName(
+        "torch",
+        "horovod.torch.functions",
+        "broadcast_optimizer_state.root_rank",
+        "torch.broadcasts",
+    ),
+    PrivateName("torch", "horovod.torch.elastic.state", "TorchState._handlers", "torch.elastic"),
+    PrivateName("torch", "torch", "_C._current_graph_task_id", "torch.layer_times"),
+    PrivateName("torch", "torch._compile", "_disable_dynamo", "torch.layer_times"),
+    PrivateName("torch", "torch", "_foreach_add_", "torch.strategies.model_average"),
+    PrivateName("torch", "torch", "_foreach_copy_", "torch.strategies.model_average"),
+    PrivateName("torch", "torch", "_foreach_sub_", "torch.strategies.model_average"),
+    PrivateName("torch", "torch", "_foreach_mul_", "torch.scaling"),
+    PrivateName("torch", "torch.utils._pytree", "tree_leaves", "torch.broadcasts"),
+    PrivateName("torch", "torch.utils._pytree", "tree_map", "torch.broadcasts"),
+    PrivateName("torch", "torch", "Tensor._values", "torch.scaling"),
+    PrivateName("torch", "torch", "Tensor._version", "torch.messages.buckets"),
+    PrivateName("torch", "torch.nn", "Module._modules", "torch.pipedream.graph"),
+    PrivateName("torch", "torch.nn", "Module._forward_pre_hooks", "torch.measuring.timeline"),
+    PrivateName(
+        "torch", "torch.nn", "Module._non_persistent_buffers_set", "torch.pipedream.graph"
+    ),
+    PrivateName("torch", "torch.fx", "Graph._codegen", "torch.pipedream.graph"),
+    PrivateName(
+        "torch",
+        "torch.autograd.grad_mode",
+        "_unsafe_preserve_version_counter",
+        "torch.pipedream.versions",
+    ),
+    PrivateName(
+        "torch", "torch.optim.lr_scheduler", "LRScheduler._opt_called", "torch.distributed"
+    ),
+    PrivateName(
+        "torch", "torch.optim.lr_scheduler", "LRScheduler._wrapped_by_lr_sched", "torch.arguments"
+    ),
+    PrivateName(
+        "torch", "torch.optim.lr_scheduler", "LRScheduler._last_lr", "torch.pipedream.checkpoint"
+    ),
+    PrivateName(
+        "torch", "torch.amp", "GradScaler._step_supports_amp_scaling", "torch.distributed"
+    ),
+    PrivateName(
+        "tensorflow", "horovod.tensorflow.mpi_ops", "_allreduce", "tensorflow.messages.reduction"
+    ),
+    PrivateName(
+        "tensorflow", "horovod.tensorflow.mpi_ops", "MPI_LIB.horovod_join", "tensorflow.workers"
+    ),
+    PrivateName("tensorflow", f"{_GRAPHS}.ops", "get_default_graph", "tensorflow.xla"),
+    PrivateName(
+        "tensorflow", f"{_GRAPHS}.func_graph", "FuncGraph", "tensorflow.messages.call_names"
+    ),
+    PrivateName(
+        "tensorflow",
+        "tensorflow.python.ops.control_flow_util",
+        "GraphOrParentsInXlaContext",
+        "tensorflow.xla",
+    ),
+    PrivateName(
+        "tensorflow",
+        "tensorflow.python.ops.resource_variable_ops",
+        "ResourceVariable",
+        "tensorflow.variables",
+    ),
+    PrivateName("tensorflow", _EAGER, "Function._function_cache", "tensorflow.workers"),
+    PrivateName(
+        "tensorflow",
+        "keras.src.api_export",
+        "REGISTERED_OBJS_TO_NAMES",
+        "tensorflow.sync_batch_norm",
+    ),
+    PrivateName(
+        "tensorflow",
+        "keras.src.saving.object_registration",
+        "GLOBAL_CUSTOM_NAMES",
+        "tensorflow.keras.optimizer",
+    ),
+    PrivateName("tensorflow", "keras.src.backend", "get_keras_mask", "tensorflow.pipedream.graph"),
+    *(
+        PrivateName("tensorflow", "keras.src.models.functional", name, "tensorflow.layer_times")
+        for name in (
+            "Functional",
+            "operation_fn",
+            "Functional._nodes_by_depth",
+            "Functional._outputs_struct",
+        )
+    ),
+    PrivateName("tensorflow", "keras", "Sequential._functional", "tensorflow.layer_times"),
+    PrivateName(
+        "tensorflow",
+        "keras.src.models.functional",
+        "Functional._inputs_struct",
+        "tensorflow.pipedream.graph",
+    ),
+    *(
+        PrivateName("tensorflow", "keras.src.trainers.trainer", name, "tensorflow.keras.patches")
+        for name in ("model_supports_jit", "Trainer")
+    ),
+    PrivateName(
+        "tensorflow", "keras.layers", "BatchNormalization._moments", "tensorflow.keras.patches"
+    ),
+    PrivateName(
+        "tensorflow",
+        "keras.layers",
+        "BatchNormalization._reduction_axes",
+        "tensorflow.sync_batch_norm",
+    ),
+    *(
+        PrivateName("tensorflow", "keras.layers", f"Layer.{name}", "tensorflow.keras.statistics")
+        for name in ("_flatten_layers", "_get_call_context", "_non_trainable_variables")
+    ),
+    *(
+        PrivateName(
+            "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.optimizer"
+        )
+        for name in (
+            "_accumulated_gradients",
+            "_check_variables_are_known",
+            "_get_variable_index",
+            "_iterations",
+            "_model_variables_moving_average",
+            "_trainable_variables",
+        )
+    ),
+    PrivateName(
+        "tensorflow",
+        "keras.optimizers",
+        "Optimizer._learning_rate",
+        "tensorflow.pipedream.updates",
+    ),
+)
+
+
+def check(adapter: str) -> None:
+    """Raise unless every private name that an adapter relies on is there.
+
+    Args:
+        adapter: ``"torch"`` or ``"tensorflow"``.
+
+    Raises:
+        ImportError: With the names that are gone, and the versions that are known to work.
+    """
+    gone = [row for row in ROWS if row.adapter == adapter and not row.exists]
+    if not gone:
+        return
+    names = "; ".join(f"{row.module}.{row.name} (for hvd_pipe.{row.user})" for row in gone)
+    libraries = sorted({row.library for row in gone})
+    have = ", ".join(f"{each} {_version(each)}" for each in libraries)
+    works = " ".join(f"{each}=={KNOWN_TO_WORK[each]}" for each in libraries)
+    raise ImportError(
+        f"hvd_pipe.{adapter} relies on private names that {have} does not have: {names}. "
+        f"Known to work: {works}. Install that, and build Horovod for it with `python "
+        "docker/build_horovod.py` in hvd_pipe's checkout."
+    )
+
+
+def _version(library: str) -> str:
+    for name in (library, f"{library}-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "(version not known)"

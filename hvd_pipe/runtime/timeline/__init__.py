@@ -1,0 +1,1 @@
+"""Record a running job's timeline, whatever its framework."""

@@ -1,0 +1,364 @@
+"""No rank waits for ever for one that is gone: it ends, and says who is gone and why.
+
+Open MPI waits for a stopped rank, and behind a cut link, for ever; Gloo gives up after half a
+minute with an error that names nobody. So the ranks keep a
+`hvd_pipe.runtime.watch.heartbeat` of their
+own, beside Horovod, until ``hvd.shutdown()``. A rank ends itself only when another is known to be
+lost *and* it has itself done nothing but wait for a while. Launchers then end the rest of the job.
+
+``HVD_PIPE_TIMEOUT`` is how many seconds a rank may be silent (120; 0 switches all of this off).
+Elastic jobs recover by themselves and have none of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import re
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from horovod.common.process_sets import ProcessSet
+
+import hvd_pipe
+from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.restarts import is_elastic
+from hvd_pipe.runtime.watch.door import Door, knock
+from hvd_pipe.runtime.watch.heartbeat import FIRST, Look, Peer
+from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch.threads import OtherThreads
+from hvd_pipe.runtime.watch.waits import Wait
+
+__all__ = ["Frames", "Job", "horovod_call", "is_library", "leave", "module_of", "start", "stop"]
+
+ENVIRONMENT_VARIABLE = "HVD_PIPE_TIMEOUT"
+DEFAULT_S = 120.0
+NEWS_S = 2.0  # how long news of a rank may take to come after Horovod's own error
+
+Frames = Mapping[int, FrameType]
+"""What each thread of this process is doing, by the thread's number."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a framework's adapter knows of the job and of this process.
+
+    Args:
+        ranks: All of them.
+        agreement: How they ask each other.
+        waits_for: Returns what the main thread waits for, or others that it waits for, when that
+            is other ranks; None when it is not.
+        failed_elsewhere: Whether an exception says that Horovod's communication has failed.
+        is_sure: Whether `waits_for` can tell a wait from a computation that takes long; where it
+            cannot, only what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
+    """
+
+    ranks: ProcessSet
+    agreement: Agreement
+    waits_for: Callable[[Frames], Wait | None]
+    failed_elsewhere: Callable[[BaseException], bool]
+    is_sure: Callable[[], bool] = lambda: True
+
+
+_reporter: Reporter | None = None
+_job: Job | None = None
+
+
+def start(job: Job) -> None:
+    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time.
+
+    Args:
+        job: This process's view of it.
+
+    Raises:
+        ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
+            decides for all (`HvdPipeError` elsewhere).
+    """
+    global _reporter, _job  # noqa: PLW0603 - one a process, as Horovod is
+    stop()
+    ranks, agreement = job.ranks, job.agreement
+    if ranks.size() == 1 or is_elastic():
+        return
+    rank: int = ranks.rank()
+    door: Door | None = None
+
+    def offer() -> dict[str, Any] | None:
+        nonlocal door
+        limit_s = _limit(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+        if limit_s == 0:
+            return None
+        with suppress(OSError):  # no port can be opened: the warning below says so
+            door = Door()
+        return {"limit_s": limit_s, "door": None if door is None else door.address}
+
+    name = "hvd_pipe.watchdog"
+    link: socket.socket | None = None
+    told: list[dict[str, Any]] = []
+    try:
+        offered = agreement.found_by_first(offer, f"{name}.offer", ranks)
+        if offered is None:
+            return
+        if rank != FIRST and offered["door"] is not None:
+            link = knock(offered["door"], rank)
+        met = rank == FIRST or link is not None
+        me = {"host": socket.gethostname(), "pid": os.getpid(), "met": met}
+        told = agreement.gather(me, f"{name}.met", ranks)
+    finally:
+        links = {} if door is None else door.close()
+        if link is not None:
+            links = {FIRST: link}
+        for other in list(links):
+            # A rank that had given up before it was let in holds no other end.
+            if not (told and told[other]["met"]):
+                links.pop(other).close()
+    peers = [Peer(number, one["host"], one["pid"]) for number, one in enumerate(told)]
+    missed = [str(peer) for peer in peers if not told[peer.rank]["met"]]
+    if missed and rank == FIRST:
+        warnings.warn(
+            f"{', '.join(missed[:3])}{' and others' if len(missed) > 3 else ''} cannot connect to "
+            f"{peers[FIRST]}: where one of them is stopped or its link is cut, nobody notices. "
+            f"Let TCP connections between these hosts through, or set {ENVIRONMENT_VARIABLE}=0 "
+            "to go without.",
+            stacklevel=3,
+        )
+    if links:
+        limit_s = offered["limit_s"]
+        process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
+        _reporter = Reporter(peers, rank, links, limit_s, process)
+        _job = job
+        _reporter.start()
+        _install()
+
+
+def leave() -> None:
+    """Tell the others that this rank goes, before Horovod shuts down."""
+    if _reporter is not None:
+        _reporter.leave()
+
+
+def stop() -> None:
+    """Watch no more, after Horovod has shut down."""
+    global _reporter  # noqa: PLW0603
+    if _reporter is not None:
+        _reporter.stop()
+    _reporter = None
+
+
+class _Process:
+    """What the heartbeat knows of this process; it asks from a thread of its own."""
+
+    def __init__(
+        self,
+        own_rank: int,
+        waits_for: Callable[[Frames], Wait | None],
+        patience_s: float = 0.0,
+    ) -> None:
+        self._rank = own_rank
+        self._find, self._patience_s = waits_for, patience_s
+        self._waits_for: Wait | None = None
+        self._since = time.monotonic()
+        self._threads = OtherThreads()
+
+    def look(self) -> Look:
+        frames = sys._current_frames()
+        waits_for = self._find(frames)
+        now = time.monotonic()
+        if waits_for != self._waits_for:
+            self._waits_for, self._since = waits_for, now
+        seconds = now - self._since
+        waits = waits_for is not None and seconds >= self._patience_s
+        joined = waits_for is not None and waits_for.joined
+        where = _line(frames.get(threading.main_thread().ident or 0))
+        return Look(where, waits, seconds, joined, self._threads.are_busy())
+
+    def say(self, text: str) -> None:
+        _say(text)
+
+    def end(self, text: str) -> None:
+        self.say(f"rank {self._rank} ends, as it waits for a rank that is lost: {text}")
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)
+
+
+def _say(text: str) -> None:
+    with suppress(Exception):  # nobody may be reading any more
+        sys.stderr.write(f"hvd_pipe: {text}\n")
+        sys.stderr.flush()
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module that a frame runs."""
+    return str(frame.f_globals.get("__name__"))
+
+
+_LIBRARIES = (
+    "<",  # <frozen runpy>
+    *hvd_pipe.__path__,
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+def horovod_call(frame: FrameType | None) -> list[str]:
+    """Return the functions of Horovod's that a thread is in, from the innermost on.
+
+    The user's own calls of Horovod are registered by nobody.
+    """
+    names = []
+    while frame is not None and module_of(frame).startswith("horovod."):
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether a frame runs code that is not the user's own."""
+    return _is_library(frame.f_code.co_filename)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is no user's own, wherever its library is installed.
+
+    >>> _is_library("/usr/lib/python3/dist-packages/torch/nn.py"), _is_library("/home/me/train.py")
+    (True, False)
+    """
+    folders = Path(file).parts
+    installed = "site-packages" in folders or "dist-packages" in folders
+    return installed or file.startswith(_LIBRARIES)
+
+
+def _line(frame: FrameType | None) -> str:
+    """Return the line of the user's own code that a thread is at, or the innermost one.
+
+    >>> _line(None)
+    ''
+    """
+    innermost = frame
+    while frame is not None:
+        if not is_library(frame):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _place(file: str, line: int) -> str:
+    return f"{Path(file).name}:{line}"
+
+
+def _limit(text: str) -> float:
+    """Read `ENVIRONMENT_VARIABLE`.
+
+    >>> _limit(""), _limit("0"), _limit("2.5")
+    (120.0, 0.0, 2.5)
+    """
+    try:
+        seconds = float(text or DEFAULT_S)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"{ENVIRONMENT_VARIABLE} must be a number of seconds, 0 for no limit, got {text!r}."
+        )
+    return seconds
+
+
+# What happens once a process: after a fork, at an exception, at the end.
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_before: _Hook | None = None
+_explained: BaseException | None = None
+
+
+def _install() -> None:
+    global _before, _explained  # noqa: PLW0603
+    _explained = getattr(sys, "last_value", None)  # it was shown before, and ended nothing
+    if _before is None:
+        os.register_at_fork(after_in_child=_forget)
+        _before, sys.excepthook = sys.excepthook, _on_exception
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+def _forget() -> None:
+    """Take no part in a forked child: a data loader's, say."""
+    global _reporter  # noqa: PLW0603
+    if _reporter is not None:
+        _reporter.close()
+    _reporter = None
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    """Return an exception in a line, with the last line of the user's own code.
+
+    TensorFlow's begin with "Graph execution error:", and have what was raised further down.
+    """
+    frames = traceback.extract_tb(trace)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    place = "".join(
+        f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (own or frames)[-1:]
+    )
+    first, *rest = str(error).split("\n")
+    inner = [line for line in rest if re.match(r"[A-Za-z_.]*(Error|Exception): .", line)]
+    text = inner[-1] if inner and first.rstrip().endswith(":") else first
+    return f"{kind.__name__}{': ' if text else ''}{text[:300]}{place}"
+
+
+def _on_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Explain an exception around what shows it."""
+    _tell_others(error)
+    assert _before is not None
+    _before(kind, error, trace)
+    _tell_user(error)
+
+
+def _at_exit() -> None:
+    """Leave; with an explanation, where a later `sys.excepthook` did not call this one's.
+
+    Python keeps the exception that it ends by, whatever shows it.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not None and error is not _explained and not _at_prompt():
+        _tell_others(error)
+        _tell_user(error)
+    leave()
+
+
+def _at_prompt() -> bool:
+    """Whether this is an interactive session, which shows an exception and goes on."""
+    return hasattr(sys, "ps1")
+
+
+def _failed_here(error: BaseException) -> bool:
+    return _job is None or not _job.failed_elsewhere(error)
+
+
+def _tell_others(error: BaseException) -> None:
+    """Tell the other ranks why this one ends."""
+    global _explained  # noqa: PLW0603
+    _explained = error
+    if _reporter is not None and not _at_prompt() and _failed_here(error):
+        _reporter.raised(_told(type(error), error, error.__traceback__))
+
+
+def _tell_user(error: BaseException) -> None:
+    """Tell the user why Horovod's communication has failed."""
+    if _reporter is None or _failed_here(error):
+        return
+    cause = _reporter.cause(NEWS_S)
+    if cause is not None:
+        _say(f"rank {_reporter.me} failed because of another: {cause}")

@@ -1,0 +1,149 @@
+"""Measure a running job: when each gradient becomes ready, and what an all-reduce costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.mpi_ops import ProcessSet, Sum
+
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.runtime import comm_probe
+from hvd_pipe.runtime.agreement import allocated_everywhere
+from hvd_pipe.tensorflow.agree import largest
+
+__all__ = ["ReadyTimes", "measure_comm", "noted"]
+
+
+class ReadyTimes:
+    """Moments at which gradients become ready, over some steps of a graph.
+
+    Args:
+        places: How many gradients there are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._moments: dict[int, float] = {}
+        self._seconds_by_step: list[list[float]] = []
+        self._places = places
+
+    @property
+    def steps(self) -> int:
+        """Steps recorded so far."""
+        return len(self._seconds_by_step)
+
+    def watched(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the gradients, each behind an operation that notes when it is there."""
+        return {
+            place: gradient
+            if isinstance(gradient, tf.IndexedSlices)
+            else self._mark(place, gradient)
+            for place, gradient in gradients.items()
+        }
+
+    def _mark(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
+        return noted([gradient], partial(self._note, place))[0]
+
+    def _note(self, place: int) -> None:
+        self._moments[place] = time.perf_counter()
+
+    def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return the averages, which are of no interest here."""
+        return gradients
+
+    def updated(self, variables: Sequence[tf.Variable]) -> None:
+        """Note the end of an update, which is of no interest either."""
+
+    def end_step(self) -> None:
+        """Close a step; a gradient that was not computed counts as ready with the last."""
+        if not self._moments:
+            return
+        moments, self._moments = self._moments, {}
+        first, last = min(moments.values()), max(moments.values())
+        self._seconds_by_step.append(
+            [moments.get(place, last) - first for place in range(self._places)]
+        )
+
+    def seconds(self) -> list[float]:
+        """Return the median over steps of each gradient's ready time, from the first one's."""
+        medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
+        return medians
+
+
+def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:
+    """Return the tensors as they are, each of them there when all are, and that has been noted.
+
+    TensorFlow gives what has effects an order of its own, that of the program, in which a gradient
+    would wait for all that were traced before. So the note claims to have none, and a zero that it
+    returns is added: what no value depends on is not computed.
+
+    Args:
+        tensors: Of a graph, or eager ones.
+        note: Called at that moment.
+    """
+
+    def call(*some: Any) -> Any:
+        note()
+        return np.int32(0)
+
+    some = [tf.reshape(each, [-1])[:1] for each in tensors]
+    zero = tf.numpy_function(call, some, tf.int32, stateful=False)
+    zero.set_shape([])
+    return [each + tf.cast(zero, each.dtype) for each in tensors]
+
+
+def measure_comm(largest_bytes: int, process_set: ProcessSet, tag: str) -> CommModel:
+    """Time all-reduces as `runtime.comm_probe.measure_comm` does; on all ranks, outside a graph.
+
+    Args:
+        largest_bytes: The size of the largest message that matters, in bytes.
+        process_set: The ranks that take part.
+        tag: Begins the names of the messages.
+    """
+    return comm_probe.measure_comm(largest_bytes, _Sender(process_set, tag))
+
+
+class _Sender:
+    """Sends messages through TensorFlow's Horovod; see `hvd_pipe.runtime.comm_probe.Sender`."""
+
+    def __init__(self, process_set: ProcessSet, tag: str) -> None:
+        self._process_set, self._tag = process_set, tag
+        self._buffer = tf.zeros([0])
+
+    def allocate(self, count: int) -> None:
+        self._buffer = allocated_everywhere(
+            lambda: tf.zeros([count]), 4 * count, self._process_set, self.largest
+        )
+
+    def seconds(self, size: int, n: int) -> float:
+        send = self._sending(n)
+        parts = tf.split(self._buffer[: n * size // 4], n)
+        send.get_concrete_function(*parts)  # traced before the clock starts
+        start = time.perf_counter()
+        tf.group(send(*parts))
+        return time.perf_counter() - start
+
+    def _sending(self, n: int) -> Any:
+        @tf.function  # type: ignore[untyped-decorator]
+        def send(*parts: tf.Tensor) -> list[tf.Tensor]:
+            return [
+                mpi_ops._allreduce(
+                    part,
+                    name=f"{self._tag}.{part.shape[0]}.{i}",
+                    op=Sum,
+                    prescale_factor=1.0 + i,  # Horovod does not fuse messages that differ in this
+                    ignore_name_scope=True,
+                    process_set=self._process_set,
+                )
+                for i, part in enumerate(parts)
+            ]
+
+        return send
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        return largest(values, f"{self._tag}.largest", self._process_set)

@@ -1,0 +1,227 @@
+"""How one flat buffer is reduced over the ranks, as operations of a graph or at once.
+
+Horovod's operations are asynchronous: in a graph, each starts when its input is there, and what
+does not depend on its output goes on. Names are what ranks meet under, so they are given, and
+unique among what can be in flight together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce as fold
+from typing import Any
+
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
+
+from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.tensorflow.checking import delayed
+from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.messages.call_names import call_name
+from hvd_pipe.tensorflow.variables import variable
+
+__all__ = ["Feedback", "Reduction"]
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What encoding a message has lost so far; it is added to what is encoded next.
+
+    Args:
+        sent: Lost where this rank encoded its own values; a float32 row for each rank.
+        reduced: Lost where it encoded the sums of its own slice; one row.
+    """
+
+    sent: tf.Variable
+    reduced: tf.Variable
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings.
+
+    Args:
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        gradient_predivide_factor: Divides before the sum, and n over it after.
+        compression: One of ``hvd.Compression``.
+        process_set: The ranks that take part.
+        device: Where dense buffers are reduced; empty for where Horovod likes it.
+    """
+
+    op: Any = Average
+    gradient_predivide_factor: float = 1.0
+    compression: Any = Compression.none
+    process_set: ProcessSet = global_process_set
+    device: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has nobody to reduce with, or is no member of the process set."""
+        return not self.process_set.included() or bool(self.process_set.size() == 1)
+
+    @property
+    def workers(self) -> int:
+        """How many ranks reduce."""
+        return 1 if self.alone else int(self.process_set.size())
+
+    @property
+    def codec(self) -> Codec | None:
+        """What encodes the buffer; None where Horovod sums what travels."""
+        return self.compression if isinstance(self.compression, Codec) else None
+
+    def ratio(self, dtype: tf.DType) -> float:
+        """Return the bytes that are sent over the bytes of a buffer of this dtype."""
+        if self.codec is not None:
+            return self.codec.nbytes(2**20) / (2**20 * int(dtype.size))
+        wire, _ = self.compression.compress(tf.zeros([1], dtype))
+        return float(wire.dtype.size / dtype.size)
+
+    def cost(self, dtype: tf.DType) -> CodecCost:
+        """Return what compression costs a buffer of this dtype."""
+        if self.codec is None:
+            return CodecCost("wire", self.ratio(dtype))
+        known = CODECS["int8" if isinstance(self.codec, Int8) else "bf16"]
+        return replace(known, ratio=self.ratio(dtype))
+
+    def lossless(self) -> Reduction:
+        """Return the same without compression."""
+        return replace(self, compression=Compression.none)
+
+    def feedback(self, numel: int) -> Feedback | None:
+        """Return what error feedback of buffers of ``numel`` elements starts with, if wanted."""
+        if self.codec is None or not self.codec.error_feedback or self.alone:
+            return None
+        size = _slice(numel, self.workers, self.codec.chunk)
+        sent, reduced = (
+            variable([rows, size], tf.float32, f"hvd_pipe.lost.{rows}")
+            for rows in (self.workers, 1)
+        )
+        return Feedback(sent, reduced)
+
+    def wire_bytes(self, numel: int, dtype: tf.DType) -> int:
+        """Return the bytes that a rank sends for a buffer of ``numel`` elements."""
+        if self.codec is None:
+            return round(numel * int(dtype.size) * self.ratio(dtype))
+        return self.workers * self.codec.nbytes(_slice(numel, self.workers, self.codec.chunk))
+
+    def reduce(
+        self,
+        flat: tf.Tensor,
+        name: str,
+        feedback: Feedback | None = None,
+        *,
+        fresh: bool = True,
+    ) -> tf.Tensor:
+        """Return the reduced buffer: the same bits on every rank.
+
+        Args:
+            flat: One-dimensional, of a known size.
+            name: The same on all ranks.
+            feedback: What `feedback` has returned for this message.
+            fresh: Whether its values have just become ready, as a timeline shows it.
+        """
+        if self.alone:
+            return tf.identity(flat)
+        name = call_name(name)
+        step, flat = timeline.current(), delayed(flat)
+        if step is None:
+            return delayed(self._reduce(flat, name, feedback))
+        message = step.launch(flat, name, self.wire_bytes(flat.shape[0], flat.dtype), fresh)
+        arrived = self._reduce(flat, name, feedback)
+        step.land(message, arrived)
+        return delayed(arrived)
+
+    def _reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
+        name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word
+        with tf.device(self.device):
+            if self.codec is not None:
+                return self._exchange(self.codec, flat, name, feedback)
+            wire, context = self.compression.compress(flat)
+            factor = self.gradient_predivide_factor if self.op == Average else 1.0
+            arrived = mpi_ops._allreduce(
+                wire,
+                name=name,
+                op=self.op,
+                prescale_factor=1.0 / factor,
+                postscale_factor=factor,
+                ignore_name_scope=True,
+                process_set=self.process_set,
+            )
+            return self.compression.decompress(arrived, context)
+
+    def gather(self, sparse: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
+        """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
+        if self.alone:
+            return sparse
+        name = call_name(name)
+        step, message = timeline.current(), None
+        if step is not None:
+            nbytes = sum(
+                tf.size(part, tf.int64) * part.dtype.size
+                for part in (sparse.values, sparse.indices)
+            )
+            message = step.launch(sparse.values, name, nbytes, fresh=True)
+        parts = [
+            mpi_ops.allgather(
+                part,
+                f"HorovodAllgather.{name}.{kind}",
+                ignore_name_scope=True,
+                process_set=self.process_set,
+            )
+            for kind, part in (("values", sparse.values), ("indices", sparse.indices))
+        ]
+        if step is not None and message is not None:
+            step.land(message, parts[0])
+        values = parts[0] / self.workers if self.op == Average else parts[0]
+        return tf.IndexedSlices(values, parts[1], sparse.dense_shape)
+
+    def _exchange(
+        self, codec: Codec, flat: tf.Tensor, name: str, feedback: Feedback | None
+    ) -> tf.Tensor:
+        """Reduce what cannot be summed as it travels, in two phases.
+
+        Rank r of n owns slice r of the buffer: it gets everyone's code of that, sums, and all
+        gather the code of the sums. Every rank decodes the same bytes in the second phase, its own
+        slice too, so that all end with the same bits.
+        """
+        workers, numel = self.workers, flat.shape[0]
+        size = _slice(numel, workers, codec.chunk)
+        padded = tf.pad(tf.cast(flat, tf.float32), [[0, workers * size - numel]])
+        rows = tf.reshape(padded, [workers, size])
+        code = _encode(codec, rows, None if feedback is None else feedback.sent)
+        received = mpi_ops.alltoall(
+            code, name=name, ignore_name_scope=True, process_set=self.process_set
+        )
+        received = tf.ensure_shape(received, code.shape)
+        own = fold(tf.add, tf.unstack(codec.decode(received)))  # in the order of ranks
+        if self.op == Average:
+            own = own / workers
+        reply = _encode(codec, own[None], None if feedback is None else feedback.reduced)
+        gathered = mpi_ops.allgather(
+            reply, f"{name}.reduced", ignore_name_scope=True, process_set=self.process_set
+        )
+        gathered = tf.ensure_shape(gathered, [workers, *reply.shape[1:]])
+        return tf.cast(tf.reshape(codec.decode(gathered), [-1])[:numel], flat.dtype)
+
+
+def _slice(numel: int, workers: int, chunk: int) -> int:
+    """Return the size of the equal slices of whole chunks that hold a buffer.
+
+    >>> _slice(1000, 3, 256), _slice(1, 3, 256)
+    (512, 256)
+    """
+    return -(-numel // (chunk * workers)) * chunk
+
+
+def _encode(codec: Codec, rows: tf.Tensor, lost: tf.Variable | None) -> tf.Tensor:
+    """Return the code of rows, and of what was lost of them before, if that is kept."""
+    if lost is None:
+        return codec.encode(rows)
+    rows = rows + lost
+    code = codec.encode(rows)
+    rest = rows - codec.decode(code)
+    # A message that overflowed is not repaired by later ones.
+    lost.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
+    return code

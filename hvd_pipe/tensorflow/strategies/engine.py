@@ -1,0 +1,219 @@
+"""What all strategies share: gradients in, what the optimizer may apply out.
+
+One engine belongs to one optimizer or tape. It is asked at these moments, mostly while a graph is
+traced, so that what it does becomes operations of the step::
+
+    exchange(gradients) -> Due     this rank's gradients; Due says what is to be applied, and when
+    before_update()                right before the update
+    after_step(peek)               when the update has been made, or left out
+    drain(update)                  now, outside any graph: finish what is in flight
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import rank
+
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.tensorflow.checking import Replicas
+from hvd_pipe.tensorflow.messages.reduction import Reduction
+from hvd_pipe.tensorflow.strategies.packing import Shapes
+
+__all__ = [
+    "LOST",
+    "Arrays",
+    "Due",
+    "Engine",
+    "Gradients",
+    "Momentum",
+    "Peek",
+    "Settings",
+    "all_finite",
+    "identity",
+    "raw",
+    "restore",
+]
+
+Gradients = Mapping[int, Any]
+"""Dense tensors, or ``tf.IndexedSlices``, by place."""
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""What is in flight, by name; of this rank."""
+
+LOST = "lost."
+"""Begins the names of what codecs have left over, which means nothing on another rank."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """A variable of the optimizer that has a value for each value of a model variable.
+
+    Args:
+        variable: It.
+        name: Of its model variable, and of what it is.
+        nonnegative: Whether the optimizer takes a root of it.
+    """
+
+    variable: tf.Variable
+    name: str
+    nonnegative: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' places.
+
+    Args:
+        shapes: Names, shapes and dtypes of all variables, in an order that all ranks share.
+        variables: These variables.
+        reduction: How gradients are reduced.
+        tag: Begins the names of all messages.
+        sparse: Places of the gradients that travel as they are, sparse.
+        groups: Gradients that the user groups by hand (places), or None.
+        momenta: The owner's momenta of these variables; none for a tape.
+    """
+
+    shapes: Shapes
+    variables: Sequence[Any]
+    reduction: Reduction
+    tag: str
+    sparse: frozenset[int] = frozenset()
+    groups: Sequence[Sequence[int]] | None = None
+    momenta: Sequence[Momentum] = ()
+
+    @property
+    def dense(self) -> list[int]:
+        """The places whose gradients travel in buckets."""
+        return [place for place in range(len(self.shapes)) if place not in self.sparse]
+
+
+@dataclass(frozen=True)
+class Peek:
+    """What prediction asks of the user's optimizer.
+
+    Args:
+        state: Its variables.
+        update: Applies gradients, by place.
+    """
+
+    state: Sequence[tf.Variable]
+    update: Callable[[Gradients], None]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What the optimizer may apply in this step.
+
+    Args:
+        gradients: By place.
+        when: A bool tensor, the same on all ranks; None where there always is an update.
+    """
+
+    gradients: Gradients
+    when: tf.Tensor | None = None
+
+
+class Engine(abc.ABC):
+    """One strategy at work; see the module's docstring."""
+
+    name: str
+    is_local = False
+    """Whether an update applies this rank's own gradients."""
+    keeps_equal = True
+    """Whether all ranks have the same weights after every step."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._replicas: Replicas | None = None
+        if not check_mode.active.on:
+            return
+        check_mode.active.begin(int(rank()))
+        shown = all(hasattr(each, "read_value") for each in settings.variables)
+        if shown and not settings.reduction.alone:
+            self._replicas = Replicas(
+                settings.shapes.names,
+                settings.variables,
+                settings.tag,
+                settings.reduction.process_set,
+            )
+
+    def compare_replicas(self, due: Gradients) -> None:
+        """Under ``HVD_PIPE_CHECK``, compare weights and due gradients every some steps."""
+        if self._replicas is None or self.is_local or not self.keeps_equal:
+            return
+        # What is sparse is equal where the weights are.
+        dense = [due[place] for place in self.settings.dense]
+        self._replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
+
+    @abc.abstractmethod
+    def exchange(self, gradients: Gradients) -> Due:
+        """Send this rank's gradients and return what is due."""
+
+    def before_update(self) -> None:  # noqa: B027 - most have nothing to do
+        """Prepare the variables for the update, or for the step that has none."""
+
+    def after_step(self, peek: Peek | None = None) -> None:  # noqa: B027 - most do nothing
+        """Go on after the update, or after the step that had none.
+
+        Args:
+            peek: What the owner's update does, and its variables; None for a tape.
+        """
+
+    @abc.abstractmethod
+    def drain(self, update: Callable[[Gradients], None]) -> None:
+        """Finish what is in flight, on all ranks; ``update`` applies gradients."""
+
+    def equalise(self, variables: Sequence[Any]) -> None:  # noqa: B027 - most have equal ones
+        """Make moving averages of the model equal on all ranks, after `drain`."""
+
+    def state(self) -> Arrays:
+        """Return what is in flight; waits for what has been sent."""
+        return {}
+
+    def load(self, state: Arrays) -> None:  # noqa: B027 - the same
+        """Go on from a `state`, of the same engine on the same variables; {} holds nothing."""
+
+    def is_ahead(self) -> bool:
+        """Whether an average is in flight that the model has not had."""
+        return False
+
+    def settle(self) -> None:  # noqa: B027 - most have nothing to do
+        """Wait for what this rank has sent, so that no other waits for it in vain."""
+
+    def forget(self) -> None:  # noqa: B027 - the same
+        """Wait for nothing that was sent: after a failure it may never arrive."""
+
+    def share(self) -> None:  # noqa: B027 - the same
+        """Make what is in flight, or the models, equal on all ranks; between two steps."""
+
+
+def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Return whether all values of all tensors are finite; also where there are no tensors."""
+    found = [tf.reduce_all(tf.math.is_finite(each)) for each in values]
+    return tf.reduce_all(tf.stack([tf.constant(True), *found]))
+
+
+def raw(each: Any) -> Any:
+    """Return the ``tf.Variable`` of a Keras variable."""
+    return each.value if hasattr(each, "value") and not callable(each.value) else each
+
+
+def identity(each: Any) -> int:
+    """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
+    return id(raw(each))
+
+
+def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
+    """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
+    for name, each in variables.items():
+        found = state.get(name)
+        if found is None or tuple(found.shape) != tuple(each.shape):
+            found = np.zeros(each.shape)
+        each.assign(found.astype(each.dtype.as_numpy_dtype))

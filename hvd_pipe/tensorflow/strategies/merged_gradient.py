@@ -1,0 +1,102 @@
+"""MG-WFBP: gradients travel in buckets, each of which leaves when its last gradient is there.
+
+In a graph, Horovod's operations start when their input is ready, so a bucket's all-reduce overlaps
+the rest of the backward pass. Which gradients share a bucket is planned from their measured ready
+times (`replan`); until then, and where nothing measures, in reverse order of
+the variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes
+from hvd_pipe.tensorflow.messages.residuals import Residuals
+from hvd_pipe.tensorflow.strategies.engine import (
+    Arrays,
+    Due,
+    Engine,
+    Gradients,
+    Peek,
+    Settings,
+    restore,
+)
+from hvd_pipe.tensorflow.strategies.packing import (
+    DEFAULT_BUCKET_BYTES,
+    Packing,
+    default_groups,
+    plan_groups,
+)
+
+__all__ = ["MergedGradientEngine"]
+
+
+class MergedGradientEngine(Engine):
+    """Synchronous SGD: all buckets of a step are averaged before its update."""
+
+    name = MergedGradient.name
+
+    def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
+        super().__init__(settings)
+        self.times: ReadyTimes | None = None
+        """Set while times are recorded; graphs that are traced meanwhile note them."""
+        self.adopt(first_plan(settings, strategy) if plan is None else plan)
+
+    def adopt(self, plan: Plan | None) -> None:
+        """Take the plan's buckets; graphs that were traced before keep theirs.
+
+        What a codec has left over of the buckets before is dropped. None is for no gradients.
+        """
+        settings = self.settings
+        groups = []
+        if plan is not None and settings.dense:
+            groups = plan_groups(plan, settings.shapes, settings.dense)
+        self.plan, self._packing = plan, Packing(settings.shapes, groups)
+        self._residuals = Residuals(settings.reduction, self._packing)
+
+    def exchange(self, gradients: Gradients) -> Due:
+        reduction, tag = self.settings.reduction, self.settings.tag
+        if self.times is not None:
+            gradients = self.times.watched(gradients)
+        flats = self._packing.pack(gradients)
+        reduced = [
+            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
+            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
+        ]
+        found = dict(self._packing.unpack(reduced))
+        for place in self.settings.sparse:
+            found[place] = reduction.gather(gradients[place], f"{tag}.sparse.{place}")
+        return Due(found if self.times is None else self.times.arrived(found))
+
+    def after_step(self, peek: Peek | None = None) -> None:
+        if self.times is not None:
+            self.times.updated(self.settings.variables)
+
+    def drain(self, update: Callable[[Gradients], None]) -> None:
+        """Nothing is ever in flight between two steps."""
+
+    def state(self) -> Arrays:
+        return self._residuals.state()
+
+    def load(self, state: Arrays) -> None:
+        restore(self._residuals.named, state)
+
+
+def first_plan(settings: Settings, strategy: MergedGradient) -> Plan | None:
+    """Return the plan that needs no measurement; None where no gradient is sent."""
+    if not len(settings.shapes):
+        return None
+    groups = settings.groups
+    method = "given"
+    if groups is None:
+        limit: int | None = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        method = "bytes"
+        if strategy.plan in ("wfbp", "single"):
+            limit, method = (1 if strategy.plan == "wfbp" else None), str(strategy.plan)
+        groups = default_groups(settings.shapes, settings.dense, limit)
+    names = settings.shapes.names
+    if not groups:  # all gradients are sparse
+        return Plan(((names[0],),), method)
+    return Plan(tuple(tuple(names[i] for i in group) for group in groups), method)

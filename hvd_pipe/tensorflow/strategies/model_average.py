@@ -1,0 +1,283 @@
+"""What CoCoD sends: flat vectors of models, and what becomes of them, outside of any graph.
+
+    start(x_i)    the models as they are leave, in a thread of their own
+    finish(x_i)   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
+                  pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
+
+With compression, the first round sends models as they are, and all others ``x_i - (last round's
+mean)``: what is lost then is a part of a small difference, not of the model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow.compression import Compression
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
+from hvd_pipe.tensorflow.strategies.engine import LOST, Arrays, restore
+
+__all__ = ["ModelAverage", "wide"]
+
+Flats = Sequence[tf.Tensor]
+
+_KINDS = ("start", "sent", "base", "anchor", "velocity")
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+class ModelAverage:
+    """Averages flat vectors behind a round of local steps.
+
+    Args:
+        reduction: How they are averaged.
+        strategy: Its weights, and what `finish` does.
+        sizes: How many elements each vector has.
+        tag: Begins the messages' names.
+        nonnegative: For each vector, whether its values may not become negative; none of them by
+            default.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        strategy: CoCoD,
+        sizes: Sequence[int],
+        tag: str,
+        nonnegative: Sequence[bool] | None = None,
+    ) -> None:
+        self._reduction = reduction
+        self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
+        self._nonnegative = nonnegative or [False] * len(sizes)
+        self._is_lossy = reduction.compression is not Compression.none and not reduction.alone
+        weights = strategy.weights
+        self._factor = 1.0
+        if weights and not reduction.alone:
+            mine = weights[reduction.process_set.rank()]
+            self._factor = mine * len(weights) / sum(weights)
+        self._feedback: list[Feedback | None] = [reduction.feedback(size) for size in sizes]
+        self._sizes = list(sizes)
+        nothing = [None] * len(self._feedback)
+        self._name = f"{tag}.round"
+        self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
+        self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
+        self._courier = _courier()
+        self._sent: Future[list[tf.Tensor]] | None = None
+        self._asked = 0.0
+        self._changing = threading.Lock()
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._arrivals = tf.queue.FIFOQueue(1, [tf.bool], [()], name=f"{tag}.arrivals")
+        self._start: list[tf.Tensor] = []
+        self._base: list[tf.Tensor] = []
+        self._anchor: list[tf.Tensor] = []
+        self._velocity: list[tf.Tensor] = []
+
+    def weigh(self, flat: tf.Tensor) -> tf.Tensor:
+        """Return what this rank sends so that a plain mean over the ranks is the weighted one."""
+        return flat if self._factor == 1.0 else flat * tf.cast(self._factor, flat.dtype)
+
+    def start(self, flats: Flats) -> None:
+        """Send a snapshot."""
+        self._start = [tf.identity(flat) for flat in flats]
+        outgoing, average = [wide(flat) for flat in self._start], self._average
+        if self._base:
+            outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
+        elif self._is_lossy:
+            average = self._average_exactly
+        if timeline.active is not None:
+            timeline.active.ready(self._name)
+        self._leave()
+        self._sent = self._courier.submit(average, *outgoing)
+        self._sent.add_done_callback(self._announce)
+
+    def ask(self) -> None:
+        """Note, for a timeline, that the round's end waits from now on."""
+        if timeline.active is not None:
+            self._asked = timeline.active.now()
+
+    def arrival(self) -> tf.Tensor:
+        """Wait, as an operation of a graph, until what `start` has sent is there for `finish`.
+
+        `finish` would wait as well, but in one of the threads that run operations, of which the
+        average needs one itself: there may be one in all. Waiting for a queue takes none.
+        """
+        return self._arrivals.dequeue()
+
+    def finish(self, flats: Flats) -> list[tf.Tensor]:
+        """Return the models that the next round starts with; after `arrival`."""
+        means = self._arrive()
+        ends = [wide(flat) for flat in flats]
+        if self._alpha is None:
+            starts = [wide(flat) for flat in self._start]
+            found = [m + (x - s) for m, x, s in zip(means, ends, starts, strict=True)]
+        else:
+            pull = self._alpha
+            anchors = self._moved(means)
+            found = [x - pull * (x - z) for x, z in zip(ends, anchors, strict=True)]
+        found = [
+            tf.maximum(x, 0) if clamp else x
+            for x, clamp in zip(found, self._nonnegative, strict=True)
+        ]
+        return [tf.cast(x, flat.dtype) for x, flat in zip(found, flats, strict=True)]
+
+    def average_now(self, flats: Flats) -> list[tf.Tensor]:
+        """Return the average of the models as they are, the same bits on every rank."""
+        self.settle()
+        means = self._average_exactly(*(wide(flat) for flat in flats))
+        self._leave()
+        self._start = []
+        self._base = means if self._is_lossy else []
+        return [tf.cast(mean, flat.dtype) for mean, flat in zip(means, flats, strict=True)]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a round is on, which `finish` ends."""
+        return self._sent is not None
+
+    def settle(self) -> None:
+        """Wait for what has been sent."""
+        if self._sent is not None:
+            self._sent.result()
+
+    def forget(self) -> None:
+        """Wait for nothing that was sent, and keep it from whatever comes."""
+        self._leave()
+        self._start = []
+        self._courier.shutdown(wait=False)
+        self._courier = _courier()
+
+    def state(self) -> Arrays:
+        """Return copies of what the coming rounds need; waits for what has been sent."""
+        kinds = {
+            "start": self._start,
+            "sent": self._sent.result() if self._sent is not None else [],
+            "base": self._base,
+            "anchor": self._anchor,
+            "velocity": self._velocity,
+        }
+        found = {
+            f"{kind}.{i}": np.array(flat)
+            for kind, flats in kinds.items()
+            for i, flat in enumerate(flats)
+        }
+        return {**found, **{name: each.numpy() for name, each in self._lost().items()}}
+
+    def load(self, state: Arrays) -> None:
+        """Go on from a `state`; one of other sizes holds nothing that means something here."""
+        self.settle()
+        sizes = {f".{i}": size for i, size in enumerate(self._sizes)}
+        if any(
+            each.size != sizes.get(name.removeprefix(kind))
+            for name, each in state.items()
+            for kind in _KINDS
+            if name.startswith(f"{kind}.")
+        ):
+            state = {}
+
+        def flats(kind: str) -> list[tf.Tensor]:
+            count = sum(name.startswith(f"{kind}.") for name in state)
+            return [tf.constant(state[f"{kind}.{i}"]) for i in range(count)]
+
+        self._start, self._base = flats("start"), flats("base")
+        self._anchor, self._velocity = flats("anchor"), flats("velocity")
+        self._leave()
+        sent = flats("sent")
+        if sent:
+            self._sent = Future()
+            self._sent.set_result(sent)
+            self._announce(self._sent)
+        restore(self._lost(), state)
+
+    def _announce(self, sent: Future[list[tf.Tensor]]) -> None:
+        with self._changing:
+            if sent is self._sent:
+                self._arrivals.enqueue(True)
+
+    def _leave(self) -> None:
+        """Let nobody wait for, or find, what has been sent."""
+        with self._changing:
+            self._sent = None
+            if int(self._arrivals.size()):
+                self._arrivals.dequeue()
+
+    def _lost(self) -> dict[str, tf.Variable]:
+        """The variables of what encoding has lost, by the names that they have in a `state`."""
+        return {
+            f"{LOST}{kind}.{i}": getattr(feedback, kind)
+            for i, feedback in enumerate(self._feedback)
+            if feedback is not None
+            for kind in ("sent", "reduced")
+        }
+
+    def _arrive(self) -> list[tf.Tensor]:
+        assert self._sent is not None
+        means, self._sent = self._sent.result(), None
+        if timeline.active is not None:
+            timeline.active.waited(self._asked, self._name)
+        if self._base:
+            means = [mean + base for mean, base in zip(means, self._base, strict=True)]
+        if self._is_lossy:
+            self._base = means
+        return means
+
+    def _averaging(
+        self, kind: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]
+    ) -> Any:
+        """Return a function that averages flats.
+
+        A graph of its own: outside of graphs, TensorFlow forgets the names of operations, by which
+        ranks meet, and this runs beside whatever else sends.
+        """
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def average(*flats: tf.Tensor) -> list[tf.Tensor]:
+            return [
+                reduction.reduce(self.weigh(flat), f"{kind}.{i}", feedback)
+                for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
+            ]
+
+        def shown(*flats: tf.Tensor) -> Any:
+            trace = timeline.active
+            if trace is None or reduction.alone:
+                return average(*flats)
+            average.get_concrete_function(*flats)  # traced before the message leaves
+            flights = [
+                trace.launched(f"{kind}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
+                for i, flat in enumerate(flats)
+            ]
+            found = average(*flats)
+            for flight in flights:
+                flight.land()
+            return found
+
+        return shown
+
+    def _moved(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the anchors after v = beta v + (mean - z), z = z + v."""
+        if not self._beta:
+            return list(means)
+        if not self._anchor:
+            self._anchor = list(means)
+            self._velocity = [tf.zeros_like(mean) for mean in means]
+        self._velocity = [
+            self._beta * v + (mean - z)
+            for v, mean, z in zip(self._velocity, means, self._anchor, strict=True)
+        ]
+        self._anchor = [z + v for z, v in zip(self._anchor, self._velocity, strict=True)]
+        return self._anchor
+
+
+def _courier() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
+
+
+def wide(flat: tf.Tensor) -> tf.Tensor:
+    """Half-precision models are averaged in float32, and rounded once a round."""
+    return tf.cast(flat, tf.float32) if flat.dtype in _HALF else flat

@@ -1,0 +1,202 @@
+"""Pipe-SGD: last step's gradients are averaged behind all of this step.
+
+    step t's graph   read pending (g[t-1]) -> all-reduce ------------------.
+                     forward ... backward -> g[t] -> assign to pending     |
+                                                        update with mean g[t-1]
+
+The all-reduce depends on a variable alone, so it starts with the graph and overlaps all of it. The
+assignment waits for it: a message of this name must have arrived before the next is sent. The
+first pipelined step has nothing to apply and makes no update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Sum
+
+from hvd_pipe.strategy import PipeSGD
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.messages.residuals import Residuals
+from hvd_pipe.tensorflow.strategies.engine import (
+    Arrays,
+    Due,
+    Engine,
+    Gradients,
+    Peek,
+    Settings,
+    all_finite,
+    restore,
+)
+from hvd_pipe.tensorflow.strategies.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
+from hvd_pipe.tensorflow.strategies.prediction import Prediction
+from hvd_pipe.tensorflow.variables import variable
+
+__all__ = ["PipeSGDEngine"]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class PipeSGDEngine(Engine):
+    """Staleness one on every rank: an update applies the average of the step before."""
+
+    name = PipeSGD.name
+
+    def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
+        super().__init__(settings)
+        groups = settings.groups
+        if groups is None:
+            limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+            groups = default_groups(settings.shapes, settings.dense, limit)
+        self._warmup_steps = strategy.warmup_steps
+        self._packing = Packing(settings.shapes, groups)
+        self._residuals = Residuals(settings.reduction, self._packing)
+        self._pending = [
+            variable([size], dtype, f"{settings.tag}.pending.{i}")
+            for i, (size, dtype) in enumerate(
+                zip(self._packing.sizes, self._packing.dtypes, strict=True)
+            )
+        ]
+        self._is_pending = variable([], tf.bool, f"{settings.tag}.is_pending")
+        self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
+        self._guess = strategy.prediction
+        self.keeps_equal = strategy.prediction != "local"
+        self._ahead: Prediction | None = None
+        if strategy.prediction != "none":
+            self._ahead = Prediction(settings.variables, settings.tag)
+        self._step: tuple[Gradients, Due] = ({}, Due({}))
+
+    def exchange(self, gradients: Gradients) -> Due:
+        fresh = self._packing.pack(gradients)
+        step = timeline.current()
+        if step is not None and not self.settings.reduction.alone:
+            for i, flat in enumerate(fresh):
+                step.ready(flat, f"{self.settings.tag}.gradients.{i}")
+        outgoing = [each.read_value() for each in self._pending]
+        was_pending = self._is_pending.read_value()
+        warm: tf.Tensor | None = None
+        if self._warmup_steps:
+            # One message for both: whichever goes out, it starts as soon as it is there.
+            warm = self._rounds < self._warmup_steps
+            kept, now = outgoing, fresh
+            outgoing = [
+                tf.cond(warm, lambda i=i: now[i], lambda i=i: kept[i]) for i in range(len(kept))
+            ]
+        arrived = self._reduce(outgoing)
+        with tf.control_dependencies(arrived):
+            for each, flat in zip(self._pending, fresh, strict=True):
+                each.assign(flat)
+        self._is_pending.assign(True if warm is None else tf.logical_not(warm))
+        self._rounds.assign_add(1)
+        when = was_pending if warm is None else tf.logical_or(warm, was_pending)
+        due = Due(self._packing.unpack(arrived), when)
+        self._step = (gradients, due)
+        return due
+
+    def before_update(self) -> None:
+        if self._ahead is not None:
+            self._ahead.back()
+
+    def after_step(self, peek: Peek | None = None) -> None:
+        gradients, due = self._step
+        self._step = ({}, Due({}))
+        if self._ahead is None or peek is None:
+            return
+        wanted = self._is_pending
+        if self._guess == "previous":
+            guess, wanted = due.gradients, tf.logical_and(wanted, due.when)
+        else:
+            factor = self.settings.reduction.workers if self.settings.reduction.op == Sum else 1
+            guess = {place: factor * gradient for place, gradient in gradients.items()}
+        ahead = self._ahead
+        # A guess that is not finite would ruin the next gradient, and with it the next guess.
+        wanted = tf.logical_and(wanted, all_finite(guess.values()))
+
+        def lead() -> Any:
+            ahead.lead(peek.state, lambda: peek.update(guess))
+            return tf.no_op()
+
+        tf.cond(wanted, lead, tf.no_op)
+
+    def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
+        reduction, tag = self.settings.reduction, self.settings.tag
+        return [
+            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback, fresh=False)
+            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
+        ]
+
+    def drain(self, update: Callable[[Gradients], None]) -> None:
+        if self._ahead is not None:
+            self._ahead.back()
+        if not self._is_pending.numpy():  # the same on all ranks: they count the same steps
+            return
+        self._is_pending.assign(False)
+        due = self._packing.unpack(self._reduce([each.read_value() for each in self._pending]))
+        for each in self._pending:  # a tape's next step returns what is here, and it is applied
+            each.assign(tf.zeros_like(each))
+        if due:
+            update(due)
+
+    def share(self) -> None:
+        """Have each rank's pending gradient be the average, which comes of that once more."""
+        if not self._is_pending.numpy():
+            return
+        reduction, tag = self.settings.reduction.lossless(), self.settings.tag
+        for i, each in enumerate(self._pending):
+            arrived = reduction.reduce(each.read_value(), f"{tag}.shared.{i}")
+            each.assign(arrived / reduction.workers if reduction.op == Sum else arrived)
+
+    def is_ahead(self) -> bool:
+        return bool(self._is_pending.numpy())
+
+    def state(self) -> Arrays:
+        """Return what is in flight: the gradient by variable, so that other buckets take it."""
+        gradients = self._packing.unpack([each.read_value() for each in self._pending])
+        return {
+            **{f"gradient.{place}": each.numpy() for place, each in gradients.items()},
+            **{name: each.numpy() for name, each in self._named().items()},
+        }
+
+    def load(self, state: Arrays) -> None:
+        flats = self._flats_of(state)
+        if flats is None and state.get("is_pending"):
+            _log.warning(
+                "the gradient that was in flight is lost, as it does not fit the variables here: "
+                "load with the model, bucket_bytes and groups that it was saved with, or call "
+                "optimizer.synchronize() on all ranks before saving"
+            )
+            state = {**state, "is_pending": np.array(False)}
+        restore(self._named(), state)
+        for i, each in enumerate(self._pending):
+            each.assign(tf.zeros_like(each) if flats is None else flats[i])
+
+    def _flats_of(self, state: Arrays) -> list[npt.NDArray[Any]] | None:
+        """Return a state's gradient in the buckets of here; None where it does not fit."""
+        shapes = self.settings.shapes
+        found = {
+            place: state[name]
+            for place, shape in enumerate(shapes.shapes)
+            if (name := f"gradient.{place}") in state and list(state[name].shape) == shape
+        }
+        if len(found) == len(shapes):
+            return [
+                np.concatenate([found[place].ravel() for place in group]).astype(
+                    shapes.dtypes[group[0]].as_numpy_dtype
+                )
+                for group in self._packing.groups
+            ]
+        # Earlier versions wrote whole buckets, of which only the sizes are known.
+        sizes = self._packing.sizes
+        flats = [state[name] for i in range(len(sizes)) if (name := f"pending.{i}") in state]
+        is_whole = f"pending.{len(sizes)}" not in state
+        return flats if is_whole and [each.size for each in flats] == sizes else None
+
+    def _named(self) -> dict[str, tf.Variable]:
+        counters = {"is_pending": self._is_pending, "rounds": self._rounds}
+        ahead = {} if self._ahead is None else self._ahead.named
+        return {**counters, **ahead, **self._residuals.named}

@@ -1,0 +1,1 @@
+"""Measure a running job: times of its parts, and its timeline."""

@@ -1,0 +1,201 @@
+"""What a worker's own part of a step takes, seen from its optimizer, which knows no layers.
+
+    end of the last step | first gradient | ... last gradient | (waits) | update | end of the step
+    ------ before_s -----|---------- ready_s -----------------|         |update_s|
+
+Forward, and what the script does between its steps (data, ``zero_grad()``), are one number. Waits
+for averages lie between the last gradient and the update, or after it, and are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.planning.own_times import OwnTimes, profile_of
+from hvd_pipe.torch.measuring.profiler import Clock, Moment
+from hvd_pipe.torch.strategies.engine import Settings
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "JobProfile",
+    "JobTimes",
+    "profile_job",
+]
+
+ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
+
+SKIP_STEPS = 3
+RECORD_STEPS = 10
+MOST_STEPS = 64
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class JobTimes:
+    """Measures steps of a distributed optimizer, beside whatever engine it has.
+
+    Args:
+        optimizer: Whose updates are timed.
+        parameters: Whose gradients; by place.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._clock = Clock(parameters[0].device)
+        self._ready: list[Moment | None] = [None] * len(parameters)
+        self._previous: Moment | None = None
+        self._begun: Moment | None = None
+        self._updated: Moment | None = None
+        self._steps: deque[tuple[Moment, list[Moment | None], Moment, Moment]] = deque(
+            maxlen=MOST_STEPS
+        )
+        handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(lambda *_: self._begin()),
+            optimizer.register_step_post_hook(lambda *_: self._update()),
+        ]
+        # Parameters may outlive the optimizer, which alone keeps this.
+        self._detach = weakref.finalize(self, _remove, handles)
+        times = weakref.ref(self)
+        for place, parameter in enumerate(parameters):
+            hook = _hook(times, place)
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            )
+
+    @property
+    def places(self) -> int:
+        """How many parameters are watched."""
+        return len(self._ready)
+
+    @property
+    def steps(self) -> int:
+        """Whole steps that are kept, from gradients to an update: the last ones."""
+        return len(self._steps)
+
+    def end_step(self) -> None:
+        """Note that ``optimizer.step()`` ends now."""
+        end = self._clock.now()
+        if None not in (self._previous, self._begun, self._updated) and any(
+            moment is not None for moment in self._ready
+        ):
+            self._steps.append((self._previous, self._ready, self._begun, self._updated))  # type: ignore[arg-type]
+        self._ready = [None] * len(self._ready)
+        self._previous, self._begun, self._updated = end, None, None
+
+    def close(self) -> OwnTimes | None:
+        """Take the hooks out and return medians, the first steps left out; None without steps."""
+        self._detach()
+        steps = list(self._steps)[min(SKIP_STEPS, len(self._steps) - 1) :] if self._steps else []
+        if not steps:
+            return None
+        Clock.wait(steps[-1][-1])
+        rows = [self._seconds(*step) for step in steps]
+        before, update, *ready = np.median(np.array(rows), axis=0).tolist()
+        return OwnTimes(before, ready, update)
+
+    @staticmethod
+    def _seconds(
+        previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
+    ) -> list[float]:
+        moments = [m if m is None else Clock.seconds(previous, m) for m in ready]
+        present = [moment for moment in moments if moment is not None]
+        first, last = min(present), max(present)
+        since = [(last if moment is None else moment) - first for moment in moments]
+        return [first, Clock.seconds(begun, updated), *since]
+
+    def mark(self, place: int) -> None:
+        """Note that the gradient at ``place`` is ready now."""
+        self._ready[place] = self._clock.now()
+
+    def _begin(self) -> None:
+        self._begun = self._clock.now()
+
+    def _update(self) -> None:
+        self._updated = self._clock.now()
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _hook(times: weakref.ref[JobTimes], place: int) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        watching = times()
+        if watching is not None:
+            watching.mark(place)
+
+    return hook
+
+
+class JobProfile:
+    """Writes a profile of the running job to a file, for ``HVD_PIPE_PROFILE``.
+
+    Args:
+        path: Of the JSON file.
+        times: Of the optimizer.
+        names: The parameters' names, by place.
+        sizes: Bytes of each gradient, by place.
+    """
+
+    def __init__(
+        self, path: str, times: JobTimes, names: Sequence[str], sizes: Sequence[int]
+    ) -> None:
+        self._path, self._times, self._names, self._sizes = path, times, names, sizes
+
+    def end_step(self) -> bool:
+        """Note the end of a step; return whether more steps are wanted."""
+        self._times.end_step()
+        if self._times.steps < SKIP_STEPS + RECORD_STEPS:
+            return True
+        own = self._times.close()
+        assert own is not None
+        profile = profile_of(own, self._names, self._sizes)
+        try:
+            profile.save(self._path)
+        except OSError as error:  # training is worth more than its profile
+            warnings.warn(f"{ENVIRONMENT_VARIABLE}={self._path}: {error}", stacklevel=3)
+            return False
+        _log.info(
+            "profile of %d parameters written to %s: %.3f ms of a worker's own work a step",
+            len(self._names),
+            self._path,
+            1e3 * profile.compute_s,
+        )
+        return False
+
+
+_started = False
+
+
+def profile_job(optimizer: torch.optim.Optimizer, settings: Settings) -> JobProfile | None:
+    """Return what profiles the job, if ``HVD_PIPE_PROFILE`` asks for that on this rank.
+
+    The first rank profiles the first optimizer that it makes.
+    """
+    global _started  # noqa: PLW0603
+    path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    process_set = settings.reduction.process_set
+    if not path or _started or not process_set.included() or process_set.rank() != 0:
+        return None
+    _started = True
+    if isinstance(optimizer, torch.optim.LBFGS):
+        warnings.warn(
+            f"{ENVIRONMENT_VARIABLE}={path}: no profile is written, as LBFGS computes gradients "
+            "within its steps: profile the model with another optimizer.",
+            stacklevel=4,
+        )
+        return None
+    times = JobTimes(optimizer, settings.parameters)
+    sizes = [settings.nbytes(place) for place in range(len(settings.parameters))]
+    return JobProfile(path, times, settings.names, sizes)

@@ -1,0 +1,242 @@
+"""What a running job does and when: ``HVD_PIPE_TIMELINE=dir`` writes ``dir/rank{N}.json``.
+
+    forward     the outermost module that holds the optimizer's parameters, from call to return
+    backward    from the gradient of that module's output to the last gradient of a parameter
+    ready       a bucket's last gradient (of CoCoD, a model) is complete
+    allreduce   a message, from its launch to its completion; it may queue for others before it
+    codec       bf16 and int8: a message is encoded, summed or decoded in the courier's thread
+    wait        the host is blocked until messages have arrived
+    update      the user's optimizer
+
+A pipeline tells its passes, waits and updates itself: see `hvd_pipe.pipeline.spans`.
+
+*Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
+they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
+2 % of its time, 0.2 ms at best; see `flights`.
+
+*One clock.* Zero is the same moment for all ranks that made their first optimizer together:
+exactly so on one host, between hosts to ``clock_error_s``, which each file states; see `clock`.
+
+Where the variable is not set, `active` is None and each place that is traced asks for no more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import ProcessSet, rank, size
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.runtime.timeline import recorder
+from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
+from hvd_pipe.torch.agree import Description
+from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock, own_clock
+from hvd_pipe.torch.measuring.flights import Flight, Flights
+from hvd_pipe.torch.messages import in_flight
+
+__all__ = ["DIRECTORY", "MEGABYTES", "Flight", "Moment", "Recorder", "active", "describe", "start"]
+
+_LOOK_STEPS = 20
+
+
+class Recorder(recorder.Recorder):
+    """`runtime.timeline.recorder` for torch: the host's moments, and those of a CUDA stream."""
+
+    def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
+        super().__init__(path, max_bytes, worker)
+        self.forwards = _Forwards(self)
+        self._started: Moment | None = None
+        self._last: Moment | None = None
+        self._device: DeviceClock | None = None
+        in_flight.before_shutdown(self._flights.halt)
+
+    def _make_flights(self) -> Flights:
+        return Flights(self.now, self._landed)
+
+    def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
+        """Take an optimizer in; all ranks do this, those of its process set together."""
+        # A rank outside of the set may come first: it shows its own steps, by its own clock.
+        member = process_set.included()
+        self.set_clock(agree_on_clock(process_set) if member else own_clock())
+        if any(parameter.is_cuda for parameter in parameters) and self._device is None:
+            self._device = DeviceClock(self.now)
+            self.wait_lane = HOST
+        if member:
+            self.forwards.want(parameters)
+
+    def moment(self) -> Moment:
+        """Return the moment at which the device will have done what it was given so far."""
+        return self.now() if self._device is None else self._device.mark()
+
+    # What happens.
+
+    def begin_backward(self) -> None:
+        """Note that gradients are computed from here on."""
+        if self._last is None and not self.told:
+            self._started = self.moment()
+
+    def gradient(self) -> None:
+        """Note that a gradient is complete."""
+        if self.told:
+            return
+        if self._started is None:
+            self._started = self.moment()
+        if isinstance(self._last, torch.cuda.Event):
+            self._last.record()
+        else:
+            self._last = self.moment()
+
+    def end_backward(self) -> None:
+        """Note that the last gradient was the last one."""
+        if self._started is not None and self._last is not None:
+            self.span("backward", "backward", self._started, self._last)
+            self._started = self._last = None
+
+    def next_step(self) -> None:
+        self._step += 1
+        self.forwards.end_step()
+        if self._device is not None:
+            self._device.settle()
+        self.file.flush()
+
+    def forward(self, begun: Moment) -> None:
+        """Note that a model has run, from ``begun`` until now."""
+        if self.told:
+            return
+        name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
+        self.span("forward", name, begun, self.moment())
+
+    def span(
+        self,
+        category: str,
+        name: str,
+        start: Moment,
+        end: Moment | None,
+        tid: int = COMPUTE,
+        more: str = "",
+    ) -> None:
+        if self.file.full:
+            return
+        write = partial(self._write, category, name, tid, self._args(), more)
+        if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
+            write(start, end)
+        elif self._device is not None:
+            self._device.take(start, end, write)
+
+
+class _Forwards:
+    """Finds the models of the optimizers' parameters and times their forward passes.
+
+    An optimizer sees parameters only. Until all have been found, and for some steps at most, a
+    hook on all modules looks for the first one called that holds some: the outermost. Later only
+    these have hooks, which leave ``torch.compile`` of what is inside as it is.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._wanted: set[int] = set()
+        self._look: RemovableHandle | None = None
+        self._steps = 0
+        self._depth = 0
+        self._thread = 0
+        self._start: Moment = 0.0
+
+    def want(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for the models of these parameters as well."""
+        self._wanted |= {id(parameter) for parameter in parameters}
+        self._steps = 0
+        if self._look is None and self._wanted:
+            self._look = torch.nn.modules.module.register_module_forward_pre_hook(self._claim)
+
+    def _claim(self, module: torch.nn.Module, _: Any) -> None:
+        found = self._wanted.intersection(map(id, module.parameters()))
+        if not found:
+            return
+        self._wanted -= found
+        if isinstance(module, torch.jit.ScriptModule):
+            pass  # it takes no hooks: there are no forward events of it
+        elif _enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+            self.enter()  # torch has listed the hooks of this call already
+        if not self._wanted:
+            self._stop()
+
+    def end_step(self) -> None:
+        self._steps += 1
+        if self._steps > _LOOK_STEPS:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._look is not None:
+            self._look.remove()
+            self._look = None
+
+    def enter(self) -> None:
+        thread = threading.get_ident()
+        if self._depth and thread != self._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = thread
+            self._recorder.end_backward()
+            self._start = self._recorder.moment()
+
+    def leave(self, output: object) -> None:
+        if not self._depth or threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._recorder.forward(self._start)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(_begin_backward)
+                break
+
+
+# Functions of the module, so that a model with these hooks can be copied and pickled.
+
+
+def _enter(_module: torch.nn.Module, _inputs: Any) -> None:
+    if active is not None:
+        active.forwards.enter()
+
+
+def _leave(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    if active is not None:
+        active.forwards.leave(output)
+
+
+def _begin_backward(_gradients: Any) -> None:
+    if active is not None:
+        active.begin_backward()
+
+
+active: Recorder | None = None
+"""The process's recorder; None where `DIRECTORY` is not set."""
+
+
+def describe() -> Description:
+    """Open this rank's file if that is asked for, and return what all ranks must have alike.
+
+    Raises:
+        HvdPipeError: The directory cannot be written.
+        ValueError: The limit is not a number of megabytes.
+    """
+    global active  # noqa: PLW0603 - one a process, as Horovod itself
+    if active is None:
+        active = open_recorder(Recorder, rank(), size())
+    return [] if active is None else [(DIRECTORY, "set")]
+
+
+def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
+    """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
+    if active is not None:
+        active.join(parameters, process_set)

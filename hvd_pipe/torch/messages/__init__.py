@@ -1,0 +1,1 @@
+"""What travels between ranks: buckets of gradients, and how each is reduced."""

@@ -1,0 +1,381 @@
+"""All-reduce what cannot be summed as it travels: encoded bytes, in two phases.
+
+Rank r of n owns slice r of the buffer::
+
+    rank 0   [ a0 | a1 ]  encode, alltoall    [ a0 | b0 ]  decode, sum    allgather     decode
+    rank 1   [ b0 | b1 ]  ----------------->  [ a1 | b1 ]  and encode  -------------->  [ m0 | m1 ]
+
+Every rank decodes the same bytes in the second phase, its own slice too, so that all end with the
+same bits. Each sends ``2 (n-1)/n`` of the encoded bytes, as in a ring.
+
+The phases are carried by one thread a process, the courier, behind the backward pass. It waits for
+no exchange before all that are queued have started, or two ranks that launch in different orders
+would wait for each other for ever::
+
+    rank 0   launch A, launch B        alltoall A ... needs rank 1's A
+    rank 1   launch B, launch A        alltoall B ... needs rank 0's B
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async, poll
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.watch.waits import waiting_for
+from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.compression import Codec, blocks
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages.courier import courier
+from hvd_pipe.torch.messages.reduction import Message, Reduction
+from hvd_pipe.torch.messages.streams import follow_horovod, side_stream
+
+__all__ = ["Exchange", "Feedback"]
+
+
+@dataclass(eq=False)
+class Feedback:
+    """What encoding has lost so far; it is added to what is encoded next.
+
+    Exchanges of the same layout that carry one gradient in turn share one. Its tensors may be read
+    and written while none of these is between `Exchange.launch` and `Exchange.wait`, to save and
+    restore them.
+
+    Args:
+        sent: Lost where this rank encoded its own values; float32, of the buffer's size.
+        reduced: Lost where it encoded the sums of its slice; the same, zero outside the slice.
+    """
+
+    sent: torch.Tensor
+    reduced: torch.Tensor
+
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> Feedback:
+        """Return a feedback for buffers like ``flat`` that have lost nothing yet."""
+        sent, reduced = (torch.zeros_like(flat, dtype=torch.float32) for _ in range(2))
+        return cls(sent, reduced)
+
+
+class Exchange(Message):
+    """A flat buffer that is reduced by way of a codec.
+
+    With ``enc`` and ``dec`` the codec's two sides and x_i rank i's buffer, every rank gets
+    ``dec(enc(mean_i dec(enc(x_i))))``, sums in float32 in the order of ranks; for ``hvd.Sum`` the
+    same without the division. With error feedback, ``x_i + sent_i`` and ``mean + reduced`` take
+    the places of x_i and the mean, and ``sent_i`` and ``reduced`` become what encoding these has
+    lost (zero where that is not finite: a message that overflowed is not repaired by later ones).
+    ``gradient_predivide_factor`` changes nothing: a float32 sum does not overflow.
+
+    Ranks may launch exchanges in different orders, but those that share a `Feedback` in one.
+
+    Args:
+        reduction: The operation, the process set and the count of bytes that are sent.
+        flat: Floating dtype, one-dimensional, contiguous.
+        name: The same on all ranks, unique among what is in flight.
+        codec: How values travel.
+        exact: How many elements at the end travel as they are, in float32 (or float64).
+        feedback: What error feedback starts with; None starts with zeros.
+
+    Raises:
+        ValueError: ``op`` is neither Average nor Sum, or ``flat``, ``exact`` and ``feedback`` do
+            not fit.
+        TypeError: ``flat`` is not floating.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        flat: torch.Tensor,
+        name: str,
+        codec: Codec,
+        exact: int = 0,
+        feedback: Feedback | None = None,
+    ) -> None:
+        _check(reduction, flat, codec, exact, feedback)
+        if feedback is None and codec.error_feedback:
+            feedback = Feedback.of(flat)
+        self.feedback = feedback
+        self._reduction, self._flat, self._name, self._codec = reduction, flat, name, codec
+        self._values, self._words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
+        self._word_dtype = torch.promote_types(flat.dtype, torch.float32)
+        self._word_bytes = exact * self._word_dtype.itemsize
+        self._slices = _slices(self._values.numel(), reduction.workers, codec.chunk)
+        # The first slice is never shorter than another; an empty buffer sends a byte all the same.
+        self._row_bytes = max(self._word_bytes + codec.nbytes(self._slices[0].numel), 1)
+        self._rows: torch.Tensor | None = None
+        self._launched = False
+        self._phases: Generator[int, Any, None] | None = None
+        self._handle: int | None = None
+        self._error: Exception | None = None
+        self._flight: timeline.Flight | None = None
+        self._filled: torch.cuda.Event | None = None
+        self._reduced: torch.cuda.Event | None = None
+        self.done = threading.Event()
+        """Set when the buffer holds the reduced values, or an error has ended the exchange."""
+
+    def launch(self) -> None:
+        """Send the buffer; it belongs to the network until `wait`.
+
+        Raises:
+            HvdPipeError: It is in flight already.
+        """
+        if self._reduction.alone:
+            return
+        if self._launched:
+            raise HvdPipeError(f"{self._name} is in flight already: call wait() before launch().")
+        self._launched = True
+        self.done.clear()
+        if self._flat.is_cuda:
+            self._filled = torch.cuda.current_stream(self._flat.device).record_event()
+        workers = self._reduction.workers
+        self._reduction.traffic.add(workers * self._row_bytes, workers)
+        self._phases = self._carry()
+        if timeline.active is not None:
+            nbytes = workers * self._row_bytes
+            self._flight = timeline.active.launched(self._name, nbytes)
+        in_flight.follow(self.done)
+        courier.take(self)
+
+    def wait(self) -> None:
+        """Block until the buffer holds the reduced values; at once if nothing was launched.
+
+        Raises:
+            HorovodInternalError: Another rank failed.
+            HvdPipeError: Another rank sent something else under this name, or has left by
+                ``hvd.join()``.
+            Exception: Whatever else ended the exchange on this rank.
+        """
+        if not self._launched:
+            return
+        with waiting_for(self._name):
+            self.done.wait()
+        self._launched = False
+        in_flight.finished(self.done)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if self._reduced is not None:
+            torch.cuda.current_stream(self._flat.device).wait_event(self._reduced)
+
+    def drop_foreign_residuals(self) -> None:
+        if self.feedback is None or self._reduction.alone:
+            return
+        own = self._slices[self._reduction.process_set.rank()]
+        self.feedback.reduced[: own.start].zero_()
+        self.feedback.reduced[own.start + own.numel :].zero_()
+
+    def meet(self) -> None:
+        if self._reduction.alone:
+            return
+        process_set = self._reduction.process_set
+        rows = self._flat.new_zeros(self._reduction.workers, 0, dtype=torch.uint8)
+        handle = alltoall_async(rows, name=self._name, process_set=process_set)
+        in_flight.wait(in_flight.sent(handle))
+
+    # What the courier calls, in its thread.
+
+    def ready(self) -> bool:
+        """Return whether the phase that is on the wire is over."""
+        try:
+            return bool(poll(self._handle))
+        except Exception:
+            return True  # Horovod does not know the handle any more; `advance` says so
+
+    def advance(self) -> bool:
+        """Work up to the next phase on the wire; return whether there is one."""
+        assert self._phases is not None
+        check_mode.active.delay()
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
+        try:
+            handle, self._handle = self._handle, None
+            with self._stream():
+                arrived = None if handle is None else in_flight.wait(handle)
+                self._handle = self._phases.send(arrived)
+            return True
+        except StopIteration:
+            self.end(None)
+        except Exception as error:
+            self.end(self._explained(error))
+        finally:
+            if trace is not None:
+                trace.codec(begun, self._name)
+        return False
+
+    def end(self, error: Exception | None) -> None:
+        """Let `wait` return, or raise ``error``."""
+        self._error, self._phases, self._handle = error, None, None
+        if self._flight is not None:
+            self._flight.land()
+        self.done.set()
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return the error, with the way out where Horovod's own words lack it."""
+        if "not supported with Join" not in str(error):
+            return error
+        told = HvdPipeError(
+            f"a rank has left by hvd.join(), and {self._codec!r} needs all ranks: give every rank "
+            f"the same number of steps, or use hvd.Compression.fp16. Horovod says: {error}"
+        )
+        told.__cause__ = error
+        return told
+
+    def _stream(self) -> AbstractContextManager[object]:
+        if not self._flat.is_cuda:
+            return nullcontext()
+        return torch.cuda.stream(side_stream(self._flat.device))
+
+    def _carry(self) -> Generator[int, Any, None]:
+        """Carry the buffer through both phases; yields what is on the wire, is sent what came."""
+        process_set = self._reduction.process_set
+        self._take_over()
+        rows = self._encode()
+        received, _ = yield alltoall_async(rows, name=self._name, process_set=process_set)
+        _take_from_horovod(received)
+        words, reply = self._sum_words(received), self._sum_own(received)
+        reply_name = f"{self._name}.reduced"
+        gathered = yield allgather_async(reply, name=reply_name, process_set=process_set)
+        _take_from_horovod(gathered)
+        for row, part in zip(gathered, self._slices, strict=True):
+            self._codec.decode(self._code(row, part), part.of(self._values))
+        self._words.copy_(words)
+        if self._flat.is_cuda:
+            self._reduced = torch.cuda.current_stream(self._flat.device).record_event()
+
+    def _take_over(self) -> None:
+        """Let this thread's stream use the caller's buffers, after the caller has filled them."""
+        if self._filled is None:
+            return
+        stream = torch.cuda.current_stream(self._flat.device)
+        stream.wait_event(self._filled)
+        shared = (self.feedback.sent, self.feedback.reduced) if self.feedback else ()
+        for tensor in (self._flat, *shared):
+            tensor.record_stream(stream)
+
+    def _encode(self) -> torch.Tensor:
+        """Return the rows for all ranks: the exact words, then the rank's slice of the values."""
+        if self._rows is None:
+            shape = (len(self._slices), self._row_bytes)
+            # What a short slice leaves of its row stays as it is: nobody reads it.
+            self._rows = self._flat.new_empty(shape, dtype=torch.uint8)
+        spoil(self._rows)
+        words = self._words.to(self._word_dtype).view(torch.uint8)
+        for row, part in zip(self._rows, self._slices, strict=True):
+            row[: self._word_bytes].copy_(words)
+            values, code = part.of(self._values), self._code(row, part)
+            if self.feedback is None:
+                self._codec.encode(values, code)
+                continue
+            residual = part.of(self.feedback.sent)
+            for lost, value in blocks(residual, values):
+                lost.add_(value)
+            self._codec.encode(residual, code)
+            self._keep_lost(residual, code)
+        return self._rows
+
+    def _sum_own(self, received: torch.Tensor) -> torch.Tensor:
+        """Return the encoded sum (or mean) of this rank's slice, as the row for all ranks."""
+        part = self._slices[self._reduction.process_set.rank()]
+        total = self._flat.new_empty(part.numel, dtype=torch.float32)
+        self._codec.decode(self._code(received[0], part), total)
+        for row in received[1:]:
+            self._codec.add(self._code(row, part), total)
+        if self._reduction.op == Average:
+            for (piece,) in blocks(total):
+                piece.div_(len(received))
+        reply = received.new_empty(1, self._row_bytes)
+        spoil(reply)
+        code = self._code(reply[0], part)
+        if self.feedback is None:
+            self._codec.encode(total, code)
+            return reply
+        residual = part.of(self.feedback.reduced)
+        for lost, piece in blocks(residual, total):
+            lost.add_(piece)
+        self._codec.encode(residual, code)
+        self._keep_lost(residual, code)
+        return reply
+
+    def _sum_words(self, received: torch.Tensor) -> torch.Tensor:
+        """Return the sum (or mean) of all ranks' exact words; every rank has got them all."""
+        parts = received[:, : self._word_bytes].reshape(-1).view(self._word_dtype)
+        words = parts.view(len(received), self._words.numel())
+        total = words[0].clone()
+        for word in words[1:]:
+            total.add_(word)
+        return total.div_(len(words)) if self._reduction.op == Average else total
+
+    def _keep_lost(self, residual: torch.Tensor, code: torch.Tensor) -> None:
+        """Turn what was encoded into what that has lost."""
+        self._codec.add(code, residual, factor=-1.0)
+        for (lost,) in blocks(residual):
+            lost.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _code(self, row: torch.Tensor, part: _Slice) -> torch.Tensor:
+        """Return the part of a row that holds the encoded values of a slice."""
+        return row[self._word_bytes :][: self._codec.nbytes(part.numel)]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What one rank sums of a buffer."""
+
+    start: int
+    numel: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.numel]
+
+
+def _slices(numel: int, workers: int, chunk: int) -> list[_Slice]:
+    """Cut a buffer into equal slices of whole chunks; the last ones may be shorter, or empty.
+
+    >>> [part.numel for part in _slices(1000, 3, 256)], [p.numel for p in _slices(1, 3, 256)]
+    ([512, 488, 0], [1, 0, 0])
+    """
+    size = -(-numel // (chunk * workers)) * chunk
+    starts = [min(rank * size, numel) for rank in range(workers)]
+    return [_Slice(start, min(size, numel - start)) for start in starts]
+
+
+def _check(
+    reduction: Reduction,
+    flat: torch.Tensor,
+    codec: Codec,
+    exact: int,
+    feedback: Feedback | None,
+) -> None:
+    if reduction.op not in (Average, Sum):
+        raise ValueError(f"{codec!r} needs op=hvd.Average or hvd.Sum, got {reduction.op!r}.")
+    if not flat.dtype.is_floating_point:
+        raise TypeError(f"{codec!r} is for floating numbers, got {flat.dtype}.")
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(f"flat must be one-dimensional and contiguous, got {tuple(flat.shape)}.")
+    if not 0 <= exact <= flat.numel():
+        raise ValueError(f"exact must be in 0..{flat.numel()}, flat's size, got {exact}.")
+    if feedback is None:
+        return
+    if not codec.error_feedback:
+        raise ValueError(f"{codec!r} takes no feedback: set error_feedback=True.")
+    wanted = (torch.float32, flat.shape, flat.device)
+    for tensor in (feedback.sent, feedback.reduced):
+        if (tensor.dtype, tensor.shape, tensor.device) != wanted:
+            raise ValueError(
+                f"feedback must be float32 {tuple(flat.shape)} on {flat.device}, got "
+                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}: use Feedback.of(flat)."
+            )
+
+
+def _take_from_horovod(tensor: torch.Tensor) -> None:
+    """Let this thread's stream use what Horovod's thread has allocated, once it is there."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        follow_horovod(tensor)

@@ -1,0 +1,154 @@
+"""What this rank has sent and not yet waited for: it must not leave while others need it.
+
+Without this, a rank that takes its last Pipe-SGD or CoCoD step and exits shuts Horovod down under
+a slower rank that is about to send the same message:
+
+    rank 0   ... send g_t, end of script, Horovod shuts down
+    rank 1   ............................................... send g_t -> HorovodInternalError
+
+Module-wide, because the optimizer that sent a message may be gone when the script ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+from horovod.torch.mpi_ops import poll
+from horovod.torch.mpi_ops import synchronize as _synchronize
+
+from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.runtime.restarts import is_elastic
+from hvd_pipe.runtime.watch.waits import waiting_for
+
+__all__ = [
+    "arrive",
+    "before_shutdown",
+    "finished",
+    "follow",
+    "forget",
+    "known",
+    "sent",
+    "settle",
+    "wait",
+]
+
+PATIENCE_S = 30.0
+PAUSE = 0.1
+LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 5e-4
+
+_handles: set[int] = set()
+_exchanges: set[threading.Event] = set()
+_endings: list[Callable[[], None]] = []
+
+
+def sent(handle: int) -> int:
+    """Remember a handle until it is waited for."""
+    _handles.add(handle)
+    return handle
+
+
+def wait(handle: int) -> Any:
+    """Block until the message has arrived and return it.
+
+    Raises:
+        HvdPipeError: Another rank sent something else under its name.
+    """
+    _handles.discard(handle)
+    try:
+        with waiting_for(f"message {handle}"):
+            _sleep_until_arrived(handle)
+            return _synchronize(handle)
+    except HorovodInternalError as error:
+        forget()
+        if "ismatched" not in str(error):
+            raise
+        raise HvdPipeError(
+            "ranks have sent different things at the same step: on one of them alone "
+            "synchronize() was called, parameters have joined (add_param_group, requires_grad), "
+            "a state was loaded, or all gradients were set to zero in place. Do the same on every "
+            f"rank. Horovod says: {error}"
+        ) from error
+
+
+def _sleep_until_arrived(handle: int) -> None:
+    """Leave the processor to others: Horovod's own wait asks without a pause, and takes a core.
+
+    Not beside a GPU, where the host has cores to spare and messages are short. A pause is a tenth
+    of the wait so far, so that none is longer by much more than that.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    begun = time.monotonic()
+    while handle in mpi_ops._handle_map and not poll(handle):
+        time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
+
+
+def known() -> tuple[int, ...]:
+    """Return the numbers of all messages that nobody has waited for to the end, also users' own.
+
+    They change whenever one leaves, and whenever a wait is over.
+    """
+    return tuple(mpi_ops._handle_map)
+
+
+def follow(done: threading.Event) -> None:
+    """Remember an exchange of several messages until it is `finished`; ``done`` is its end."""
+    _exchanges.add(done)
+
+
+def finished(done: threading.Event) -> None:
+    """Forget an exchange that was waited for."""
+    _exchanges.discard(done)
+
+
+def forget() -> None:
+    """Wait for nothing that was sent: after a failure it may never arrive."""
+    _handles.clear()
+    _exchanges.clear()
+
+
+def before_shutdown(end: Callable[[], None]) -> None:
+    """Have `settle` call ``end`` when nothing more can arrive, also after an exception."""
+    _endings.append(end)
+
+
+def arrive(limit_s: float = float("inf")) -> None:
+    """Block until all that was sent has been reduced, or the time is over."""
+    end = time.monotonic() + limit_s
+    with waiting_for("all that was sent"):
+        while (_handles or _exchanges) and time.monotonic() < end:
+            # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
+            _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
+            _exchanges.difference_update([done for done in tuple(_exchanges) if done.is_set()])
+            time.sleep(0.001)
+
+
+def settle() -> bool:
+    """Before Horovod shuts down, give the other ranks time to send what this one has sent.
+
+    Not after an exception: the others then wait for this rank, which must go.
+
+    Returns:
+        Whether all has arrived.
+    """
+    if (_handles or _exchanges) and not is_failing():
+        if not is_elastic():  # there, workers that change are no end
+            warnings.warn(
+                "training ended with averages in flight: call optimizer.synchronize() after the "
+                "last step, or Pipe-SGD loses its last gradient and CoCoD leaves unequal "
+                "replicas.",
+                stacklevel=2,
+            )
+        arrive(PATIENCE_S)
+    whole = not (_handles or _exchanges)
+    forget()
+    for end in _endings:
+        end()
+    return whole

@@ -1,0 +1,1 @@
+"""One module a strategy, and what all strategies share."""

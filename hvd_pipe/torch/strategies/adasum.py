@@ -1,0 +1,90 @@
+"""Adasum: every rank makes its own update, and the updates are summed by Horovod's rule.
+
+    x = start + adasum_i(update_i)
+
+The rule weighs two updates by the angle between them, tensor by tensor, so tensors travel by
+themselves: merging them would change the numbers. Source: Maleki et al., "Scaling Distributed
+Training with Adaptive Summation" (2020); as Horovod's ``op=hvd.Adasum``.
+"""
+
+from __future__ import annotations
+
+import torch
+from horovod.torch.mpi_ops import Adasum, allreduce_async_
+
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.reduction import Message
+from hvd_pipe.torch.strategies.engine import Engine, Settings, State
+
+__all__ = ["AdasumEngine"]
+
+
+class AdasumEngine(Engine):
+    """Local updates of every step, combined before the next one."""
+
+    name = "adasum"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.build()
+
+    @property
+    def current(self) -> BucketSet | None:
+        return None
+
+    @property
+    def next_message(self) -> Message:
+        return self.reduction.message(self._start[0].new_zeros(1), self._name_of(0))
+
+    def build(self) -> None:
+        self._start = [torch.empty_like(p) for p in self.settings.parameters]
+
+    def prepare(self) -> bool:
+        torch._foreach_copy_(self._start, self._values())
+        return True
+
+    def after_update(self) -> None:
+        super().after_update()
+        if self.reduction.alone:
+            return
+        compression, deltas = self.reduction.compression, []
+        trace, flights = timeline.active, []
+        for place, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
+            wire, context = compression.compress(value.sub_(start).contiguous())
+            begun = None if trace is None else trace.moment()
+            handle = allreduce_async_(wire, name=self._name_of(place), op=Adasum)
+            self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
+            deltas.append((in_flight.sent(handle), context))
+            if trace is not None:
+                flights.append(
+                    trace.launched(self._name_of(place), wire.nbytes, handle, begun=begun)
+                )
+        waiting = 0.0 if trace is None else trace.now()
+        for value, start, (handle, context) in zip(
+            self._values(), self._start, deltas, strict=True
+        ):
+            value.copy_(start + compression.decompress(in_flight.wait(handle), context))
+        if trace is not None:
+            for flight in flights:
+                flight.land()
+            trace.waited(waiting, f"{self.settings.tag}.deltas")
+
+    def drain(self) -> None:
+        """Nothing is in flight between steps."""
+
+    def after_join(self) -> None:
+        """Every step begins with equal models."""
+
+    def state(self) -> State:
+        return State({}, {})
+
+    def load(self, state: State) -> None:
+        """Nothing was in flight."""
+
+    def _values(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.settings.parameters]
+
+    def _name_of(self, place: int) -> str:
+        return f"{self.settings.tag}.delta.{place}"

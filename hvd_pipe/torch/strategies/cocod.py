@@ -1,0 +1,358 @@
+"""CoCoD-SGD: the models of the round's start are averaged while k local steps run.
+
+start of round s   snapshot x_i[s] is copied and sent
+k local steps      the user's optimizer, on local gradients
+end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next round starts
+
+`ModelAverage` has the arithmetic, and Overlap-Local-SGD's rule for the end of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from horovod.torch.compression import Compression
+
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.strategy import CoCoD
+from hvd_pipe.torch.agree import Description, check_alike, gather
+from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.reduction import Message
+from hvd_pipe.torch.model_buffers import ModelBuffers
+from hvd_pipe.torch.strategies.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
+from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors, Weighted, weighted
+from hvd_pipe.torch.strategies.plans import default_groups
+
+__all__ = ["CoCoDEngine"]
+
+
+class CoCoDEngine(Engine):
+    """Local steps, with the average of the round's start in flight behind them."""
+
+    name = CoCoD.name
+    keeps = True
+
+    def __init__(self, settings: Settings, strategy: CoCoD) -> None:
+        super().__init__(settings)
+        self._strategy = strategy
+        self._local_steps = 0
+        self._started = False
+        self._buffers = ModelBuffers()
+        self.build()
+
+    @property
+    def current(self) -> BucketSet | None:
+        return self._warmup
+
+    @property
+    def next_message(self) -> Message:
+        if self._warmup is not None:
+            return self._warmup.last_message
+        return self._models[0].next_message
+
+    def build(self) -> None:
+        settings, strategy = self.settings, self._strategy
+        reduction = weighted(settings.reduction, strategy.weights)
+        self._warmup: BucketSet | None = None
+        self._warm_up()
+        follow = strategy.momentum == "average"
+        self._places = kinds(settings.parameters)
+        self._models = [
+            ModelAverage(
+                [settings.parameters[place] for place in places],
+                partial(_values, settings.parameters, places),
+                reduction,
+                f"{settings.tag}.model.{i}",
+                Rule(strategy.pull_back, strategy.anchor_momentum),
+                words=int(follow and i == 0),
+            )
+            for i, places in enumerate(self._places)
+        ]
+        self._momenta: _Momenta | None = None
+        if follow:
+            # Without anchor momentum, which could carry a second moment below zero.
+            self._momenta = _Momenta(settings, reduction, Rule(strategy.pull_back))
+        self._buffers.want(settings.parameters)
+
+    def _warm_up(self) -> None:
+        """Have buckets while gradients are averaged, before the first round."""
+        settings, strategy = self.settings, self._strategy
+        if self._warmup is None and self.rounds < strategy.warmup_steps:
+            groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
+            reduction = weighted(settings.reduction, strategy.weights)
+            self._warmup = _warmup_buckets(settings, reduction, groups)
+
+    def position(self) -> Description:
+        return [*super().position(), ("local steps of the round", str(self._local_steps))]
+
+    def prepare(self) -> bool:
+        self._buffers.step()
+        if self._warmup is not None:
+            self._warmup.launch_rest()
+            self._warmup.wait()
+            self._warmup.show()
+        elif not self._started:
+            self._start()
+        return True
+
+    def after_update(self) -> None:
+        super().after_update()
+        if self._warmup is not None:
+            if self.rounds >= self._strategy.warmup_steps:
+                self._warmup = None
+            return
+        self._local_steps += 1
+        if self._local_steps >= self._strategy.period:
+            for average in self._averages():
+                average.finish()
+            if self._momenta is not None:
+                self._momenta.heard(self._models[0].words)
+            self._start()
+
+    def drain(self) -> None:
+        """Make all replicas equal: the average of the models and buffers as they are now.
+
+        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
+        need not be added. An anchor stays, and takes the result in at the end of the next round.
+        """
+        steps = [("the number of steps", str(self.rounds))]
+        reduction, tag = self.settings.reduction, self.settings.tag
+        if not reduction.alone:
+            for average in self._averages():
+                average.arrive()
+            self.next_message.meet()  # with a rank that goes on to its next round, to be told
+            check_alike(steps, f"{tag}.drain", reduction.process_set)
+        if self._momenta is not None:
+            self._momenta.agree()
+            self._momenta.settle_anew()
+        for average in self._averages():
+            average.average_now()
+        self._pause()
+        self._buffers.average(reduction, f"{tag}.buffers")
+        if check_mode.active.on and not reduction.alone:
+            names, weights = self.settings.names, self.settings.parameters
+            compare_replicas(names, weights, [], "after synchronize()", reduction, tag)
+
+    def after_join(self) -> None:
+        self._end_rounds()
+        self._warmup = None
+        self.rounds = self._strategy.warmup_steps
+
+    def discard(self) -> None:
+        self._end_rounds()
+        self.rounds = 0
+        self._warm_up()
+
+    def _end_rounds(self) -> None:
+        super().discard()
+        for average in self._averages():
+            average.discard()
+        if self._momenta is not None:
+            self._momenta.settle_anew()
+        self._pause()
+
+    def state(self) -> State:
+        models = [average.state() for average in self._models]
+        counters = {"rounds": self.rounds, "local_steps": self._local_steps}
+        tensors: Tensors = {}
+        for places, state in zip(self._places, models, strict=True):
+            for label, values in state.items():
+                whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
+                for place, value in zip(places, values, strict=True):
+                    whole[place] = value
+        if self._warmup is not None:
+            tensors |= self._warmup.residuals()  # the models' own are zero until then
+        if self._momenta is not None:
+            unheard = bool(self._models[0].words) if self._started else False
+            counters |= {"unsettled": self._momenta.unsettled, "news": int(unheard)}
+            tensors |= self._momenta.state()
+        return State(counters, tensors)
+
+    def load(self, state: State) -> None:
+        self.rounds = state.counters["rounds"]
+        if self.rounds >= self._strategy.warmup_steps:
+            self._warmup = None
+        others: tuple[str, ...] = (_MOMENTA,)
+        if self._warmup is not None:
+            self._warmup.restore_residuals(state.tensors)
+            others = (_MOMENTA, "own.")
+        for places, average in zip(self._places, self._models, strict=True):
+            average.load(
+                {
+                    label: [values[place] for place in places]
+                    for label, values in state.tensors.items()
+                    if not label.startswith(others)
+                }
+            )
+        self._started = all(average.due for average in self._models)
+        self._local_steps = state.counters["local_steps"] if self._started else 0
+        if self._momenta is not None:
+            self._momenta.load(state.tensors)
+            self._momenta.unsettled = state.counters.get("unsettled", _UNSETTLED)
+            self._models[0].words.fill_(state.counters.get("news", 0))
+
+    def _averages(self) -> Iterator[ModelAverage]:
+        yield from self._models
+        if self._momenta is not None:
+            yield from self._momenta.averages
+
+    def _start(self) -> None:
+        if self._momenta is not None:
+            self._momenta.settle()
+            self._models[0].words.fill_(float(self._momenta.has_news()))
+        for average in self._averages():
+            average.start()
+        self._started = True
+        self._local_steps = 0
+
+    def _pause(self) -> None:
+        self._started = False
+        self._local_steps = 0
+
+
+def _warmup_buckets(
+    settings: Settings, reduction: Weighted, groups: Sequence[Sequence[int]]
+) -> BucketSet:
+    # Sparse gradients that travel by themselves know no weights: with them, they go as dense ones.
+    as_dense = settings.sparse_as_dense or bool(reduction.weights)
+    return replace(settings, reduction=reduction, sparse_as_dense=as_dense).make_buckets(
+        groups, "warmup"
+    )
+
+
+def _values(parameters: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
+    return [parameters[place].detach() for place in places]
+
+
+class _Momenta:
+    """The tensors in the optimizer's state that are averaged as the parameters are.
+
+    Which there are shows only as training goes on, and differs where a parameter has had no
+    gradient on some rank. Ranks agree on them as training starts and after the first round, when
+    they usually come up; later a rank that has others says so in a control word of its model, and
+    all agree at the end of that round. A rank that lacks one contributes zeros.
+
+    They travel uncompressed: float16 would make zeros of Adam's second moments.
+    """
+
+    def __init__(self, settings: Settings, reduction: Weighted, rule: Rule) -> None:
+        self._settings, self._rule = settings, rule
+        self._reduction = replace(reduction, compression=Compression.none)
+        self._keys: list[tuple[int, str]] = []
+        self._keys_of: list[list[tuple[int, str]]] = []
+        self.averages: list[ModelAverage] = []
+        self.unsettled = _UNSETTLED
+        """How many more rounds start with an agreement."""
+
+    def settle(self) -> None:
+        """Agree with the other ranks, if that is due."""
+        if self.unsettled:
+            self.unsettled -= 1
+            self.agree()
+
+    def settle_anew(self) -> None:
+        """Be as at the start of training."""
+        self.unsettled = _UNSETTLED
+
+    def has_news(self) -> bool:
+        """Return whether this rank has tensors that the others do not know of."""
+        return not set(self._own()) <= set(self._keys)
+
+    def heard(self, news: torch.Tensor) -> None:
+        """Take the control word of all ranks."""
+        if float(news):
+            self.unsettled = max(self.unsettled, 1)
+
+    def agree(self) -> None:
+        """Take what any rank has."""
+        everyone, tag = [self._own()], f"{self._settings.tag}.momenta.keys"
+        if not self._reduction.alone:
+            everyone = gather(everyone[0], tag, self._reduction.process_set)
+        self._adopt(sorted({(place, key) for keys in everyone for place, key in keys}))
+
+    def state(self) -> Tensors:
+        """Return what is in flight, when it has arrived, by place."""
+        tensors: Tensors = {}
+        for keys, average in zip(self._keys_of, self.averages, strict=True):
+            for label, values in average.state().items():
+                for (place, key), value in zip(keys, values, strict=True):
+                    nobody: list[torch.Tensor | None] = [None] * len(self._settings.parameters)
+                    tensors.setdefault(f"{_MOMENTA}{label}.{key}", nobody)[place] = value
+        return tensors
+
+    def load(self, tensors: Tensors) -> None:
+        """Go on from a `state`, which may have other entries as well."""
+        found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+        for name, values in tensors.items():
+            if name.startswith(_MOMENTA):
+                label, key = name.removeprefix(_MOMENTA).split(".", 1)
+                here = {(place, key): v for place, v in enumerate(values) if v is not None}
+                found.setdefault(label, {}).update(here)
+        self._adopt(sorted({key for one in found.values() for key in one}))
+        for keys, average in zip(self._keys_of, self.averages, strict=True):
+            average.load({label: [one[key] for key in keys] for label, one in found.items()})
+
+    def _own(self) -> list[tuple[int, str]]:
+        return [
+            (place, key)
+            for place, parameter in enumerate(self._settings.parameters)
+            for key in self._settings.owner.state(parameter)
+            if self._tensor(place, key) is not None
+        ]
+
+    def _tensor(self, place: int, key: str) -> torch.Tensor | None:
+        parameter = self._settings.parameters[place]
+        value = self._settings.owner.state(parameter).get(key)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        return value if value.shape == parameter.shape and key not in _SCALARS else None
+
+    def _adopt(self, keys: list[tuple[int, str]]) -> None:
+        if keys == self._keys:
+            return
+        for average in self.averages:
+            average.discard()
+        parameters = self._settings.parameters
+        self._keys = keys
+        self._keys_of = [
+            [keys[i] for i in same] for same in kinds([parameters[place] for place, _ in keys])
+        ]
+        self.averages = [
+            ModelAverage(
+                [parameters[place] for place, _ in same],
+                partial(self._tensors, same),
+                self._reduction,
+                f"{self._settings.tag}.momenta.{i}",
+                self._rule,
+                nonnegative=[key in _NONNEGATIVE for _, key in same],
+            )
+            for i, same in enumerate(self._keys_of)
+        ]
+
+    def _tensors(self, keys: Sequence[tuple[int, str]]) -> list[torch.Tensor | None]:
+        return [self._tensor(place, key) for place, key in keys]
+
+
+_MOMENTA = "momenta."
+_UNSETTLED = 2
+
+# Numbers that torch's optimizers keep as tensors: not momenta even where a parameter is one, too.
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+
+# What torch's optimizers take a root of, or bound steps with.
+_NONNEGATIVE = frozenset(
+    {
+        "acc_delta",
+        "exp_avg_sq",
+        "exp_inf",
+        "max_exp_avg_sq",
+        "square_avg",
+        "step_size",
+        "sum",
+        "variance",
+    }
+)

@@ -1,0 +1,547 @@
+"""What all strategies share: gradients that become ready, passes, updates.
+
+One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four moments::
+
+    backward   -> on_gradient(place)          a gradient of this pass is complete
+    step()     -> before_update() -> bool     p.grad is what to apply; False: no update
+                  after_update()              after the user's optimizer has moved the weights
+    synchronize()                             finish what is in flight
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, rank
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.torch.agree import Description, check_alike, failed, largest
+from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.compression import Codec, codec_for
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.reduction import Message, Reduction
+from hvd_pipe.torch.messages.residuals import of_all_ranks
+from hvd_pipe.torch.parameters import check_parameter
+from hvd_pipe.torch.scaling import are_finite
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Engine",
+    "Owner",
+    "Settings",
+    "State",
+    "all_joined",
+    "describe",
+    "kinds",
+    "refuse_join",
+]
+
+DEFAULT_BUCKET_BYTES = 8 * 2**20
+
+
+class Owner(Protocol):
+    """What an engine asks of the user's optimizer."""
+
+    def update(self) -> None:
+        """Make one update with the gradients as they are."""
+
+    def peek(self) -> None:
+        """Move the weights as `update` would, and leave all else as it is."""
+
+    def note_old(self) -> None:
+        """Take what is in ``p.grad`` for applied: no update is to come of it."""
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the optimizer's live state of a parameter; empty where there is none."""
+
+    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        """Return the parameters, by name, that train and whose identities are not ``known``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a `DistributedOptimizer` was asked for, in terms of its parameters' places.
+
+    Args:
+        names: The parameters' names, in an order that all ranks share.
+        parameters: The parameters, in the same order.
+        reduction: How gradients are reduced.
+        passes: Backward passes that make one gradient.
+        sparse_as_dense: Whether sparse gradients may travel as dense ones.
+        tag: Begins the names of all messages.
+        groups: Gradients that the user groups by hand (places), or None.
+        owner: The user's optimizer.
+        sparse: Places of the gradients that all ranks know to be sparse.
+        frozen: Places of the parameters that were frozen in the last round.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[torch.Tensor]
+    reduction: Reduction
+    passes: int
+    sparse_as_dense: bool
+    tag: str
+    groups: Sequence[Sequence[int]] | None
+    owner: Owner
+    sparse: set[int] = field(default_factory=set)
+    frozen: set[int] = field(default_factory=set)
+
+    def grown(self, joining: Mapping[str, torch.Tensor]) -> Settings:
+        """Return the settings with more parameters, behind the ones that are there."""
+        first = len(self.parameters)
+        groups = self.groups
+        if groups is not None:
+            groups = [*groups, *([first + i] for i in range(len(joining)))]
+        return dataclasses.replace(
+            self,
+            names=[*self.names, *joining],
+            parameters=[*self.parameters, *joining.values()],
+            groups=groups,
+        )
+
+    def nbytes(self, place: int) -> int:
+        """Return the size of a gradient in bytes."""
+        return self.parameters[place].numel() * self.parameters[place].element_size()
+
+    def wire_bytes(self) -> list[int]:
+        """Return the size of each gradient as it is sent, after compression, in bytes."""
+        sizes = [0] * len(self.parameters)
+        for places in kinds(self.parameters):
+            ratio = self.reduction.ratio(self.parameters[places[0]])
+            for place in places:
+                if place not in self.sparse:
+                    sizes[place] = round(self.nbytes(place) * ratio)
+        return sizes
+
+    def make_buckets(
+        self,
+        groups: Sequence[Sequence[int]],
+        suffix: str,
+        keep_local: bool = False,
+        like: BucketSet | None = None,
+    ) -> BucketSet:
+        return BucketSet(
+            self.parameters,
+            self.names,
+            groups,
+            self.reduction,
+            f"{self.tag}.{suffix}",
+            None if self.sparse_as_dense else self.sparse,
+            self.frozen,
+            keep_local,
+            like,
+        )
+
+    def as_plan(self, groups: Sequence[Sequence[int]], method: str) -> Plan:
+        """Return groups of places as a plan of names."""
+        return Plan(tuple(tuple(self.names[i] for i in group) for group in groups), method)
+
+
+@dataclass(frozen=True)
+class State:
+    """What an engine needs to go on bit for bit, beside the model and the user's optimizer.
+
+    Args:
+        counters: Numbers and strings by name: steps taken, a plan.
+        tensors: By name, one tensor a parameter (by place), or None where there is none: a
+            gradient in flight, a model's start of the round, what a codec has left over.
+    """
+
+    counters: dict[str, Any]
+    tensors: dict[str, list[torch.Tensor | None]]
+
+
+class Engine(abc.ABC):
+    """Carries one strategy out; see the module's docstring for who calls what."""
+
+    name: str
+    """The strategy's, as a checkpoint has it."""
+    keeps = False
+    """Whether anything is in flight between steps, which a checkpoint should hold."""
+    needs_loss_scale = True
+    """Whether gradients may have another loss scale than the step's, or stay local."""
+    plan: Plan | None = None
+    """The buckets in use."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.passes = settings.passes
+        self.rounds = 0
+        """Gradients (or sets of local gradients) prepared so far; all ranks count the same."""
+        self.fresh = False
+        """Whether a gradient was computed since the last step()."""
+        self.synchronized = False
+        """Whether the gradients of the coming step() are prepared."""
+        self.known: set[int] = set()
+        """Identities of the parameters that take part."""
+        self.held: dict[str, dict[int, torch.Tensor]] = {}
+        """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
+        self._has_update = False
+        self._meeting: Message | None = None
+        self._uncompared_steps = 0
+        if check_mode.active.on:
+            check_mode.active.begin(int(rank()))
+        self._passes_done: list[int] = []
+        self._hooks: list[RemovableHandle] = []
+        self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
+        """Stop hearing of gradients."""
+        self._listen(settings.parameters)
+        # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
+        for other in list(_live):
+            if other.known == self.known:
+                other.retire()
+        _live.add(self)
+
+    def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
+        engine, first = weakref.ref(self), len(self._passes_done)
+        for place, parameter in enumerate(parameters, first):
+            hook = _hook(engine, place)
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            )
+        self.known.update(map(id, parameters))
+        self._passes_done += [0] * len(parameters)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what a step leaves behind belongs into a checkpoint."""
+        return self.keeps or self.remembers_residuals
+
+    @property
+    def remembers_residuals(self) -> bool:
+        """Whether a lossy codec keeps what it has left over."""
+        compression = self.reduction.compression
+        return isinstance(compression, Codec) and bool(compression.error_feedback)
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are reduced."""
+        return self.settings.reduction
+
+    def retire(self) -> None:
+        """Take no further part."""
+        self.detach()
+        _live.discard(self)
+
+    # What a strategy defines.
+
+    @property
+    @abc.abstractmethod
+    def current(self) -> BucketSet | None:
+        """The buckets that take this step's gradients; None while gradients stay local."""
+
+    @property
+    @abc.abstractmethod
+    def next_message(self) -> Message:
+        """A message that every rank sends in this step or in a coming one."""
+
+    @abc.abstractmethod
+    def build(self) -> None:
+        """Make the buffers for the parameters in ``settings``; parameters may have joined."""
+
+    @abc.abstractmethod
+    def prepare(self) -> bool:
+        """Make the gradients what the update shall apply; return whether there is one to apply."""
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Finish what is in flight when no gradient waits to be applied."""
+
+    @abc.abstractmethod
+    def after_join(self) -> None:
+        """Go to a state that all ranks share, however many steps each has taken."""
+
+    @abc.abstractmethod
+    def state(self) -> State:
+        """Return what is in flight, in copies, when it has arrived; training can go on after."""
+
+    @abc.abstractmethod
+    def load(self, state: State) -> None:
+        """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
+
+        A place whose tensors are None belongs to a parameter that joins now.
+        """
+
+    @property
+    def is_equal_everywhere(self) -> bool:
+        """Whether all ranks have just made the same update, and are where this one is."""
+        return False
+
+    def weights(self) -> Sequence[torch.Tensor]:
+        """Return the weights as updates have left them."""
+        return self.settings.parameters
+
+    def discard(self) -> None:
+        """Forget what is in flight, as a state that is loaded replaces it."""
+        self.abandon()
+        self._passes_done = [0] * len(self._passes_done)
+        if self.current is not None:
+            self.current.give_up()
+            self.current.forget_residuals()
+
+    def after_update(self) -> None:
+        """Do what follows an update."""
+        self.fresh = False
+
+    @property
+    def gradient_scale(self) -> float | None:
+        """The loss scale of the gradients that `prepare` has left; None for the step's own."""
+        return None
+
+    def note_scale(self, scale: float) -> None:  # noqa: B027 - most need not know
+        """Take down the loss scale of the gradients that were computed in this step."""
+
+    # What the optimizer calls.
+
+    def on_gradient(self, place: int) -> None:
+        """Take a gradient that backward has just completed."""
+        check_mode.active.delay()
+        if timeline.active is not None:
+            timeline.active.gradient()
+        if not self.fresh:
+            self._begin_step()
+        self.fresh = True
+        self.synchronized = False
+        self._passes_done[place] += 1
+        done = self._passes_done[place]
+        if self.current is None:
+            return
+        if done > self.passes:
+            raise HvdPipeError(
+                f"the gradient of {self.settings.names[place]!r} was computed {done} times before "
+                f"step(), but backward_passes_per_step is {self.passes}: call step() or "
+                f"synchronize() after every {self.passes} backward passes, or raise "
+                "backward_passes_per_step to accumulate gradients locally."
+            )
+        if done == self.passes:
+            self.current.ready(place)
+
+    def compare_replicas(self) -> None:
+        """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
+        if not check_mode.active.on or self.reduction.alone:
+            return
+        self._uncompared_steps += 1
+        if self._uncompared_steps < check_mode.COMPARE_STEPS or not self.is_equal_everywhere:
+            return
+        self._uncompared_steps = 0
+        gradients = [parameter.grad for parameter in self.settings.parameters]
+        compare_replicas(
+            self.settings.names,
+            self.weights(),
+            gradients,
+            f"after step {self.rounds}",
+            self.reduction,
+            self.settings.tag,
+        )
+
+    def before_update(self) -> bool:
+        """Return whether the user's optimizer shall update now."""
+        if not self.synchronized:
+            self._prepare()
+        self.synchronized = False
+        return self._has_update
+
+    def synchronize(self, by_hand: bool = False) -> None:
+        """Prepare the coming update where gradients wait for one, else `drain`.
+
+        Args:
+            by_hand: Whether there are new gradients of which no hook has told.
+        """
+        if self.synchronized:
+            return
+        if self.fresh or by_hand:
+            self.prepare_now()
+            self.fresh = True
+        else:
+            self._agree_on_load()
+            self.drain()
+
+    def note_gradients(self) -> None:  # noqa: B027 - most need not know
+        """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
+
+    @property
+    def others_message(self) -> Message:
+        """A message that ranks which have not loaded a state send in a coming step."""
+        return self.next_message if self._meeting is None else self._meeting
+
+    def note_load(self, message: Message) -> None:
+        """Have ranks agree on a state that was loaded, as the next step begins.
+
+        Args:
+            message: `others_message` as it was before.
+        """
+        self._meeting = message
+
+    def position(self) -> Description:
+        """Say how far training has come, which all ranks must have alike."""
+        return [("the number of steps", str(self.rounds))]
+
+    def check_position(self) -> None:
+        """Compare `position` over the ranks; all of them call this.
+
+        Raises:
+            RanksDisagreeError: They have loaded different states, or one has loaded none.
+        """
+        if not self.reduction.alone:
+            tag, process_set = self.settings.tag, self.reduction.process_set
+            check_alike(self.position(), f"{tag}.position", process_set)
+
+    def _begin_step(self) -> None:
+        self._agree_on_load()
+        self.admit()
+
+    def _agree_on_load(self) -> None:
+        """Tell all ranks where one alone has loaded a state: they would wait for ever.
+
+        Ranks that have loaded meet under the name of a message that the others are about to send.
+        A rank that has left by ``hvd.join()`` takes part in all-reduces only.
+        """
+        message, self._meeting = self._meeting, None
+        if message is None or self.reduction.alone:
+            return
+        message.meet()
+        present, name = torch.ones(1), f"{self.settings.tag}.present"
+        plain = dataclasses.replace(self.reduction, op=Average, compression=Compression.none)
+        plain.reduce(present, name)
+        if float(present) > 1 - 0.5 / self.reduction.workers:
+            self.check_position()
+
+    def prepare_now(self) -> None:
+        """Prepare the coming update, if that has not been done."""
+        if not self.synchronized:
+            self._prepare()
+            self.synchronized = True
+
+    def abandon(self) -> None:
+        """Forget gradients that were prepared and are not to be applied."""
+        self.synchronized = self.fresh = False
+
+    def admit(self) -> None:
+        """Take in parameters that have joined: by add_param_group, or because they train now.
+
+        All ranks do this between the same two steps, or are told: first they meet under the
+        name of a message that a rank which admits nobody is about to send.
+        """
+        joining = self.settings.owner.joining(self.known)
+        if not joining:
+            return
+        state, process_set = self.state(), self.reduction.process_set
+        failure: Exception | None = None
+        try:
+            for name, parameter in joining.items():
+                check_parameter(name, parameter)
+        except ValueError as error:
+            failure = error
+        if not self.reduction.alone:
+            self.next_message.meet()
+            description = describe(joining) if failure is None else failed(failure)
+            check_alike(description, f"{self.settings.tag}.joining", process_set)
+        if failure is not None:
+            raise failure
+        self.settings = self.settings.grown(joining)
+        self._listen(list(joining.values()))
+        left = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
+        self.build()
+        tensors = {}
+        for label, places in left.items():
+            loaded = self.held.get(label, {})
+            tensors[label] = [*places, *(loaded.get(id(p)) for p in joining.values())]
+        self.held.clear()
+        self.load(State(state.counters, tensors))
+
+    def agree_on_overflow(self) -> None:
+        """Let all ranks find a gradient that is not finite where one of them has.
+
+        An average is as finite on one rank as on all. Gradients that stay local are not, and
+        GradScaler, which looks at them, must come to the same scale and the same steps everywhere.
+        """
+        if self.current is not None or self.reduction.alone:
+            return
+        gradients = [p.grad for p in self.settings.parameters if p.grad is not None]
+        finite = are_finite(gradients)
+        tag, process_set = f"{self.settings.tag}.overflow", self.reduction.process_set
+        if largest([float(not finite)], tag, process_set) == [1.0]:
+            for gradient in gradients:
+                gradient.mul_(torch.inf)
+
+    def _prepare(self) -> None:
+        if timeline.active is not None:
+            timeline.active.end_backward()
+        if not self.fresh:
+            self._begin_step()
+        self._passes_done = [0] * len(self._passes_done)
+        self._has_update = self.prepare()
+        self.rounds += 1
+        _live.add(self)  # also one that another has replaced, and that is used all the same
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def refuse_join() -> None:
+    """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
+
+    Raises:
+        HvdPipeError: An optimizer sends encoded or sparse gradients.
+    """
+    for engine in list(_live):
+        reduction = engine.reduction
+        encoded = any(
+            codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
+        )
+        if not reduction.alone and (encoded or engine.settings.sparse):
+            raise HvdPipeError(
+                "hvd.join() needs dense gradients that travel as they are: use Compression.none "
+                "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
+                "every rank the same number of steps."
+            )
+
+
+def all_joined() -> None:
+    """Note that all ranks have met in ``hvd.join()``, after different numbers of steps."""
+    for engine in list(_live):
+        engine.after_join()
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _hook(engine: weakref.ref[Engine], place: int) -> Callable[[torch.Tensor], None]:
+    def on_gradient(_: torch.Tensor) -> None:
+        owner = engine()
+        if owner is not None:
+            owner.on_gradient(place)
+
+    return on_gradient
+
+
+def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
+    """Say in a line a parameter what all ranks must have alike."""
+    lines = []
+    for name, parameter in parameters.items():
+        layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
+        lines.append(("a parameter", f"{name!r}: {shape}{layout}"))
+    return lines
+
+
+def kinds(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Group places by dtype and device: only equals share a buffer. Order is kept."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        found.setdefault((parameter.dtype, parameter.device), []).append(place)
+    return list(found.values())

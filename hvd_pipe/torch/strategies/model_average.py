@@ -1,0 +1,338 @@
+"""What CoCoD sends: one flat vector of models (or of momenta) a round, and what becomes of it.
+
+    start()    the values x_i as they are are copied and sent         [ x_i ... | present ]
+    arrive()   the message holds their mean                           [ mean .. | present ]
+    finish()   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
+               pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
+
+With a codec, all rounds but the first send ``x_i - (last round's mean)``: what is lost then is a
+part of a small difference, not of the model.
+
+Each rank marks its place in the tail ``present`` (with equal weights all share one, a count): one
+that has left by ``hvd.join()`` sends zeros, which would else be averaged in as a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from horovod.torch.compression import Compression
+
+from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages.exchange import Feedback
+from hvd_pipe.torch.messages.reduction import Message, Reduction
+from hvd_pipe.torch.messages.residuals import REDUCED, SENT
+
+__all__ = ["ModelAverage", "Rule", "Tensors", "Weighted", "weighted"]
+
+Tensors = dict[str, list[torch.Tensor | None]]
+"""By name, one tensor a value, or None: see `engine.State`."""
+
+Values = Callable[[], Sequence[torch.Tensor | None]]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How local progress and the mean are put together.
+
+    Args:
+        pull_back: Overlap-Local-SGD's alpha; None keeps all progress, as CoCoD does.
+        anchor_momentum: Overlap-Local-SGD's beta.
+    """
+
+    pull_back: float | None = None
+    anchor_momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weighted(Reduction):
+    """An average in which rank i counts ``weights[i] / sum(weights)``.
+
+    Horovod wants the same factors from all ranks, so each scales its message before it leaves.
+
+    Args:
+        weights: One positive number a rank of the process set; none of them: a plain average.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    @property
+    def factor(self) -> float:
+        """What this rank's values are multiplied by, so that their plain mean is the weighted."""
+        if self.alone or not self.weights:
+            return 1.0
+        mine = float(self.weights[self.process_set.rank()])
+        return mine * len(self.weights) / sum(self.weights)
+
+    def message(
+        self, flat: torch.Tensor, name: str, exact: int = 0, feedback: Feedback | None = None
+    ) -> Message:
+        inner = super().message(flat, name, exact, feedback)
+        if self.factor == 1.0:
+            return inner
+        return _Scaled(inner, flat[: flat.numel() - exact], self.factor)
+
+
+def weighted(reduction: Reduction, weights: Sequence[float] | None) -> Weighted:
+    """Return the reduction with weights; None for equal ones."""
+    same = {f.name: getattr(reduction, f.name) for f in dataclasses.fields(reduction)}
+    return Weighted(**same, weights=tuple(weights or ()))
+
+
+class _Scaled(Message):
+    """A message whose values are multiplied by a factor as they leave."""
+
+    def __init__(self, inner: Message, values: torch.Tensor, factor: float) -> None:
+        self._inner, self._values, self._factor = inner, values, factor
+        self.feedback = inner.feedback
+
+    def launch(self) -> None:
+        self._values.mul_(self._factor)
+        self._inner.launch()
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def drop_foreign_residuals(self) -> None:
+        self._inner.drop_foreign_residuals()
+
+    def meet(self) -> None:
+        self._inner.meet()
+
+
+class ModelAverage:
+    """Averages values of one dtype and device behind a round of local steps.
+
+    Float16 and bfloat16 values are averaged, and their progress is added, in float32; they are
+    rounded once a round, as they would be in an ordinary update.
+
+    Args:
+        like: Tensors with the values' shapes, of one dtype and device.
+        values: Returns the live values; None for one that this rank lacks, which counts as zeros.
+        reduction: How they are averaged.
+        name: Begins the messages' names.
+        rule: What `finish` does.
+        words: How many control words travel along; see `words`.
+        nonnegative: For each value, whether it must not become negative; none of them: no.
+    """
+
+    def __init__(
+        self,
+        like: Sequence[torch.Tensor],
+        values: Values,
+        reduction: Weighted,
+        name: str,
+        rule: Rule,
+        words: int = 0,
+        nonnegative: Sequence[bool] = (),
+    ) -> None:
+        self._like, self._values, self._reduction, self._rule = like, values, reduction, rule
+        self._name, self._nonnegative = name, nonnegative
+        first, numel = like[0], sum(tensor.numel() for tensor in like)
+        dtype = torch.float32 if first.dtype in _HALF else first.dtype
+        slots = max(1, len(reduction.weights))
+        flat = torch.zeros(numel + slots + words, dtype=dtype, device=first.device)
+        self._mean, self._present = flat[:numel], flat[numel : numel + slots]
+        self.words = flat[numel + slots :]
+        """Set before `start`; the mean over all ranks after `arrive`."""
+        self._weights = flat.new_tensor(reduction.weights or (1.0,))
+        codec = reduction.compression is not Compression.none and not reduction.alone
+        plain = dataclasses.replace(reduction, compression=Compression.none)
+        self._whole = plain.message(flat, name, slots + words)
+        self._difference: Message | None = None
+        if codec:
+            self._difference = reduction.message(flat, f"{name}.difference", slots + words)
+        self._sent: Message | None = None
+        self.due = False
+        """Whether a round is on, which `finish` ends."""
+        self._start: torch.Tensor | None = None
+        self._base: torch.Tensor | None = None
+        self._anchor: torch.Tensor | None = None
+        self._velocity: torch.Tensor | None = None
+
+    @property
+    def next_message(self) -> Message:
+        """What the coming `start` sends."""
+        if self._base is None or self._difference is None:
+            return self._whole
+        return self._difference
+
+    def start(self) -> None:
+        """Take a snapshot and send it."""
+        message = self.next_message
+        self._take(self._mean)
+        if self._rule.pull_back is None:
+            self._start = _copy(self._mean, self._start)
+        if self._base is not None and message is self._difference:
+            self._mean.sub_(self._base)
+        self.due = True
+        self._send(message)
+
+    def arrive(self) -> None:
+        """Wait for the mean of what all ranks have sent, if that has not been done."""
+        if self._sent is None:
+            return
+        message, self._sent = self._sent, None
+        trace = timeline.active
+        begun = 0.0 if trace is None else trace.now()
+        message.wait()
+        if trace is not None:
+            trace.waited(begun, self._name)
+        if self._reduction.alone:
+            return
+        size = self._reduction.workers
+        there = (self._present * size).round_()
+        total = self._weights.sum() if self._reduction.weights else size
+        self._mean.mul_(total / (self._weights * there).sum())  # by 1 where all take part
+        if message is self._difference and self._base is not None:
+            self._mean.add_(self._base)
+
+    def finish(self) -> None:
+        """Give every value the mean and its own progress, by the rule."""
+        self.arrive()
+        self.due = False
+        if self._difference is not None:
+            self._base = _copy(self._mean, self._base)
+        if self._rule.pull_back is None:
+            assert self._start is not None
+            self._add(self._mean.sub_(self._start))
+        else:
+            self._move_anchor()
+            places, present = self._present_values()
+            views = self._views(self._mean)
+            torch._foreach_sub_([views[i] for i in places], present)
+            self._add(self._mean.mul_(self._rule.pull_back))
+        spoil(self._mean, self._start)
+
+    def average_now(self) -> None:
+        """Make every value the average of all ranks' ones, bit for bit the same everywhere.
+
+        The anchor stays where it is and the next round moves it on.
+        """
+        self.arrive()
+        self.due = False
+        self._take(self._mean)
+        self._send(self._whole)
+        self.arrive()
+        if self._difference is not None:
+            self._base = _copy(self._mean, self._base)
+        places, present = self._present_values()
+        views = self._views(self._mean)
+        torch._foreach_copy_(present, [views[i] for i in places])
+        spoil(self._mean, self._start)
+
+    def discard(self) -> None:
+        """Wait for what is in flight and forget it, and all rounds before."""
+        self.arrive()
+        self.due = False
+        self._base = self._anchor = self._velocity = None
+        for leftover in self._leftovers().values():
+            leftover.zero_()
+
+    def state(self) -> Tensors:
+        """Return copies of what the coming rounds need; waits for what has been sent."""
+        self.arrive()
+        flats = {"base": self._base, "anchor": self._anchor, "velocity": self._velocity}
+        flats |= self._leftovers()
+        if self.due:
+            flats |= {"average": self._mean, "start": self._start}
+        return {
+            label: [view.clone() for view in self._views(flat)]
+            for label, flat in flats.items()
+            if flat is not None
+        }
+
+    def load(self, state: Tensors) -> None:
+        """Go on from a `state`. A value without tensors joins now: as it is, and at rest."""
+        self.discard()
+        own = torch.empty_like(self._mean)
+        self._take(own)
+
+        def flat(label: str) -> torch.Tensor | None:
+            if label not in state:
+                return None
+            at_rest = label == "velocity" or label.startswith("own.")
+            whole = torch.zeros_like(own) if at_rest else own.clone()
+            for view, tensor in zip(self._views(whole), state[label], strict=True):
+                if tensor is not None:
+                    view.copy_(tensor)
+            return whole
+
+        average, self._start = flat("average"), flat("start")
+        self._anchor, self._velocity = flat("anchor"), flat("velocity")
+        # What differences are taken from must be the same on all ranks, to the last bit, and who
+        # knows that of a value that joins? The next message is whole.
+        if self._difference is not None and None not in state.get("base", []):
+            self._base = flat("base")
+        for label, leftover in self._leftovers().items():
+            saved = flat(label)
+            leftover.zero_() if saved is None else leftover.copy_(saved)
+        if self._difference is not None:
+            self._difference.drop_foreign_residuals()
+        self.due = average is not None and (self._rule.pull_back or self._start) is not None
+        if average is not None:
+            self._mean.copy_(average)
+
+    def _leftovers(self) -> dict[str, torch.Tensor]:
+        """Return what the codec has lost so far and adds to the next message: this rank's own."""
+        feedback = None if self._difference is None else self._difference.feedback
+        if feedback is None:
+            return {}
+        numel = self._mean.numel()
+        return {SENT: feedback.sent[:numel], REDUCED: feedback.reduced[:numel]}
+
+    def _send(self, message: Message) -> None:
+        weights = self._reduction.weights
+        self._present.zero_()
+        mine = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
+        self._present[mine] = 1.0
+        self._sent = message
+        if timeline.active is not None:
+            timeline.active.ready(self._name)
+        message.launch()
+
+    def _move_anchor(self) -> None:
+        """v = beta v + (mean - z), z = z + v; then ``_mean`` holds z."""
+        beta = self._rule.anchor_momentum
+        if not beta:
+            return
+        if self._anchor is None or self._velocity is None:
+            self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
+        self._velocity.mul_(beta).add_(self._mean.sub_(self._anchor))
+        self._anchor.add_(self._velocity)
+        self._mean.copy_(self._anchor)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(flat, [tensor.numel() for tensor in self._like])
+        return [part.view(t.size()) for part, t in zip(parts, self._like, strict=True)]
+
+    def _present_values(self) -> tuple[list[int], list[torch.Tensor]]:
+        found = [(i, value) for i, value in enumerate(self._values()) if value is not None]
+        return [i for i, _ in found], [value for _, value in found]
+
+    def _take(self, flat: torch.Tensor) -> None:
+        """Copy the values into ``flat``, zeros for those that this rank lacks."""
+        places, present = self._present_values()
+        if len(places) < len(self._like):
+            flat.zero_()
+        views = self._views(flat)
+        torch._foreach_copy_([views[i] for i in places], present)
+
+    def _add(self, flat: torch.Tensor) -> None:
+        places, present = self._present_values()
+        views = self._views(flat)
+        torch._foreach_add_(present, [views[i] for i in places])
+        for i, value in zip(places, present, strict=True):
+            if self._nonnegative and self._nonnegative[i]:
+                value.clamp_(min=0.0)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    """Copy into ``target``, or into a new tensor where there is none yet."""
+    return source.clone() if target is None else target.copy_(source)
