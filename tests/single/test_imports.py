@@ -1,0 +1,186 @@
+"""How the modules of hvd_pipe hang together, and how large they are.
+
+Imports are read from the sources, so nothing is imported here. What `if TYPE_CHECKING:` holds is
+no import. A lazy import is one inside of a function.
+
+The limits are a ratchet: each holds now, and may only be lowered.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
+
+MAX_FILES = 245
+MAX_LINES = 41_500
+MAX_FILE_LINES = 700
+MAX_FUNCTION_LINES = 105  # without its docstring
+MAX_FLOORS = 11  # of hvd_pipe.torch, from one of its strategies down
+
+# Lazy imports that close a circle, as (importer, imported), and why each has to. Better none.
+LAZY_CIRCLES: dict[tuple[str, str], str] = {
+    ("hvd_pipe.timeline", "hvd_pipe.timeline_plot"): "matplotlib is loaded by a plot alone",
+    ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.mpi"): "the choice of a transport",
+    ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.process_sets"): "the choice of a transport",
+    ("hvd_pipe.torch.messages.reduction", "hvd_pipe.torch.messages.exchange"): "int8 alone",
+    ("hvd_pipe.torch.messages.reduction", "hvd_pipe.torch.checking"): "a check alone",
+    ("hvd_pipe.cli._model", "hvd_pipe.cli._keras_model"): "Keras models alone",
+    ("hvd_pipe.cli._model", "hvd_pipe.cli._torch_model"): "torch models alone",
+}
+
+Graph = dict[str, set[str]]
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_module(path): path for path in SOURCES}
+FRAMEWORKS = ("horovod", "torch", "tensorflow", "keras")
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _imports(node: ast.AST, *, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that run with a module, or (lazy) those in its functions as well."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from _imports(ast.Module(child.orelse, []), lazy=lazy)
+        elif lazy or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _imports(child, lazy=lazy)
+
+
+def _imported(module: str, *, lazy: bool) -> set[str]:
+    """Return the full names of what a module imports; of `from a import b`, a.b if a module."""
+    found: set[str] = set()
+    for node in _imports(_tree(MODULES[module]), lazy=lazy):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+            continue
+        assert not node.level, f"{module}: relative imports hide which module is meant"
+        assert node.module is not None
+        for alias in node.names:
+            inner = f"{node.module}.{alias.name}"
+            found.add(inner if inner in MODULES else node.module)
+    return found - {module}
+
+
+@functools.cache
+def _graph(*, lazy: bool) -> Graph:
+    return {module: _imported(module, lazy=lazy) & set(MODULES) for module in MODULES}
+
+
+def _circle(graph: Graph) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))  # each imports the next
+    return []
+
+
+def test_a_circle_is_found() -> None:
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+
+
+def test_lazy_imports_are_told_apart() -> None:
+    source = (
+        "import a\n"
+        "if TYPE_CHECKING:\n    import b\nelse:\n    import c\n"
+        "class C:\n    import d\n    def f(self):\n        import e\n"
+    )
+    names = {
+        lazy: [node.names[0].name for node in _imports(ast.parse(source), lazy=lazy)]
+        for lazy in (False, True)
+    }
+    assert names == {False: ["a", "c", "d"], True: ["a", "c", "d", "e"]}
+
+
+def test_no_import_circle() -> None:
+    circle = _circle(_graph(lazy=False))
+    assert not circle, " -> ".join(circle)
+
+
+def test_no_circle_of_lazy_imports() -> None:
+    graph = {
+        module: {other for other in others if (module, other) not in LAZY_CIRCLES}
+        for module, others in _graph(lazy=True).items()
+    }
+    circle = _circle(graph)
+    assert not circle, " -> ".join(circle)
+
+
+def test_planning_imports_no_framework() -> None:
+    for module in MODULES:
+        if module.startswith("hvd_pipe.planning"):
+            names = {name.partition(".")[0] for name in _imported(module, lazy=True)}
+            assert not names & set(FRAMEWORKS), module
+
+
+@pytest.mark.parametrize(("ours", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
+def test_frameworks_do_not_meet(ours: str, other: str) -> None:
+    allowed = {"tensorflow": {"tensorflow", "keras", "horovod.tensorflow", "hvd_pipe.tensorflow"}}
+    names = allowed.get(other, {"torch", "horovod.torch", "hvd_pipe.torch"})
+    for module in MODULES:
+        if module.startswith(f"hvd_pipe.{ours}"):
+            for name in _imported(module, lazy=True):
+                assert not any(f"{name}.".startswith(f"{each}.") for each in names), (module, name)
+
+
+def test_sizes() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert len(lines) <= MAX_FILES
+    assert sum(lines.values()) <= MAX_LINES
+    long = {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > MAX_FILE_LINES}
+    assert not long
+
+
+def test_functions_are_short() -> None:
+    long = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = _lines(node)
+                if size > MAX_FUNCTION_LINES:
+                    long[f"{module}.{node.name}"] = size
+    assert not long
+
+
+def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count a function's lines from `def` on, without its docstring."""
+    assert function.end_lineno is not None
+    size = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        size -= docstring.end_lineno - docstring.lineno + 1
+    return size
+
+
+def test_floors_below_a_strategy_of_torch() -> None:
+    """A strategy stands on modules of `hvd_pipe.torch`, these on others: at most so many."""
+    graph = _graph(lazy=False)
+
+    @functools.cache
+    def chain(module: str) -> tuple[str, ...]:
+        below = [chain(other) for other in graph[module] if other.startswith("hvd_pipe.torch.")]
+        return (module, *max(below, key=len, default=()))
+
+    strategies = [name for name in MODULES if name.startswith("hvd_pipe.torch.strategies.")]
+    assert strategies
+    longest = max(map(chain, strategies), key=len)
+    assert len(longest) <= MAX_FLOORS, " -> ".join(longest)
