@@ -11,15 +11,19 @@ No rank outlives its test. Three things see to it, each for the case that the on
 1. a rank dumps its stacks and exits at the deadline, even if pytest has been killed by then;
 2. the launcher's own session is ended, by its id, when the test ends in whatever way;
 3. what is left of the job (Open MPI gives each rank a process group of its own) is known by the
-   job's directory in its environment, and ended by its pid.
+   job's directory in its environment, or where it writes, and ended by its pid.
+
+Where ``python rank_main.py`` would import a framework first, `rank_server` forks the rank instead.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,9 +31,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import ParamSpec, TypeVar
 
 import pytest
+import rank_server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +70,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
     launcher: str = "mpi",
+    fresh: bool = False,
 ) -> list[R]:
     """Call ``function(*args)`` on n ranks and return what each returned, in the order of ranks.
 
@@ -74,6 +81,9 @@ def run_ranks(
         env: Environment variables for the ranks, over `ENVIRONMENT`.
         timeout: Seconds until a rank is ended; `LONGEST` at most.
         launcher: ``"mpi"`` (mpirun) or ``"gloo"`` (horovodrun --gloo).
+        fresh: Whether ranks start as new interpreters, with ``env`` there before any import.
+            Otherwise they are forked from a process that has imported the framework, where the
+            function's module imports one.
 
     Raises:
         AssertionError: A rank raised, hung or died; the message has every rank's traceback.
@@ -83,7 +93,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
         (directory / "call.pickle").write_bytes(pickle.dumps(call))
-        command = [*_launch(launcher, n), sys.executable, str(ENTRY), name]
+        framework = None if fresh else _framework(function.__module__)
+        entry = _forked(framework, n) if framework else [sys.executable, str(ENTRY)]
+        command = [*_launch(launcher, n), *entry, name]
         code = _run(command, directory, dict(env or {}), timeout + GRACE)
         outcomes = [_outcome(directory, rank) for rank in range(n)]
         if code or not all(good for good, _ in outcomes):
@@ -152,6 +164,50 @@ def _launch(launcher: str, n: int) -> list[str]:
     return [*HOROVODRUN, "-np", str(n), "--gloo"]
 
 
+def _framework(module: str) -> str | None:
+    """The framework that a module imports; None where it imports none, or both."""
+    words = {
+        word
+        for value in vars(sys.modules[module]).values()
+        if isinstance(value, ModuleType)
+        for word in value.__name__.split(".")[:2]
+    }
+    found = {"torch"} & words | ({"tensorflow"} if words & {"tensorflow", "keras"} else set())
+    return found.pop() if len(found) == 1 else None
+
+
+def _forked(framework: str, n: int) -> list[str]:
+    """The command of a client that has `rank_server` fork a rank."""
+    for rank in range(min(n, 2)):
+        _serve(framework, rank)
+    return [sys.executable, "-I", "-S", rank_server.__file__, "ask", _servers().name, framework]
+
+
+@functools.cache
+def _servers() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="servers-")
+
+
+@functools.cache
+def _serve(framework: str, rank: int) -> None:
+    """Start a server, which lives as long as this process; clients wait until it is ready."""
+    name = rank_server.address(_servers().name, framework, rank)
+    with socket.socket(socket.AF_UNIX) as listener, Path(f"{name}.log").open("wb") as log:
+        listener.bind(name)
+        listener.listen()
+        number = listener.fileno()
+        server = subprocess.Popen(
+            [sys.executable, rank_server.__file__, "serve", framework, str(number)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[number],
+            env=_inherited() | ENVIRONMENT,
+            start_new_session=True,
+        )
+    atexit.register(server.communicate)
+
+
 def _run(
     command: Sequence[str], directory: Path, env: dict[str, str], timeout: float
 ) -> int | None:
@@ -196,10 +252,12 @@ def processes_of(directory: Path) -> list[int]:
     """The live processes of the job with this directory, whoever is their parent by now."""
     mark = f"{JOB}={directory}".encode()
     found = []
-    for environ in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or another user's
-            if mark in environ.read_bytes().split(b"\0"):
-                found.append(int(environ.parent.name))
+            marked = mark in (process / "environ").read_bytes().split(b"\0")
+            # A forked rank shows the environment of its server, and writes to the job's directory.
+            if marked or directory in (process / "fd/1").readlink().parents:
+                found.append(int(process.name))
     return found
 
 

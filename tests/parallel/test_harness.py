@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -53,24 +53,55 @@ def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Sig
         "import ranks, workers_harness\n"
         f"def test(): ranks.run_ranks(2, workers_harness.hang_on_rank_1, {str(tmp_path)!r}, True)"
     )
-    here = Path(__file__).parent
-    # "-p conftest": the project's conftest.py does not reach a file outside the project.
-    pytest_process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
-        stdout=subprocess.DEVNULL,
-        # A shell's background jobs ignore SIGINT, and their children with them.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-    try:
+    with _pytest(tmp_path) as process:
         _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
         assert _is_rank(_pids(tmp_path)[1])
-        pytest_process.send_signal(number)
-        assert pytest_process.wait(30) == pytest.ExitCode.INTERRUPTED
-    finally:
-        pytest_process.kill()
-        pytest_process.wait()
+        process.send_signal(number)
+        assert process.wait(30) == pytest.ExitCode.INTERRUPTED
     _assert_gone(tmp_path)
+
+
+def test_a_forked_rank_is_as_a_new_interpreter() -> None:
+    """Nothing comes from a job before, and strings hash on no two neighbours alike."""
+    for launcher in ("mpi", "gloo"):
+        states = run_ranks(3, workers_launchers.state, launcher=launcher)
+        assert {state[:4] for state in states} == {(1, False, None, None)}
+        assert {state.folder for state in states} == {str(Path.cwd())}
+        assert {Path(state.arguments[0]).name for state in states} == {"rank_main.py"}
+        assert states[0].hash != states[1].hash
+        assert len({state.random for state in states}) == 3
+    assert run_ranks(1, workers_launchers.state, fresh=True)[0][:5] == states[0][:5]
+
+
+def test_a_forked_rank_that_dies_ends_its_job() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1: ended without a result(?s:.*)last words"):
+        run_ranks(2, workers_launchers.die_on_rank_1, signal.SIGKILL, timeout=60)
+    with pytest.raises(AssertionError, match=r"exited on signal 11 \(Segmentation fault\)"):
+        run_ranks(2, workers_launchers.die_on_rank_1, signal.SIGSEGV, timeout=60)
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
+def test_a_forked_rank_that_hangs_is_ended(tmp_path: Path, deaf: bool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, workers_launchers.hang_on_rank_1, str(tmp_path), deaf, timeout=8)
+    assert "--- rank 1: ended without a result" in str(caught.value)
+    if not deaf:
+        assert "in hang_on_rank_1" in str(caught.value)
+    _assert_gone(tmp_path, "rank_server.py")
+
+
+def test_forked_ranks_end_with_pytest(tmp_path: Path) -> None:
+    """Even where it could not end them itself."""
+    (tmp_path / "test_hang.py").write_text(
+        "import ranks, workers_launchers\n"
+        "def test():\n"
+        f"    ranks.run_ranks(2, workers_launchers.hang_on_rank_1, {str(tmp_path)!r}, True)"
+    )
+    with _pytest(tmp_path) as process:
+        _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
+        assert _is_rank(_pids(tmp_path)[1], "rank_server.py")
+        process.kill()
+    _assert_gone(tmp_path, "rank_server.py")
 
 
 def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +185,25 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"sleep.py on 2 ranks: exit status"):
         run_script(2, str(script), timeout=5)
     _assert_gone(tmp_path, script.name)
+
+
+@contextmanager
+def _pytest(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the tests of a directory, and end them in any case."""
+    here = Path(__file__).parent
+    # "-p conftest": the project's conftest.py does not reach a file outside the project.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(directory)],
+        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        stdout=subprocess.DEVNULL,
+        # A shell's background jobs ignore SIGINT, and their children with them.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _pids(directory: Path) -> list[int]:
