@@ -1,5 +1,6 @@
 # make demo   everything that is missing, then stock Horovod beside every strategy on real data
-# make test   the same set-up, then all tests
+# make test   the same set-up, then all tests, two files at a time (WORKERS=1 one after the other)
+# make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
 # make setup | lint | clean
 # CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
@@ -7,12 +8,15 @@
 PYTHON ?= python3
 CUDA ?= 0
 ENGINE ?= docker
+WORKERS ?= 2
+# Tests of a file share jobs. Long files come first, so that both workers end together.
+PARALLEL := -n $(WORKERS) --dist loadfile
 IMAGE := $(if $(filter 1,$(CUDA)),cuda,cpu)
 VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test image setup lint clean
+.PHONY: demo test test-fast image setup lint clean
 
 # horovodrun imports TensorFlow, which speaks of the processor unless told not to.
 demo: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -21,7 +25,10 @@ demo: setup
 	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
 
 test: setup
-	$(VENV)/bin/python -m pytest $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
+
+test-fast: setup
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" tests/single tests/parallel/test_smoke.py $(PYTEST)
 
 image:
 	$(ENGINE) build -f docker/Dockerfile.$(IMAGE) -t hvd_pipe:$(IMAGE) .
