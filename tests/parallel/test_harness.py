@@ -226,7 +226,7 @@ def _assert_gone(directory: Path, script: str = "rank_main.py") -> None:
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
