@@ -32,7 +32,7 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.torch.agree import largest
 from hvd_pipe.torch.layer_times import measure_profile
-from hvd_pipe.torch.measuring.profiler import measure_comm
+from hvd_pipe.torch.measuring.probes import measure_comm
 
 DEFAULT_METHODS = (
     "merged-gradient",

@@ -18,7 +18,7 @@ from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
 from hvd_pipe.torch.agree import check_alike, largest
-from hvd_pipe.torch.measuring.profiler import measure_allreduce
+from hvd_pipe.torch.measuring.probes import measure_allreduce
 
 __all__ = ["Measurement", "measure", "sizes"]
 

@@ -25,7 +25,7 @@ from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8
-from hvd_pipe.torch.measuring.speeds import worker_speeds
+from hvd_pipe.torch.measuring.probes import worker_speeds
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.overrides import (
     broadcast_optimizer_state,

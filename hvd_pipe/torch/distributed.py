@@ -27,7 +27,7 @@ from hvd_pipe.torch.arguments import Arguments, Checked
 from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.checks import check_alone, check_everywhere
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.measuring.job_times import JobProfile, profile_job
+from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
 from hvd_pipe.torch.new_gradients import NewGradients, is_zero
 from hvd_pipe.torch.parameters import owned_by
 from hvd_pipe.torch.scaling import read_by_grad_scaler, unscale
@@ -622,7 +622,10 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
     wrapped = _twin(optimizer, arguments, checked.all_names)
     if not elastic:
         wrapped._start(checked)
-    wrapped._hvd_pipe_profile = profile_job(wrapped, checked.settings)
+    settings = checked.settings
+    wrapped._hvd_pipe_profile = profile_job(
+        wrapped, settings.names, settings.parameters, settings.reduction.process_set
+    )
     return wrapped
 
 

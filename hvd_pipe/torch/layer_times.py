@@ -13,7 +13,6 @@ included. Nothing waits for the device: on CUDA the moments are events, read whe
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,14 +31,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.measuring.profiler import Clock, Moment
+from hvd_pipe.torch.measuring.clock import Stopwatch
+from hvd_pipe.torch.measuring.layer_intervals import (
+    LOSS,
+    UNUSED,
+    LayerSeconds,
+    Mark,
+    medians,
+    read_step,
+)
 
 __all__ = ["LayerTimes", "measure_profile"]
-
-LOSS = "(loss)"
-"""What lies between the model's forward pass and the gradient of its output."""
-UNUSED = "(unused)"
-"""Parameters that got no gradient: `DistributedOptimizer` sends zeros for them, at the end."""
 
 
 def measure_profile(
@@ -95,30 +97,10 @@ class _Layer:
 class _Call:
     """A forward pass of a module that is under way."""
 
-    mark: _Mark
+    mark: Mark
     muted: bool
     inputs: list[tuple[torch.Tensor, Any]]
     leaf: bool = True
-
-
-@dataclass(slots=True)
-class _Mark:
-    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
-
-    moment: Moment
-    kind: str
-    who: str = ""
-    parameter: int = 0
-
-
-@dataclass
-class _Seconds:
-    """What a step took, by layer."""
-
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
-    update: float = 0.0
-    ran_backward: bool = False
 
 
 class LayerTimes:
@@ -144,7 +126,7 @@ class LayerTimes:
     def __init__(self, model: nn.Module, skip: int = 3) -> None:
         self._model, self._skip = model, skip
         first = next(model.parameters(), torch.empty(0))
-        self._clock = Clock(first.device)
+        self._stopwatch = Stopwatch(first.device)
         self._parameters = {id(p): p for p in model.parameters() if p.requires_grad}
         self._names = dict(_modules(model))
         self._names[model] = type(model).__name__
@@ -152,9 +134,9 @@ class LayerTimes:
         self._owners: dict[int, str] = {}
         self._had_gradient: set[int] = set()
         self._calls: list[_Call] = []
-        self._marks: list[_Mark] = []
-        self._pending: list[list[_Mark]] = []
-        self._seconds: list[_Seconds] = []
+        self._marks: list[Mark] = []
+        self._pending: list[list[Mark]] = []
+        self._seconds: list[LayerSeconds] = []
         self._handles: list[RemovableHandle] = []
         self._outputs: list[RemovableHandle] = []
         """Hooks on outputs of this step."""
@@ -213,7 +195,7 @@ class LayerTimes:
             self._mark("end")
             self._pending.append(self._marks)
         self._marks = []
-        while self._pending and Clock.passed(self._pending[0][-1].moment):
+        while self._pending and Stopwatch.passed(self._pending[0][-1].moment):
             self._read(self._pending.pop(0))
 
     def profile(self, batch: int | None = None, name: str = "") -> ModelProfile:
@@ -233,7 +215,7 @@ class LayerTimes:
         """
         while self._pending:
             marks = self._pending.pop(0)
-            Clock.wait(marks[-1].moment)
+            Stopwatch.wait(marks[-1].moment)
             self._read(marks)
         if not self._seconds:
             raise ValueError(
@@ -241,8 +223,8 @@ class LayerTimes:
                 f"backward pass of this {type(self._model).__name__}: call the model itself, with "
                 "gradients enabled, then backward(), and step() after each training step."
             )
-        forward = _medians([seconds.forward for seconds in self._seconds])
-        backward = _medians([seconds.backward for seconds in self._seconds])
+        forward = medians([seconds.forward for seconds in self._seconds])
+        backward = medians([seconds.backward for seconds in self._seconds])
         sizes: dict[str, int] = {}
         for number, parameter in self._parameters.items():
             owner = self._owners.get(number, LOSS) if number in self._had_gradient else UNUSED
@@ -278,8 +260,8 @@ class LayerTimes:
             )
         )
 
-    def _mark(self, kind: str, who: str = "", parameter: int = 0) -> _Mark:
-        mark = _Mark(self._clock.now(), kind, who, parameter)
+    def _mark(self, kind: str, who: str = "", parameter: int = 0) -> Mark:
+        mark = Mark(self._stopwatch.now(), kind, who, parameter)
         self._marks.append(mark)
         return mark
 
@@ -289,7 +271,7 @@ class LayerTimes:
         else:
             # Evaluation, or a checkpoint that recomputes within backward.
             muted = not torch.is_grad_enabled() or _in_backward()
-        mark = _Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
+        mark = Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
         tensors = [(t, t.grad_fn) for t in inputs if isinstance(t, torch.Tensor)]
         self._calls.append(_Call(mark, muted, tensors))
 
@@ -343,43 +325,11 @@ class LayerTimes:
 
         return hook
 
-    # Reading.
-
-    def _read(self, marks: list[_Mark]) -> None:
-        seconds = _Seconds()
-        for mark, spent, after in self._intervals(marks):
-            if mark.kind == "ready":
-                self._had_gradient.add(mark.parameter)
-                owner = self._owners.setdefault(mark.parameter, after.who or LOSS)
-                seconds.backward[owner] = seconds.backward.get(owner, 0.0) + spent
-            elif after.kind in ("forward", "leave"):
-                seconds.forward[after.who] = seconds.forward.get(after.who, 0.0) + spent
-            elif after.kind == "backward":
-                seconds.backward[after.who] = seconds.backward.get(after.who, 0.0) + spent
-            elif after.kind == "update":
-                seconds.update += spent
-            seconds.ran_backward |= mark.kind in ("ready", "backward")
+    def _read(self, marks: list[Mark]) -> None:
+        seconds = read_step(marks, self._owners)
+        self._had_gradient |= seconds.had_gradient
         if seconds.forward and seconds.ran_backward:
             self._seconds.append(seconds)
-
-    def _intervals(self, marks: list[_Mark]) -> Iterator[tuple[_Mark, float, _Mark]]:
-        """Yield each mark, the seconds since the one before it, and whose they are."""
-        idle = after = _Mark(0.0, "idle")
-        for before, mark in itertools.pairwise(marks):
-            if before.kind == "ready":
-                after = _Mark(0.0, "backward", self._owners.get(before.parameter, after.who))
-            elif before.kind == "start":  # what comes before the first layer is the first layer's
-                after = _Mark(0.0, "forward", mark.who)
-            elif before.kind in ("updated", "end"):
-                after = idle
-            elif before.kind != "inside":
-                after = before
-            elif after.kind == "leave":
-                after = idle
-            # Backward has ended where something else begins: the time until then is nobody's.
-            ended = after.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
-            spent = Clock.seconds(before.moment, mark.moment)
-            yield mark, spent, idle if ended else after
 
 
 class _Hook:
@@ -427,12 +377,3 @@ _DESCRIPTIONS = {
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return each layer's median, scaled to add up to the median of the sums."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    medians = {name: median(step.get(name, 0.0) for step in steps) for name in names}
-    total, added = median(sum(step.values()) for step in steps), sum(medians.values())
-    scale = total / added if added > 0.0 else 1.0
-    return {name: max(0.0, seconds * scale) for name, seconds in medians.items()}

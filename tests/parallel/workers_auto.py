@@ -23,7 +23,7 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.torch.measuring import job_times
+from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies import auto, merged_gradient
 
 STEPS = 4  # measured
@@ -438,7 +438,7 @@ def profiled(path: str) -> Run:
 
 def profiled_lbfgs(path: str) -> list[str]:
     """What is warned of, over two optimizers."""
-    job_times._started = False
+    step_times._started = False
     os.environ["HVD_PIPE_PROFILE"] = path
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,7 +20,7 @@ from torch.optim import Adam, Optimizer
 import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.compression import Compression, Int8
-from hvd_pipe.torch.measuring.speeds import worker_speeds
+from hvd_pipe.torch.measuring.probes import worker_speeds
 from hvd_pipe.torch.strategies.engine import State
 
 

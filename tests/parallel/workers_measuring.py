@@ -11,7 +11,7 @@ from problem import OPTIMIZERS, Weights, loss_of, make_model, train
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.torch.layer_times import measure_profile
-from hvd_pipe.torch.measuring.profiler import measure_allreduce, measure_comm
+from hvd_pipe.torch.measuring.probes import measure_allreduce, measure_comm
 
 SLEEP = 0.3
 STEPS = 8

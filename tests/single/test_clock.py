@@ -6,21 +6,19 @@ import doctest
 import threading
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.runtime.timeline import clock as shared
-from hvd_pipe.torch.measuring import clock, flights
-from hvd_pipe.torch.measuring.clock import bound_offset
+from hvd_pipe.runtime.timeline import clock
+from hvd_pipe.runtime.timeline.clock import bound_offset
+from hvd_pipe.runtime.timeline.flights import Flights
 
 DELAYS = st.integers(0, 1000)
 
 
-def test_a_halted_observer_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flights, "poll", lambda handle: False)
+def test_a_halted_observer_asks_no_more() -> None:
     before = set(threading.enumerate())
-    observer = flights.Flights(time.perf_counter, lambda flight: None)
+    observer = Flights(time.perf_counter, lambda flight: None, lambda handle: False)
     observer.launch("a message", 4, 0.0, handle=0)
     (thread,) = set(threading.enumerate()) - before
     observer.halt()
@@ -29,7 +27,6 @@ def test_a_halted_observer_asks_no_more(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_doctests() -> None:
     assert doctest.testmod(clock).failed == 0
-    assert doctest.testmod(shared).failed == 0
 
 
 @given(

@@ -19,8 +19,8 @@ from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import layer_times
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
-from hvd_pipe.torch.measuring.job_times import JobTimes
-from hvd_pipe.torch.measuring.profiler import Clock
+from hvd_pipe.torch.measuring.clock import Stopwatch
+from hvd_pipe.torch.measuring.step_times import JobTimes
 
 SLEEP = 0.004
 
@@ -36,11 +36,11 @@ def ticks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock on which each look takes a second."""
     moments = [0.0]
 
-    def now(_: Clock) -> float:
+    def now(_: Stopwatch) -> float:
         moments.append(moments[-1] + 1.0)
         return moments[-1]
 
-    monkeypatch.setattr(Clock, "now", now)
+    monkeypatch.setattr(Stopwatch, "now", now)
     return moments  # type: ignore[return-value]
 
 

@@ -12,8 +12,10 @@ from horovod.torch.mpi_ops import global_process_set
 
 from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import _sizes
-from hvd_pipe.torch.measuring import profiler
-from hvd_pipe.torch.measuring.profiler import Clock, ReadyTimes, measure_allreduce
+from hvd_pipe.torch.measuring import probes
+from hvd_pipe.torch.measuring.clock import Stopwatch
+from hvd_pipe.torch.measuring.probes import measure_allreduce
+from hvd_pipe.torch.measuring.step_times import ReadyTimes
 
 
 def test_examples() -> None:
@@ -31,7 +33,7 @@ def test_sizes_that_cannot_be_measured(sizes: list[int]) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The moments that will be read, in order."""
     moments: list[float] = []
-    monkeypatch.setattr(Clock, "now", lambda _: moments.pop(0))
+    monkeypatch.setattr(Stopwatch, "now", lambda _: moments.pop(0))
     return moments
 
 
@@ -86,8 +88,8 @@ def network(
         spent.append(delay + sum(seconds(message.nbytes) for message in messages))
         return spent[-1]
 
-    monkeypatch.setattr(profiler, "_time", fake)
-    monkeypatch.setattr(profiler, "largest", lambda values, *_: values)
+    monkeypatch.setattr(probes, "_time", fake)
+    monkeypatch.setattr(probes, "largest", lambda values, *_: values)
     return spent
 
 
@@ -137,13 +139,13 @@ def test_late_messages_do_not_make_megabytes_free(monkeypatch: pytest.MonkeyPatc
         return 1e-3 + 1.5e-7 * size
 
     network(monkeypatch, seconds, delay=5e-3)
-    honest = profiler._time
+    honest = probes._time
 
     def late(messages: Sequence[torch.Tensor], *more: Any) -> float:
         alone = len(messages) == 1 and messages[0].nbytes >= 2**19
         return honest(messages, *more) + (0.04 if alone else 0.0)
 
-    monkeypatch.setattr(profiler, "_time", late)
+    monkeypatch.setattr(probes, "_time", late)
     sizes = _sizes(3 * 2**20)
     (done, found), _ = measure_allreduce(sizes, torch.device("cpu"), global_process_set, 4.0)
     assert done[-1] == 2**19

@@ -1,28 +1,72 @@
-"""One clock for the timelines of all ranks and of their devices.
+"""Moments of the host and of a CUDA device, and one clock for the timelines of all ranks.
 
-`hvd_pipe.runtime.timeline.clock` has the ranks' part, by way of torch's Horovod; CUDA's is here.
+A `Stopwatch` measures intervals of this rank. A `DeviceClock` places events of a stream on the
+host's clock. The ranks' part is in `hvd_pipe.runtime.timeline.clock`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
 from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_
 
 from hvd_pipe.runtime.timeline import clock
-from hvd_pipe.runtime.timeline.clock import Clock, bound_offset, own_clock
+from hvd_pipe.runtime.timeline.clock import Clock
 from hvd_pipe.torch.agree import gather
 
-__all__ = ["Clock", "DeviceClock", "Moment", "agree_on_clock", "bound_offset", "own_clock"]
+__all__ = ["DeviceClock", "Moment", "Stopwatch", "agree_on_clock"]
 
 Moment = float | torch.cuda.Event
-"""Seconds of the host since a timeline's zero, or an event on a CUDA stream."""
+"""Seconds by the host's clock, or an event on a CUDA stream."""
 
 Found = Callable[[float, float | None], None]
 
 _ANCHOR_S = 10.0
+
+
+class Stopwatch:
+    """Reads moments without waiting for the device.
+
+    On a CUDA device a moment is an event in its current stream, which gets its time when the
+    stream comes to it; elsewhere it is the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def now(self) -> Moment:
+        """Return this moment."""
+        return time.perf_counter() if self._device is None else _recorded_event(self._device)
+
+    @staticmethod
+    def passed(moment: Moment | None) -> bool:
+        """Return whether the device has come to this moment; True for None."""
+        if not isinstance(moment, torch.cuda.Event):
+            return True
+        return bool(moment.query())  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def wait(moment: Moment) -> None:
+        """Block until the device has come to this moment."""
+        if not isinstance(moment, float):
+            moment.synchronize()
+
+    @staticmethod
+    def seconds(start: Moment, end: Moment) -> float:
+        """Return the seconds from one moment to another; both have passed."""
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        return float(start.elapsed_time(end)) / 1e3  # type: ignore[union-attr, arg-type]
+
+
+def _recorded_event(device: torch.device | None = None) -> torch.cuda.Event:
+    """Record an event in the device's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def agree_on_clock(process_set: ProcessSet) -> Clock:
@@ -51,9 +95,7 @@ class DeviceClock:
     @staticmethod
     def mark() -> torch.cuda.Event:
         """Return the moment at which the current stream will have done what it has been given."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return _recorded_event()
 
     def take(self, start: Moment, end: Moment | None, found: Found) -> None:
         """Have `settle` call ``found`` with the seconds of two moments, when they have passed."""
@@ -66,7 +108,7 @@ class DeviceClock:
             pending, self._pending = self._pending, []
         left = []
         for start, end, found in pending:
-            if _has_passed(start) and _has_passed(end):
+            if Stopwatch.passed(start) and Stopwatch.passed(end):
                 found(self._seconds(start), None if end is None else self._seconds(end))
             else:
                 left.append((start, end, found))
@@ -86,9 +128,3 @@ class DeviceClock:
         if isinstance(moment, float):
             return moment
         return self._anchored_s + float(self._base.elapsed_time(moment)) / 1e3
-
-
-def _has_passed(moment: Moment | None) -> bool:
-    if not isinstance(moment, torch.cuda.Event):
-        return True
-    return bool(moment.query())  # type: ignore[no-untyped-call]

@@ -12,10 +12,11 @@ A pipeline tells its passes, waits and updates itself: see `hvd_pipe.pipeline.sp
 
 *Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
 they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
-2 % of its time, 0.2 ms at best; see `flights`.
+2 % of its time, 0.2 ms at best; see `runtime.timeline.flights`.
 
 *One clock.* Zero is the same moment for all ranks that made their first optimizer together:
-exactly so on one host, between hosts to ``clock_error_s``, which each file states; see `clock`.
+exactly so on one host, between hosts to ``clock_error_s``, which each file states; see
+`runtime.timeline.clock`.
 
 Where the variable is not set, `active` is None and each place that is traced asks for no more.
 """
@@ -29,15 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, rank, size
+from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.runtime.timeline import recorder
+from hvd_pipe.runtime.timeline.clock import own_clock
+from hvd_pipe.runtime.timeline.flights import Flight, Flights
 from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
 from hvd_pipe.torch.agree import Description
-from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock, own_clock
-from hvd_pipe.torch.measuring.flights import Flight, Flights
+from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock
 from hvd_pipe.torch.messages import in_flight
 
 __all__ = ["DIRECTORY", "MEGABYTES", "Flight", "Moment", "Recorder", "active", "describe", "start"]
@@ -57,7 +59,7 @@ class Recorder(recorder.Recorder):
         in_flight.before_shutdown(self._flights.halt)
 
     def _make_flights(self) -> Flights:
-        return Flights(self.now, self._landed)
+        return Flights(self.now, self._landed, lambda handle: bool(poll(handle)))
 
     def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
         """Take an optimizer in; all ranks do this, those of its process set together."""

@@ -35,7 +35,7 @@ from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.broadcasts import broadcast_parameters
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.clock import agree_on_clock
-from hvd_pipe.torch.measuring.profiler import measure_comm
+from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.broadcasts import start

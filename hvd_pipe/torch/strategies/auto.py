@@ -27,7 +27,7 @@ from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
-from hvd_pipe.torch.measuring.job_times import JobTimes
+from hvd_pipe.torch.measuring.step_times import JobTimes
 from hvd_pipe.torch.saved import VERSION
 from hvd_pipe.torch.strategies.engine import Engine
 from hvd_pipe.torch.strategies.engines import succeed

@@ -26,7 +26,8 @@ from hvd_pipe.planning.kinds import plan_kinds
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
-from hvd_pipe.torch.measuring.profiler import ReadyTimes, measure_comm
+from hvd_pipe.torch.measuring.probes import measure_comm
+from hvd_pipe.torch.measuring.step_times import ReadyTimes
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.reduction import Message
 from hvd_pipe.torch.messages.residuals import of_all_ranks

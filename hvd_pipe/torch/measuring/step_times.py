@@ -1,4 +1,6 @@
-"""What a worker's own part of a step takes, seen from its optimizer, which knows no layers.
+"""Times of a distributed optimizer's steps: when gradients are ready, and a worker's own work.
+
+The optimizer knows no layers. `JobTimes` divides a worker's part of a step at these moments::
 
     end of the last step | first gradient | ... last gradient | (waits) | update | end of the step
     ------ before_s -----|---------- ready_s -----------------|         |update_s|
@@ -18,18 +20,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from horovod.torch.mpi_ops import ProcessSet
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.own_times import OwnTimes, profile_of
-from hvd_pipe.torch.measuring.profiler import Clock, Moment
-from hvd_pipe.torch.strategies.engine import Settings
+from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "JobProfile",
-    "JobTimes",
-    "profile_job",
-]
+__all__ = ["ENVIRONMENT_VARIABLE", "JobProfile", "JobTimes", "ReadyTimes", "profile_job"]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
 
@@ -38,6 +35,44 @@ RECORD_STEPS = 10
 MOST_STEPS = 64
 
 _log = logging.getLogger("hvd_pipe")
+
+
+class ReadyTimes:
+    """Moments at which gradients become ready, over some steps.
+
+    On a CUDA device the host waits for them once a recorded step.
+    """
+
+    def __init__(self, places: int, device: torch.device) -> None:
+        self._stopwatch = Stopwatch(device)
+        self._seconds_by_step: list[list[float]] = []
+        self._moments: list[Moment | None] = [None] * places
+        self.steps = 0
+        """Backward passes closed so far, the same on all ranks."""
+
+    def mark(self, place: int) -> None:
+        """Note that the gradient at ``place`` is ready now."""
+        self._moments[place] = self._stopwatch.now()
+
+    def end_step(self) -> None:
+        """Close one backward pass; a gradient that was not computed counts as ready now."""
+        self.steps += 1
+        if all(moment is None for moment in self._moments):
+            return
+        end = self._stopwatch.now()
+        Stopwatch.wait(end)
+        moments = [end if moment is None else moment for moment in self._moments]
+        seconds = [Stopwatch.seconds(moments[0], moment) for moment in moments]
+        first = min(seconds)
+        self._seconds_by_step.append([second - first for second in seconds])
+        self._moments = [None] * len(moments)
+
+    def seconds(self) -> list[float]:
+        """Return the median over steps of each gradient's ready time, from the first one's."""
+        if not self._seconds_by_step:
+            return [0.0] * len(self._moments)
+        medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
+        return medians
 
 
 class JobTimes:
@@ -51,7 +86,7 @@ class JobTimes:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> None:
-        self._clock = Clock(parameters[0].device)
+        self._stopwatch = Stopwatch(parameters[0].device)
         self._ready: list[Moment | None] = [None] * len(parameters)
         self._previous: Moment | None = None
         self._begun: Moment | None = None
@@ -84,7 +119,7 @@ class JobTimes:
 
     def end_step(self) -> None:
         """Note that ``optimizer.step()`` ends now."""
-        end = self._clock.now()
+        end = self._stopwatch.now()
         if None not in (self._previous, self._begun, self._updated) and any(
             moment is not None for moment in self._ready
         ):
@@ -98,7 +133,7 @@ class JobTimes:
         steps = list(self._steps)[min(SKIP_STEPS, len(self._steps) - 1) :] if self._steps else []
         if not steps:
             return None
-        Clock.wait(steps[-1][-1])
+        Stopwatch.wait(steps[-1][-1])
         rows = [self._seconds(*step) for step in steps]
         before, update, *ready = np.median(np.array(rows), axis=0).tolist()
         return OwnTimes(before, ready, update)
@@ -107,21 +142,21 @@ class JobTimes:
     def _seconds(
         previous: Moment, ready: Sequence[Moment | None], begun: Moment, updated: Moment
     ) -> list[float]:
-        moments = [m if m is None else Clock.seconds(previous, m) for m in ready]
-        present = [moment for moment in moments if moment is not None]
+        seconds = [None if each is None else Stopwatch.seconds(previous, each) for each in ready]
+        present = [each for each in seconds if each is not None]
         first, last = min(present), max(present)
-        since = [(last if moment is None else moment) - first for moment in moments]
-        return [first, Clock.seconds(begun, updated), *since]
+        since = [(last if each is None else each) - first for each in seconds]
+        return [first, Stopwatch.seconds(begun, updated), *since]
 
     def mark(self, place: int) -> None:
         """Note that the gradient at ``place`` is ready now."""
-        self._ready[place] = self._clock.now()
+        self._ready[place] = self._stopwatch.now()
 
     def _begin(self) -> None:
-        self._begun = self._clock.now()
+        self._begun = self._stopwatch.now()
 
     def _update(self) -> None:
-        self._updated = self._clock.now()
+        self._updated = self._stopwatch.now()
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
@@ -178,14 +213,18 @@ class JobProfile:
 _started = False
 
 
-def profile_job(optimizer: torch.optim.Optimizer, settings: Settings) -> JobProfile | None:
+def profile_job(
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    process_set: ProcessSet,
+) -> JobProfile | None:
     """Return what profiles the job, if ``HVD_PIPE_PROFILE`` asks for that on this rank.
 
     The first rank profiles the first optimizer that it makes.
     """
     global _started  # noqa: PLW0603
     path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    process_set = settings.reduction.process_set
     if not path or _started or not process_set.included() or process_set.rank() != 0:
         return None
     _started = True
@@ -196,6 +235,6 @@ def profile_job(optimizer: torch.optim.Optimizer, settings: Settings) -> JobProf
             stacklevel=4,
         )
         return None
-    times = JobTimes(optimizer, settings.parameters)
-    sizes = [settings.nbytes(place) for place in range(len(settings.parameters))]
-    return JobProfile(path, times, settings.names, sizes)
+    times = JobTimes(optimizer, parameters)
+    sizes = [each.numel() * each.element_size() for each in parameters]
+    return JobProfile(path, times, names, sizes)
