@@ -134,6 +134,7 @@ def ran() -> set[str]:
     return set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_commands_run(
     page: str, folder: Path, ran: set[str], monkeypatch: pytest.MonkeyPatch
