@@ -105,7 +105,7 @@ class PipelineRun:
         for worker, what in self.waiting.items():
             raise ValueError(
                 f"the schedule does not run: {worker} waits for ever at instruction "
-                f"{self.at[worker]} {what}; hvd_pipe.planning.validate.validate says why"
+                f"{self.at[worker]} {what}: no instruction of another worker ends that"
             )
 
     def _step(self, worker: Worker) -> None:

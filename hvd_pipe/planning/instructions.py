@@ -5,8 +5,7 @@ its minibatch and its place in that; a *version* of a stage's weights is the num
 made it. A runtime keeps to this:
 
 - Forward of the first stage reads the inputs, of the last stage the targets too.
-- Receives block; sends do not (:func:`hvd_pipe.planning.validate.validate` says whether they
-  may).
+- Receives block; sends do not.
 - Messages between two workers arrive in the order in which they were sent.
 - AllReduce sums what the stage's backward passes have left since the last update. A worker that
   had none brings zeros, and the sum is divided by the contributors.

@@ -25,7 +25,6 @@ from hvd_pipe.planning.plan import Plan
 __all__ = [
     "METHODS",
     "Plan",
-    "brute_force",
     "by_bytes",
     "coalesce",
     "exact",
@@ -234,33 +233,6 @@ def by_bytes(bytes: npt.ArrayLike, bucket_bytes: int) -> IntArray:
         sizes[-1] += 1
         room -= more
     return np.array(sizes, dtype=np.int64)
-
-
-def brute_force(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
-    """The best of all 2^(L-1) plans, found by trying each: what tests hold against :func:`exact`.
-
-    Args, Returns: as :func:`exact`.
-
-    Raises:
-        ValueError: the arrays are malformed, or L > 20.
-
-    Example:
-        >>> brute_force([1.0, 2.0], [8, 8], CommModel.linear(0.0, 0.1)).tolist()
-        [1, 1]
-    """
-    ready, bytes = checked(ready, bytes)
-    count = len(ready)
-    if count > 20:
-        raise ValueError(f"brute_force tries 2^(L-1) plans: L must be at most 20, got {count}")
-    plans = np.arange(2 ** (count - 1))  # bit j set: a bucket ends after tensor j
-    finish, size = np.zeros(len(plans)), np.zeros(len(plans))
-    for j in range(count):
-        size += bytes[j]
-        ends = (plans >> j) & 1 == 1 if j < count - 1 else np.full(len(plans), True)
-        finish = np.where(ends, np.maximum(finish, ready[j]) + comm(size), finish)
-        size = np.where(ends, 0.0, size)
-    best = int(np.argmin(finish))
-    return _sizes([0, *(j + 1 for j in range(count - 1) if best >> j & 1), count])
 
 
 def finish_times(

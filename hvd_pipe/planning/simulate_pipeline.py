@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hvd_pipe.planning.profile import ModelProfile
     from hvd_pipe.planning.stages import Partition
 
-__all__ = ["PipelineSimulation", "StageCost", "diagram", "simulate_partition", "simulate_pipeline"]
+__all__ = ["PipelineSimulation", "StageCost", "simulate_partition", "simulate_pipeline"]
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,6 @@ def simulate_pipeline(
         >>> run = simulate_pipeline(schedule("gpipe", [1, 1], 1, 3), [StageCost(1.0, 1.0)] * 2)
         >>> run.total_s, run.bubble[Worker(stage=0, replica=0)]
         (8.0, 0.25)
-        >>> print(diagram(run))
-        stage 0 replica 0  F0.0 F0.1 F0.2           B0.2 B0.1 B0.0
-        stage 1 replica 0       F0.0 F0.1 F0.2 B0.2 B0.1 B0.0
     """
     if len(stages) != len(schedule.replicas):
         raise ValueError(
@@ -226,36 +223,6 @@ def simulate_partition(
         seed=seed,
         speeds=None if cluster.speeds is None else cluster.speeds[:workers],
     )
-
-
-def diagram(simulation: PipelineSimulation, unit_s: float = 1.0) -> str:
-    """The classic picture of a pipeline, as text: a line a worker, a column ``unit_s`` seconds.
-
-    F3 is the forward pass of minibatch 3, B3.1 the backward pass of its microbatch 1, which ``--``
-    continues. What is shorter than a column may not be seen.
-
-    Example:
-        >>> run = simulate_pipeline(schedule("1f1b", [1, 1], 3), [StageCost(1.0, 2.0)] * 2)
-        >>> print(diagram(run))
-        stage 0 replica 0  F0 F1       B0 -- F2 B1 --    B2 --
-        stage 1 replica 0     F0 B0 -- F1 B1 -- F2 B2 --
-    """
-    cells: dict[int, dict[int, str]] = {}
-    for event in simulation.timeline.events:
-        if event.category in {"forward", "backward"}:
-            row = cells.setdefault(event.worker, {})
-            text = event.name.replace(f"{event.category} ", event.category[0].upper())
-            first = round(event.start_s / unit_s)
-            for column in range(first, max(first + 1, round(event.end_s / unit_s))):
-                row[column] = text if column == first else "--"
-    columns = 1 + max((column for row in cells.values() for column in row), default=0)
-    width = max((len(text) for row in cells.values() for text in row.values()), default=0)
-    lines = []
-    for rank, worker in enumerate(simulation.utilisation):
-        row = cells.get(rank, {})
-        texts = (row.get(column, "").ljust(width) for column in range(columns))
-        lines.append(f"{worker}  {' '.join(texts)}".rstrip())
-    return "\n".join(lines)
 
 
 def _allreduce_s(network: Network, first: int, replicas: int, bytes: int) -> float:

@@ -21,7 +21,6 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.merge import (
     METHODS,
     Plan,
-    brute_force,
     by_bytes,
     coalesce,
     exact,
@@ -41,6 +40,24 @@ IntArray = npt.NDArray[np.int64]
 
 def finish(sizes: IntArray, ready: FloatArray, nbytes: FloatArray, comm: CommModel) -> float:
     return float(finish_times(sizes, ready, nbytes, comm)[-1])
+
+
+def brute_force(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
+    """The best of all 2^(L-1) plans, found by trying each; of at most 20 tensors."""
+    ready, bytes = merge.checked(ready, bytes)
+    count = len(ready)
+    if count > 20:
+        raise ValueError(f"brute_force tries 2^(L-1) plans: L must be at most 20, got {count}")
+    plans = np.arange(2 ** (count - 1))  # bit j set: a bucket ends after tensor j
+    finish, size = np.zeros(len(plans)), np.zeros(len(plans))
+    for j in range(count):
+        size += bytes[j]
+        ends = (plans >> j) & 1 == 1 if j < count - 1 else np.full(len(plans), True)
+        finish = np.where(ends, np.maximum(finish, ready[j]) + comm(size), finish)
+        size = np.where(ends, 0.0, size)
+    best = int(np.argmin(finish))
+    ends = [0, *(j + 1 for j in range(count - 1) if best >> j & 1), count]
+    return np.diff(ends)
 
 
 def random_table(rng: np.random.Generator, segments: int, last: float) -> CommModel:

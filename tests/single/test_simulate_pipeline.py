@@ -19,7 +19,11 @@ from hvd_pipe.planning.instructions import Backward, Forward, Schedule, Update, 
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.schedule import METHODS, schedule
-from hvd_pipe.planning.simulate_pipeline import StageCost, diagram, simulate_partition
+from hvd_pipe.planning.simulate_pipeline import (
+    PipelineSimulation,
+    StageCost,
+    simulate_partition,
+)
 from hvd_pipe.planning.stages import Partition, Stage
 
 simulate = simulate_pipeline.simulate_pipeline
@@ -271,6 +275,30 @@ def test_speeds_are_in_rank_order() -> None:
     run = simulate(schedule("1f1b", [1, 1], 60), [StageCost(1.0, 2.0)] * 2, speeds=[1.0, 0.5])
     assert run.period_s == exact(6.0)
     assert run.utilisation[Worker(0, 0)] == pytest.approx(0.5, abs=0.05)
+
+
+def diagram(simulation: PipelineSimulation, unit_s: float = 1.0) -> str:
+    """The classic picture of a pipeline, as text: a line a worker, a column ``unit_s`` seconds.
+
+    F3 is the forward pass of minibatch 3, B3.1 the backward pass of its microbatch 1, which ``--``
+    continues. What is shorter than a column may not be seen.
+    """
+    cells: dict[int, dict[int, str]] = {}
+    for event in simulation.timeline.events:
+        if event.category in {"forward", "backward"}:
+            row = cells.setdefault(event.worker, {})
+            text = event.name.replace(f"{event.category} ", event.category[0].upper())
+            first = round(event.start_s / unit_s)
+            for column in range(first, max(first + 1, round(event.end_s / unit_s))):
+                row[column] = text if column == first else "--"
+    columns = 1 + max((column for row in cells.values() for column in row), default=0)
+    width = max((len(text) for row in cells.values() for text in row.values()), default=0)
+    lines = []
+    for rank, worker in enumerate(simulation.utilisation):
+        row = cells.get(rank, {})
+        texts = (row.get(column, "").ljust(width) for column in range(columns))
+        lines.append(f"{worker}  {' '.join(texts)}".rstrip())
+    return "\n".join(lines)
 
 
 def test_the_classic_diagram() -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import schedule_rules as module
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_rules import ScheduleError, validate
 
-from hvd_pipe.planning import validate as module
 from hvd_pipe.planning.instructions import (
     AllReduce,
     Backward,
@@ -26,7 +27,6 @@ from hvd_pipe.planning.instructions import (
     Worker,
 )
 from hvd_pipe.planning.schedule import METHODS, schedule, warm_up
-from hvd_pipe.planning.validate import ScheduleError, validate
 
 Messages = SendActivation | SendGradient | RecvActivation | RecvGradient
 Program = list[Instruction]
