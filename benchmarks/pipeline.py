@@ -41,9 +41,8 @@ from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import coalesced, fewest_microbatches, pipeline_cost
-from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.planning.timing import step_time
 
 PIPELINE = {"HOROVOD_CYCLE_TIME": "20"}  # ms: over MPI its thread polls, and takes the cores

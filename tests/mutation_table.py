@@ -736,7 +736,7 @@ _PIPEDREAM = [
 
 _PLANNER = [
     Mutation(
-        "merge: the programme forgets a place to begin",
+        "merge: the dynamic program forgets a place to begin",
         "planning/merge.py",
         "        first = free + 1\n",
         "        first = free + 2\n",
@@ -765,7 +765,7 @@ _PLANNER = [
     ),
     Mutation(
         "fit: the slope is that of another line",
-        "planning/_samples.py",
+        "planning/comm.py",
         "/ (weights @ (x - x_mean) ** 2)",
         "/ (weights @ x**2)",
         _ids("single/test_fit", "test_fit_takes_the_best_of_what_is_allowed"),

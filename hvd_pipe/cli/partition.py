@@ -24,10 +24,9 @@ from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
-from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
-from hvd_pipe.planning.stages import Partition, Stage
+from hvd_pipe.planning.stages import Partition, Stage, parse_replicas
 
 __all__ = ["command"]
 
@@ -195,14 +194,14 @@ def _replicas(plan: str, workers: int) -> tuple[int, ...]:
 
 
 def _simulated(made: Partition, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds a minibatch with PipeDream's schedule."""
+    """Seconds per minibatch with PipeDream's schedule."""
     return simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
 
 
 def _straight(
     divide: Callable[..., Partition], seconds: float, profile: ModelProfile, cluster: Cluster
 ) -> float | None:
-    """Seconds a minibatch of the straight pipeline, divided likewise, where it is faster."""
+    """Seconds per minibatch of the straight pipeline, divided likewise, where it is faster."""
     try:
         made = divide(straight=True)
     except ValueError:  # fewer layers than workers, or too little memory

@@ -22,9 +22,8 @@ from hvd_pipe.planning.pipeline_cost import (
     fewest_microbatches,
     pipeline_cost,
 )
-from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.agreement import Agreement
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The search for the best stages and replicas: PipeDream's hierarchical programme, in numpy.
+"""The search for the best stages and replicas: PipeDream's dynamic program, in numpy.
 
 A network has levels, the innermost first: level k joins ``components`` parts of level k-1 with
 links of one bandwidth, and a part of level 0 is one worker. ``best[q][i, j]`` is the least seconds
@@ -16,6 +16,14 @@ worker has b + 1 minibatches in flight. A stage of r parts of w workers, with a 
 it in its level and b workers behind the level, has ``ceil((a w + b) / r)`` behind each of its r
 copies. That is exact for any number of levels, as rounding up twice is rounding up once.
 
+Where the replicas R of each stage are given (:class:`GivenSearch`, one level), ``best[s][j]`` is
+the least seconds per minibatch of the layers before cut j on the stages 0..s::
+
+    best[0][j] = replicated(0, j, R_0)
+    best[s][j] = min over cuts i before j of max(best[s-1][i], step(i, j, R_s))
+
+The minibatches in flight of a stage are then ``ceil((R_s + ... + R_last) / R_s)``.
+
 Source: PipeDream, SOSP 2019, section 3.1; its code ``optimizer_graph_hierarchical.py`` for the
 convention "original". The memory is ours.
 """
@@ -32,7 +40,8 @@ import numpy.typing as npt
 
 from hvd_pipe.planning._cuts import Cuts
 
-__all__ = ["Leaf", "Level", "Memory", "Rule", "Search"]
+__all__ = ["GivenSearch", "Leaf", "Level", "Memory", "Rule", "Search"]
+
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -72,7 +81,7 @@ class Rule:
     def replicated(
         self, level: Level, inside: int, replicas: int, time: Any, parameters: Any, whole: bool
     ) -> Any:
-        """Seconds a minibatch of a stage whose single replica takes ``time``.
+        """Seconds per minibatch of a stage whose single replica takes ``time``.
 
         ``inside``: parts of the level below; ``whole``: the stage is all of its level's layers.
         """
@@ -85,7 +94,7 @@ class Rule:
         return (time + 4 * (r - 1) * parameters / (level.bandwidth * r * share) + latency) / r
 
     def transfer(self, level: Level, replicas: int, size: Any) -> Any:
-        """Seconds a minibatch for ``size`` bytes of activations and, back, their gradients."""
+        """Seconds per minibatch for ``size`` bytes of activations and, back, their gradients."""
         if self.convention == "paper":
             return 2 * (size / level.bandwidth + level.latency * (size > 0))
         if self.ratio is None:
@@ -110,7 +119,7 @@ class Leaf:
 
 
 class Search:
-    """The programme over the cuts of one model and the levels of one network.
+    """The dynamic program over the cuts of one model and the levels of one network.
 
     Args:
         cuts: N of them.
@@ -154,7 +163,7 @@ class Search:
 
     @property
     def best(self) -> float:
-        """Seconds a minibatch of the best partition (or bytes); infinite where there is none."""
+        """Seconds per minibatch of the best partition (or bytes); infinite where there is none."""
         return float(self._table(len(self.levels), 0)[-1][0, -1])
 
     def stages(self) -> list[Leaf]:
@@ -283,3 +292,73 @@ def _lower(least: FloatArray, before: FloatArray, step: FloatArray) -> None:
     for s in range(1, len(step) - 1):  # s lies after i and before j, so a block is enough
         through = np.maximum(before[:s, s, None], step[s, None, s + 1 :])
         np.minimum(least[:s, s + 1 :], through, out=least[:s, s + 1 :])
+
+
+class GivenSearch(Search):
+    """The dynamic program over the cuts of one model, for stages of given replicas.
+
+    Args:
+        cuts: N of them.
+        level: the network, with as many components as there are replicas in all.
+        rule, memory, limit, least_memory: as :class:`Search`.
+        replicas: R, of each stage.
+    """
+
+    def __init__(
+        self,
+        cuts: Cuts,
+        level: Level,
+        rule: Rule,
+        memory: Memory,
+        limit: float | None,
+        replicas: Sequence[int],
+        least_memory: bool = False,
+    ) -> None:
+        super().__init__(cuts, [level], rule, memory, limit, least_memory=least_memory)
+        self.replicas = tuple(replicas)
+        self._rows: list[FloatArray] = []
+
+    @property
+    def best(self) -> float:
+        """Seconds per minibatch of the best cuts (or bytes); infinite where there are none."""
+        return float(self._best()[-1][-1])
+
+    def stages(self) -> list[Leaf]:
+        """The stages between the best cuts, first to last; only where :attr:`best` is finite."""
+        rows = self._best()
+        leaves: list[Leaf] = []
+        j = self.count - 1
+        for stage in reversed(range(len(self.replicas))):
+            i, time = 0, float(rows[0][j])
+            if stage:
+                step = self._given_step(stage)[:, j]
+                before = rows[stage - 1]
+                times, other = np.maximum(before, step), np.minimum(before, step)
+                # Of equal cuts, the one whose faster side is fastest, then where least crosses.
+                i = int(np.lexsort((self.cuts.crossing, other, times))[0])
+                time = float(step[i])
+            leaves.append(Leaf(i, j, self.replicas[stage], time))
+            j = i
+        return leaves[::-1]
+
+    def for_memory(self) -> GivenSearch:
+        """The same search for the least memory that any cuts need; ``best`` is in bytes."""
+        level, given = self.levels[0], self.replicas
+        return GivenSearch(self.cuts, level, self.rule, self.memory, None, given, True)
+
+    def _best(self) -> list[FloatArray]:
+        if not self._rows:
+            first = self._part(0, self._waiting(0))[0]
+            at = (0, slice(None))
+            self._rows = [self._replicated(1, self.replicas[0], first, at, True)]
+            for stage in range(1, len(self.replicas)):
+                times = np.maximum(self._rows[-1][:, None], self._given_step(stage))
+                self._rows.append(times.min(axis=0))
+        return self._rows
+
+    def _given_step(self, stage: int) -> FloatArray:
+        return self._step(1, self.replicas[stage], self._waiting(stage))
+
+    def _waiting(self, stage: int) -> int:
+        """Minibatches that wait in a worker, besides the one that it works on."""
+        return -(-sum(self.replicas[stage:]) // self.replicas[stage]) - 1

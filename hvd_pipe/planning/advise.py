@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from hvd_pipe.planning._advice_row import PipelinePlan, Row, Training, stability
+from hvd_pipe.planning._advice import PipelinePlan, Row, Training, memory_bytes, stability
 from hvd_pipe.planning.advise_pipeline import PIPEDREAM, pipeline_rows
 from hvd_pipe.planning.balance import split_batch
-from hvd_pipe.planning.candidates import candidates
+from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS, CodecCost
-from hvd_pipe.planning.memory import memory_bytes
 from hvd_pipe.planning.methods import (
     BASELINES,
     Conventional,
@@ -36,9 +35,6 @@ from hvd_pipe.units import format_bytes, format_seconds
 __all__ = ["MARGIN", "Advice", "PipelinePlan", "Row", "advise"]
 
 SCHEMA = "hvd_pipe.advice/1"
-
-MARGIN = 0.05
-"""What changes the mathematics has to be faster by this part to be recommended."""
 
 _SIMULATED_STEPS = 200
 _PULL_BACK = 0.6  # as published for Overlap-Local-SGD
@@ -104,7 +100,7 @@ def advise(
         cluster: workers and network. Where speeds differ, CoCoD gets batches in proportion to
             them, and its ``weights``; other methods wait for the slowest worker.
         methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
-            :mod:`hvd_pipe.planning.candidates` fits them, and PipeDream, uncompressed, as
+            :mod:`hvd_pipe.planning.choice` fits them, and PipeDream, uncompressed, as
             :mod:`hvd_pipe.planning.advise_pipeline` does, which "pipedream" asks for, too.
         codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
         learning_rate, curvature, momentum: of the training, as far as known; curvature is the

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hvd_pipe.planning._advice_row import PipelinePlan, Row, Training, stability
+from hvd_pipe.planning._advice import PipelinePlan, Row, Training, stability
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.modes import mode_named
 from hvd_pipe.planning.partition import partition
@@ -28,10 +28,9 @@ from hvd_pipe.planning.pipeline_cost import (
     fewest_microbatches,
     pipeline_cost,
 )
-from hvd_pipe.planning.plan_text import STRAIGHT
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stability import delayed_rate
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime
 from hvd_pipe.units import format_bytes, format_seconds
 

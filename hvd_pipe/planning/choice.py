@@ -1,24 +1,142 @@
-"""Which method a running job goes on with, from its own times and its network's.
+"""Which strategy fits a model and a network, with which options, and which a running job takes.
 
-``strategy="auto"`` (`hvd_pipe.strategy.Auto`) asks here once the first steps have been measured.
+:func:`candidates` fits the options of each strategy to a profile and a network. A job with
+``strategy="auto"`` (`hvd_pipe.strategy.Auto`) measures its own times (:class:`OwnTimes`), makes a
+profile of them, predicts each strategy's step and takes the fastest (:func:`choose`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hvd_pipe.planning.advise import MARGIN
-from hvd_pipe.planning.candidates import fitted_buckets, fitted_period
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, spell
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, Method, PipeSGD
 
-__all__ = ["Prediction", "choose", "least_of", "milliseconds", "predict", "report"]
+__all__ = [
+    "OwnTimes",
+    "Prediction",
+    "candidates",
+    "choose",
+    "fitted_buckets",
+    "fitted_period",
+    "least_of",
+    "milliseconds",
+    "predict",
+    "profile_of",
+    "report",
+]
+
+
+MARGIN = 0.05
+"""What changes the mathematics has to be faster by this part to be chosen."""
+
+FORWARD = "(forward)"
+"""The layer of :func:`profile_of` that stands for the whole forward pass."""
+
+
+@dataclass(frozen=True)
+class OwnTimes:
+    """Medians over steps, in seconds.
+
+    Args:
+        before_s: From the end of a step to the first gradient of the next one.
+        ready_s: From the first gradient to each one, by place; one that was not computed is
+            ready with the last.
+        update_s: The user's optimizer.
+    """
+
+    before_s: float
+    ready_s: Sequence[float]
+    update_s: float
+
+
+def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
+    """Return a profile with a layer a parameter, in the reverse of the order of readiness.
+
+    Its first layer, ``(forward)``, has all that comes before the first gradient. The first
+    gradient is thus ready as backward starts.
+
+    Args:
+        own: Measured times.
+        names: The parameters' names, by place.
+        sizes: Bytes of each gradient, by place.
+
+    Example:
+        >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
+        >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
+        (('b', 'a'), [0.0, 0.25], 0.875)
+    """
+    order = sorted(range(len(names)), key=lambda place: (own.ready_s[place], -place))
+    layers, last = [], 0.0
+    for place in order:
+        seconds = max(0.0, own.ready_s[place] - last)
+        layers.append(LayerProfile(names[place], sizes[place], seconds))
+        last += seconds
+    forward = LayerProfile(FORWARD, 0, 0.0, own.before_s, 0, "all before the first gradient")
+    return ModelProfile((forward, *reversed(layers)), update_s=own.update_s)
+
+
+WORTH = 0.01
+"""Larger buckets have to save this part of a step, as they cost a user an option."""
+
+
+def candidates(
+    profile: ModelProfile, comm: CommModel, compute_s: float | None = None
+) -> tuple[MergedGradient, PipeSGD, CoCoD]:
+    """One of each strategy, as it fits.
+
+    Args:
+        profile: the model on one worker.
+        comm: all-reduce time of a message.
+        compute_s: a worker's own work a step, in seconds; None: the profile's.
+
+    Example:
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> model = ModelProfile((LayerProfile("fc", 1000, backward_s=0.01),))
+        >>> for method in candidates(model, CommModel.linear(0.035, 0.0)):
+        ...     print(method)
+        MergedGradient(plan='auto', bucket_bytes=None)
+        PipeSGD(warmup_steps=0, bucket_bytes=None, prediction='none')
+        CoCoD(period=4, warmup_steps=0, weights=None, momentum='local', pull_back=None, \
+anchor_momentum=0.0)
+    """
+    period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
+    return MergedGradient(), fitted_buckets(PipeSGD(), profile, comm), CoCoD(period=period)
+
+
+def fitted_period(profile: ModelProfile, comm: CommModel, compute_s: float) -> int:
+    """CoCoD's period that just hides its all-reduce: ``max(2, ceil((m + delay) / c))``.
+
+    A longer one buys no time and lets the replicas drift further apart.
+    """
+    average = step_time(CoCoD(period=1), profile, comm).comm_s + comm.delay
+    # Rounding must not make a step of what is a whole number of them.
+    return max(2, math.ceil(average / compute_s - 1e-9)) if compute_s > 0.0 else 2
+
+
+def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> PipeSGD:
+    """Pipe-SGD with larger buckets where the latencies of the usual ones would stick out.
+
+    Its messages have the whole next step to travel in, so nothing is lost by sending fewer: the
+    least doubling of the usual size that hides all of them, else the last that gains a part of
+    `WORTH`.
+    """
+    best, least = method, step_time(method, profile, comm)
+    size, total = DEFAULT_BUCKET_BYTES, int(profile.gradient_bytes().sum())
+    while least.exposed_s > 0.0 and size < total:
+        size *= 2
+        wider = replace(method, bucket_bytes=size)
+        time = step_time(wider, profile, comm)
+        if time.total_s < (1.0 - WORTH) * least.total_s:
+            best, least = wider, time
+    return best
 
 
 @dataclass(frozen=True)

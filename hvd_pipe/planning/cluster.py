@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,8 +14,8 @@ import numpy as np
 
 from hvd_pipe import units
 from hvd_pipe.planning import fit
-from hvd_pipe.planning._files import check_keys, read_object
-from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale, terms
+from hvd_pipe.planning._checks import check_count, check_keys, check_number, load_text, read_object
+from hvd_pipe.planning.collectives import ALGORITHMS, Link, allreduce, hierarchical, rescale, terms
 from hvd_pipe.planning.comm import CommModel
 
 __all__ = ["PUBLISHED", "Cluster", "Link", "Network"]
@@ -27,45 +26,6 @@ SCHEMA = "hvd_pipe.cluster/1"
 _SIZES = 2.0 ** np.arange(10, 27)  # 1 KiB to 64 MiB
 
 _MOST_JITTER = 10.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
-
-    Args:
-        alpha: seconds a message, not negative.
-        beta: seconds a byte, not negative.
-
-    Raises:
-        ValueError: a negative or infinite cost.
-
-    Example:
-        >>> Link.of(bandwidth=1.25e9, latency=30e-6)
-        Link(alpha=3e-05, beta=8e-10)
-    """
-
-    alpha: float
-    beta: float
-
-    def __post_init__(self) -> None:
-        for name, unit in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
-            value = _number(f"a link's {name}", getattr(self, name), unit)
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def of(cls, bandwidth: float, latency: float) -> Link:
-        """The link of a bandwidth in bytes a second and a latency in seconds."""
-        if not (math.isfinite(bandwidth) and bandwidth > 0.0):
-            raise ValueError(
-                f"a link's bandwidth is a positive number of bytes a second, got {bandwidth}"
-            )
-        return cls(latency, 1.0 / bandwidth)
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second; infinite where a byte costs nothing."""
-        return 1.0 / self.beta if self.beta else math.inf
 
 
 @dataclass(frozen=True)
@@ -108,8 +68,8 @@ class Network:
             raise ValueError(
                 f"algorithm must be one of {', '.join(ALGORITHMS)}; got {self.algorithm!r}"
             )
-        object.__setattr__(self, "gamma", _number("gamma", self.gamma, "seconds a byte"))
-        _count("per_node", self.per_node)
+        object.__setattr__(self, "gamma", check_number("gamma", self.gamma, "seconds a byte"))
+        check_count("per_node", self.per_node)
         for name, kind in (("link", Link), ("inside", Link), ("measured", CommModel)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
@@ -124,14 +84,14 @@ class Network:
                 f"workers it was measured; got {self.measured} and {self.measured_workers}"
             )
         if self.measured_workers is not None:
-            _count("measured_workers", self.measured_workers, least=2)
+            check_count("measured_workers", self.measured_workers, least=2)
         if self.measured_per_node is not None:
             if self.measured is None:
                 raise ValueError(
                     f"measured_per_node = {self.measured_per_node} belongs to measured, and there "
                     "is none"
                 )
-            _count("measured_per_node", self.measured_per_node)
+            check_count("measured_per_node", self.measured_per_node)
         if self.per_node > 1 and self.inside is None and self.measured is None:
             raise ValueError(
                 f"per_node = {self.per_node} workers a machine need inside, the link within a "
@@ -206,7 +166,7 @@ class Network:
 
     def _nodes(self, workers: int) -> tuple[int, int]:
         """Machines that so many workers fill, and workers of each."""
-        _count("workers", workers)
+        check_count("workers", workers)
         if workers <= self.per_node:
             return 1, workers
         if workers % self.per_node:
@@ -253,7 +213,9 @@ class Cluster:
             raise TypeError(f"network must be a Network, got {self.network!r}")
         self.network._nodes(self.workers)
         if self.speeds is not None:
-            speeds = tuple(_number("a worker's speed", speed, "relative") for speed in self.speeds)
+            speeds = tuple(
+                check_number("a worker's speed", speed, "relative") for speed in self.speeds
+            )
             object.__setattr__(self, "speeds", speeds)
             if len(speeds) != self.workers:
                 raise ValueError(
@@ -262,8 +224,10 @@ class Cluster:
             if min(speeds) <= 0.0:
                 raise ValueError(f"a worker's speed must be positive, got {min(speeds)}")
         if self.memory_bytes is not None:
-            _count("memory_bytes", self.memory_bytes)
-        object.__setattr__(self, "jitter", _number("jitter", self.jitter, "deviation over mean"))
+            check_count("memory_bytes", self.memory_bytes)
+        object.__setattr__(
+            self, "jitter", check_number("jitter", self.jitter, "deviation over mean")
+        )
         if self.jitter > _MOST_JITTER:
             raise ValueError(
                 f"jitter must be at most {_MOST_JITTER:g} (deviation over mean), got {self.jitter}"
@@ -338,12 +302,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster of a file; ValueError names the file and what is wrong in it."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{os.fspath(path)}: this is no text file, so no cluster") from None
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return load_text(path, cls.from_json, "this is no text file, so no cluster")
 
 
 _OPTIONAL = ("speeds", "memory_bytes", "jitter", "name")
@@ -410,21 +369,6 @@ def _link_from_json(name: str, data: Any) -> Link:
         return Link(data["alpha"], data["beta"])
     except TypeError as error:
         raise ValueError(f"a network's {name}: {error}") from error
-
-
-def _number(name: str, value: Any, unit: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
-        raise TypeError(f"{name} must be a number ({unit}), got {value!r}")
-    if not (math.isfinite(value) and value >= 0.0):
-        raise ValueError(f"{name} must be finite and not negative ({unit}), got {value}")
-    return float(value)
-
-
-def _count(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _published(name: str, latency: float, per_byte: float) -> Cluster:

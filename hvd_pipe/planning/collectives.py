@@ -7,14 +7,13 @@ to start and ``beta`` seconds a byte; adding up takes ``gamma`` seconds a byte.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from hvd_pipe.planning._checks import check_number
 from hvd_pipe.planning.comm import CommModel
 
-if TYPE_CHECKING:
-    from hvd_pipe.planning.cluster import Link
-
-__all__ = ["ALGORITHMS", "Terms", "allreduce", "hierarchical", "rescale", "terms"]
+__all__ = ["ALGORITHMS", "Link", "Terms", "allreduce", "hierarchical", "rescale", "terms"]
 
 ALGORITHMS = (
     "ring",
@@ -23,6 +22,45 @@ ALGORITHMS = (
     "binary-tree",
     "double-binary-tree",
 )
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
+
+    Args:
+        alpha: seconds a message, not negative.
+        beta: seconds a byte, not negative.
+
+    Raises:
+        ValueError: a negative or infinite cost.
+
+    Example:
+        >>> Link.of(bandwidth=1.25e9, latency=30e-6)
+        Link(alpha=3e-05, beta=8e-10)
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name, unit in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+            value = check_number(f"a link's {name}", getattr(self, name), unit)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, bandwidth: float, latency: float) -> Link:
+        """The link of a bandwidth in bytes a second and a latency in seconds."""
+        if not (math.isfinite(bandwidth) and bandwidth > 0.0):
+            raise ValueError(
+                f"a link's bandwidth is a positive number of bytes a second, got {bandwidth}"
+            )
+        return cls(latency, 1.0 / bandwidth)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second; infinite where a byte costs nothing."""
+        return 1.0 / self.beta if self.beta else math.inf
 
 
 class Terms(NamedTuple):
@@ -139,7 +177,6 @@ def hierarchical(
         ValueError: no machines, no workers or an unknown algorithm.
 
     Example:
-        >>> from hvd_pipe.planning.cluster import Link
         >>> model = hierarchical(4, 8, inside=Link(5e-6, 1e-11), between=Link(3e-5, 8e-10))
         >>> f"{model.latency * 1e6:.0f} us, {model.slopes[0] * 1e9:.4f} ns a byte"
         '250 us, 1.2175 ns a byte'

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning._samples import by_size, check_samples, fit_line, medians, monotone
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, by_size, check_samples, fit_line, medians, monotone
 
 __all__ = ["fit", "fit_error", "fit_segments", "measured"]
 
@@ -76,7 +75,7 @@ def fit(
 def fit_segments(bytes: npt.ArrayLike, seconds: npt.ArrayLike, max_segments: int = 6) -> CommModel:
     """A few lines with jumps between them, as many as the samples tell apart.
 
-    Of all ways to cut the n sizes into k runs of at least three, a dynamic programme takes the one
+    Of all ways to cut the n sizes into k runs of at least three, a dynamic program takes the one
     with the least squared relative error of its lines, among those in which the time never drops
     from one line to the next and the last run, whose line goes on beyond all samples, covers at
     least a factor of two in size. Of all k, that with the least

@@ -16,7 +16,8 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from hvd_pipe.planning._checks import load_text
 
 __all__ = ["Graph", "Node", "forward_order", "parse", "read"]
 
@@ -141,12 +142,7 @@ def read(path: str | os.PathLike[str]) -> Graph:
     Raises:
         ValueError: no such graph; names the file and the line.
     """
-    try:
-        return parse(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{os.fspath(path)}: this is no graph, but binary data") from error
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+    return load_text(path, parse, "this is no graph, but binary data")
 
 
 def parse(text: str) -> Graph:

@@ -28,7 +28,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MAX_STATES = 20_000
-"""How many states the joint programme looks at, about 0.3 s; see :func:`plan_kinds`."""
+"""How many states the joint dynamic program looks at, about 0.3 s; see :func:`plan_kinds`."""
 
 
 @dataclass(frozen=True, eq=False)

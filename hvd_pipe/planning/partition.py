@@ -3,7 +3,7 @@
 A stage is a run of layers (in a model with branches, the difference of two nested sets of layers)
 on one or more workers; replicas of a stage take the minibatches in turn. A pipeline is as fast as
 its slowest stage, or its slowest transfer between two stages. :func:`partition` finds the stages
-with the least seconds a minibatch.
+with the least seconds per minibatch.
 
 Source: PipeDream, SOSP 2019, section 3.1, and https://github.com/msr-fiddle/pipedream.
 """
@@ -18,8 +18,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from hvd_pipe.planning._cuts import Cuts, find_cuts
-from hvd_pipe.planning._given import GivenSearch
-from hvd_pipe.planning._search import Leaf, Level, Memory, Rule, Search
+from hvd_pipe.planning._search import GivenSearch, Leaf, Level, Memory, Rule, Search
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, Stage
@@ -48,7 +47,7 @@ def partition(
     max_states: int = MAX_STATES,
     replicas: Sequence[int] | None = None,
 ) -> Partition:
-    r"""The stages and replicas with the least seconds a minibatch.
+    r"""The stages and replicas with the least seconds per minibatch.
 
     A stage of m replicas, each of which takes A seconds for its layers (on one worker: the sum of
     their computation; on a part of a network: the best division of them there), with parameters w
@@ -96,7 +95,7 @@ def partition(
             ``N^3 m^2 / 12``.
         replicas: workers of each stage, the first stage first, where these are settled: the best
             cuts for them, on a network of one level. They add up to its workers.
-            :func:`hvd_pipe.planning.plan_text.parse_replicas` reads "3-1".
+            :func:`hvd_pipe.planning.stages.parse_replicas` reads "3-1".
 
     Returns:
         One best partition (several may be equal).
@@ -202,7 +201,7 @@ def _stages(
 
 
 def _data_parallel(cuts: Cuts, network: Sequence[Level], rule: Rule) -> float:
-    """Seconds a minibatch with the whole model on every worker, level by level."""
+    """Seconds per minibatch with the whole model on every worker, level by level."""
     time, below = float(cuts.compute[-1]), 1
     for level in network:
         parameters = cuts.parameters[-1]
@@ -253,7 +252,7 @@ def _given(
     if isinstance(replicas, str) or not isinstance(replicas, Sequence) or not replicas:
         raise TypeError(
             "replicas are integers, one a stage, such as (3, 1), got "
-            f"{replicas!r}; hvd_pipe.planning.plan_text.parse_replicas reads '3-1'"
+            f"{replicas!r}; hvd_pipe.planning.stages.parse_replicas reads '3-1'"
         )
     for stage, width in enumerate(replicas):
         _count(f"replicas of stage {stage}", width, 1)

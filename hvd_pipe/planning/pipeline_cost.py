@@ -1,4 +1,4 @@
-"""What a pipeline needs and does: memory of a stage, seconds a minibatch, bytes on the wire.
+"""What a pipeline needs and does: memory of a stage, seconds per minibatch, bytes on the wire.
 
 Memory follows from the schedule itself, walked instruction by instruction. A version of the
 weights may go once it is not the newest and no later instruction of the worker names it; what a
@@ -49,8 +49,8 @@ class PipelineCost:
         held: by the worker of a stage that holds the most.
         memory_bytes: of that worker: weights, gradients, optimizer state, activations.
         activation_bytes: the last of these.
-        period_s: seconds a minibatch in the steady state.
-        compute_s: seconds a minibatch of the busiest stage's computation, shared by its replicas.
+        period_s: seconds per minibatch in the steady state.
+        compute_s: seconds per minibatch that the busiest stage computes, shared by its replicas.
         sent_bytes: bytes that leave each worker of a stage, a minibatch of the whole pipeline.
         data_parallel_bytes: that leave all workers for a minibatch, were each to hold the model.
     """
@@ -68,7 +68,7 @@ class PipelineCost:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes a minibatch that leave all workers together."""
+        """Bytes per minibatch that leave all workers together."""
         return math.fsum(r * x for r, x in zip(self.replicas, self.sent_bytes, strict=True))
 
     @property
@@ -199,7 +199,7 @@ def pipeline_cost(
     of the next; in a ring all-reduce of w bytes each replica sends ``2 (r-1)/r w``. An update
     takes one minibatch where it is cut into microbatches, and r, one a replica, where it is not.
     Data parallelism makes one all-reduce of all weights for a minibatch of each of n workers, so
-    ``2 (n-1)/n w`` bytes a minibatch leave all workers together.
+    ``2 (n-1)/n w`` bytes per minibatch leave all workers together.
 
     The period is simulated (:mod:`hvd_pipe.planning.simulate_pipeline`).
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hvd_pipe.planning._files import read_object
+from hvd_pipe.planning._checks import load_text, read_object
 
 __all__ = ["Plan"]
 
@@ -109,9 +109,4 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan in a file that :meth:`save` wrote; ValueError names the file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: this is no plan, but binary data") from error
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return load_text(path, cls.from_json, "this is no plan, but binary data")

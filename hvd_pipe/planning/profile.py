@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_pipe.planning import graph
-from hvd_pipe.planning._files import check_keys, read_object
+from hvd_pipe.planning._checks import check_keys, load_text, read_object
 
 __all__ = ["LayerProfile", "ModelProfile"]
 
@@ -275,12 +275,7 @@ class ModelProfile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
         """The model in a file that :meth:`save` wrote; ValueError names the file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: this is no profile, but binary data") from error
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return load_text(path, cls.from_json, "this is no profile, but binary data")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> ModelProfile:

@@ -40,7 +40,7 @@ class PipelineSimulation:
     """How a schedule went.
 
     Args:
-        period_s: Seconds a minibatch in the steady state: the slope of the completed minibatches
+        period_s: Seconds per minibatch in the steady state: the slope of the completed minibatches
             over the second half of those that are completed while new ones still come in, or
             ``total_s`` shared out if there are too few.
         total_s: Seconds from the first forward pass to the last update.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hvd_pipe.planning._files import check_keys, read_object
+from hvd_pipe.planning._checks import check_keys, load_text, read_object
 
-__all__ = ["Partition", "Stage"]
+__all__ = ["STRAIGHT", "Partition", "Stage", "parse_replicas"]
+
 
 SCHEMA = "hvd_pipe.partition/1"
 
@@ -28,7 +30,7 @@ class Stage:
             them that it only passes on; 0 for the first.
         activation_out_bytes: bytes of a minibatch that it sends on; 0 for the last.
         memory_bytes: bytes that each of its workers holds.
-        time_s: seconds a minibatch, its transfers and all-reduces included.
+        time_s: seconds per minibatch, its transfers and all-reduces included.
     """
 
     layers: tuple[str, ...]
@@ -48,9 +50,9 @@ class Partition:
     Args:
         stages: first to last.
         workers: how many there are; more than the stages use only where that was allowed.
-        period_s: seconds a minibatch once the pipeline is full: the slowest stage's ``time_s``.
-        single_s: seconds a minibatch on one worker, for comparison.
-        data_parallel_s: seconds a minibatch with the whole model on every worker, likewise.
+        period_s: seconds per minibatch once the pipeline is full: the slowest stage's ``time_s``.
+        single_s: seconds per minibatch on one worker, for comparison.
+        data_parallel_s: seconds per minibatch with the whole model on every worker, likewise.
         convention: the objective that it minimises, ``"paper"`` or ``"original"``.
         in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
             first is PipeDream's NOAM, the minibatches that each of its workers admits.
@@ -153,14 +155,7 @@ class Partition:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Partition:
         """The partition in a file that :meth:`save` wrote; ValueError names the file."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{os.fspath(path)}: this is no partition, but binary data"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return load_text(path, cls.from_json, "this is no partition, but binary data")
 
 
 def _check_numbers(values: dict[str, Any], where: str) -> None:
@@ -169,3 +164,46 @@ def _check_numbers(values: dict[str, Any], where: str) -> None:
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
             kind = "an integer" if whole else "a number of seconds"
             raise ValueError(f'{where}"{key}" is {kind}, got {value!r}')
+
+
+STRAIGHT = "straight"
+
+
+def parse_replicas(text: str, workers: int | None = None) -> tuple[int, ...]:
+    """Return the replicas of each stage, the first stage first.
+
+    Args:
+        text: numbers joined by "-", as the paper has them, or "straight" for one worker a stage.
+        workers: how many there are; the replicas must add up to them. "straight" needs it.
+
+    Raises:
+        TypeError, ValueError: no such text, or another number of workers; says what would do.
+
+    Example:
+        >>> parse_replicas("3-1"), parse_replicas("straight", workers=3)
+        ((3, 1), (1, 1, 1))
+    """
+    if not isinstance(text, str):
+        raise TypeError(f'replicas are written "3-1" or "straight", got {text!r}')
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    written = text.strip()
+    if written == STRAIGHT:
+        if workers is None:
+            raise ValueError('"straight" is one worker a stage: say how many workers there are')
+        return (1,) * workers
+    if not re.fullmatch(r"[0-9]+(-[0-9]+)*", written):
+        raise ValueError(
+            f"{text!r} is no plan: write the workers of each stage, the first stage first, as "
+            '"3-1", or "straight" for one worker a stage'
+        )
+    replicas = tuple(map(int, written.split("-")))
+    if 0 in replicas:
+        raise ValueError(f"{text!r} has a stage without workers: each needs at least 1")
+    if workers is not None and sum(replicas) != workers:
+        raise ValueError(
+            f"{text!r} is for {sum(replicas)} workers, but there are {workers}: "
+            f"start {sum(replicas)}, or write a plan whose numbers add up to {workers}"
+            + (f', such as "{workers - 1}-1"' if workers > 1 else "")
+        )
+    return replicas

@@ -29,8 +29,13 @@ from dataclasses import dataclass
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.limits import least_seconds, synchronous_limit
-from hvd_pipe.planning.messages import Messages, gradient_messages, model_messages
+from hvd_pipe.planning.messages import (
+    Messages,
+    gradient_messages,
+    least_seconds,
+    model_messages,
+    synchronous_limit,
+)
 from hvd_pipe.planning.methods import (
     Conventional,
     HorovodFusion,
@@ -142,7 +147,7 @@ def conventional(profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
     """Synchronous SGD without overlap: forward, backward, a message a tensor, update.
 
     ``total = c + sum over tensors of T(bytes) + delay``. The limit is that of synchronous SGD,
-    which may overlap (:func:`hvd_pipe.planning.limits.synchronous_limit`): any order of messages
+    which may overlap (:func:`hvd_pipe.planning.messages.synchronous_limit`): any order of messages
     after backward is one of those that it bounds.
 
     Example:
@@ -164,7 +169,7 @@ def merged_gradient(
 
     ``total = f + max(b, finish + delay) + u``, finish being the last bucket's of
     ``finish_i = max(finish_{i-1}, R_i) + T(bucket i)``. The limit is
-    :func:`hvd_pipe.planning.limits.synchronous_limit`, whose proof is there.
+    :func:`hvd_pipe.planning.messages.synchronous_limit`, whose proof is there.
 
     Args:
         profile, comm, codec: as :func:`step_time`.

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from planning_cases import ALL, codecs, comm_models, profiles
 
 from hvd_pipe.planning import advise as module
-from hvd_pipe.planning import candidates as candidates_module
+from hvd_pipe.planning import choice
 from hvd_pipe.planning.advise import Advice, Row, advise
-from hvd_pipe.planning.candidates import candidates
+from hvd_pipe.planning.choice import candidates
 from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel
@@ -42,7 +42,7 @@ def row(advice: Advice, strategy: str, codec: str = "none") -> Row:
 
 
 def test_doctests() -> None:
-    for each in (module, candidates_module):
+    for each in (module, choice):
         result = doctest.testmod(each)
         assert result.failed == 0
         assert result.attempted > 0

@@ -17,9 +17,9 @@ from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import pipeline_cost
-from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.stability import delayed_rate
+from hvd_pipe.planning.stages import parse_replicas
 
 DATA = Path(__file__).parent.parent / "data"
 NAMES = ("vgg16", "alexnet", "resnet50", "gnmt")

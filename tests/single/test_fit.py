@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_pipe.planning import _samples
+from hvd_pipe.planning import comm
 from hvd_pipe.planning import fit as fit_module
 from hvd_pipe.planning.collectives import allreduce, rescale
 from hvd_pipe.planning.comm import CommModel
@@ -35,7 +35,7 @@ def osu(nodes: int) -> tuple[FloatArray, FloatArray]:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(_samples).failed == 0
+    assert doctest.testmod(comm).failed == 0
     assert doctest.testmod(fit_module).failed == 0
     assert doctest.testmod(fit_module).attempted > 8
 
@@ -147,7 +147,7 @@ def by_hand(x: FloatArray, t: FloatArray, cuts: tuple[int, ...]) -> tuple[float,
         return np.inf, False
     for i, j in itertools.pairwise(edges):
         w = 1 / t[i:j] ** 2
-        a, b = _samples.fit_line(x[i:j], t[i:j], w) if i == 0 else free_line(x[i:j], t[i:j], w)
+        a, b = comm.fit_line(x[i:j], t[i:j], w) if i == 0 else free_line(x[i:j], t[i:j], w)
         lines.append((a, b))
         cost += float(w @ (a + b * x[i:j] - t[i:j]) ** 2)
     never_drops = all(

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvd_pipe.planning import choice, own_times
-from hvd_pipe.planning.own_times import OwnTimes, profile_of
+from hvd_pipe.planning import choice
+from hvd_pipe.planning.choice import OwnTimes, profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import layer_times
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
@@ -25,7 +25,7 @@ from hvd_pipe.torch.measuring.step_times import JobTimes
 SLEEP = 0.004
 
 
-@pytest.mark.parametrize("module", [layer_times, own_times, choice])
+@pytest.mark.parametrize("module", [layer_times, choice])
 def test_examples(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.failed == 0 < found.attempted

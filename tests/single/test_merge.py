@@ -1,4 +1,4 @@
-"""Plans: the exact programme against all plans there are, and against the published rule."""
+"""Plans: the exact dynamic program against all plans there are, and against the published rule."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from planning_cases import ALL, methods
 
-from hvd_pipe.planning import memory, stability
+from hvd_pipe.planning import _advice, stability
 from hvd_pipe.planning import methods as module
+from hvd_pipe.planning._advice import memory_bytes
 from hvd_pipe.planning.codec import CODECS
-from hvd_pipe.planning.memory import memory_bytes
 from hvd_pipe.planning.methods import (
     Conventional,
     HorovodFusion,
@@ -31,7 +31,7 @@ from hvd_pipe.strategy import parse as parse_strategy
 
 
 def test_doctests() -> None:
-    for one in (module, stability, memory):
+    for one in (module, stability, _advice):
         result = doctest.testmod(one)
         assert result.failed == 0
         assert result.attempted > 0

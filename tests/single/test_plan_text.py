@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_partition import BruteForce, check, choices, models
 
-from hvd_pipe.planning import plan_text
+from hvd_pipe.planning import stages
 from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.plan_text import parse_replicas
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.stages import parse_replicas
 
 DATA = Path(__file__).parent.parent / "data"
 CHAIN = ModelProfile(tuple(LayerProfile(f"l{at}", 100, 0.5, 0.5, 10) for at in range(3)))
 
 
 def test_doctests() -> None:
-    result = doctest.testmod(plan_text)
+    result = doctest.testmod(stages)
     assert result.failed == 0
     assert result.attempted > 0
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_pipe.planning import _files, profile
+from hvd_pipe.planning import _checks, profile
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
 DATA = Path(__file__).parent.parent / "data"
@@ -27,7 +27,7 @@ MODEL = ModelProfile(
 
 
 def test_doctests() -> None:
-    for module in (profile, _files):
+    for module in (profile, _checks):
         result = doctest.testmod(module)
         assert result.failed == 0
         assert result.attempted > 0

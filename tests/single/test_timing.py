@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, methods, profiles
 
-from hvd_pipe.planning import limits, messages, timing
+from hvd_pipe.planning import messages, timing
 from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
 from hvd_pipe.planning.collectives import allreduce
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.limits import least_seconds, synchronous_limit
 from hvd_pipe.planning.merge import exact
+from hvd_pipe.planning.messages import least_seconds, synchronous_limit
 from hvd_pipe.planning.methods import HorovodFusion, Method
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
@@ -43,7 +43,7 @@ NET = CommModel.linear(0.5, 0.25)  # T(2) = 1, T(10) = 3, T(12) = 3.5
 
 
 def test_doctests() -> None:
-    for module in (timing, messages, limits):
+    for module in (timing, messages):
         result = doctest.testmod(module)
         assert result.failed == 0
         assert result.attempted > 0

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_pipe.planning.own_times import OwnTimes
+from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes, noted
 
 __all__ = ["JobTimes"]

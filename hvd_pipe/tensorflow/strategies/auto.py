@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from hvd_pipe.planning.choice import choose, least_of, predict, report
+from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profile_of, report
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow.agree import found_by_first, largest
 from hvd_pipe.tensorflow.measuring.job_times import JobTimes

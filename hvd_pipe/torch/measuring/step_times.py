@@ -23,7 +23,7 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet
 from torch.utils.hooks import RemovableHandle
 
-from hvd_pipe.planning.own_times import OwnTimes, profile_of
+from hvd_pipe.planning.choice import OwnTimes, profile_of
 from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
 __all__ = ["ENVIRONMENT_VARIABLE", "JobProfile", "JobTimes", "ReadyTimes", "profile_job"]

@@ -21,9 +21,16 @@ from typing import Any
 
 import torch
 
-from hvd_pipe.planning.choice import choose, least_of, milliseconds, predict, report
+from hvd_pipe.planning.choice import (
+    OwnTimes,
+    choose,
+    least_of,
+    milliseconds,
+    predict,
+    profile_of,
+    report,
+)
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.own_times import OwnTimes, profile_of
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked

@@ -1,12 +1,33 @@
-"""The JSON objects that planning reads: a schema name, known keys, and errors that say which."""
+"""Checks of what planning is given: files, JSON objects, numbers; errors say which is wrong."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["check_keys", "read_object"]
+import numpy as np
+
+__all__ = ["check_count", "check_keys", "check_number", "load_text", "read_object"]
+
+T = TypeVar("T")
+
+
+def load_text(path: str | os.PathLike[str], parse: Callable[[str], T], binary: str) -> T:
+    """What ``parse`` makes of a file's text.
+
+    Raises:
+        ValueError: what ``parse`` raises, with the path, or ``binary`` of a file that is no text.
+    """
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)}: {binary}") from error
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
 def read_object(
@@ -52,3 +73,20 @@ def check_keys(
     unknown = sorted(set(data) - set(required) - set(optional))
     if missing or unknown:
         raise ValueError(f"{what} lacks the keys {missing} and has the unknown keys {unknown}")
+
+
+def check_number(name: str, value: Any, unit: str) -> float:
+    """The number as a float; it must be finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
+        raise TypeError(f"{name} must be a number ({unit}), got {value!r}")
+    if not (math.isfinite(value) and value >= 0.0):
+        raise ValueError(f"{name} must be finite and not negative ({unit}), got {value}")
+    return float(value)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """TypeError or ValueError unless it is an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
