@@ -599,7 +599,7 @@ _TENSORFLOW = [
 _PIPEDREAM = [
     Mutation(
         "PipeDream: weights of the newest version in place of the stashed",
-        "torch/pipedream/versions.py",
+        "torch/pipedream/weights.py",
         "zip(self.parameters, self._values[version], strict=True)",
         "zip(self.parameters, self._values[self._newest], strict=True)",
         _piped("1-1-1 stash momentum"),
@@ -639,7 +639,7 @@ _PIPEDREAM = [
     ),
     Mutation(
         "PipeDream: the average counts replicas that had no minibatch",
-        "torch/pipedream/updates.py",
+        "torch/pipedream/weights.py",
         "self._scale(self._replicas.size() / contributors)",
         "pass",
         _piped("2-1 stash momentum"),
@@ -647,7 +647,7 @@ _PIPEDREAM = [
     ),
     Mutation(
         "PipeDream: a learning rate counts updates, not minibatches",
-        "torch/pipedream/updates.py",
+        "torch/pipedream/weights.py",
         "for _ in range(self._minibatches):",
         "for _ in range(1):",
         _ids(
@@ -658,7 +658,7 @@ _PIPEDREAM = [
     ),
     Mutation(
         "PipeDream: bfloat16 is asked for, and float32 travels",
-        "torch/pipedream/messages.py",
+        "torch/pipedream/tensors.py",
         'device="cpu", dtype=_dtype(dtype))',
         'device="cpu")',
         _ids(

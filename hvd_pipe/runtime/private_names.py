@@ -141,7 +141,7 @@ ROWS = (
         "torch",
         "torch.autograd.grad_mode",
         "_unsafe_preserve_version_counter",
-        "torch.pipedream.versions",
+        "torch.pipedream.weights",
     ),
     PrivateName(
         "torch", "torch.optim.lr_scheduler", "LRScheduler._opt_called", "torch.distributed"
@@ -241,7 +241,7 @@ ROWS = (
         "tensorflow",
         "keras.optimizers",
         "Optimizer._learning_rate",
-        "tensorflow.pipedream.updates",
+        "tensorflow.pipedream.weights",
     ),
 )
 

@@ -28,10 +28,9 @@ from ranks import once, run_ranks
 from workers_keras_pipedream import EPOCHS, MINIBATCHES, Case, is_close
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.feed import Feed
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Unit
+from hvd_pipe.pipeline.stage import Feed, Unit
 from hvd_pipe.planning.instructions import (
     Backward,
     Forward,
@@ -42,12 +41,11 @@ from hvd_pipe.planning.instructions import (
     Update,
 )
 from hvd_pipe.planning.schedule import schedule
-from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import graph_of
-from hvd_pipe.tensorflow.pipedream.messages import Messages
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
+from hvd_pipe.tensorflow.pipedream.tensors import Messages, split
 
 TOLERANCE = 1e-10
 CASES: dict[int, list[Case]] = {

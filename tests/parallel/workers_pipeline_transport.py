@@ -50,7 +50,7 @@ class Job:
     def __init__(self, framework: str = "torch") -> None:
         self.hvd = importlib.import_module(f"hvd_pipe.{framework}")
         self.agreement = importlib.import_module(f"hvd_pipe.{framework}.agree").agreement
-        self.start = importlib.import_module(f"hvd_pipe.{framework}.pipedream.broadcasts").start
+        self.start = importlib.import_module(f"hvd_pipe.{framework}.pipedream.tensors").start
         self.hvd.init()
         self.rank: int = self.hvd.rank()
 

@@ -29,8 +29,8 @@ from pipedream_models import (
 from torch import Tensor, nn
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline import spec as spec_module
-from hvd_pipe.pipeline.spec import TensorSpec
+from hvd_pipe.pipeline import messages as messages_module
+from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.torch.pipedream import cut as cut_module
 from hvd_pipe.torch.pipedream import graph
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
@@ -38,7 +38,7 @@ from hvd_pipe.torch.pipedream.graph import Traced, trace
 from hvd_pipe.torch.pipedream.shapes import specs
 
 
-@pytest.mark.parametrize("module", [spec_module, graph, cut_module])
+@pytest.mark.parametrize("module", [messages_module, graph, cut_module])
 def test_examples(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.failed == 0 < found.attempted

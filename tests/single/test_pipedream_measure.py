@@ -14,7 +14,7 @@ import torch
 from pipedream_models import MODELS, Language, Plain, Residual, UNet
 from torch import Tensor, nn
 
-from hvd_pipe.pipeline.spec import TensorSpec
+from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch.pipedream import shapes

@@ -9,18 +9,15 @@ import torch
 from horovod.common.process_sets import ProcessSet
 from torch import nn
 
-from hvd_pipe.pipeline.feed import Feed
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Buffer, Unit
-from hvd_pipe.torch.pipedream.batches import split
+from hvd_pipe.pipeline.stage import Buffer, Feed, Unit
 from hvd_pipe.torch.pipedream.cut import cut
 from hvd_pipe.torch.pipedream.graph import trace
-from hvd_pipe.torch.pipedream.messages import Messages
 from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import TorchStage
-from hvd_pipe.torch.pipedream.updates import Updates
-from hvd_pipe.torch.pipedream.versions import WeightVersions
+from hvd_pipe.torch.pipedream.tensors import Messages, split
+from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
 
 class Shifted(nn.Module):

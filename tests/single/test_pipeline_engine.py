@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.engine import Engine
-from hvd_pipe.pipeline.feed import Piece
+from hvd_pipe.pipeline.pipedream import Engine
+from hvd_pipe.pipeline.stage import Piece
 from hvd_pipe.runtime.agreement import Agreement
 
 ALONE = ProcessSet([0])

@@ -13,10 +13,10 @@ The same script runs on every rank::
 
 from typing import Any
 
-from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow import overrides, versions
-from hvd_pipe.tensorflow.pipedream.engine import PipeDream
+from hvd_pipe.tensorflow.pipedream.pipedream import PipeDream
 
 __all__ = ["EpochStats", "Partition", "PipeDream", "init"]
 

@@ -18,7 +18,7 @@ from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
 from hvd_pipe.pipeline.process_sets import make_process_sets
-from hvd_pipe.pipeline.session import Session
+from hvd_pipe.pipeline.runner import Session
 from hvd_pipe.pipeline.spans import PipelineSpans
 from hvd_pipe.pipeline.transport import channels_of, open_transport
 from hvd_pipe.planning.comm import CommModel
@@ -30,15 +30,13 @@ from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.measuring.profiler import measure_comm
-from hvd_pipe.tensorflow.pipedream.batches import split
-from hvd_pipe.tensorflow.pipedream.broadcasts import start
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
-from hvd_pipe.tensorflow.pipedream.messages import Messages
 from hvd_pipe.tensorflow.pipedream.options import Options
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
-from hvd_pipe.tensorflow.pipedream.updates import Replicas, add, scaled
+from hvd_pipe.tensorflow.pipedream.tensors import Messages, split, start
+from hvd_pipe.tensorflow.pipedream.weights import Replicas, add, scaled
 
 __all__ = ["Built", "build"]
 

@@ -32,7 +32,7 @@ from hvd_pipe.tensorflow.functions import broadcast_variables
 from hvd_pipe.tensorflow.horovod_calls import allgather_object, broadcast_object
 from hvd_pipe.tensorflow.pipedream.build import Built
 from hvd_pipe.tensorflow.pipedream.cut import blocks_of
-from hvd_pipe.tensorflow.pipedream.updates import ByMinibatch
+from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
 
 __all__ = ["load", "save"]
 

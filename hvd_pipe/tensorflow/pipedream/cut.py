@@ -19,7 +19,7 @@ from typing import Any
 
 import keras
 
-from hvd_pipe.pipeline.spec import TensorSpec
+from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.tensorflow.layer_times import LOSS, measure_profile
 from hvd_pipe.tensorflow.pipedream.graph import Graph

@@ -20,13 +20,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.feed import Feed, Piece
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping
-from hvd_pipe.pipeline.stage import Buffer, Tally, Unit
+from hvd_pipe.pipeline.stage import Buffer, Feed, Piece, Tally, Unit
 from hvd_pipe.tensorflow.pipedream.cut import Part
 from hvd_pipe.tensorflow.pipedream.passes import Losses, Passed, Passes
-from hvd_pipe.tensorflow.pipedream.updates import ByMinibatch
+from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
 
 __all__ = ["KerasStage", "Reduce"]
 

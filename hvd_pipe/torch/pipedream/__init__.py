@@ -11,10 +11,10 @@ print(engine.evaluate(test_loader))
 
 from typing import Any
 
-from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.torch import overrides
-from hvd_pipe.torch.pipedream.engine import PipeDream
+from hvd_pipe.torch.pipedream.pipedream import PipeDream
 
 __all__ = ["EpochStats", "Partition", "PipeDream", "init"]
 

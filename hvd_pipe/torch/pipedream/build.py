@@ -18,13 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.pipeline.layout import Layout
-from hvd_pipe.pipeline.messages import Boundary
+from hvd_pipe.pipeline.messages import Boundary, TensorSpec
 from hvd_pipe.pipeline.norms import Clipping, Norms
 from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
 from hvd_pipe.pipeline.process_sets import make_process_sets
-from hvd_pipe.pipeline.session import Session
+from hvd_pipe.pipeline.runner import Session
 from hvd_pipe.pipeline.spans import PipelineSpans
-from hvd_pipe.pipeline.spec import TensorSpec
 from hvd_pipe.pipeline.transport import channels_of, open_transport
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
@@ -37,16 +36,14 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.clock import agree_on_clock
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.optimizer import DistributedOptimizer
-from hvd_pipe.torch.pipedream.batches import split
-from hvd_pipe.torch.pipedream.broadcasts import start
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
 from hvd_pipe.torch.pipedream.measure import profile
-from hvd_pipe.torch.pipedream.messages import Messages
 from hvd_pipe.torch.pipedream.options import Options
 from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage
-from hvd_pipe.torch.pipedream.updates import Updates, add
+from hvd_pipe.torch.pipedream.tensors import Messages, split, start
+from hvd_pipe.torch.pipedream.weights import Updates, add
 
 __all__ = ["Built", "build"]
 

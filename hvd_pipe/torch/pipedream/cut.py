@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.spec import TensorSpec
+from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.torch.pipedream.graph import Traced, assemble
 from hvd_pipe.torch.pipedream.nodes import questions, tensors_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hvd_pipe.pipeline.spec import ITEM_BYTES, TensorSpec
+from hvd_pipe.pipeline.messages import ITEM_BYTES, TensorSpec
 from hvd_pipe.torch.pipedream.graph import Traced
 from hvd_pipe.torch.pipedream.nodes import attribute, questions, tensors_of
 

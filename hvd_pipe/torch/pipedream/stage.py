@@ -20,14 +20,12 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.feed import Feed, Piece
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Norms
-from hvd_pipe.pipeline.stage import Buffer, Tally, Unit
+from hvd_pipe.pipeline.stage import Buffer, Feed, Piece, Tally, Unit
 from hvd_pipe.torch.pipedream.cut import StageModule
-from hvd_pipe.torch.pipedream.memory import ActivationMeter, StageMemory
-from hvd_pipe.torch.pipedream.updates import Updates
-from hvd_pipe.torch.pipedream.versions import WeightVersions
+from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
+from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
 __all__ = ["Losses", "TorchStage"]
 

@@ -12,17 +12,17 @@ import torch
 from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 from torch import nn
 
-from hvd_pipe.pipeline.engine import Engine, Loader, given
-from hvd_pipe.pipeline.session import EpochStats
+from hvd_pipe.pipeline.pipedream import Engine, Loader, given
+from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.pipedream.batches import split
 from hvd_pipe.torch.pipedream.build import Built, build
 from hvd_pipe.torch.pipedream.checkpoint import load, save, whole_state
-from hvd_pipe.torch.pipedream.memory import StageMemory
+from hvd_pipe.torch.pipedream.measure import StageMemory
 from hvd_pipe.torch.pipedream.options import Options
+from hvd_pipe.torch.pipedream.tensors import split
 
 __all__ = ["PipeDream"]
 

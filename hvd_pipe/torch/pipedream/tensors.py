@@ -1,17 +1,22 @@
-"""A loader's minibatches, cut into microbatches."""
+"""PyTorch's tensors on their way: minibatches cut up, messages between stages, broadcasts."""
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from horovod.torch.mpi_ops import ProcessSet, broadcast_async_, poll, synchronize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.pipeline.feed import Piece
+from hvd_pipe.pipeline import messages
+from hvd_pipe.pipeline.messages import TensorSpec
+from hvd_pipe.pipeline.stage import Buffer, Piece
+from hvd_pipe.pipeline.wire import Bytes, Part
 
-__all__ = ["split"]
+__all__ = ["Broadcast", "Messages", "split", "start"]
 
 
 def split(batch: Any, pieces: int) -> list[Piece]:
@@ -70,3 +75,71 @@ def _digest(targets: Any) -> int:
             flat = leaf.detach().cpu().contiguous().view(-1)
             digest = zlib.crc32(flat.view(torch.uint8).numpy().data, digest)
     return digest
+
+
+class Messages(messages.Messages):
+    """See :class:`hvd_pipe.pipeline.messages.Messages`.
+
+    Args:
+        specs, stages, where, short: As there.
+        device: Where tensors are wanted.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        stages: int,
+        where: str,
+        short: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__(specs, stages, where, short)
+        self._device = device
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def _bytes(self, tensor: torch.Tensor, dtype: str) -> Part:
+        data = tensor.detach().to(device="cpu", dtype=_dtype(dtype)).contiguous()
+        return data.view(-1).view(torch.uint8).numpy()
+
+    def _tensor(
+        self, part: Buffer, dtype: str, shape: tuple[int, ...], wanted: str
+    ) -> torch.Tensor:
+        tensor = torch.from_numpy(part).view(_dtype(dtype)).view(shape)
+        return tensor.to(device=self._device, dtype=_dtype(wanted))
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+PAUSE = 0.1  # of the wait so far
+LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 5e-4
+
+
+class Broadcast:
+    """One that is on its way."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        """Block until it is done; Horovod's own wait would take a core."""
+        begun = time.monotonic()
+        while not poll(self._handle):
+            time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
+        synchronize(self._handle)
+
+
+def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
+    """Start a broadcast in place and return at once.
+
+    Args:
+        buffer: What the root sends, or room for it.
+        root_rank: Its number in the job.
+        name: The same on both ranks.
+        process_set: They.
+    """
+    tensor = torch.from_numpy(buffer)
+    return Broadcast(broadcast_async_(tensor, root_rank, name=name, process_set=process_set))

@@ -10,16 +10,16 @@ from typing import Any
 
 from horovod.tensorflow.mpi_ops import global_process_set, is_initialized, rank, size
 
-from hvd_pipe.pipeline.engine import Engine, given
+from hvd_pipe.pipeline.pipedream import Engine, given
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.pipedream.batches import split
 from hvd_pipe.tensorflow.pipedream.build import Built, build
 from hvd_pipe.tensorflow.pipedream.checkpoint import load, save
 from hvd_pipe.tensorflow.pipedream.graph import graph_of
 from hvd_pipe.tensorflow.pipedream.options import Options
+from hvd_pipe.tensorflow.pipedream.tensors import split
 
 __all__ = ["PipeDream"]
 

@@ -11,14 +11,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.feed import Feed, Split, filled_up, length_of, open_feed
-from hvd_pipe.pipeline.session import EpochStats, Session
+from hvd_pipe.pipeline.runner import EpochStats, Session
 from hvd_pipe.pipeline.spans import PipelineSpans
-from hvd_pipe.pipeline.stage import Stage
+from hvd_pipe.pipeline.stage import Feed, Split, Stage, filled_up, length_of, open_feed
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.agreement import Agreement, Description
 
 __all__ = ["Built", "Engine", "FedStage", "Loader", "given"]
+
 
 Loader = Iterable[Any]
 

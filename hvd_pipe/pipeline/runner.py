@@ -1,4 +1,4 @@
-"""A running pipeline: epochs of a schedule on this worker, and what all workers report of them."""
+"""Runs epochs of a schedule on this worker, and gathers what all workers report of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,171 @@
+"""TensorFlow's tensors on their way: minibatches cut up, messages between stages, broadcasts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import MPI_LIB, ProcessSet, rank
+
+from hvd_pipe.pipeline import messages
+from hvd_pipe.pipeline.stage import Buffer, Piece
+from hvd_pipe.pipeline.wire import Bytes, Part
+from hvd_pipe.tensorflow.pipedream.graph import Graph
+
+__all__ = ["Broadcast", "Messages", "split", "start"]
+
+
+def split(graph: Graph, batch: Any, pieces: int) -> list[Piece]:
+    """Cut a minibatch into microbatches along the first dimension, as `numpy.array_split` does.
+
+    Args:
+        graph: The model, which knows what it takes.
+        batch: (x, y): tensors or arrays, or what Keras' ``fit`` takes of several.
+        pieces: How many microbatches; no more than there are samples.
+
+    Raises:
+        TypeError, ValueError: No such pair, or too few samples.
+
+    Example:
+        >>> from hvd_pipe.tensorflow.pipedream.graph import graph_of
+        >>> graph = graph_of(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+        >>> first, last = split(graph, (tf.zeros((3, 2)), tf.range(3)), 2)
+        >>> first.inputs[0].shape, last.targets.numpy(), last.samples
+        (TensorShape([2, 2]), array([2], dtype=int32), 1)
+    """
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        what = f"{len(batch)} items" if isinstance(batch, Sequence) else type(batch).__name__
+        raise TypeError(
+            f"the dataset must yield (x, y), got {what}: give several inputs or targets as a "
+            "tuple or a dict, ((ids, lengths), y); weights of samples belong in loss_fn."
+        )
+    inputs = graph.feed(batch[0])
+    targets = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
+    samples = int(inputs[0].shape[0])
+    named = [(value.name, each) for value, each in zip(graph.values, inputs, strict=False)]
+    named += [("targets", each) for each in keras.tree.flatten(targets)]
+    for name, tensor in named:
+        if not tensor.shape.rank or tensor.shape[0] != samples:
+            raise ValueError(
+                f"a minibatch of {samples} samples has {name} of shape {list(tensor.shape)}: "
+                "inputs and targets have the samples as their first dimension."
+            )
+    if samples < pieces:
+        raise ValueError(
+            f"a minibatch of {samples} samples cannot be cut into {pieces} microbatches: make "
+            "larger batches, leave the last one out (dataset.batch(..., drop_remainder=True)), "
+            "or ask for fewer microbatches."
+        )
+    bounds = [at * (samples // pieces) + min(at, samples % pieces) for at in range(pieces + 1)]
+
+    def part(first: int, end: int) -> Piece:
+        own = keras.tree.map_structure(lambda each: each[first:end], targets)
+        cut = tuple(each[first:end] for each in inputs)
+        return Piece(cut, own, end - first, (end - first) / samples, _digest(own))
+
+    return [part(first, end) for first, end in itertools.pairwise(bounds)]
+
+
+def _digest(targets: Any) -> int:
+    """Return a checksum of all targets."""
+    digest = 0
+    for each in keras.tree.flatten(targets):
+        digest = zlib.crc32(each.numpy().tobytes(), digest)
+    return digest
+
+
+class Messages(messages.Messages):
+    """See :class:`hvd_pipe.pipeline.messages.Messages`; received tensors are copies.
+
+    Example:
+        >>> from hvd_pipe.pipeline.messages import TensorSpec
+        >>> from hvd_pipe.pipeline.stage import Unit
+        >>> spec = TensorSpec("dense", (8, 2), "float32", dynamic=(0,), gradient=True)
+        >>> messages = Messages([spec], stages=2, where="stage 0 replica 0")
+        >>> message = messages.pack(Unit(3, 0), [tf.ones((5, 2))], 7, (0.25, 4.0))
+        >>> header, (tensor,) = messages.unpack(Unit(3, 0), message)
+        >>> header.digest, tensor.shape
+        (7, TensorShape([5, 2]))
+    """
+
+    def _name(self, tensor: Any) -> str:
+        return str(tensor.dtype.name)
+
+    def _bytes(self, tensor: Any, dtype: str) -> Part:
+        data: Part = tf.cast(tensor, dtype).numpy()
+        return data
+
+    def _tensor(self, part: Buffer, dtype: str, shape: tuple[int, ...], wanted: str) -> Any:
+        array = part.view(tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
+        return tf.cast(tf.constant(array), wanted)
+
+
+class Broadcast:
+    """One that is on its way.
+
+    Args:
+        buffer, root_rank, name, process_set: As for `start`.
+    """
+
+    def __init__(self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> None:
+        self._words = buffer, root_rank, name, process_set
+        self._error: Exception | None = None
+        # A daemon: Python must not wait for it at its end, as Horovod's own end ends it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until it is done.
+
+        Raises:
+            OpError: Horovod has failed.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        buffer, root_rank, name, process_set = self._words
+        try:
+            with tf.device("CPU"):
+                carry = _graph(name, root_rank, process_set.process_set_id, buffer.size)
+                message = carry(tf.convert_to_tensor(buffer))
+            if rank() != root_rank:
+                buffer[:] = message.numpy()
+        except Exception as error:  # it is the main thread's to raise
+            self._error = error
+
+
+def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
+    """Start a broadcast in place and return at once.
+
+    Args:
+        buffer: What the root sends, or room for it.
+        root_rank: Its number in the job.
+        name: The same on both ranks.
+        process_set: They.
+    """
+    return Broadcast(buffer, root_rank, name, process_set)
+
+
+@functools.cache
+def _graph(name: str, root_rank: int, process_set_id: int, nbytes: int) -> Any:
+    """Return a broadcast of that name as a function of the message."""
+
+    def carry(message: Any) -> Any:
+        return MPI_LIB.horovod_broadcast(
+            message,
+            name=name,
+            root_rank=root_rank,
+            ignore_name_scope=True,
+            process_set_id=process_set_id,
+        )
+
+    spec = tf.TensorSpec([nbytes], tf.uint8)
+    return tf.function(carry, input_signature=[spec], autograph=False).get_concrete_function()
