@@ -151,6 +151,10 @@ class Timeline:
         found = dict.fromkeys(event.lane for event in self.events if event.worker == worker)
         return tuple(sorted(found, key=_place_of_lane))
 
+    def rows(self, worker: int, lane: str) -> list[list[Event]]:
+        """Return the events of a lane in as few rows as hold no two that overlap."""
+        return stack(self._of(worker, lane))
+
     def _of(self, worker: int, lane: str) -> list[Event]:
         return [event for event in self.events if (event.worker, event.lane) == (worker, lane)]
 
@@ -222,7 +226,7 @@ class Timeline:
         if path.suffix.lower() == ".json":
             path.write_text(json.dumps(self.to_chrome(), separators=(",", ":")) + "\n")
         elif path.suffix.lower() in (".png", ".svg"):
-            from hvd_pipe.timeline_plot import draw_timeline  # noqa: PLC0415 - it needs matplotlib
+            from hvd_pipe._pictures import draw_timeline  # noqa: PLC0415 - it needs matplotlib
 
             draw_timeline(self, path, whole)
         else:

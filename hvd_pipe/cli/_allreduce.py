@@ -12,7 +12,7 @@ import click
 import torch
 
 import hvd_pipe.torch
-from hvd_pipe.cli._launch import job_size
+from hvd_pipe.cli.options import job_size
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_pipe import strategy
-from hvd_pipe.cli._ask import Answer
+from hvd_pipe.cli._probe import Answer
 
 __all__ = [
     "Row",

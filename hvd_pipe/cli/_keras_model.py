@@ -28,7 +28,7 @@ def measure(
     device: str | None,
     steps: int,
 ) -> ModelProfile:
-    """Measure the training step of a model; the arguments are `hvd_pipe.cli._model.measure`'s."""
+    """Measure a model's training step; see `hvd_pipe.cli.profile.measure_model`."""
     shapes = shapes or known_shapes(model)
     where = _device(device)
     given = " ".join(f"--input {shape.text}" for shape in shapes)

@@ -1,4 +1,4 @@
-"""A model that the command line names: made by its factory, measured by its framework's way."""
+"""A model that the command line names, made by its factory, and the inputs that it is fed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hvd_pipe.cli.output import InputError
-from hvd_pipe.planning.profile import ModelProfile
 
-__all__ = ["Shape", "find", "made", "measure", "said"]
+__all__ = ["Shape", "find", "made", "said"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 _SHAPE = re.compile(r"(?P<sizes>[1-9][0-9]*(,[1-9][0-9]*)*)(:(?P<dtype>\w+))?")
@@ -50,41 +49,6 @@ class Shape:
         if name not in DTYPES:
             raise ValueError(f"--input {text}: the dtype is one of {', '.join(DTYPES)}")
         return cls(text, tuple(map(int, match["sizes"].split(","))), name)
-
-
-def measure(
-    name: str, inputs: Sequence[str], loss: str | None, device: str | None, steps: int
-) -> ModelProfile:
-    """Measure the training step of the model that a factory makes.
-
-    Args:
-        name: ``package.module:factory`` or ``file.py:factory``.
-        inputs: What the model is fed, as `Shape.parse` reads it; the batch first. None of them
-            where a Keras model knows its own.
-        loss: Names a function from the model's output to its loss; None for a plain mean.
-        device: Where; None for a GPU if there is one.
-        steps: How many steps count.
-
-    Raises:
-        InputError: One of these is not what it should be; one line.
-    """
-    shapes = [Shape.parse(text) for text in inputs]
-    model = made(name)
-    short = name.rpartition(":")[2]
-    # No framework is imported for a model of another.
-    if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
-        from hvd_pipe.cli import _keras_model  # noqa: PLC0415
-
-        return _keras_model.measure(model, short, shapes, loss, device, steps)
-    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
-        if not shapes:
-            raise InputError("say what the model is fed: --input 32,3,224,224")
-        from hvd_pipe.cli import _torch_model  # noqa: PLC0415
-
-        return _torch_model.measure(model, name, shapes, loss, device, steps)
-    raise InputError(
-        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
-    )
 
 
 def made(name: str) -> Any:

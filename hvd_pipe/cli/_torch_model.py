@@ -24,7 +24,7 @@ def measure(
     device: str | None,
     steps: int,
 ) -> ModelProfile:
-    """Measure the training step of a model; the arguments are `hvd_pipe.cli._model.measure`'s."""
+    """Measure a model's training step; see `hvd_pipe.cli.profile.measure_model`."""
     try:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(1, device=where)

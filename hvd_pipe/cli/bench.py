@@ -12,8 +12,14 @@ import click
 
 from hvd_pipe import units
 from hvd_pipe.cli._cluster import NOISY
-from hvd_pipe.cli._launch import SharedCommand, job_rank, job_size
-from hvd_pipe.cli.options import BYTES, cluster_json, json_option
+from hvd_pipe.cli.options import (
+    BYTES,
+    SharedCommand,
+    cluster_json,
+    job_rank,
+    job_size,
+    json_option,
+)
 from hvd_pipe.cli.output import InputError, note, table, warning, write_json
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel

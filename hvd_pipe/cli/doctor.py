@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from hvd_pipe.cli import _checks as checks
-from hvd_pipe.cli._ask import Answer, ask, ask_host, ask_ranks
 from hvd_pipe.cli._checks import Row
-from hvd_pipe.cli._launch import job_size
+from hvd_pipe.cli._probe import Answer, ask, ask_host, ask_ranks
+from hvd_pipe.cli.options import job_size
 from hvd_pipe.cli.output import InputError, Progress, write_json
 
 __all__ = ["command"]

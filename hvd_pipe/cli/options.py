@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,12 @@ __all__ = [
     "ClusterOption",
     "Command",
     "Parsed",
+    "SharedCommand",
     "cluster_json",
     "compression_option",
     "describe",
+    "job_rank",
+    "job_size",
     "json_option",
     "output_option",
     "profile_argument",
@@ -40,6 +45,7 @@ __all__ = [
     "suffix_checker",
     "summary",
 ]
+
 
 Function = Callable[..., Any]
 
@@ -273,3 +279,40 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
 def _link(link: Link) -> str:
     rate = units.format_rate(1 / link.beta) if link.beta else "no limit"
     return f"{rate}, {units.format_seconds(link.alpha)} a message"
+
+
+_SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_PATIENCE_S = 10.0
+
+
+def job_size() -> int:
+    """Return how many ranks the launcher (horovodrun, mpirun) has started; 1 without one."""
+    return _number(_SIZE, 1)
+
+
+def job_rank() -> int:
+    """Return this process's rank under its launcher; 0 without one."""
+    return _number(_RANK, 0)
+
+
+class SharedCommand(click.Command):
+    """A command that may run on all ranks: wrong options are told by rank 0 alone, and plainly."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; on other ranks leave a mistake to rank 0, whose end ends them all."""
+        if job_size() > 1:
+            # Open MPI gives ranks a pseudo-terminal, but what they print ends in a pipe or a file.
+            os.environ.setdefault("TTY_COMPATIBLE", "0")
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError:
+            if job_rank() > 0:
+                time.sleep(_PATIENCE_S)  # leaving first might end rank 0 before it has spoken
+                ctx.exit(2)
+            raise
+
+
+def _number(names: tuple[str, ...], otherwise: int) -> int:
+    found = (os.environ[name] for name in names if os.environ.get(name, "").isdigit())
+    return int(next(found, otherwise))

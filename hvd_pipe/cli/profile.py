@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,15 +17,22 @@ from typing import Any
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli import _model
-from hvd_pipe.cli._launch import SharedCommand, job_rank, job_size
-from hvd_pipe.cli._script import profile_script
-from hvd_pipe.cli.options import json_option, output_option, profile_json, summary
+from hvd_pipe.cli._model import Shape, made
+from hvd_pipe.cli.options import (
+    SharedCommand,
+    job_rank,
+    job_size,
+    json_option,
+    output_option,
+    profile_json,
+    summary,
+)
 from hvd_pipe.cli.output import InputError, note, table, write_json
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = ["command"]
+__all__ = ["command", "measure_model", "profile_script"]
+
 
 _SHOWN = 12
 
@@ -98,7 +112,7 @@ def command(
         path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
         _writable(path)
         try:
-            profile = _model.measure(target, inputs, loss, device, steps or 10)
+            profile = measure_model(target, inputs, loss, device, steps or 10)
         except ImportError as error:
             raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
         profile.save(path)
@@ -158,3 +172,107 @@ def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
         + (f" for {profile.batch} samples." if profile.batch else ".")
     )
     click.echo(f"Wrote {path}: hvd-pipe advise {path} -n 16 --bandwidth 10gbit")
+
+
+_POLL_S = 0.2
+_GRACE_S = 10.0
+
+
+def measure_model(
+    name: str, inputs: Sequence[str], loss: str | None, device: str | None, steps: int
+) -> ModelProfile:
+    """Measure the training step of the model that a factory makes.
+
+    Args:
+        name: ``package.module:factory`` or ``file.py:factory``.
+        inputs: What the model is fed, as `Shape.parse` reads it; the batch first. None of them
+            where a Keras model knows its own.
+        loss: Names a function from the model's output to its loss; None for a plain mean.
+        device: Where; None for a GPU if there is one.
+        steps: How many steps count.
+
+    Raises:
+        InputError: One of these is not what it should be; one line.
+    """
+    shapes = [Shape.parse(text) for text in inputs]
+    model = made(name)
+    short = name.rpartition(":")[2]
+    # No framework is imported for a model of another.
+    if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
+        from hvd_pipe.cli import _keras_model  # noqa: PLC0415
+
+        return _keras_model.measure(model, short, shapes, loss, device, steps)
+    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        if not shapes:
+            raise InputError("say what the model is fed: --input 32,3,224,224")
+        from hvd_pipe.cli import _torch_model  # noqa: PLC0415
+
+        return _torch_model.measure(model, name, shapes, loss, device, steps)
+    raise InputError(
+        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
+    )
+
+
+def profile_script(command: Sequence[str], target: Path, rank: int, size: int) -> None:
+    """Run a script and return when it has written its profile to ``target``.
+
+    Alone, the script is ended then: nobody waits for the rest of a training. Under a launcher it
+    runs to its end, because a rank that leaves early is a failure to the others. What the script
+    prints goes to stderr: stdout is the command's own.
+
+    Args:
+        command: The script and its arguments.
+        target: Where the profile goes; replaced only by a whole one.
+        rank: This process's; rank 0 writes.
+        size: How many ranks there are.
+
+    Raises:
+        HvdPipeError: The script failed, or ended without a profile.
+    """
+    if not Path(command[0]).is_file():
+        raise InputError(f"{command[0]}: No such file")
+    part = target.with_name(f".{target.name}.part")
+    if rank == 0:
+        part.write_text("")  # a target that cannot be written is told now, not after the training
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        env=os.environ | {"HVD_PIPE_PROFILE": str(part.resolve())},
+    )
+    try:
+        while process.poll() is None and (size > 1 or _read(part) is None):
+            time.sleep(_POLL_S)
+        code = process.poll()
+        if rank == 0 and not code and (profile := _read(part)) is not None:
+            part.unlink()
+            name = profile.name or Path(command[0]).stem
+            dataclasses.replace(profile, name=name).save(target)
+        elif code:
+            how = f"exit status {code}" if code > 0 else f"{signal.Signals(-code).name}"
+            raise HvdPipeError(f"{command[0]} failed ({how}); its own message is above")
+        elif rank == 0:
+            raise HvdPipeError(
+                f"{command[0]} ended before its profile was written: it must train with "
+                "hvd_pipe.torch's DistributedOptimizer, for at least 20 steps"
+            )
+    finally:  # a KeyboardInterrupt comes this way, too
+        _end(process)
+        if rank == 0:
+            part.unlink(missing_ok=True)
+
+
+def _read(part: Path) -> ModelProfile | None:
+    """Return the profile once it is there, and not half of it."""
+    try:
+        return ModelProfile.load(part)
+    except (OSError, ValueError):
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for end in (process.terminate, process.kill):
+        if process.poll() is None:
+            end()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)

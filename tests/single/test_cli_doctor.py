@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 from test_public_cli import VARIABLES
 
-from hvd_pipe.cli import _ask, _checks, doctor
-from hvd_pipe.cli._ask import Answer
+from hvd_pipe.cli import _checks, _probe, doctor
+from hvd_pipe.cli._probe import Answer
 from hvd_pipe.cli.main import main
 
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "ddl": False, "ccl": False}
@@ -297,23 +297,25 @@ def test_hosts_are_really_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = _ask.ask_host("good", None, "versions", 30).found
-    assert found == _ask.ask("versions", 30).found
-    assert "Connection refused (exit status 255)" in _ask.ask_host("bad", 22, "versions", 30).error
+    found = _probe.ask_host("good", None, "versions", 30).found
+    assert found == _probe.ask("versions", 30).found
+    assert (
+        "Connection refused (exit status 255)" in _probe.ask_host("bad", 22, "versions", 30).error
+    )
     start = time.monotonic()
-    assert _ask.ask_host("silent", None, "versions", 1).error == "no answer within 1 s"
+    assert _probe.ask_host("silent", None, "versions", 1).error == "no answer within 1 s"
     assert time.monotonic() - start < 30
 
 
 def test_a_crash_and_a_hang_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ask, "_MODULE", "nothing.such")
-    assert "nothing" in _ask.ask("versions", 30).error
-    run = _ask._run
+    monkeypatch.setattr(_probe, "_MODULE", "nothing.such")
+    assert "nothing" in _probe.ask("versions", 30).error
+    run = _probe._run
     crash = [sys.executable, "-c", "import os; os.abort()"]
     assert run(crash, 30).error == "the process was ended by SIGABRT"
     assert run([sys.executable, "-c", "import time; time.sleep(60)"], 1).error.startswith("no ans")
     assert run(["/no/such/program"], 1).error == "/no/such/program: No such file or directory"
-    tagged = f"[1,0]<stdout>:{_ask.MARK}{json.dumps({'found': {'ranks': 2}})}[1,0]<stdout>:"
+    tagged = f"[1,0]<stdout>:{_probe.MARK}{json.dumps({'found': {'ranks': 2}})}[1,0]<stdout>:"
     assert run(["echo", tagged], 30).found == {"ranks": 2}
     raised = run([sys.executable, "-c", "raise RuntimeError('error')"], 30)
     assert raised.error == "RuntimeError: error (exit status 1)"

@@ -27,13 +27,10 @@ MAX_FLOORS = 11  # of hvd_pipe.torch, from one of its strategies down
 
 # Lazy imports that close a circle, as (importer, imported), and why each has to. Better none.
 LAZY_CIRCLES: dict[tuple[str, str], str] = {
-    ("hvd_pipe.timeline", "hvd_pipe.timeline_plot"): "matplotlib is loaded by a plot alone",
     ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.mpi"): "the choice of a transport",
     ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.process_sets"): "the choice of a transport",
     ("hvd_pipe.torch.messages.reduction", "hvd_pipe.torch.messages.exchange"): "int8 alone",
     ("hvd_pipe.torch.messages.reduction", "hvd_pipe.torch.checking"): "a check alone",
-    ("hvd_pipe.cli._model", "hvd_pipe.cli._keras_model"): "Keras models alone",
-    ("hvd_pipe.cli._model", "hvd_pipe.cli._torch_model"): "torch models alone",
 }
 
 Graph = dict[str, set[str]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe import _pictures, timeline_plot
+from hvd_pipe import _pictures
 from hvd_pipe.cli import plots
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.timeline import CATEGORIES, Event, Timeline
@@ -73,7 +73,7 @@ def stage(layers: int, replicas: int) -> Stage:
 
 
 def test_doctests() -> None:
-    for module in (plots, _pictures, timeline_plot):
+    for module in (plots, _pictures):
         assert doctest.testmod(module).failed == 0
 
 
@@ -97,12 +97,12 @@ def test_every_category_has_a_colour_of_its_own() -> None:
     ids=["1", "2", "32", "long", "short", "huge", "instant", "speck"],
 )
 def test_timelines_of_all_sizes_are_1200_pixels_wide(tmp_path: Path, timeline: Timeline) -> None:
-    timeline_plot.draw_timeline(timeline, tmp_path / "a.png")
+    _pictures.draw_timeline(timeline, tmp_path / "a.png")
     assert width(tmp_path / "a.png") == 1200
 
 
 def test_a_legend_has_the_categories_that_are_used(tmp_path: Path) -> None:
-    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, steps(2, 2))
+    text = text_of(tmp_path / "a.svg", _pictures.draw_timeline, steps(2, 2))
     for category in ("forward", "backward", "ready", "allreduce", "wait", "update"):
         assert f">{category}<" in text
     for category in ("send", "recv", "codec"):
@@ -112,16 +112,16 @@ def test_a_legend_has_the_categories_that_are_used(tmp_path: Path) -> None:
 
 
 def test_a_picture_says_what_it_leaves_out(tmp_path: Path) -> None:
-    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, steps(32, 2))
+    text = text_of(tmp_path / "a.svg", _pictures.draw_timeline, steps(32, 2))
     assert "(8 of 32 workers; 24 left out)" in text
     assert ">worker 7<" in text
     assert ">worker 8<" not in text
-    text = text_of(tmp_path / "b.svg", timeline_plot.draw_timeline, steps(1, 400))
+    text = text_of(tmp_path / "b.svg", _pictures.draw_timeline, steps(1, 400))
     assert " of 16 s)" in text
 
 
 def test_a_whole_picture_leaves_no_steps_out(tmp_path: Path) -> None:
-    draw = partial(timeline_plot.draw_timeline, whole=True)
+    draw = partial(_pictures.draw_timeline, whole=True)
     text = text_of(tmp_path / "a.svg", draw, steps(1, 400))
     assert ">steps<" in text  # the title, with no "16 of ..."
 
@@ -134,7 +134,7 @@ def test_a_pipeline_s_boxes_have_numbers(tmp_path: Path) -> None:
         for worker in range(2)
         for at, (name, kind) in enumerate(zip(names * 8, kinds * 8, strict=True))
     ]
-    text = text_of(tmp_path / "a.svg", timeline_plot.draw_timeline, Timeline(tuple(events)))
+    text = text_of(tmp_path / "a.svg", _pictures.draw_timeline, Timeline(tuple(events)))
     assert ">12.3<" in text
     assert ">7<" in text
     assert ">8<" not in text  # a wait's box has its whole name, or none
@@ -179,25 +179,25 @@ def test_stages(tmp_path: Path, count: int) -> None:
 
 def test_equal_pictures_are_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        timeline_plot.draw_timeline(steps(2, 2), tmp_path / f"{name}.png")
+        _pictures.draw_timeline(steps(2, 2), tmp_path / f"{name}.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_an_empty_timeline_and_an_unknown_suffix_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without events"):
-        timeline_plot.draw_timeline(Timeline(()), tmp_path / "a.png")
+        _pictures.draw_timeline(Timeline(()), tmp_path / "a.png")
     with pytest.raises(ValueError, match="xyz"):
-        timeline_plot.draw_timeline(steps(1, 1), tmp_path / "a.xyz")
+        _pictures.draw_timeline(steps(1, 1), tmp_path / "a.xyz")
 
 
 def test_pyplot_is_not_needed_and_matplotlib_only_to_draw(tmp_path: Path) -> None:
     script = f"""
 import sys
-from hvd_pipe import timeline_plot
+from hvd_pipe import _pictures
 from hvd_pipe.timeline import Event, Timeline
 assert "matplotlib" not in sys.modules
 event = Event("a", "wait", 0, "compute", 0.0, 1.0)
-timeline_plot.draw_timeline(Timeline((event,)), {str(tmp_path)!r} + "/a.png")
+_pictures.draw_timeline(Timeline((event,)), {str(tmp_path)!r} + "/a.png")
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,4 +1,4 @@
-"""Attribute the time between two moments of a step to a layer, for `hvd_pipe.torch.layer_times`."""
+"""Attribute the time between two moments of a step to a layer, for `torch.layer_times`."""
 
 from __future__ import annotations
 
