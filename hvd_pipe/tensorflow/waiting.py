@@ -32,7 +32,7 @@ import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import global_process_set
 
-from hvd_pipe.runtime.watch import proc
+from hvd_pipe.runtime.watch import threads
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 from hvd_pipe.tensorflow.agree import agreement
@@ -51,11 +51,11 @@ _missed = False
 def starting_to_communicate() -> Iterator[None]:
     """Take the threads that appear within this for those that communicate."""
     global _missed  # noqa: PLW0603 - one a process, as Horovod itself
-    before = proc.threads(os.getpid())
+    before = threads.threads(os.getpid())
     yield
     _missed = False
     _communicating.clear()
-    _communicating.update(proc.threads(os.getpid()) - before)
+    _communicating.update(threads.threads(os.getpid()) - before)
 
 
 def missed_start() -> None:
@@ -85,7 +85,7 @@ def waits_for(frames: Frames) -> Wait | None:
     if any(map(_calls_back, frames.values())) or _is_at_work():
         return None
     names = horovod_call(frame)
-    activity = proc.activity(os.getpid(), thread.native_id or 0)
+    activity = threads.activity(os.getpid(), thread.native_id or 0)
     pauses = None if activity is None else activity.pauses
     return Wait((thread.native_id, pauses, *names), "join" in names)
 
@@ -115,8 +115,8 @@ def _calls_back(frame: FrameType | None) -> bool:
 def _is_at_work() -> bool:
     if _missed:  # a thread that polls would count as one that computes
         return False
-    others = proc.threads(os.getpid()) - _communicating - {threading.get_native_id()}
-    activities = (proc.activity(os.getpid(), number) for number in others)
+    others = threads.threads(os.getpid()) - _communicating - {threading.get_native_id()}
+    activities = (threads.activity(os.getpid(), number) for number in others)
     return any(found is not None and found.state in _AT_WORK for found in activities)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.runtime.watch import door as doors
-from hvd_pipe.runtime.watch.door import Door, knock
-from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat, Look, Peer
+from hvd_pipe.runtime.watch import rendezvous
+from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat, Peer, Status
+from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 
 LIMIT_S = 2.0
 SOON_S = 20.0  # for what takes a second or two on a quiet machine
@@ -25,7 +25,7 @@ class Process:
     """Stands for a rank's process; ``look`` is what it does."""
 
     def __init__(self) -> None:
-        self.doing = Look(where="train.py:3")
+        self.doing = Status(where="train.py:3")
         self.said: list[str] = []
         self.ended: list[str] = []
         self.sockets: list[socket.socket] = []
@@ -33,7 +33,7 @@ class Process:
     def is_stopped(self) -> bool:
         return False
 
-    def look(self) -> Look:
+    def status(self) -> Status:
         return self.doing
 
     def say(self, text: str) -> None:
@@ -87,7 +87,7 @@ class Job:
 
     def wait(self, rank: int) -> None:
         """Let a rank do nothing but wait for the others, for ever."""
-        self.processes[rank].doing = Look("train.py:9", waits=True, since_s=100 * LIMIT_S)
+        self.processes[rank].doing = Status("train.py:9", waits=True, since_s=100 * LIMIT_S)
 
     def held(self, rank: int) -> list[str]:
         """What a rank has said of threads that it lets finish."""
@@ -225,7 +225,7 @@ def test_no_rank_ends_while_a_thread_of_one_works(job: Job, busy: int) -> None:
 
     Rank 0 usually writes it, and any rank may.
     """
-    job.processes[busy].doing = Look("train.py:9", True, 100 * LIMIT_S, busy=True)
+    job.processes[busy].doing = Status("train.py:9", True, 100 * LIMIT_S, busy=True)
     job.wait(1 - busy)
     job.start(2)
     for rank in (0, 1):
@@ -240,7 +240,7 @@ def test_no_rank_ends_while_a_thread_of_one_works(job: Job, busy: int) -> None:
 
 def test_a_thread_that_never_ends_is_waited_for_within_the_limit(job: Job) -> None:
     for rank in (0, 1):
-        job.processes[rank].doing = Look("train.py:9", True, 100 * LIMIT_S, busy=True)
+        job.processes[rank].doing = Status("train.py:9", True, 100 * LIMIT_S, busy=True)
     job.start(2)
     for rank in (0, 1):
         soon(lambda rank=rank: job.processes[rank].ended)
@@ -248,7 +248,7 @@ def test_a_thread_that_never_ends_is_waited_for_within_the_limit(job: Job) -> No
 
 def test_who_keeps_all_others_waiting_is_named_once(job: Job) -> None:
     job.start()
-    job.processes[1].doing = Look("data.py:57", since_s=100 * LIMIT_S)
+    job.processes[1].doing = Status("data.py:57", since_s=100 * LIMIT_S)
     job.wait(0)
     job.wait(2)
     soon(job.kept)
@@ -260,9 +260,9 @@ def test_who_keeps_all_others_waiting_is_named_once(job: Job) -> None:
 
 def test_ranks_that_wait_in_join_are_kept_by_nobody(job: Job) -> None:
     job.start()
-    job.processes[1].doing = Look("data.py:57", since_s=100 * LIMIT_S)
+    job.processes[1].doing = Status("data.py:57", since_s=100 * LIMIT_S)
     for rank in (0, 2):
-        job.processes[rank].doing = Look("train.py:9", True, 100 * LIMIT_S, joined=True)
+        job.processes[rank].doing = Status("train.py:9", True, 100 * LIMIT_S, joined=True)
     job.goes_on(2 * LIMIT_S)
     assert job.kept() == []
 
@@ -289,35 +289,35 @@ def test_a_long_message_to_a_link_that_takes_nothing_does_not_block(job: Job) ->
         job.hearts[0]._links[1].send({"lost": 2, "how": "x" * 300})
 
 
-def port_of(door: Door) -> int:
-    return int(door.address["ways"][0][1])
+def port_of(listener: Listener) -> int:
+    return int(listener.address["addresses"][0][1])
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe \xe9\n", "k\u00e9y 1\n".encode(), b"\n", b"x" * 500])
 def test_a_stranger_who_talks_nonsense_ends_nothing(line: bytes) -> None:
-    """A line that was not ASCII raised TypeError in the door's thread: no rank came in after."""
-    door = Door()
-    with socket.create_connection(("127.0.0.1", port_of(door))) as stranger:
+    """A line that was not ASCII raised TypeError in the listener: no rank got in after."""
+    listener = Listener()
+    with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
         stranger.settimeout(SOON_S)
         stranger.sendall(line)
         with suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
-        link = knock(door.address, 2)
+        link = connect(listener.address, 2)
         assert link is not None
         link.close()
-    (met,) = door.close().values()
+    (met,) = listener.close().values()
     met.close()
 
 
 def test_strangers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sent a byte now and then held rank 0 in hvd.init() for minutes."""
-    monkeypatch.setattr(doors, "AUTH_TIMEOUT_S", 1000.0)  # as if it sent enough of them
-    door = Door()
-    strangers = [socket.create_connection(("127.0.0.1", port_of(door))) for _ in range(5)]
+    monkeypatch.setattr(rendezvous, "AUTH_TIMEOUT_S", 1000.0)  # as if it sent enough of them
+    listener = Listener()
+    strangers = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(5)]
     for stranger in strangers:
         stranger.sendall(b"a")
-    link = knock(door.address, 2)
-    met = door.close()
+    link = connect(listener.address, 2)
+    met = listener.close()
     assert list(met) == [2]
     for one in (link, *met.values(), *strangers):
         assert one is not None
@@ -327,9 +327,9 @@ def test_strangers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.Monkey
 def test_a_stranger_has_one_deadline_however_much_it_sends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doors, "AUTH_TIMEOUT_S", 0.5)
-    door = Door()
-    with socket.create_connection(("127.0.0.1", port_of(door))) as stranger:
+    monkeypatch.setattr(rendezvous, "AUTH_TIMEOUT_S", 0.5)
+    listener = Listener()
+    with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
         stranger.settimeout(0.05)
         deadline, closed = time.monotonic() + SOON_S, False
         while not closed:
@@ -339,26 +339,26 @@ def test_a_stranger_has_one_deadline_however_much_it_sends(
                 closed = stranger.recv(1) == b""
             except TimeoutError:
                 continue
-    assert door.close() == {}
+    assert listener.close() == {}
 
 
 def test_a_host_with_nine_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight addresses were offered, and the ninth was the one that the others could reach."""
     names = {f"net{n}": [snic(f"10.0.{n}.1")] for n in range(8)} | {"last": [snic("127.0.0.1")]}
-    monkeypatch.setattr(doors.psutil, "net_if_addrs", lambda: names)
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: names)
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
-    connect = socket.create_connection
+    create_connection = socket.create_connection
 
     def only_the_last(way: tuple[str, int], timeout: float) -> socket.socket:
         if way[0] != "127.0.0.1":
             raise TimeoutError
-        return connect(way, timeout)
+        return create_connection(way, timeout)
 
     monkeypatch.setattr(socket, "create_connection", only_the_last)
-    door = Door()
-    monkeypatch.setattr(doors, "_is_loopback", lambda address: False)
-    link = knock(door.address, 1)
-    met = door.close()
+    listener = Listener()
+    monkeypatch.setattr(rendezvous, "_is_loopback", lambda address: False)
+    link = connect(listener.address, 1)
+    met = listener.close()
     assert link is not None
     assert list(met) == [1]
     link.close()
@@ -374,12 +374,12 @@ def test_ipv6_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     if not socket.has_dualstack_ipv6() or not has_address("::1"):
         pytest.skip("this host has no IPv6")
     names = {"lo": [snic("::1")], "eth0": [snic("fe80::1%eth0")]}
-    monkeypatch.setattr(doors.psutil, "net_if_addrs", lambda: names)
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: names)
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
-    door = Door()
-    assert [host for host, _ in door.address["ways"]] == ["::1"]
-    link = knock(door.address, 1)
-    met = door.close()
+    listener = Listener()
+    assert [host for host, _ in listener.address["addresses"]] == ["::1"]
+    link = connect(listener.address, 1)
+    met = listener.close()
     assert link is not None
     assert link.family == socket.AF_INET6
     link.close()
@@ -399,30 +399,30 @@ def has_address(address: str) -> bool:
 def test_the_door_is_where_horovods_own_connections_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood open on every interface, also those that face other networks."""
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
-    monkeypatch.setattr(doors.psutil, "net_if_addrs", lambda: {"lo": [snic("127.0.0.1")]})
-    door = Door()
-    assert door.address["ways"] == [("127.0.0.1", port_of(door))]
-    assert door._listeners[0].getsockname()[0] == "127.0.0.1"
-    link = knock(door.address, 1)
-    met = door.close()
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [snic("127.0.0.1")]})
+    listener = Listener()
+    assert listener.address["addresses"] == [("127.0.0.1", port_of(listener))]
+    assert listener._listeners[0].getsockname()[0] == "127.0.0.1"
+    link = connect(listener.address, 1)
+    met = listener.close()
     assert link is not None
     link.close()
     met[1].close()
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "no-such-interface")
-    door = Door()
-    assert door._listeners[0].getsockname()[0] in ("::", "0.0.0.0")
-    assert door.close() == {}
+    listener = Listener()
+    assert listener._listeners[0].getsockname()[0] in ("::", "0.0.0.0")
+    assert listener.close() == {}
 
 
 def test_the_door_opens_for_those_that_know_the_secret() -> None:
-    door = Door()
-    with socket.create_connection(("127.0.0.1", port_of(door))) as stranger:
+    listener = Listener()
+    with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(100) == b""
-    wrong = {**door.address, "question": "0" * 32}
-    assert knock(wrong, 1) is None
-    link = knock(door.address, 2)
-    met = door.close()
+    wrong = {**listener.address, "question": "0" * 32}
+    assert connect(wrong, 1) is None
+    link = connect(listener.address, 2)
+    met = listener.close()
     assert link is not None
     assert list(met) == [2]
     met[2].sendall(b"x")
@@ -436,27 +436,27 @@ def test_a_stranger_behind_the_door() -> None:
     with socket.create_server(("127.0.0.1", 0)) as service:
 
         def answer() -> None:
-            visitor, _ = service.accept()
-            with visitor:
-                visitor.sendall(b"\xff\xfe\x00\n")
-                visitor.recv(100)
+            accepted, _ = service.accept()
+            with accepted:
+                accepted.sendall(b"\xff\xfe\x00\n")
+                accepted.recv(100)
 
         thread = threading.Thread(target=answer)
         thread.start()
         address = {
             "host": "no-such-host.invalid",
-            "ways": [("127.0.0.1", service.getsockname()[1])],
+            "addresses": [("127.0.0.1", service.getsockname()[1])],
             "question": "q",
             "answer": "a",
         }
-        assert knock(address, 1) is None
+        assert connect(address, 1) is None
         thread.join()
 
 
 def test_nobody_behind_the_door() -> None:
-    door = Door()
-    door.close()
-    assert knock(door.address, 1) is None
+    listener = Listener()
+    listener.close()
+    assert connect(listener.address, 1) is None
 
 
 def test_knocking_where_nothing_answers_takes_a_bounded_time(
@@ -464,17 +464,17 @@ def test_knocking_where_nothing_answers_takes_a_bounded_time(
 ) -> None:
     now, tried = 0.0, []
 
-    def connect(way: tuple[str, int], timeout: float) -> Any:
+    def no_answer(way: tuple[str, int], timeout: float) -> Any:
         nonlocal now
         now += timeout
         tried.append(way[0])
         raise TimeoutError
 
-    monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=lambda: now), raising=False)
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now), raising=False)
     ways = [f"10.0.0.{number}" for number in range(8)]
-    address = {"host": "h0", "ways": [(way, 1) for way in ways]}
-    assert knock(address, 1) is None
+    address = {"host": "h0", "addresses": [(way, 1) for way in ways]}
+    assert connect(address, 1) is None
     assert tried == [*ways, "h0"]
     assert now <= 10.001
 
@@ -509,12 +509,12 @@ def test_a_service_that_accepts_and_says_nothing_takes_its_share_of_the_time(
             pass
 
     monkeypatch.setattr(socket, "create_connection", Connection)
-    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now))
     ways = [(f"10.0.0.{number}", 1) for number in range(10)]
-    link: Any = knock({"host": "h0", "ways": ways, "question": "q", "answer": "a"}, 1)
+    link: Any = connect({"host": "h0", "addresses": ways, "question": "q", "answer": "a"}, 1)
     assert link is not None
     assert link.host == "10.0.0.9"
-    assert now < doors.KNOCK_S
+    assert now < rendezvous.CONNECT_S
 
 
 def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:

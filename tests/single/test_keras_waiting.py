@@ -173,9 +173,9 @@ def test_a_wait_that_is_registered_counts_whatever_else_works() -> None:
 
 def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
     process = _Process(0, lambda frames: Wait(("a step on a GPU",)), patience_s=LONG_S)
-    assert not process.look().waits
+    assert not process.status().waits
     time.sleep(LONG_S)
-    assert process.look().waits
+    assert process.status().waits
 
 
 def test_a_start_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:

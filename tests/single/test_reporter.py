@@ -22,21 +22,21 @@ from typing import Any
 import pytest
 
 from hvd_pipe.runtime.watch import child
-from hvd_pipe.runtime.watch.heartbeat import Look, Peer
-from hvd_pipe.runtime.watch.proc import activity
+from hvd_pipe.runtime.watch.heartbeat import Peer, Status
 from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch.threads import activity
 
 SOON_S = 60.0  # for what takes a second or two on a quiet machine
 LIMIT_S = 4.0
 
 RANK = """
 import ctypes, os, socket, sys, time
-from hvd_pipe.runtime.watch.heartbeat import Look, Peer
+from hvd_pipe.runtime.watch.heartbeat import Status, Peer
 from hvd_pipe.runtime.watch.reporter import Reporter
 
 class Process:
-    def look(self):
-        return Look("train.py:3")
+    def status(self):
+        return Status("train.py:3")
     def say(self, text):
         print("said:", text, flush=True)
     def end(self, text):
@@ -69,7 +69,7 @@ class Rank:
                 bufsize=1,
                 pass_fds=[its.fileno()],
             )
-        self.hear(lambda one: one.get("look", {}).get("where") == "train.py:3")
+        self.hear(lambda one: one.get("status", {}).get("where") == "train.py:3")
         (self.child,) = _children(self.process.pid)
 
     def hear(self, wanted: Callable[[dict[str, Any]], object]) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ class Rank:
         heard: list[dict[str, Any]] = []
         for line in filter(bytes.strip, self._lines):
             heard.append(json.loads(line))
-            self.tell({"look": {}})
+            self.tell({"status": {}})
             if wanted(heard[-1]):
                 return heard
         raise AssertionError(f"the connection is closed after {heard}")
@@ -114,16 +114,16 @@ def rank() -> Iterator[Rank]:
 
 
 def stands_still(message: dict[str, Any]) -> bool:
-    look = message.get("look", {})
-    return bool(look.get("waits")) and look["since_s"] > LIMIT_S
+    status = message.get("status", {})
+    return bool(status.get("waits")) and status["since_s"] > LIMIT_S
 
 
 def test_a_rank_that_stands_still_in_a_call_is_not_silent(rank: Rank) -> None:
     """Horovod waited for its lock and kept Python's: the rank was called stopped, and blamed."""
     rank.do("ctypes.PyDLL(None).pause()")  # sleeps, and lets no other thread of Python run
     heard = rank.hear(stands_still)
-    assert all("look" in message for message in heard)
-    assert heard[-1]["look"]["where"] == "train.py:3"
+    assert all("status" in message for message in heard)
+    assert heard[-1]["status"]["where"] == "train.py:3"
 
 
 def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
@@ -142,19 +142,19 @@ def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
 
 def test_a_rank_that_computes_in_one_long_call_neither_waits_nor_is_silent(rank: Rank) -> None:
     rank.do("sum(range(1 << 60))")  # runs, and lets no other thread of Python run
-    heard = rank.hear(lambda one: one.get("look", {}).get("since_s", 0) > LIMIT_S)
-    assert all("look" in message for message in heard)
-    assert not heard[-1]["look"]["waits"]
+    heard = rank.hear(lambda one: one.get("status", {}).get("since_s", 0) > LIMIT_S)
+    assert all("status" in message for message in heard)
+    assert not heard[-1]["status"]["waits"]
     rank.tell({"lost": 7, "how": "rank 7 on h7 (pid 7) raised ValueError"})
-    rank.hear(lambda one: one["look"]["since_s"] > 2 * LIMIT_S)  # and is not ended
+    rank.hear(lambda one: one["status"]["since_s"] > 2 * LIMIT_S)  # and is not ended
 
 
 def test_a_rank_that_is_stopped_says_so_and_goes_on(rank: Rank) -> None:
     os.kill(rank.process.pid, signal.SIGSTOP)
     rank.hear(lambda one: "stopped" in one)
-    assert "look" not in rank.hear(lambda one: "stopped" in one)[-1]
+    assert "status" not in rank.hear(lambda one: "stopped" in one)[-1]
     os.kill(rank.process.pid, signal.SIGCONT)
-    rank.hear(lambda one: "look" in one)
+    rank.hear(lambda one: "status" in one)
 
 
 def test_a_thread_that_keeps_the_lock_still_counts_as_busy(rank: Rank) -> None:
@@ -162,22 +162,22 @@ def test_a_thread_that_keeps_the_lock_still_counts_as_busy(rank: Rank) -> None:
 
     The other ranks ended, and the launcher killed it.
     """
-    rank.do("Process.look = lambda self: Look('train.py:9', True, 100.0, busy=True)")
-    rank.hear(lambda one: one.get("look", {}).get("busy"))
+    rank.do("Process.status = lambda self: Status('train.py:9', True, 100.0, busy=True)")
+    rank.hear(lambda one: one.get("status", {}).get("busy"))
     rank.do("import threading; threading.Thread(target=ctypes.PyDLL(None).pause).start()")
-    heard = rank.hear(lambda one: 0 < one.get("look", {}).get("since_s", 0) < 100)
-    assert heard[-1]["look"]["busy"]
+    heard = rank.hear(lambda one: 0 < one.get("status", {}).get("since_s", 0) < 100)
+    assert heard[-1]["status"]["busy"]
 
 
 def test_a_rank_is_asked_to_end_once_while_it_can_hear(rank: Rank) -> None:
     """It may have a checkpoint to finish, in another thread."""
-    rank.do("Process.look = lambda self: Look('train.py:9', True, 100.0)")
-    rank.hear(lambda one: one.get("look", {}).get("waits"))
+    rank.do("Process.status = lambda self: Status('train.py:9', True, 100.0)")
+    rank.hear(lambda one: one.get("status", {}).get("waits"))
     rank.tell({"lost": 7, "how": "rank 7 is gone"})
     assert rank.said().startswith("does:")
     assert rank.said() == "asked to end: rank 7 is gone\n"
     for _ in range(5):
-        rank.hear(lambda one: "look" in one)
+        rank.hear(lambda one: "status" in one)
     rank.do("pass")
     assert rank.said() == "does: pass\n"
 
@@ -193,7 +193,7 @@ def test_a_rank_that_is_killed_is_known_at_once_and_leaves_nothing(rank: Rank) -
     (forked,) = set(_children(rank.process.pid)) - {rank.child}
     try:
         rank.process.kill()
-        assert all("look" in message for message in rank.ends())
+        assert all("status" in message for message in rank.ends())
         rank.process.wait(SOON_S)
         soon(lambda: getattr(activity(rank.child, rank.child), "state", "Z") == "Z")
     finally:
@@ -213,7 +213,7 @@ def test_signals_for_all_of_a_job_are_the_ranks_own_affair(
     """Schedulers send SIGTERM to every process before the end: a rank may still save its state."""
     os.kill(rank.child, number)
     for _ in range(3):
-        rank.hear(lambda one: "look" in one)
+        rank.hear(lambda one: "status" in one)
 
 
 def test_the_small_process_has_no_more_open_than_it_needs(rank: Rank) -> None:
@@ -232,7 +232,7 @@ def started_with(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     monkeypatch.setattr(child, "__file__", str(folder / "small.py"))
     said: list[str] = []
-    process = SimpleNamespace(look=Look, say=said.append, end=said.append)
+    process = SimpleNamespace(status=Status, say=said.append, end=said.append)
     other, link = socket.socketpair()
     with other:
         reporter = Reporter([Peer(0, "h0", 1), Peer(1, "h1", 2)], 1, {0: link}, LIMIT_S, process)

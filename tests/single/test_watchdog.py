@@ -20,8 +20,8 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from hvd_pipe.runtime.watch import heartbeat, waits, watchdog
-from hvd_pipe.runtime.watch.door import knock
-from hvd_pipe.runtime.watch.heartbeat import Look, Peer
+from hvd_pipe.runtime.watch.heartbeat import Peer, Status
+from hvd_pipe.runtime.watch.rendezvous import connect
 from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.threads import OtherThreads
 from hvd_pipe.runtime.watch.waits import waiting_for
@@ -74,14 +74,14 @@ class Stuck:
     def go_on(self) -> None:
         self._over.append(True)
 
-    def seen(self, look: Callable[[], Any]) -> Any:
+    def seen(self, status: Callable[[], Any]) -> Any:
         """What another thread sees while the main one waits here."""
         found = []
 
         def run() -> None:
             self.there.wait()
             try:
-                found.append(look())
+                found.append(status())
             finally:
                 self.go_on()
 
@@ -100,18 +100,18 @@ def beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def test_a_rank_waits_where_horovod_does() -> None:
-    look = watchdog._Process(0, waiting.waits_for).look
-    assert not look().waits
-    assert not Stuck("my_script", "synchronize").seen(look).waits
-    assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(look).waits
+    status = watchdog._Process(0, waiting.waits_for).status
+    assert not status().waits
+    assert not Stuck("my_script", "synchronize").seen(status).waits
+    assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(status).waits
 
 
 def test_a_rank_waits_where_it_says_so() -> None:
     """The watch read local variables of other functions: to rename one let jobs hang."""
-    look = watchdog._Process(0, waiting.waits_for).look
-    assert not Stuck("hvd_pipe.torch.messages.in_flight", "wait").seen(look).waits
-    assert Stuck("anything", "whatever", registered="a message").seen(look).waits
-    assert not look().waits
+    status = watchdog._Process(0, waiting.waits_for).status
+    assert not Stuck("hvd_pipe.torch.messages.in_flight", "wait").seen(status).waits
+    assert Stuck("anything", "whatever", registered="a message").seen(status).waits
+    assert not status().waits
 
 
 def test_a_wait_that_ends_by_an_exception_is_over() -> None:
@@ -124,8 +124,8 @@ def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
     """A job that waits for one message after the other gets on, however slow its links are."""
     process = watchdog._Process(0, waiting.waits_for)
 
-    def look_twice() -> tuple[Look, Look]:
-        return process.look(), process.look()
+    def look_twice() -> tuple[Status, Status]:
+        return process.status(), process.status()
 
     for handle in (7, 8):
         monkeypatch.setattr(mpi_ops, "_handle_map", {handle: None})
@@ -134,15 +134,15 @@ def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
             first, then = stuck.seen(look_twice)
             assert first.waits
             assert first.since_s == 0 < then.since_s
-    assert not process.look().waits
+    assert not process.status().waits
 
 
 def test_join_waits_for_ranks_that_get_on() -> None:
-    look = watchdog._Process(0, waiting.waits_for).look
-    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(look).joined
-    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(look).joined
+    status = watchdog._Process(0, waiting.waits_for).status
+    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(status).joined
+    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(status).joined
     with waiting_for("hvd.join()", joined=True):
-        assert Stuck("ours", "wait", registered="a message").seen(look).joined
+        assert Stuck("ours", "wait", registered="a message").seen(status).joined
 
 
 def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +150,13 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
     others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
     message = Exchange(Reduction(process_set=others), torch.zeros(8), "g", Compression.int8)
     process = watchdog._Process(0, waiting.waits_for)
-    looks: list[Look] = []
+    statuses: list[Status] = []
 
     def look_twice() -> None:
         try:
             while waits.of_thread(threading.main_thread().ident or 0) is None:
                 pass
-            looks.extend((process.look(), process.look()))
+            statuses.extend((process.status(), process.status()))
         finally:
             message.done.set()
 
@@ -164,8 +164,8 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
         message.launch()
         with beside(look_twice):
             message.wait()
-    assert all(look.waits for look in looks)
-    assert [look.since_s == 0 for look in looks] == [True, False, True, False]
+    assert all(one.waits for one in statuses)
+    assert [one.since_s == 0 for one in statuses] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -178,17 +178,17 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
 )
 def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count(stuck: Stuck) -> None:
     """A rank that saves a checkpoint would end; one whose main thread waits for it does wait."""
-    look = watchdog._Process(0, waiting.waits_for).look
+    status = watchdog._Process(0, waiting.waits_for).status
 
     with beside(stuck.function):
         stuck.there.wait()
-        busy = look().waits
+        busy = status().waits
         found: list[bool] = []
         seen = threading.Event()
 
         def run() -> None:
             deadline = time.monotonic() + 60
-            while not (waits := look().waits) and time.monotonic() < deadline:
+            while not (waits := status().waits) and time.monotonic() < deadline:
                 pass
             found.append(waits)
             seen.set()
@@ -244,7 +244,7 @@ def test_a_thread_that_works_is_told_from_one_that_idles() -> None:
 
 
 class Ranks:
-    """Two ranks that knock at this one's door; the first of them gives up before it is let in."""
+    """Two ranks that connect to this one; the first of them gives up before it is accepted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offered: dict[str, Any] = {}
@@ -261,7 +261,7 @@ class Ranks:
         return self.offered
 
     def gather(self, first: dict[str, Any], *_: object) -> list[dict[str, Any]]:
-        self.links = [knock(self.offered["door"], rank) for rank in (1, 2)]
+        self.links = [connect(self.offered["listener"], rank) for rank in (1, 2)]
         return [first, first | {"met": False}, first | {"met": True}]
 
 

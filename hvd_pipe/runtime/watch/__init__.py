@@ -2,12 +2,11 @@
 
     watchdog     begins and ends the watch, and ends a rank that waits in vain
     waits        who of this process waits for other ranks: whoever waits registers
-    threads      other threads of this process that still work, and should finish first
+    threads      what Linux says of threads; which of them work and should finish first
     reporter     tells all that to a small process beside this one
     child        that process, which answers also while this one runs no Python
-    proc         what Linux says of a process and its threads
     heartbeat    who is still there: a small message a second between ranks
-    door         how the ranks come to be connected for that
+    rendezvous   connects all ranks to rank 0 for that
 
 Knows no framework: each adapter says in its module ``waiting`` when a process waits for others.
 """

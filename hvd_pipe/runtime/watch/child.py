@@ -33,8 +33,8 @@ from typing import Any
 if __name__ == "__main__":  # started by this file's path: let the package be found, and that alone
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from hvd_pipe.runtime.watch.heartbeat import Heartbeat, Look, Peer
-from hvd_pipe.runtime.watch.proc import Activity, activity
+from hvd_pipe.runtime.watch.heartbeat import Heartbeat, Peer, Status
+from hvd_pipe.runtime.watch.threads import Activity, activity
 
 __all__ = ["READY", "Rank", "main"]
 
@@ -60,14 +60,14 @@ class Rank:
         self.beat_s = 1.0
         self._control, self._number, self._pid, self._main = control, number, pid, main
         self._sending = threading.Lock()
-        self._look = Look()
+        self._status = Status()
         self._reported = self._rested = time.monotonic()
         self._activity: Activity | None = None
         self._told_to_end = False
 
-    def report(self, look: Look) -> None:
+    def report(self, status: Status) -> None:
         """Take down what the rank says of itself."""
-        self._look, self._reported = look, time.monotonic()
+        self._status, self._reported = status, time.monotonic()
 
     def is_stopped(self) -> bool:
         """Whether nothing of the rank can run; where nobody knows, whether it does not report."""
@@ -76,7 +76,7 @@ class Rank:
         found = activity(self._pid, self._main)
         return not self._reports() if found is None else found.state in _STOPPED
 
-    def look(self) -> Look:
+    def status(self) -> Status:
         """Return what the rank has said last, or, where it runs no Python, what Linux says.
 
         A thread that was busy still counts: it may be what keeps the interpreter's lock.
@@ -86,11 +86,11 @@ class Rank:
         self._activity = found
         if self._reports():
             self._rested = now
-            return self._look
+            return self._status
         if not asleep:
             self._rested = now
         since = self._rested if asleep else self._reported
-        return replace(self._look, waits=asleep, since_s=now - since, joined=False)
+        return replace(self._status, waits=asleep, since_s=now - since, joined=False)
 
     def say(self, text: str) -> None:
         """Tell the user, by way of the rank where that is possible."""
@@ -144,8 +144,8 @@ def main(control: socket.socket) -> None:
 
 
 def _take(message: dict[str, Any], rank: Rank, heart: Heartbeat) -> None:
-    if "look" in message:
-        rank.report(Look(**message["look"]))
+    if "status" in message:
+        rank.report(Status(**message["status"]))
     elif "left" in message:
         heart.leave()
     elif "raised" in message:

@@ -21,7 +21,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["FIRST", "AwakeClock", "Heartbeat", "Look", "Peer", "Process", "SeenProcess", "beat_s"]
+__all__ = [
+    "FIRST",
+    "AwakeClock",
+    "Heartbeat",
+    "Peer",
+    "Process",
+    "SeenProcess",
+    "Status",
+    "beat_s",
+]
 
 FIRST = 0
 """The rank that all others are connected to."""
@@ -44,7 +53,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Look:
+class Status:
     """What a process is doing.
 
     Args:
@@ -66,7 +75,7 @@ class Look:
 class Process(Protocol):
     """What is asked of a process that is watched."""
 
-    def look(self) -> Look:
+    def status(self) -> Status:
         """Return what it is doing."""
 
     def say(self, text: str) -> None:
@@ -125,7 +134,7 @@ class Link:
     def __init__(self, rank: int, connected: socket.socket, now: float) -> None:
         self.rank, self.socket = rank, connected
         self.heard = now
-        self.look = Look()
+        self.status = Status()
         self.warned = self.stopped = False
         self._rest = self._unsent = b""
         self._error: OSError = ConnectionResetError()
@@ -180,7 +189,7 @@ class Heartbeat:
         process: SeenProcess,
     ) -> None:
         self.peers, self.me, self.limit_s, self._process = peers, me, limit_s, process
-        self._look = Look()
+        self._status = Status()
         self.beat_s = beat_s(len(peers), limit_s)
         self._is_stopped = False
         self._first_is_busy = False
@@ -279,11 +288,11 @@ class Heartbeat:
             link.send(message)
 
     def _beat(self) -> None:
-        self._look = self._process.look()
-        message: dict[str, Any] = {"look": asdict(self._look)}
+        self._status = self._process.status()
+        message: dict[str, Any] = {"status": asdict(self._status)}
         silent = {
             link.rank: Silence(
-                round(self._clock.now - link.heard, 1), link.look.where, link.stopped
+                round(self._clock.now - link.heard, 1), link.status.where, link.stopped
             )
             for link in self._links.values()
             if self._clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
@@ -310,8 +319,8 @@ class Heartbeat:
             link.stopped = "stopped" in message
             if not link.stopped:
                 link.heard, link.warned = self._clock.now, False
-            if "look" in message:
-                link.look = Look(**message["look"])
+            if "status" in message:
+                link.status = Status(**message["status"])
             if "silent" in message:
                 silent = {rank: Silence(*silence) for rank, silence in message["silent"]}
                 self._silent = {rank: one for rank, one in silent.items() if rank != self.me}
@@ -351,7 +360,7 @@ class Heartbeat:
         loss = self._loss(self.limit_s)
         if loss is None:
             self._may_end = None
-        if loss and self._look.waits and self._look.since_s > WARN * self.limit_s:
+        if loss and self._status.waits and self._status.since_s > WARN * self.limit_s:
             lost, how = loss
             if self._holds_on(how):
                 return
@@ -366,7 +375,7 @@ class Heartbeat:
         heard = {rank: link for rank, link in self._links.items() if rank not in self._silent}
         if self._first_is_busy and FIRST in heard:
             return True
-        return any(look.busy for look in (self._look, *(link.look for link in heard.values())))
+        return any(one.busy for one in (self._status, *(link.status for link in heard.values())))
 
     def _holds_on(self, how: str) -> bool:
         """Whether this rank lets threads finish before it ends; not for longer than the limit."""
@@ -383,20 +392,22 @@ class Heartbeat:
 
     def _name_the_slow(self) -> None:
         """Say whom all others wait for, when they have done so for long."""
-        looks = {link.rank: link.look for link in self._links.values()} | {self.me: self._look}
+        statuses = {link.rank: link.status for link in self._links.values()} | {
+            self.me: self._status
+        }
         # Whoever does not run may be what the slow ones stand still for, too.
-        if self._silent or any(look.joined for look in looks.values()):
+        if self._silent or any(one.joined for one in statuses.values()):
             return
-        long = {rank: look for rank, look in looks.items() if look.since_s > self.limit_s / 2}
-        slow = {rank for rank, look in long.items() if not look.waits}
+        long = {rank: one for rank, one in statuses.items() if one.since_s > self.limit_s / 2}
+        slow = {rank for rank, one in long.items() if not one.waits}
         self._kept_waiting &= slow
-        if len(slow) == len(long) or len(long) < len(looks):
+        if len(slow) == len(long) or len(long) < len(statuses):
             return
         for rank in sorted(slow - self._kept_waiting):
             self._kept_waiting.add(rank)
             self._process.say(
                 f"{self.peers[rank]} has kept {len(long) - len(slow)} other ranks waiting for "
-                f"{self.limit_s / 2:.0f} s: it is at {looks[rank].where or 'an unknown line'}."
+                f"{self.limit_s / 2:.0f} s: it is at {statuses[rank].where or 'an unknown line'}."
             )
 
     def _loss(self, silence_s: float) -> tuple[int, str] | None:

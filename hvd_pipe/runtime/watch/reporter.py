@@ -181,7 +181,7 @@ class Reporter:
                 now = time.monotonic()
                 if now >= due:
                     due = now + self._beat_s
-                    self._send({"look": asdict(self._process.look())})
+                    self._send({"status": asdict(self._process.status())})
                 if not selector.select(max(due - now, 0.0)):
                     continue
                 data = self._control.recv(1 << 16)

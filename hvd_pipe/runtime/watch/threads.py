@@ -1,23 +1,60 @@
-"""Threads that Python would wait for at its end, such as one that writes a checkpoint."""
+"""What Linux says of a process's threads, and which of them still work."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-from hvd_pipe.runtime.watch.proc import Activity, activity
 from hvd_pipe.runtime.watch.waits import of_thread
 
-__all__ = ["OtherThreads"]
+__all__ = ["Activity", "OtherThreads", "activity", "threads"]
 
+_PROC = Path("/proc")  # other systems have none
 QUIET_S = 5.0  # a thread that has not run for so long is idle: one of a pool, say
 _AT_WORK = "RD"  # runs or is about to, and waits for a disk
 _OURS = "hvd_pipe"  # what our own threads' names begin with: they wait for other ranks
 
 
+class Activity(NamedTuple):
+    """What a thread does, and what changes whenever it has run.
+
+    Args:
+        state: One letter: R runs or is about to, D waits for a disk, S sleeps, T is stopped by a
+            signal, t by a debugger.
+        ticks: The processor time that it has had.
+        pauses: How often it has gone to sleep.
+    """
+
+    state: str
+    ticks: int
+    pauses: int
+
+
+def activity(pid: int, thread: int) -> Activity | None:
+    """Return what a thread of a process does; None where that is not known, or it has ended."""
+    folder = _PROC / str(pid) / "task" / str(thread)
+    with suppress(OSError, ValueError, IndexError):
+        # The name comes before the last parenthesis, and may have any characters.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        status = (folder / "status").read_text()
+        pauses = status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
+        return Activity(fields[0], int(fields[11]) + int(fields[12]), int(pauses))
+    return None
+
+
+def threads(pid: int) -> set[int]:
+    """Return the numbers of a process's threads; empty where they are not known."""
+    with suppress(OSError):
+        return {int(each.name) for each in (_PROC / str(pid) / "task").iterdir()}
+    return set()
+
+
 class OtherThreads:
-    """Tells whether they get something done; to be asked often."""
+    """Threads that Python would wait for at its end, such as one that writes a checkpoint."""
 
     def __init__(self) -> None:
         self._seen: dict[threading.Thread, tuple[Activity, float]] = {}

@@ -35,8 +35,8 @@ from horovod.common.process_sets import ProcessSet
 import hvd_pipe
 from hvd_pipe.runtime.agreement import Agreement
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.runtime.watch.door import Door, knock
-from hvd_pipe.runtime.watch.heartbeat import FIRST, Look, Peer
+from hvd_pipe.runtime.watch.heartbeat import FIRST, Peer, Status
+from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.threads import OtherThreads
 from hvd_pipe.runtime.watch.waits import Wait
@@ -92,16 +92,16 @@ def start(job: Job) -> None:
     if ranks.size() == 1 or is_elastic():
         return
     rank: int = ranks.rank()
-    door: Door | None = None
+    listener: Listener | None = None
 
     def offer() -> dict[str, Any] | None:
-        nonlocal door
+        nonlocal listener
         limit_s = _limit(os.environ.get(ENVIRONMENT_VARIABLE, ""))
         if limit_s == 0:
             return None
         with suppress(OSError):  # no port can be opened: the warning below says so
-            door = Door()
-        return {"limit_s": limit_s, "door": None if door is None else door.address}
+            listener = Listener()
+        return {"limit_s": limit_s, "listener": None if listener is None else listener.address}
 
     name = "hvd_pipe.watchdog"
     link: socket.socket | None = None
@@ -110,13 +110,13 @@ def start(job: Job) -> None:
         offered = agreement.found_by_first(offer, f"{name}.offer", ranks)
         if offered is None:
             return
-        if rank != FIRST and offered["door"] is not None:
-            link = knock(offered["door"], rank)
+        if rank != FIRST and offered["listener"] is not None:
+            link = connect(offered["listener"], rank)
         met = rank == FIRST or link is not None
         me = {"host": socket.gethostname(), "pid": os.getpid(), "met": met}
         told = agreement.gather(me, f"{name}.met", ranks)
     finally:
-        links = {} if door is None else door.close()
+        links = {} if listener is None else listener.close()
         if link is not None:
             links = {FIRST: link}
         for other in list(links):
@@ -171,7 +171,7 @@ class _Process:
         self._since = time.monotonic()
         self._threads = OtherThreads()
 
-    def look(self) -> Look:
+    def status(self) -> Status:
         frames = sys._current_frames()
         waits_for = self._find(frames)
         now = time.monotonic()
@@ -181,7 +181,7 @@ class _Process:
         waits = waits_for is not None and seconds >= self._patience_s
         joined = waits_for is not None and waits_for.joined
         where = _line(frames.get(threading.main_thread().ident or 0))
-        return Look(where, waits, seconds, joined, self._threads.are_busy())
+        return Status(where, waits, seconds, joined, self._threads.are_busy())
 
     def say(self, text: str) -> None:
         _say(text)

@@ -1,4 +1,4 @@
-"""Connect all ranks to the first one, which listens on a port and accepts who knows a secret.
+"""Connect all ranks to rank 0, which opens a port and accepts peers that know the job's secret.
 
 The port is that of the interface that Horovod's own connections use, where ``HOROVOD_GLOO_IFACE``
 names it. Elsewhere it is open on all interfaces, IPv4 and IPv6: Horovod chooses one by asking the
@@ -21,15 +21,15 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
 
-__all__ = ["Door", "knock"]
+__all__ = ["Listener", "connect"]
 
 AUTH_TIMEOUT_S = 3.0  # close connections that do not authenticate
-KNOCK_S = 10.0  # in all: a firewall lets connections neither in nor fail
+CONNECT_S = 10.0  # in all: a firewall lets connections neither in nor fail
 LONGEST_LINE = 100
 
 
 @dataclass
-class _Guest:
+class _Connection:
     """A connection that has not shown the secret yet."""
 
     socket: socket.socket
@@ -37,8 +37,8 @@ class _Guest:
     received: bytes = b""
 
 
-class Door:
-    """Lets those in that know the secret, until it is closed.
+class Listener:
+    """Accepts connections that show the secret, until it is closed.
 
     Raises:
         OSError: No port can be opened.
@@ -49,114 +49,120 @@ class Door:
         addresses = _addresses_of(interface)
         self._listeners = [_listen(address) for address in addresses] or [_listen_to_all()]
         self._question, self._answer = secrets.token_hex(16), secrets.token_hex(16)
-        self._met: dict[int, socket.socket] = {}
-        self._guests: dict[int, _Guest] = {}
+        self._connected: dict[int, socket.socket] = {}
+        self._pending: dict[int, _Connection] = {}
         self._closing, self._wake = socket.socketpair()
         port = self._listeners[0].getsockname()[1]
         self.address = {
             "host": socket.gethostname(),
-            "ways": [(one.getsockname()[0], one.getsockname()[1]) for one in self._listeners]
+            "addresses": [(one.getsockname()[0], one.getsockname()[1]) for one in self._listeners]
             if addresses
             else [(address, port) for address in _all_addresses()],
             "question": self._question,
             "answer": self._answer,
         }
-        """What `knock` needs; for ranks of the same job only."""
+        """What `connect` needs; for ranks of the same job only."""
         self._selector = selectors.DefaultSelector()
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="hvd_pipe door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hvd_pipe listener", daemon=True)
         self._thread.start()
 
     def close(self) -> dict[int, socket.socket]:
-        """Return the connections to all that came, by rank; waits for nobody else."""
+        """Return the connections that were accepted, by rank; wait for no others."""
         self._closing.close()  # which wakes the thread up
         self._thread.join()
-        return self._met
+        return self._connected
 
     def _run(self) -> None:
         """Serve all connections at once: none can hold up the others."""
         while True:
-            first = min((guest.deadline for guest in self._guests.values()), default=None)
+            first = min(
+                (connection.deadline for connection in self._pending.values()), default=None
+            )
             wait_s = None if first is None else max(first - time.monotonic(), 0.0)
             ready = [key for key, _ in self._selector.select(wait_s)]
             if any(key.fileobj is self._wake for key in ready):
                 break
             for key in ready:
                 key.data(key.fileobj)
-            for guest in list(self._guests.values()):
-                if time.monotonic() >= guest.deadline:
-                    self._turn_away(guest)
-        for guest in list(self._guests.values()):
-            self._turn_away(guest)
+            for connection in list(self._pending.values()):
+                if time.monotonic() >= connection.deadline:
+                    self._refuse(connection)
+        for connection in list(self._pending.values()):
+            self._refuse(connection)
         for one in (*self._listeners, self._wake):
             one.close()
         self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # it has gone again
-            visitor, _ = listener.accept()
-            visitor.setblocking(False)
-            guest = _Guest(visitor, time.monotonic() + AUTH_TIMEOUT_S)
-            self._guests[visitor.fileno()] = guest
-            self._selector.register(visitor, selectors.EVENT_READ, lambda _: self._read(guest))
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+            connection = _Connection(accepted, time.monotonic() + AUTH_TIMEOUT_S)
+            self._pending[accepted.fileno()] = connection
+            self._selector.register(
+                accepted, selectors.EVENT_READ, lambda _: self._read(connection)
+            )
 
-    def _read(self, guest: _Guest) -> None:
+    def _read(self, connection: _Connection) -> None:
         try:
-            data = guest.socket.recv(LONGEST_LINE)
-            guest.received += data
-            line, end, _ = guest.received.partition(b"\n")
+            data = connection.socket.recv(LONGEST_LINE)
+            connection.received += data
+            line, end, _ = connection.received.partition(b"\n")
             if not end:
-                if not data or len(guest.received) >= LONGEST_LINE:
+                if not data or len(connection.received) >= LONGEST_LINE:
                     raise ValueError
                 return
             question, rank = line.split()
             if not hmac.compare_digest(question, self._question.encode()):
                 raise ValueError
             number = int(rank)
-            guest.socket.sendall(f"{self._answer}\n".encode())
+            connection.socket.sendall(f"{self._answer}\n".encode())
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # a stranger
-            self._turn_away(guest)
+        except (OSError, ValueError):  # not a rank of this job
+            self._refuse(connection)
             return
-        self._forget(guest)
-        if number in self._met:
-            self._met.pop(number).close()  # it had given that one up
-        self._met[number] = guest.socket
+        self._forget(connection)
+        if number in self._connected:
+            self._connected.pop(number).close()  # it had given that one up
+        self._connected[number] = connection.socket
 
-    def _forget(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.socket)
-        del self._guests[guest.socket.fileno()]
+    def _forget(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        del self._pending[connection.socket.fileno()]
 
-    def _turn_away(self, guest: _Guest) -> None:
-        self._forget(guest)
-        guest.socket.close()
+    def _refuse(self, connection: _Connection) -> None:
+        self._forget(connection)
+        connection.socket.close()
 
 
-def knock(address: dict[str, Any], rank: int) -> socket.socket | None:
-    """Return a connection to the first rank, or None where no way leads there.
+def connect(address: dict[str, Any], rank: int) -> socket.socket | None:
+    """Return a connection to rank 0, or None where no address of it can be reached.
 
     Each address has an equal share of the time that is left, to connect and to answer.
     """
-    ways = [(str(host), int(port)) for host, port in address["ways"]]
-    if ways:
-        ways.append((address["host"], ways[0][1]))
+    addresses = [(str(host), int(port)) for host, port in address["addresses"]]
+    if addresses:
+        addresses.append((address["host"], addresses[0][1]))
     here = address["host"] == socket.gethostname()
-    ways.sort(key=lambda way: _is_loopback(way[0]) != here)  # elsewhere it is another's, so last
-    deadline = time.monotonic() + KNOCK_S
-    for tried, way in enumerate(ways):
+    addresses.sort(
+        key=lambda one: _is_loopback(one[0]) != here
+    )  # elsewhere it is another's, so last
+    deadline = time.monotonic() + CONNECT_S
+    for tried, one in enumerate(addresses):
         now = time.monotonic()
-        share = (deadline - now) / (len(ways) - tried)
+        share = (deadline - now) / (len(addresses) - tried)
         if share <= 0:
             break
         with suppress(OSError, ValueError):  # the latter for names that cannot be looked up
-            link = socket.create_connection(way, share)
+            link = socket.create_connection(one, share)
             with suppress(OSError, ValueError):
                 link.sendall(f"{address['question']} {rank}\n".encode())
-                # A stranger may answer slowly, and in no text at all.
+                # Another program may answer slowly, and with any bytes.
                 answer = _line(link, now + share)
                 if hmac.compare_digest(answer, address["answer"].encode()):
                     link.settimeout(None)
