@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,17 @@ def test_anchors_are_those_of_github(tmp_path: Path) -> None:
     assert pages.anchors(page) == {"a-b_c--d-e", "what", "what-1"}
 
 
-def test_blocks_are_found_with_their_language(tmp_path: Path) -> None:
+def test_blocks_are_found_with_their_language() -> None:
     page = pages.ROOT / "docs" / "strategies.md"
     languages = [(block.language, block.index) for block in pages.blocks(page)]
     assert languages[:2] == [("python", 0), ("python", 1)]
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=pages.name_of)
+def test_rows_of_a_table_have_as_many_cells(page: Path) -> None:
+    """A bar too many or too few moves the cells that follow into another column."""
+    cells = None
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        found = len(re.split(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        assert cells is None or found in {None, cells}, f"{pages.name_of(page)}:{number}: {line}"
+        cells = found
