@@ -21,7 +21,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 # horovodrun imports TensorFlow, which speaks of the processor unless told not to.
 demo: export TF_CPP_MIN_LOG_LEVEL = 3
 demo: export TF_ENABLE_ONEDNN_OPTS = 0
-demo: setup
+demo:
+	@$(PYTHON) docker/setup_env.py --venv $(VENV) --torch-only $(if $(filter 1,$(CUDA)),--cuda)
 	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
 
 test: setup

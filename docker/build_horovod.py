@@ -370,7 +370,7 @@ def build(
         # Horovod defaults to -j8: on a small host that is more memory than there is.
         environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")
         run(
-            "build Horovod (5 to 20 min, once)",
+            f"build Horovod ({'5 to 20' if features.tensorflow else '3 to 10'} min, once)",
             [sys.executable, "setup.py", "--quiet", "bdist_wheel", "-d", folder / "dist"],
             log,
             "Mend what it names, then run the same command again.",

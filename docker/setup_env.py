@@ -4,7 +4,10 @@
 System packages (installed when root, named otherwise), a virtual environment, the pinned Python
 packages, Horovod (docker/build_horovod.py) and this project. A second run takes no time.
 
-    python3 docker/setup_env.py [--venv .venv] [--cuda] [--image]
+    python3 docker/setup_env.py [--venv .venv] [--cuda] [--image | --torch-only]
+
+``make demo`` needs torch alone, for which Horovod builds in half the time; a later run without
+``--torch-only`` adds TensorFlow and the tools for developing.
 """
 
 from __future__ import annotations
@@ -131,30 +134,33 @@ def install_torch(python: Path, cuda: bool, log: Path) -> None:
     )
 
 
-def python_packages(python: Path, cuda: bool, image: bool, log: Path) -> None:
+def python_packages(python: Path, cuda: bool, tools: bool, tensorflow: bool, log: Path) -> None:
     pip = [os.fspath(python), "-m", "pip", "install", "-c", os.fspath(CONSTRAINTS)]
     run("install build tools", [*pip, "setuptools", "wheel", "packaging"], log, AGAIN)
     install_torch(python, cuda, log)
-    tensorflow = pin("tensorflow-cpu")
-    if cuda:
-        # Without [and-cuda]: its CUDA 12 packages would overwrite files of torch's CUDA 13 ones.
-        tensorflow = tensorflow.replace("tensorflow-cpu", "tensorflow")
+    # Without [and-cuda]: its CUDA 12 packages would overwrite files of torch's CUDA 13 ones.
+    release = pin("tensorflow-cpu").replace("-cpu", "" if cuda else "-cpu")
+    wanted = [release] if tensorflow else []
     run(
-        f"install {tensorflow}, mpi4py and the rest",
+        f"install {', '.join([*wanted, 'mpi4py'])} and the rest",
         [
             *pip,
             "--no-build-isolation",
-            tensorflow,
+            *wanted,
             "cffi",
             "cloudpickle",
             "psutil",
             "pyyaml",
             "-e",
-            *([f"{ROOT}[mpi,plot]", *EXAMPLES] if image else [f"{ROOT}[mpi,plot,dev]"]),
+            *([f"{ROOT}[mpi,plot,dev]"] if tools else [f"{ROOT}[mpi,plot]", *EXAMPLES]),
         ],
         log,
         AGAIN,
     )
+
+
+def has_tensorflow(venv: Path) -> bool:
+    return any(venv.glob("lib/python3*/site-packages/tensorflow"))
 
 
 def shrink(venv: Path, python: Path, log: Path) -> None:
@@ -170,9 +176,9 @@ def shrink(venv: Path, python: Path, log: Path) -> None:
     shutil.rmtree(log.parent)
 
 
-def fingerprint(cuda: bool, image: bool) -> str:
+def fingerprint(cuda: bool, image: bool, torch_only: bool) -> str:
     """Hash the files that decide what gets installed; the stamp in the environment holds it."""
-    digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda} {image}".encode())
+    digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda} {image} {torch_only}".encode())
     for path in [
         *sorted((ROOT / "docker").glob("*.py")),
         CONSTRAINTS,
@@ -187,8 +193,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where it goes")
     parser.add_argument("--cuda", action="store_true", help="CUDA builds, Horovod with NCCL")
-    parser.add_argument(
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
         "--image", action="store_true", help="what running needs, without the tools for developing"
+    )
+    parts.add_argument(
+        "--torch-only", action="store_true", help="what running needs, without TensorFlow"
     )
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 - this script meets any Python
@@ -197,8 +207,11 @@ def main() -> None:
             "make PYTHON=python3.11 ..."
         )
     venv, cuda, image = arguments.venv.resolve(), arguments.cuda, arguments.image
-    stamp, made_of = venv / "hvd_pipe-setup", fingerprint(cuda, image)
-    if stamp.is_file() and stamp.read_text() == made_of and not missing_packages():
+    # What has TensorFlow keeps a Horovod for it.
+    torch_only = arguments.torch_only and not has_tensorflow(venv)
+    stamp, made_of = venv / "hvd_pipe-setup", fingerprint(cuda, image, torch_only)
+    enough = {made_of, fingerprint(cuda, image, torch_only=False)}
+    if stamp.is_file() and stamp.read_text() in enough and not missing_packages():
         say(f"environment {venv.name}: ready")
         return
     log, python = venv / "log" / "setup.log", venv / "bin" / "python"
@@ -214,9 +227,10 @@ def main() -> None:
             "Is python3-venv installed?",
         )
     say("[3/4] Python packages")
-    python_packages(python, cuda, image, log)
+    python_packages(python, cuda, not (image or torch_only), not torch_only, log)
     say("[4/4] Horovod")
-    recipe = [python, ROOT / "docker" / "build_horovod.py", *(["--cuda"] if cuda else [])]
+    options = [*(["--cuda"] if cuda else []), *(["--pytorch-only"] if torch_only else [])]
+    recipe = [python, ROOT / "docker" / "build_horovod.py", *options]
     if subprocess.run(recipe, check=False).returncode != 0:
         sys.exit(1)  # the recipe has said why
     if image:

@@ -243,7 +243,7 @@ def test_an_image_gets_what_running_needs(
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_env, "run", lambda _, command, *__: commands.append(command))
     monkeypatch.setattr(setup_env, "install_torch", lambda *_: None)
-    setup_env.python_packages(Path("python"), cuda, image, tmp_path / "log")
+    setup_env.python_packages(Path("python"), cuda, not image, True, tmp_path / "log")
     last = [str(part) for part in commands[-1]]
     assert ("scikit-learn" in last and "tqdm" in last) == image
     assert last[last.index("-e") + 1] == f"{ROOT}[mpi,plot{'' if image else ',dev'}]"

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -74,6 +74,50 @@ def test_a_step_that_works_keeps_its_output_in_the_log(
     steps.run("count", [sys.executable, "-c", "print('[ 50%] half')"], tmp_path / "log", "")
     assert (tmp_path / "log").read_text() == "[ 50%] half\n"
     assert "count: done in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first", ["demo", "test"])
+def test_the_demo_needs_torch_alone(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod builds in half the time without TensorFlow, which the tests then add."""
+    commands: list[str] = []
+
+    def run(command: list[object], **_: object) -> object:
+        commands.append(" ".join(str(part) for part in command[1:]))
+        return SimpleNamespace(returncode=0)
+
+    def install(_: str, command: list[object], *__: object, **___: object) -> None:
+        text = " ".join(str(part) for part in command)
+        commands.append(text)
+        if "tensorflow-cpu==" in text:
+            (tmp_path / "lib" / "python3.11" / "site-packages" / "tensorflow").mkdir(
+                parents=True, exist_ok=True
+            )
+
+    def make(*options: str) -> str:
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(tmp_path), *options])
+        setup_env.main()
+        return "\n".join(commands)
+
+    monkeypatch.setattr(setup_env, "missing_packages", list)
+    monkeypatch.setattr(setup_env, "install_torch", lambda *_: None)
+    monkeypatch.setattr(setup_env, "run", install)
+    monkeypatch.setattr(setup_env.subprocess, "run", run)
+    if first == "demo":
+        done = make("--torch-only")
+        assert "tensorflow" not in done
+        assert "dev]" not in done
+        assert "build_horovod.py --pytorch-only" in done
+        assert make("--torch-only") == ""
+    done = make()
+    assert "tensorflow-cpu==" in done
+    assert "[mpi,plot,dev]" in done
+    assert done.endswith("build_horovod.py")
+    assert make() == make("--torch-only") == ""
+    (tmp_path / "hvd_pipe-setup").write_text("of an older checkout")
+    assert make("--torch-only").endswith("build_horovod.py")
 
 
 def test_every_pin_is_exact_and_torch_is_the_one_that_has_a_cpu_build() -> None:
