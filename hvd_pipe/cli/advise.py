@@ -16,7 +16,7 @@ from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import exposed, note, table, write_json
-from hvd_pipe.planning.advise import Row, advise
+from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.advise_pipeline import PIPEDREAM
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
@@ -99,17 +99,13 @@ def command(
         optimizer_ratio=optimizer_state,
     )
     if as_json:
-        write_json(
-            {
-                "command": "advise",
-                "profile": options.profile_json(profile),
-                "cluster": options.cluster_json(cluster),
-                **advice.to_json(),
-            }
-        )
-        return
-    note(options.summary(profile))
-    note(options.describe(cluster))
+        write_json(options.document("advise", profile, cluster, **advice.to_json()))
+    else:
+        options.heading(profile, cluster)
+        _print(advice)
+
+
+def _print(advice: Advice) -> None:
     compressed = any(row.codec != "none" for row in advice.rows)
     table(
         [

@@ -16,7 +16,7 @@ from hvd_pipe.cli import _checks as checks
 from hvd_pipe.cli._checks import Row
 from hvd_pipe.cli._probe import Answer, ask, ask_host, ask_ranks
 from hvd_pipe.cli.options import job_size
-from hvd_pipe.cli.output import InputError, Progress, write_json
+from hvd_pipe.cli.output import InputError, progress, write_json
 
 __all__ = ["command"]
 
@@ -83,19 +83,19 @@ def examine(hosts: Sequence[str], port: int | None, self_test: bool, seconds: in
     }
     for host in remote:
         work[f"ssh {host}"] = lambda host=host: ask_host(host, port, "versions", seconds)  # type: ignore[misc]
-    with Progress("looking", len(work) + self_test) as progress:
-        answers = _all(work, progress)
+    with progress("looking", len(work) + self_test) as step:
+        answers = _all(work, step)
         if answers["mpi"].error and answers["horovod_torch"].found.get("mpi"):
             answers["mpi"] = ask("mpi_of_horovod", seconds)
         tools = {name: _tool(name) for name in ("horovodrun", "mpirun", "ssh")}
         rows = _rows(answers, tools, remote, seconds)
         if self_test:
             rows.append(_self_test(rows, tools["horovodrun"], hosts, port, seconds))
-            progress.step()
+            step()
     return rows
 
 
-def _all(work: dict[str, Callable[[], Answer]], progress: Progress) -> dict[str, Answer]:
+def _all(work: dict[str, Callable[[], Answer]], step: Callable[[], None]) -> dict[str, Answer]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         futures: dict[Future[Answer], str] = {
             pool.submit(task): name for name, task in work.items()
@@ -103,7 +103,7 @@ def _all(work: dict[str, Callable[[], Answer]], progress: Progress) -> dict[str,
         answers = {}
         for future in as_completed(futures):
             answers[futures[future]] = future.result()
-            progress.step()
+            step()
     return answers
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli.output import one_line
+from hvd_pipe.cli.output import note, one_line
 from hvd_pipe.planning import methods
 from hvd_pipe.planning.cluster import Cluster, Link
 from hvd_pipe.planning.codec import CODECS
@@ -36,6 +36,8 @@ __all__ = [
     "cluster_json",
     "compression_option",
     "describe",
+    "document",
+    "heading",
     "job_rank",
     "job_size",
     "json_option",
@@ -274,6 +276,18 @@ def cluster_json(cluster: Cluster) -> dict[str, Any]:
     """What every JSON document says of the cluster; `--cluster` reads it back from a file."""
     document: dict[str, Any] = json.loads(cluster.to_json())
     return document
+
+
+def document(command: str, profile: ModelProfile, cluster: Cluster, **rest: Any) -> dict[str, Any]:
+    """A command's JSON document: its name, the profile, the cluster, then what it found."""
+    about = {"profile": profile_json(profile), "cluster": cluster_json(cluster)}
+    return {"command": command, **about, **rest}
+
+
+def heading(profile: ModelProfile, cluster: Cluster) -> None:
+    """Print what a table is about: the profile and the cluster, a line each."""
+    note(summary(profile))
+    note(describe(cluster))
 
 
 def _link(link: Link) -> str:

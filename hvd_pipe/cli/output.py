@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import IO, Any
 
 import click
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
     "Failure",
     "InputError",
-    "Progress",
     "exposed",
     "note",
     "one_line",
+    "progress",
     "table",
     "warning",
     "width",
@@ -108,34 +110,21 @@ def warning(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
 
 
-class Progress:
-    """A counter on stderr, shown only on a terminal and only when work takes seconds.
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on stderr while work goes on, on a terminal alone; yields what counts a step.
 
     Example:
-        with Progress("simulating", total=10) as progress:
+        with progress("simulating", total=10) as step:
             for number in range(10):
-                progress.step()
+                step()
     """
-
-    _SILENT_S = 2.0
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
-        self._start, self._shown = time.monotonic(), False
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def step(self) -> None:
-        """Count one more piece of work done."""
-        self._done += 1
-        if sys.stderr.isatty() and time.monotonic() - self._start > self._SILENT_S:
-            click.echo(f"\r{self._what} {self._done}/{self._total}", nl=False, err=True)
-            self._shown = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            click.echo(f"\r{' ' * 79}\r", nl=False, err=True)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+    with shown:
+        task = shown.add_task(what, total=total)
+        yield partial(shown.advance, task)
 
 
 def _console() -> Console:

@@ -109,9 +109,7 @@ def command(
         raise click.UsageError(
             "--compression-ratio belongs to --convention original: give both, or neither."
         )
-    if straight and plan is not None:
-        raise click.UsageError("--straight is a plan of its own: leave it out, or --plan.")
-    replicas = None if plan is None else _replicas(plan, cluster.workers)
+    replicas = None if plan is None else _replicas(plan, cluster.workers, straight)
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
     divide = functools.partial(
@@ -129,34 +127,33 @@ def command(
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
-        if path.suffix.lower() == ".json":
-            made.save(path)
-        else:
-            plots.draw_partition(made, path)
+        _save(made, path)
     simulated = better = None
     if versions == "stash":
         simulated = _simulated(made, profile, cluster)
-        if not straight and plan is None:
-            better = _straight(divide, simulated, profile, cluster)
+        chosen = straight or plan is not None
+        better = None if chosen else _straight(divide, simulated, profile, cluster)
     if timeline is not None:
-        few = math.lcm(*made.replicas)
-        few *= -(-2 * sum(made.replicas) // few)
+        few = _turns(made, 2 * sum(made.replicas))
         simulate_partition(made, profile, cluster, minibatches=few).timeline.save(timeline)
     if as_json:
-        write_json(
-            {
-                "command": "partition",
-                "profile": options.profile_json(profile),
-                "cluster": options.cluster_json(cluster),
-                "partition": json.loads(made.to_json()),
-                "config": made.config,
-                "simulated_period_s": simulated,
-                "straight_simulated_period_s": better,
-            }
-        )
+        found = {
+            "partition": json.loads(made.to_json()),
+            "config": made.config,
+            "simulated_period_s": simulated,
+            "straight_simulated_period_s": better,
+        }
+        write_json(options.document("partition", profile, cluster, **found))
         return
-    note(options.summary(profile))
-    note(options.describe(cluster))
+    options.heading(profile, cluster)
+    _print(made, simulated, better)
+    if not made.exact:
+        note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
+    for written in filter(None, (path, timeline)):
+        note(f"Wrote {written}.")
+
+
+def _print(made: Partition, simulated: float | None, better: float | None) -> None:
     table(
         [
             ">stage",
@@ -170,7 +167,7 @@ def command(
             "layers~",
         ],
         [_cells(number, stage, made) for number, stage in enumerate(made.stages)],
-        title=f"{made.config} ({convention} cost model)",
+        title=f"{made.config} ({made.convention} cost model)",
     )
     note(_comparison(made))
     if simulated is not None:
@@ -180,13 +177,18 @@ def command(
             "Replicas that finish in bursts starve the stages behind them: one worker a stage "
             f"takes {units.format_seconds(better)} (--straight)."
         )
-    if not made.exact:
-        note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
-    for written in filter(None, (path, timeline)):
-        note(f"Wrote {written}.")
 
 
-def _replicas(plan: str, workers: int) -> tuple[int, ...]:
+def _save(made: Partition, path: Path) -> None:
+    if path.suffix.lower() == ".json":
+        made.save(path)
+    else:
+        plots.draw_partition(made, path)
+
+
+def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
+    if straight:
+        raise click.UsageError("--straight is a plan of its own: leave it out, or --plan.")
     try:
         return parse_replicas(plan, workers)
     except ValueError as error:
@@ -195,7 +197,8 @@ def _replicas(plan: str, workers: int) -> tuple[int, ...]:
 
 def _simulated(made: Partition, profile: ModelProfile, cluster: Cluster) -> float:
     """Seconds per minibatch with PipeDream's schedule."""
-    return simulate_partition(made, profile, cluster, minibatches=_steady(made)).period_s
+    steady = _turns(made, max(128, 8 * sum(made.replicas)))
+    return simulate_partition(made, profile, cluster, minibatches=steady).period_s
 
 
 def _straight(
@@ -262,10 +265,10 @@ def _cells(number: int, stage: Stage, made: Partition) -> list[object]:
     ]
 
 
-def _steady(made: Partition) -> int:
-    """Minibatches after which the pipeline is steady: whole rounds of all replicas."""
-    round_ = math.lcm(*made.replicas)
-    return round_ * -(-max(128, 8 * sum(made.replicas)) // round_)
+def _turns(made: Partition, least: int) -> int:
+    """The least minibatches that are whole turns of all replicas, and no fewer than asked."""
+    turn = math.lcm(*made.replicas)
+    return turn * -(-least // turn)
 
 
 def _comparison(made: Partition) -> str:

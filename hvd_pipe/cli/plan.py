@@ -83,21 +83,30 @@ def command(
     ]
     if as_json:
         write_json(
-            {
-                "command": "plan",
-                "profile": options.profile_json(profile),
-                "cluster": options.cluster_json(cluster),
-                "method": method,
-                "bucket_bytes": bucket_bytes,
-                "compression": compression,
-                "predicted_s": made.predicted_s,
-                "exposed_s": made.exposed_s,
-                "buckets": rows,
-            }
+            options.document(
+                "plan",
+                profile,
+                cluster,
+                method=method,
+                bucket_bytes=bucket_bytes,
+                compression=compression,
+                predicted_s=made.predicted_s,
+                exposed_s=made.exposed_s,
+                buckets=rows,
+            )
         )
         return
-    note(options.summary(profile))
-    note(options.describe(cluster))
+    options.heading(profile, cluster)
+    _print(made, rows)
+    if path is not None:
+        shown = path if os.sep in str(path) else f".{os.sep}{path}"
+        note(
+            f'Wrote {path}: strategy="merged-gradient:plan={shown}" uses it, where the names are '
+            "those of the job's parameters, as in the profile of a training script."
+        )
+
+
+def _print(made: merge.Plan, rows: list[dict[str, Any]]) -> None:
     table(
         [">bucket", ">tensors", ">size", ">ready", ">starts", ">ends", "layers~"],
         [
@@ -110,18 +119,13 @@ def command(
             ]
             for number, row in enumerate(rows)
         ],
-        title=f"{method} plan: {_count(len(names), 'tensor')} in {_count(len(rows), 'bucket')}",
+        title=f"{made.method} plan: {_count(len(made.names), 'tensor')} in "
+        f"{_count(len(rows), 'bucket')}",
     )
     note(
         f"Finished {units.format_seconds(made.predicted_s or 0.0)} after backward starts, "
         f"{units.format_seconds(made.exposed_s or 0.0)} of it exposed."
     )
-    if path is not None:
-        shown = path if os.sep in str(path) else f".{os.sep}{path}"
-        note(
-            f'Wrote {path}: strategy="merged-gradient:plan={shown}" uses it, where the names are '
-            "those of the job's parameters, as in the profile of a training script."
-        )
 
 
 def _times(

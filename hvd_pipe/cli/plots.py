@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from hvd_pipe._pictures import COLOURS, DPI, GREY, WIDTH_IN, figure_of, save, unit_of_time
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hvd_pipe.planning.stages import Partition
+    from hvd_pipe.planning.stages import Partition, Stage
 
 __all__ = ["draw_comm", "draw_partition", "draw_sweep"]
 
@@ -176,6 +177,33 @@ def draw_partition(partition: Partition, path: str | Path) -> None:
         ha="left",
         fontweight="bold",
     )
+    _draw_layers(blocks, stages)
+    factor, unit = unit_of_time(max(max(s.compute_s / s.replicas, s.time_s) for s in stages))
+    for i, stage in enumerate(stages):
+        compute = stage.compute_s / stage.replicas
+        times.barh(i - 0.18, compute * factor, 0.34, color=COLOURS["backward"])
+        times.barh(i + 0.18, stage.time_s * factor, 0.34, color=COLOURS["allreduce"])
+        for offset, seconds in ((-0.18, compute), (0.18, stage.time_s)):
+            times.text(
+                seconds * factor, i + offset, f" {seconds * factor:.3g}", va="center", fontsize=8
+            )
+    times.axvline(partition.period_s * factor, color=GREY, ls="--", lw=1, zorder=0)
+    times.set_xlabel(f"{unit} a minibatch")
+    times.set_title("Time", loc="left")
+    times.margins(x=0.16)
+    _legend_of_times(figure)
+    _draw_memory(memory, stages)
+    for one in axes:
+        one.set_ylim(len(stages) - 0.45, -0.55)
+        one.set_yticks([])
+    blocks.set_yticks(range(len(stages)), [f"stage {i}" for i in range(len(stages))])
+    for one in (times, memory):
+        one.set_xlim(left=0.0)
+        one.grid(axis="x", color="#E5E5E5", lw=0.8)
+    save(figure, path)
+
+
+def _draw_layers(blocks: Axes, stages: Sequence[Stage]) -> None:
     for i, stage in enumerate(stages):
         blocks.barh(i, 1.0, 0.8, color=_LINES[i % len(_LINES)], alpha=0.22)
         blocks.barh(i, 0.012, 0.8, color=_LINES[i % len(_LINES)])
@@ -202,20 +230,9 @@ def draw_partition(partition: Partition, path: str | Path) -> None:
     blocks.set_xlim(0, 1)
     blocks.set_xticks([])
     blocks.set_title("Stages", loc="left")
-    factor, unit = unit_of_time(max(max(s.compute_s / s.replicas, s.time_s) for s in stages))
-    for i, stage in enumerate(stages):
-        compute = stage.compute_s / stage.replicas
-        times.barh(i - 0.18, compute * factor, 0.34, color=COLOURS["backward"])
-        times.barh(i + 0.18, stage.time_s * factor, 0.34, color=COLOURS["allreduce"])
-        for offset, seconds in ((-0.18, compute), (0.18, stage.time_s)):
-            times.text(
-                seconds * factor, i + offset, f" {seconds * factor:.3g}", va="center", fontsize=8
-            )
-    times.axvline(partition.period_s * factor, color=GREY, ls="--", lw=1, zorder=0)
-    times.set_xlabel(f"{unit} a minibatch")
-    times.set_title("Time", loc="left")
-    times.margins(x=0.16)
-    _legend_of_times(figure)
+
+
+def _draw_memory(memory: Axes, stages: Sequence[Stage]) -> None:
     largest = max(stage.memory_bytes for stage in stages)
     scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
     for i, stage in enumerate(stages):
@@ -230,14 +247,6 @@ def draw_partition(partition: Partition, path: str | Path) -> None:
     memory.set_xlabel(f"{unit} a worker")
     memory.set_title("Memory", loc="left")
     memory.margins(x=0.16)
-    for one in axes:
-        one.set_ylim(len(stages) - 0.45, -0.55)
-        one.set_yticks([])
-    blocks.set_yticks(range(len(stages)), [f"stage {i}" for i in range(len(stages))])
-    for one in (times, memory):
-        one.set_xlim(left=0.0)
-        one.grid(axis="x", color="#E5E5E5", lw=0.8)
-    save(figure, path)
 
 
 def _legend_of_times(figure: Figure) -> None:

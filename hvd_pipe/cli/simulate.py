@@ -20,7 +20,7 @@ import click
 from hvd_pipe import units
 from hvd_pipe.cli import options, plots
 from hvd_pipe.cli._cluster import cluster_options, warn_of_measurement
-from hvd_pipe.cli.output import Progress, exposed, note, table, warning, width, write_json
+from hvd_pipe.cli.output import exposed, note, progress, table, warning, width, write_json
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.planning.methods import Method, label, parse
@@ -164,12 +164,12 @@ def command(
     if not any(layer.gradient_bytes for layer in profile.layers):
         raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
     codec, rows = CODECS[compression], []
-    with Progress("simulating", len(counts) * len(chosen)) as progress:
+    with progress("simulating", len(counts) * len(chosen)) as step:
         for count in counts:
+            sized = cluster.with_workers(count)
             for method in chosen:
-                sized = cluster.with_workers(count) if count != cluster.workers else cluster
                 rows.append(simulate_row(profile, sized, method, codec, steps, seed))
-                progress.step()
+                step()
     if timeline is not None:
         few = simulate(profile, sized, chosen[0], codec, iterations=_TIMELINE_STEPS, seed=seed)
         few.timeline.save(timeline)
@@ -177,25 +177,13 @@ def command(
         plots.draw_sweep([asdict(row) for row in rows], path)
     deviation = _deviation(rows)
     if as_json:
-        write_json(
-            {
-                "command": "simulate",
-                "profile": options.profile_json(profile),
-                "cluster": options.cluster_json(sized),
-                "compression": compression,
-                "steps": steps,
-                "seed": seed,
-                "rows": [asdict(row) for row in rows],
-                "closed_form_deviation": deviation,
-            }
-        )
+        asked = {"compression": compression, "steps": steps, "seed": seed}
+        found = {"rows": [asdict(row) for row in rows], "closed_form_deviation": deviation}
+        write_json(options.document("simulate", profile, sized, **asked, **found))
         return
     note(options.summary(profile))
     note(options.describe(cluster) if len(counts) == 1 else _sweep_line(cluster))
-    if len(counts) == 1:
-        _one(rows)
-    else:
-        _many(rows)
+    (_one if len(counts) == 1 else _many)(rows)
     if deviation is not None:
         note(f"Simulation and closed forms agree to {deviation:.0e} of a step.")
     if not methods:

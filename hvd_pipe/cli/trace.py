@@ -88,49 +88,22 @@ def command(
     under HVD_PIPE_TIMELINE, or with --strategy a profile, whose steps are simulated on the
     cluster that the other options describe.
     """
-    if strategy is None:
-        if cluster is not None or steps is not None:
-            raise click.UsageError(
-                "the cluster's options and --steps describe a simulation: say of which "
-                "--strategy, e.g. --strategy pipe-sgd."
-            )
-        timeline = _load(source)
+    if strategy is not None:
+        timeline = _simulated(source, strategy, cluster, steps or 4)
+    elif cluster is not None or steps is not None:
+        raise click.UsageError(
+            "the cluster's options and --steps describe a simulation: say of which "
+            "--strategy, e.g. --strategy pipe-sgd."
+        )
     else:
-        if cluster is None:
-            raise click.UsageError(
-                "--strategy simulates a cluster: describe it, e.g. --workers 16 --bandwidth "
-                "10gbit."
-            )
-        if source.is_dir():
-            raise click.UsageError(
-                f"--strategy needs a profile, but {str(source)!r} is a directory: leave out "
-                "--strategy to convert what a job wrote there."
-            )
-        unlike = cluster.jitter or cluster.speeds is not None
-        workers = range(min(cluster.workers, _SHOWN_WORKERS) if unlike else 1)
-        timeline = simulate(
-            ModelProfile.read(source),
-            cluster,
-            strategy,
-            iterations=steps or 4,
-            trace_workers=tuple(workers),
-        ).timeline
+        timeline = _load(source)
     if not timeline.events:
         raise InputError(f"{source}: the timeline has no events, so there is nothing to show")
     cropped = start_s is not None or end_s is not None
     if cropped:
         timeline = _between(timeline, start_s or 0.0, math.inf if end_s is None else end_s)
     timeline.save(path, whole=cropped)
-    lanes: list[dict[str, Any]] = [
-        {
-            "worker": worker,
-            "lane": lane,
-            "events": sum((e.worker, e.lane) == (worker, lane) for e in timeline.events),
-            "busy_s": timeline.busy_s(worker, lane),
-        }
-        for worker in timeline.workers
-        for lane in timeline.lanes(worker)
-    ]
+    lanes = _lanes(timeline)
     if as_json:
         write_json(
             {
@@ -160,6 +133,35 @@ def command(
     )
     opens = ": open it in https://ui.perfetto.dev" if path.suffix.lower() == ".json" else ""
     note(f"Wrote {path}{opens}.")
+
+
+def _lanes(timeline: Timeline) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": worker,
+            "lane": lane,
+            "events": sum((e.worker, e.lane) == (worker, lane) for e in timeline.events),
+            "busy_s": timeline.busy_s(worker, lane),
+        }
+        for worker in timeline.workers
+        for lane in timeline.lanes(worker)
+    ]
+
+
+def _simulated(source: Path, strategy: Method, cluster: Cluster | None, steps: int) -> Timeline:
+    if cluster is None:
+        raise click.UsageError(
+            "--strategy simulates a cluster: describe it, e.g. --workers 16 --bandwidth 10gbit."
+        )
+    if source.is_dir():
+        raise click.UsageError(
+            f"--strategy needs a profile, but {str(source)!r} is a directory: leave out "
+            "--strategy to convert what a job wrote there."
+        )
+    unlike = cluster.jitter or cluster.speeds is not None
+    workers = tuple(range(min(cluster.workers, _SHOWN_WORKERS) if unlike else 1))
+    profile = ModelProfile.read(source)
+    return simulate(profile, cluster, strategy, iterations=steps, trace_workers=workers).timeline
 
 
 def _between(timeline: Timeline, start_s: float, end_s: float) -> Timeline:

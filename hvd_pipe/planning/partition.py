@@ -139,7 +139,6 @@ def partition(
 
     if replicas is not None:
         replicas = _given(replicas, network, straight, use_fewer)
-
     cuts = find_cuts(profile, max_states)
     rule = Rule(convention, compression_ratio)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
@@ -148,15 +147,12 @@ def partition(
         searches = [GivenSearch(cuts, network[0], rule, memory, memory_bytes, replicas)]
     else:
         _affordable(len(cuts.compute), network)
-        searches = [
-            Search(cuts, part, rule, memory, memory_bytes, straight)
-            for part in (_smaller(network) if use_fewer else [network])
-        ]
+        parts = _smaller(network) if use_fewer else [network]
+        searches = [Search(cuts, part, rule, memory, memory_bytes, straight) for part in parts]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
         _refuse(searches, profile)
-    leaves = search.stages()
-    stages, in_flight = _stages(profile, cuts, leaves, memory)
+    stages, in_flight = _stages(profile, cuts, search.stages(), memory)
     return Partition(
         stages=stages,
         workers=math.prod(level.components for level in network),

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.instructions import Backward, Forward, Instruction, Schedule, Update, Worker
 from hvd_pipe.planning.modes import mode_named
-from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.schedule import schedule, warm_up
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.stages import Partition, Stage
 
 __all__ = ["Held", "PipelineCost", "coalesced", "fewest_microbatches", "held", "pipeline_cost"]
 
@@ -262,16 +262,11 @@ def pipeline_cost(
         copies = found.versions + 1 + optimizer_bytes_per_parameter_byte  # 1: gradients
         memory.append(math.ceil(stage.parameter_bytes * copies + activations[-1]))
         r = stage.replicas
-        messages = (stage.activation_out_bytes + stage.activation_in_bytes) / r
-        ring = 2 * (r - 1) / r * stage.parameter_bytes
-        sent.append(messages + ring / (1 if chosen.coalesces else r))
-        forward = math.fsum(layer.forward_s for layer in layers)
-        backward = math.fsum(layer.backward_s for layer in layers)
+        sent.append(_sent_bytes(stage, 1 if chosen.coalesces else r))
         part = stage.parameter_bytes / parameters if parameters else 0.0
-        passes = forward * (2 if recompute else 1) + backward
         # Each replica makes every update: one a minibatch, or one for a minibatch of each.
         updates = profile.update_s * part * (r if chosen.coalesces else 1)
-        compute.append((passes + updates) / r)
+        compute.append((_passes_s(layers, recompute) + updates) / r)
     workers = sum(replicas)
     return PipelineCost(
         mode=mode,
@@ -285,6 +280,19 @@ def pipeline_cost(
         sent_bytes=tuple(sent),
         data_parallel_bytes=2 * (workers - 1) / workers * parameters,
     )
+
+
+def _sent_bytes(stage: Stage, minibatches: int) -> float:
+    """Bytes per minibatch that a replica sends, with a ring all-reduce in so many minibatches."""
+    r = stage.replicas
+    messages = (stage.activation_out_bytes + stage.activation_in_bytes) / r
+    ring = 2 * (r - 1) / r * stage.parameter_bytes
+    return messages + ring / minibatches
+
+
+def _passes_s(layers: Sequence[LayerProfile], recompute: bool) -> float:
+    forward = math.fsum(layer.forward_s for layer in layers)
+    return forward * (2 if recompute else 1) + math.fsum(layer.backward_s for layer in layers)
 
 
 def _minibatches(replicas: Sequence[int], microbatches: int) -> int:
