@@ -70,7 +70,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
     launcher: str = "mpi",
-    fresh: bool = False,
+    framework: str | None = "auto",
 ) -> list[R]:
     """Call ``function(*args)`` on n ranks and return what each returned, in the order of ranks.
 
@@ -81,9 +81,9 @@ def run_ranks(
         env: Environment variables for the ranks, over `ENVIRONMENT`.
         timeout: Seconds until a rank is ended; `LONGEST` at most.
         launcher: ``"mpi"`` (mpirun) or ``"gloo"`` (horovodrun --gloo).
-        fresh: Whether ranks start as new interpreters, with ``env`` there before any import.
-            Otherwise they are forked from a process that has imported the framework, where the
-            function's module imports one.
+        framework: One of `rank_server.FRAMEWORKS`, which all ranks find imported, as they are
+            forked. With None they are new interpreters, where ``env`` is there before any import.
+            ``"auto"`` is the framework that the function's module imports, None if both or none.
 
     Raises:
         AssertionError: A rank raised, hung or died; the message has every rank's traceback.
@@ -93,7 +93,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
         (directory / "call.pickle").write_bytes(pickle.dumps(call))
-        framework = None if fresh else _framework(function.__module__)
+        if framework == "auto":
+            framework = _framework(function.__module__)
         entry = _forked(framework, n) if framework else [sys.executable, str(ENTRY)]
         command = [*_launch(launcher, n), *entry, name]
         code = _run(command, directory, dict(env or {}), timeout + GRACE)

@@ -70,7 +70,7 @@ def test_a_forked_rank_is_as_a_new_interpreter() -> None:
         assert {Path(state.arguments[0]).name for state in states} == {"rank_main.py"}
         assert states[0].hash != states[1].hash
         assert len({state.random for state in states}) == 3
-    assert run_ranks(1, workers_launchers.state, fresh=True)[0][:5] == states[0][:5]
+    assert run_ranks(1, workers_launchers.state, framework=None)[0][:5] == states[0][:5]
 
 
 def test_a_forked_rank_that_dies_ends_its_job() -> None:

@@ -5,6 +5,7 @@ Wrong calls and ranks that are lost end all ranks with a message.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -25,8 +26,8 @@ CLASSES = {"mpi": "MpiTransport", "process-sets": "ProcessSetTransport"}
 TIMEOUT_S = 6.0
 NEVER_S = 1000.0
 
-run_schedule = once(run_ranks)
-wrong = once(run_ranks)
+run_torch = functools.partial(run_ranks, framework="torch")
+wrong = once(run_torch)
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1), (3, 1)])
@@ -37,7 +38,7 @@ def test_messages_arrive_in_the_order_of_a_schedule(
     """Both ends of a chain, its inner ranks that are in two pairs, and replicas that share one."""
     minibatches, layout = 20, Layout(replicas)
     programs = schedule("1f1b", replicas, minibatches).programs
-    results = run_ranks(
+    results = run_torch(
         layout.size,
         workers.run_schedule,
         "torch",
@@ -56,7 +57,7 @@ def test_messages_arrive_in_the_order_of_a_schedule(
 
 
 def test_process_sets_beside_mpi() -> None:
-    results = run_ranks(
+    results = run_torch(
         4, workers.run_schedule, "torch", "process-sets", (1, 1, 1, 1), 10, env=DYNAMIC
     )
     assert {(name, len(wrong)) for name, _, _, wrong in results} == {("ProcessSetTransport", 0)}
@@ -71,6 +72,7 @@ def test_tensorflow_carries_the_same_messages(transport: str) -> None:
         "auto",
         (2, 1),
         10,
+        framework="tensorflow",
         launcher=LAUNCHERS[transport],
         env=DYNAMIC,
     )
@@ -80,7 +82,7 @@ def test_tensorflow_carries_the_same_messages(transport: str) -> None:
 @pytest.mark.parametrize("transport", CLASSES)
 def test_large_messages_arrive_while_nobody_asks(transport: str) -> None:
     """A send that waited for its receive would never end: the receiver waits for it to return."""
-    first, second = run_ranks(
+    first, second = run_torch(
         2, workers.send_large, transport, launcher=LAUNCHERS[transport], env=DYNAMIC
     )
     assert (first, second) == ([], [True] * 3)
@@ -115,7 +117,7 @@ def test_a_wrong_call_is_told_on_every_rank(transport: str, case: str) -> None:
 
 
 def test_more_comes_than_was_planned() -> None:
-    sender, receiver = run_ranks(2, workers.truncated)
+    sender, receiver = run_torch(2, workers.truncated)
     assert sender == "sent"
     assert (
         "gradient messages from rank 0 have at most 64 bytes by the plan, and one of 100 has come"
@@ -124,13 +126,13 @@ def test_more_comes_than_was_planned() -> None:
 
 
 def test_what_has_arrived_is_received_after_the_end_of_mpi() -> None:
-    _, (size, said) = run_ranks(2, workers.finalised)
+    _, (size, said) = run_torch(2, workers.finalised)
     assert size == 8
     assert "Horovod has been shut down, here or on another rank" in said
 
 
 def test_the_courier_sleeps_while_nothing_is_on_its_way() -> None:
-    for without, under in run_ranks(2, workers.idle):
+    for without, under in run_torch(2, workers.idle):
         assert without == 0
         assert under >= 0
     assert under > 10  # rank 1 expects a message
@@ -155,7 +157,7 @@ def test_the_courier_sleeps_while_nothing_is_on_its_way() -> None:
 def test_what_is_missing_is_told_on_every_rank(
     transport: str, launcher: str, env: dict[str, str], without: str, told: list[str]
 ) -> None:
-    results = run_ranks(4, workers.refusal, transport, without, launcher=launcher, env=env)
+    results = run_torch(4, workers.refusal, transport, without, launcher=launcher, env=env)
     for said, expected in zip(results, told, strict=True):
         assert expected in said
         assert "Error: " in said

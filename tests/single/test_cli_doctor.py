@@ -19,6 +19,8 @@ from hvd_pipe.cli import _checks, _probe, doctor
 from hvd_pipe.cli._probe import Answer
 from hvd_pipe.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 BUILT = {"mpi": True, "gloo": True, "nccl": False, "ddl": False, "ccl": False}
 HERE = {"python": "3.11.7", "hvd_pipe": "0.1.0", "horovod": "0.28.1", "torch": "2.13.0"}
 GOOD = {

@@ -17,6 +17,8 @@ from click.testing import CliRunner, Result
 from hvd_pipe.cli.main import main
 from hvd_pipe.planning.profile import ModelProfile
 
+pytestmark = pytest.mark.slow
+
 NETS = """
 import torch
 from torch import nn

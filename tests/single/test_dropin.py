@@ -13,6 +13,8 @@ import torch
 
 import hvd_pipe.torch as hvd
 
+pytestmark = pytest.mark.slow
+
 PUBLIC = [name for name in dir(stock) if not name.startswith("_")]
 CALLABLE = [name for name in PUBLIC if callable(getattr(stock, name))]
 OURS = "DistributedOptimizer"

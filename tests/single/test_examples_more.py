@@ -12,6 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("hvd_pipe.torch", exc_type=ImportError)
 for needed in ("sklearn", "matplotlib", "tqdm"):

@@ -17,6 +17,8 @@ from hvd_pipe.runtime.watch import rendezvous
 from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat, Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 2.0
 SOON_S = 20.0  # for what takes a second or two on a quiet machine
 

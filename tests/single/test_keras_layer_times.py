@@ -21,6 +21,8 @@ tf = pytest.importorskip("tensorflow")
 from hvd_pipe.tensorflow import layer_times  # noqa: E402
 from hvd_pipe.tensorflow.layer_times import measure_profile  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 layers = keras.layers
 SLEEP = 0.05
 

@@ -37,6 +37,8 @@ from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
 from hvd_pipe.torch.pipedream.shapes import specs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("module", [messages_module, graph, cut_module])
 def test_examples(module: Any) -> None:

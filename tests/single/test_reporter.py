@@ -26,6 +26,8 @@ from hvd_pipe.runtime.watch.heartbeat import Peer, Status
 from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.threads import activity
 
+pytestmark = pytest.mark.slow
+
 SOON_S = 60.0  # for what takes a second or two on a quiet machine
 LIMIT_S = 4.0
 

@@ -31,6 +31,8 @@ from hvd_pipe.torch.messages import exchange, in_flight
 from hvd_pipe.torch.messages.exchange import Exchange
 from hvd_pipe.torch.messages.reduction import Reduction
 
+pytestmark = pytest.mark.slow
+
 
 def test_doctests() -> None:
     assert sum(doctest.testmod(each).failed for each in (heartbeat, waits, watchdog)) == 0
