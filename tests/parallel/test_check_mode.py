@@ -10,7 +10,9 @@ from ranks import once, run_ranks
 from workers_check_mode import BATTERY, FAULTS, READS, SEEDS
 
 battery = once(lambda: run_ranks(2, workers_check_mode.battery))
-faults = once(lambda: run_ranks(2, workers_check_mode.faults, env={"HVD_PIPE_CHECK": "1"}))
+faults = once(  # the variable is read at import
+    lambda: run_ranks(2, workers_check_mode.faults, env={"HVD_PIPE_CHECK": "1"}, framework=None)
+)
 
 
 @pytest.mark.parametrize("name", BATTERY)
