@@ -821,7 +821,7 @@ _PLANNER = [
     ),
     Mutation(
         "schedule: a short last round has no update on the replica without a minibatch",
-        "planning/schedule.py",
+        "planning/instructions.py",
         "    if updates < rounds:\n",
         "    if False:\n",
         _ids(

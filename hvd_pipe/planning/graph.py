@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from hvd_pipe.planning._checks import load_text
 
@@ -102,38 +103,28 @@ def forward_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> lis
     found = [int(number[0]) for number in numbers if number]
     keys = found if len(found) == len(names) else list(range(len(names)))
     rank = {name: (key, at) for at, (name, key) in enumerate(zip(names, keys, strict=True))}
-    targets: dict[str, list[str]] = {name: [] for name in names}
-    missing = dict.fromkeys(names, 0)
+    sorter = TopologicalSorter(dict.fromkeys(names, ()))
     for source, target in edges:
-        targets[source].append(target)
-        missing[target] += 1
-    free = [(rank[name], name) for name in names if not missing[name]]
-    heapq.heapify(free)
-    order: list[str] = []
-    while free:
-        _, name = heapq.heappop(free)
-        order.append(name)
-        for target in targets[name]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(free, (rank[target], target))
-    if len(order) < len(names):
-        cycle = _cycle({name for name in names if missing[name]}, targets)
+        sorter.add(target, source)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        *cycle, _ = error.args[1]
+        first = cycle.index(min(cycle))
+        cycle = [*cycle[first:], *cycle[: first + 1]]
         raise ValueError(
             f"a model's graph has no cycles, but this one has {' -> '.join(cycle)}; "
             "unroll the loop, or profile it as one layer"
-        )
+        ) from error
+    free: list[tuple[tuple[int, int], str]] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(free, (rank[name], name))
+        _, name = heapq.heappop(free)
+        order.append(name)
+        sorter.done(name)
     return order
-
-
-def _cycle(among: set[str], targets: dict[str, list[str]]) -> list[str]:
-    """One cycle of the nodes that wait for others; walks backwards, so it cannot get out."""
-    source = {target: name for name in sorted(among) for target in targets[name]}
-    path = [min(among)]
-    while source[path[-1]] not in path:
-        path.append(source[path[-1]])
-    path.append(source[path[-1]])
-    return path[path.index(path[-1]) :][::-1]
 
 
 def read(path: str | os.PathLike[str]) -> Graph:

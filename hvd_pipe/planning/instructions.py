@@ -16,7 +16,7 @@ Source: instructions apart from their executor are DeepSpeed's idea.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ __all__ = [
     "Backward",
     "Forward",
     "Instruction",
+    "Passes",
     "Recv",
     "RecvActivation",
     "RecvGradient",
@@ -35,6 +36,7 @@ __all__ = [
     "Update",
     "Worker",
     "brief",
+    "instructions_of",
 ]
 
 
@@ -171,3 +173,56 @@ def brief(instructions: Iterable[Instruction]) -> str:
         elif isinstance(step, AllReduce | Update):
             words.append(f"{type(step).__name__[0]}{step.version}")
     return " ".join(words)
+
+
+# Steps of a worker: (True, k) is the forward pass of its k-th microbatch, (False, k) the backward.
+Passes = Iterable[tuple[bool, int]]
+
+
+def instructions_of(
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    microbatches: int,
+    passes: Passes,
+    version: Callable[[int], int],
+) -> Iterator[Instruction]:
+    """Passes with what must come before and after each: messages, all-reduces, updates."""
+    width, last = replicas[stage], len(replicas) - 1
+    # One minibatch is one round; without microbatches, each replica brings a whole one.
+    a_round = microbatches if microbatches > 1 else width
+    units = minibatches * microbatches
+    rounds, done = -(-units // a_round), 0
+    updates = 0
+
+    def update() -> Iterator[Instruction]:
+        if width > 1:
+            yield AllReduce(updates, min(width, units - (updates - 1) * a_round))
+        yield Update(updates)
+
+    for forward, k in passes:
+        unit = k * width + replica
+        where = divmod(unit, microbatches)
+        before = Worker(stage - 1, unit % replicas[stage - 1])
+        after = Worker(stage + 1, unit % replicas[min(stage + 1, last)])
+        if forward:
+            if stage > 0:
+                yield RecvActivation(*where, before)
+            yield Forward(*where, version(unit))
+            if stage < last:
+                yield SendActivation(*where, after)
+            continue
+        if stage < last:
+            yield RecvGradient(*where, after)
+        yield Backward(*where, version(unit))
+        if stage > 0:
+            yield SendGradient(*where, before)
+        done += 1
+        if done * width % a_round == 0:
+            updates += 1
+            yield from update()
+    if updates < rounds:
+        # The last round of 1F1B-RR is short, and has no minibatch for this worker.
+        updates += 1
+        yield from update()

@@ -25,21 +25,15 @@ Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeD
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hvd_pipe.planning.instructions import (
-    AllReduce,
-    Backward,
-    Forward,
     Instruction,
-    RecvActivation,
-    RecvGradient,
+    Passes,
     Schedule,
-    SendActivation,
-    SendGradient,
-    Update,
     Worker,
     brief,
+    instructions_of,
 )
 
 __all__ = [
@@ -144,7 +138,7 @@ def one_f_one_b(
 
     version = stashed if versions == "stash" else synchronised
     passes = _alternate(0, len(range(replica, minibatches, width)), warm)
-    return _instructions(stage, replicas, replica, minibatches, 1, passes, version)
+    return instructions_of(stage, replicas, replica, minibatches, 1, passes, version)
 
 
 def one_f_one_b_flush(
@@ -174,7 +168,7 @@ def one_f_one_b_flush(
         for first in range(0, share * minibatches, share)
         for step in _alternate(first, share, min(warm, share))
     )
-    return _instructions(
+    return instructions_of(
         stage, replicas, replica, minibatches, microbatches, passes, lambda u: u // microbatches
     )
 
@@ -201,7 +195,7 @@ def gpipe(
         for first in range(0, share * minibatches, share)
         for step in _fill_then_empty(first, share)
     )
-    return _instructions(
+    return instructions_of(
         stage, replicas, replica, minibatches, microbatches, passes, lambda u: u // microbatches
     )
 
@@ -241,7 +235,7 @@ def two_bw(
     def version(unit: int) -> int:
         return max(0, unit // microbatches - 1)
 
-    return _instructions(stage, replicas, replica, minibatches, microbatches, passes, version)
+    return instructions_of(stage, replicas, replica, minibatches, microbatches, passes, version)
 
 
 def schedule(
@@ -302,10 +296,6 @@ def program(
     return generator(stage, replicas, replica, minibatches, microbatches)
 
 
-# Steps of a worker: (True, k) is the forward pass of its k-th microbatch, (False, k) the backward.
-Passes = Iterable[tuple[bool, int]]
-
-
 def _alternate(first: int, count: int, warm: int) -> Passes:
     # warm-up | steady            | drain      count = 5, warm = 2
     # F0 F1   | F2 B0 F3 B1 F4 B2 | B3 B4
@@ -320,55 +310,6 @@ def _fill_then_empty(first: int, count: int) -> Passes:
     # F0 F1 F2 F3 B3 B2 B1 B0: the last forward is the first backward, as autograd would have it.
     yield from ((True, first + k) for k in range(count))
     yield from ((False, first + k) for k in reversed(range(count)))
-
-
-def _instructions(
-    stage: int,
-    replicas: Sequence[int],
-    replica: int,
-    minibatches: int,
-    microbatches: int,
-    passes: Passes,
-    version: Callable[[int], int],
-) -> Iterator[Instruction]:
-    """Passes with what must come before and after each: messages, all-reduces, updates."""
-    width, last = replicas[stage], len(replicas) - 1
-    # One minibatch is one round; without microbatches, each replica brings a whole one.
-    a_round = microbatches if microbatches > 1 else width
-    units = minibatches * microbatches
-    rounds, done = -(-units // a_round), 0
-    updates = 0
-
-    def update() -> Iterator[Instruction]:
-        if width > 1:
-            yield AllReduce(updates, min(width, units - (updates - 1) * a_round))
-        yield Update(updates)
-
-    for forward, k in passes:
-        unit = k * width + replica
-        where = divmod(unit, microbatches)
-        before = Worker(stage - 1, unit % replicas[stage - 1])
-        after = Worker(stage + 1, unit % replicas[min(stage + 1, last)])
-        if forward:
-            if stage > 0:
-                yield RecvActivation(*where, before)
-            yield Forward(*where, version(unit))
-            if stage < last:
-                yield SendActivation(*where, after)
-            continue
-        if stage < last:
-            yield RecvGradient(*where, after)
-        yield Backward(*where, version(unit))
-        if stage > 0:
-            yield SendGradient(*where, before)
-        done += 1
-        if done * width % a_round == 0:
-            updates += 1
-            yield from update()
-    if updates < rounds:
-        # The last round of 1F1B-RR is short, and has no minibatch for this worker.
-        updates += 1
-        yield from update()
 
 
 def _check_method(method: str, microbatches: int) -> None:

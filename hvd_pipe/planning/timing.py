@@ -3,9 +3,9 @@
 Forward f, backward b and update u follow each other on a worker, ``c = f + b + u``. One link
 carries one message at a time, first in, first out, while the worker computes; a codec's time
 counts as the message's. All workers are alike (:mod:`hvd_pipe.planning.simulate` lets them
-differ), and synchronous warm-up steps are not part of it. With m the seconds of a step's messages,
-d the network's delay, and ``last`` the moment after backward's start at which a step's messages
-have arrived that have the link to themselves, d included::
+differ), and warm-up steps are not counted. With m the seconds of a step's messages, d the delay of
+the network, and ``last`` when messages that have the link to themselves arrive after backward
+starts::
 
     conventional     c + m + d                       no overlap, a message a tensor
     merged-gradient  f + max(b, last) + u
@@ -14,9 +14,8 @@ have arrived that have the link to themselves, d included::
     local-sgd        (k c + m + d) / k               m: of one average of the model
     cocod            max(k c, m + d) / k
 
-Each comes with its limit: what no method that applies the same gradients to the same weights could
-beat on the same workers and link, however it orders, groups or slices its messages; at most the
-total, and the docstring of each function says why.
+Each comes with its limit: what no order, grouping or slicing of messages could beat, where equal
+gradients are applied to equal weights. The docstring of each function says why.
 
 Source: MG-WFBP, arXiv 1912.09268; Pipe-SGD, arXiv 1811.03619; CoCoD-SGD, arXiv 1906.12043.
 """

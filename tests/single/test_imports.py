@@ -128,6 +128,15 @@ def test_planning_imports_no_framework() -> None:
             assert not names & set(FRAMEWORKS), module
 
 
+def test_the_root_imports_a_plan_alone_of_planning() -> None:
+    """Planning may import what lies beside it, so these may not import planning: but its leaf."""
+    for module in ("hvd_pipe.strategy", "hvd_pipe.units", "hvd_pipe.timeline", "hvd_pipe.errors"):
+        found = {name for name in _imported(module, lazy=True) if "hvd_pipe.planning" in name}
+        assert found <= {"hvd_pipe.planning.plan"}, module
+    below = _imported("hvd_pipe.planning.plan", lazy=True) & set(MODULES)
+    assert below == {"hvd_pipe.planning._checks"}
+
+
 @pytest.mark.parametrize(("ours", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
 def test_frameworks_do_not_meet(ours: str, other: str) -> None:
     allowed = {"tensorflow": {"tensorflow", "keras", "horovod.tensorflow", "hvd_pipe.tensorflow"}}
