@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
-__all__ = ["KNOWN_TO_WORK", "ROWS", "PrivateName", "check"]
+__all__ = ["KNOWN_TO_WORK", "ROWS", "PrivateName", "check", "check_keras"]
 
 KNOWN_TO_WORK = {"horovod": "0.28.1", "keras": "3.15.1", "tensorflow": "2.21.0", "torch": "2.13.0"}
 """The version of each library with which the tests pass."""
@@ -161,21 +161,19 @@ ROWS = (
     PrivateName(
         "tensorflow", "horovod.tensorflow.mpi_ops", "MPI_LIB.horovod_join", "tensorflow.workers"
     ),
-    PrivateName("tensorflow", f"{_GRAPHS}.ops", "get_default_graph", "tensorflow.xla"),
-    PrivateName(
-        "tensorflow", f"{_GRAPHS}.func_graph", "FuncGraph", "tensorflow.messages.call_names"
-    ),
+    PrivateName("tensorflow", f"{_GRAPHS}.ops", "get_default_graph", "tensorflow.graphs"),
+    PrivateName("tensorflow", f"{_GRAPHS}.func_graph", "FuncGraph", "tensorflow.graphs"),
     PrivateName(
         "tensorflow",
         "tensorflow.python.ops.control_flow_util",
         "GraphOrParentsInXlaContext",
-        "tensorflow.xla",
+        "tensorflow.graphs",
     ),
     PrivateName(
         "tensorflow",
         "tensorflow.python.ops.resource_variable_ops",
         "ResourceVariable",
-        "tensorflow.variables",
+        "tensorflow.graphs",
     ),
     PrivateName("tensorflow", _EAGER, "Function._function_cache", "tensorflow.workers"),
     PrivateName(
@@ -221,7 +219,7 @@ ROWS = (
         "tensorflow.sync_batch_norm",
     ),
     *(
-        PrivateName("tensorflow", "keras.layers", f"Layer.{name}", "tensorflow.keras.statistics")
+        PrivateName("tensorflow", "keras.layers", f"Layer.{name}", "tensorflow.keras.variables")
         for name in ("_flatten_layers", "_get_call_context", "_non_trainable_variables")
     ),
     *(
@@ -253,8 +251,11 @@ def check(adapter: str) -> None:
         adapter: ``"torch"`` or ``"tensorflow"``.
 
     Raises:
-        ImportError: With the names that are gone, and the versions that are known to work.
+        ImportError: With the names that are gone, and the versions that are known to work; or
+            as `check_keras`.
     """
+    if adapter == "tensorflow":
+        check_keras()
     gone = [row for row in ROWS if row.adapter == adapter and not row.exists]
     if not gone:
         return
@@ -267,6 +268,28 @@ def check(adapter: str) -> None:
         f"Known to work: {works}. Install that, and build Horovod for it with `python "
         "docker/build_horovod.py` in hvd_pipe's checkout."
     )
+
+
+def check_keras() -> None:
+    """Raise unless this is Keras 3 on TensorFlow.
+
+    Raises:
+        ImportError: With what to install or set.
+    """
+    keras, tf = (importlib.import_module(name) for name in ("keras", "tensorflow"))
+    if int(keras.__version__.partition(".")[0]) < 3:
+        raise ImportError(
+            f"hvd_pipe.tensorflow needs Keras 3, as in TensorFlow 2.16 and newer (tested: 2.21); "
+            f"this is Keras {keras.__version__} with TensorFlow {tf.__version__}. Upgrade with "
+            "`pip install 'tensorflow>=2.16'` and build Horovod for it with `python "
+            "docker/build_horovod.py` in hvd_pipe's checkout. Or stay, and import "
+            "horovod.tensorflow: under Keras 2, stock Horovod works."
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ImportError(
+            f"hvd_pipe.tensorflow needs Keras on TensorFlow, and KERAS_BACKEND is "
+            f"{keras.backend.backend()!r}: set KERAS_BACKEND=tensorflow."
+        )
 
 
 def _version(library: str) -> str:

@@ -3,20 +3,19 @@
 Change ``import horovod.tensorflow as hvd`` to ``import hvd_pipe.tensorflow as hvd``.
 """
 
-import hvd_pipe.tensorflow.versions  # noqa: F401 - raises unless this is Keras 3
+from hvd_pipe.runtime.private_names import check, check_keras
 
 try:
     import horovod.tensorflow as _horovod
 
     _horovod.init  # noqa: B018 - absent when its extension is missing
 except (ImportError, AttributeError) as error:
+    check_keras()
     raise ImportError(
         "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `make setup` in "
         "hvd_pipe's checkout, or `python docker/build_horovod.py` with this Python."
     ) from error
 else:
-    from hvd_pipe.runtime.private_names import check
-
     check("tensorflow")
 
 from horovod.tensorflow import *  # noqa: F403
@@ -26,17 +25,19 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow import elastic
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
-from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
-from hvd_pipe.tensorflow.horovod_calls import (
+from hvd_pipe.tensorflow.horovod_api import (
     BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_,
+    broadcast_global_variables,
     broadcast_object,
     broadcast_object_fn,
+    broadcast_variables,
     grouped_allreduce,
+    init,
+    shutdown,
 )
 from hvd_pipe.tensorflow.keras.api import DistributedOptimizer
-from hvd_pipe.tensorflow.overrides import init, shutdown
 from hvd_pipe.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hvd_pipe.tensorflow.tape import (
     DistributedGradientTape,

@@ -25,8 +25,8 @@ from hvd_pipe.runtime.timeline.recorder import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
+from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
-from hvd_pipe.tensorflow.strategies.packing import Shapes
 
 __all__ = ["Arguments", "shapes_of", "user_groups"]
 

@@ -16,8 +16,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, allgather
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.agree import members
-from hvd_pipe.tensorflow.messages.call_names import call_name
-from hvd_pipe.tensorflow.variables import variable
+from hvd_pipe.tensorflow.graphs import call_name, variable
 
 __all__ = ["Replicas", "delayed"]
 

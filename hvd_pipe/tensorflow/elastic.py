@@ -29,10 +29,9 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import broadcast, rank
 
 from hvd_pipe.tensorflow import workers
-from hvd_pipe.tensorflow.functions import broadcast_variables
-from hvd_pipe.tensorflow.overrides import init, shutdown
-from hvd_pipe.tensorflow.session import States, inherit, share
-from hvd_pipe.tensorflow.strategies.engine import raw
+from hvd_pipe.tensorflow.graphs import raw
+from hvd_pipe.tensorflow.horovod_api import broadcast_variables, init, shutdown
+from hvd_pipe.tensorflow.sessions import States, inherit, share
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 

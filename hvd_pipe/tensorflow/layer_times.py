@@ -29,8 +29,8 @@ import tensorflow as tf
 from keras.src.models.functional import Functional, operation_fn
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.tensorflow.graphs import raw
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.strategies.engine import raw
 
 __all__ = ["measure_profile"]
 

@@ -20,8 +20,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from keras.src import api_export
 
-from hvd_pipe.tensorflow.messages.call_names import call_name
-from hvd_pipe.tensorflow.xla import refuse_xla
+from hvd_pipe.tensorflow.graphs import call_name, refuse_xla
 
 __all__ = ["SyncBatchNormalization", "moments_of_all"]
 

@@ -19,12 +19,12 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
+from hvd_pipe.tensorflow.graphs import identity, refuse_old_graphs, refuse_xla
 from hvd_pipe.tensorflow.keras.api import layers_of
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
-from hvd_pipe.tensorflow.session import Session, Sessions, sources_key
-from hvd_pipe.tensorflow.strategies.engine import Gradients, identity
-from hvd_pipe.tensorflow.xla import refuse_xla
+from hvd_pipe.tensorflow.session import Session
+from hvd_pipe.tensorflow.sessions import Sessions, sources_key
+from hvd_pipe.tensorflow.strategies.base import Gradients
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape", "drain_gradients"]
 

@@ -20,8 +20,7 @@ from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, make_model, weights_o
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.tensorflow.measuring.job_times import JobTimes
-from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes
+from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
 from hvd_pipe.tensorflow.strategies import auto, replan
 
 Found = dict[str, Any]

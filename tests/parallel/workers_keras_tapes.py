@@ -14,7 +14,7 @@ from workers_keras_features import Found
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe.tensorflow.session import share
+from hvd_pipe.tensorflow.sessions import share
 
 STRATEGIES = ["merged-gradient", "pipe-sgd"]
 MODES = ["eager", "function"]

@@ -20,7 +20,7 @@ from workers_keras_features import Found, data, overflow_on_one_rank
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
-from hvd_pipe.tensorflow.measuring.profiler import _Sender
+from hvd_pipe.tensorflow.measuring.ready_times import _Sender
 
 IN_FLIGHT = ["pipe-sgd", "pipe-sgd:prediction=local", "cocod:period=3"]
 OVERFLOWS = ["pipe-sgd:prediction=local", "pipe-sgd:prediction=previous", "cocod:period=4"]

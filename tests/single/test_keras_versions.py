@@ -6,12 +6,12 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvd_pipe.tensorflow import versions
+from hvd_pipe.runtime.private_names import check_keras
 from hvd_pipe.tensorflow.keras import DistributedOptimizer
 
 
 def test_keras_3_on_tensorflow_is_fine() -> None:
-    versions.check()
+    check_keras()
 
 
 @pytest.mark.parametrize("version", ["2.15.0", "2.13.1rc0"])
@@ -20,7 +20,7 @@ def test_keras_2_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(keras, "__version__", version)
     monkeypatch.setattr(tf, "__version__", "2.15.1")
     with pytest.raises(ImportError) as refused:
-        versions.check()
+        check_keras()
     text = str(refused.value)
     assert f"this is Keras {version} with TensorFlow 2.15.1" in text
     assert "TensorFlow 2.16 and newer" in text
@@ -31,7 +31,7 @@ def test_keras_2_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(ImportError, match="KERAS_BACKEND is 'jax': set KERAS_BACKEND=tensorflow"):
-        versions.check()
+        check_keras()
 
 
 def test_an_optimizer_of_the_legacy_package_is_refused() -> None:

@@ -35,12 +35,22 @@ from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.tensorflow.compression import BF16, Compression, Int8
-from hvd_pipe.tensorflow.functions import broadcast_global_variables, broadcast_variables
+from hvd_pipe.tensorflow.horovod_api import (
+    broadcast_global_variables,
+    broadcast_variables,
+    init,
+    shutdown,
+)
 from hvd_pipe.tensorflow.keras import callbacks, elastic, patches
-from hvd_pipe.tensorflow.keras.api import DistributedOptimizer, PartialDistributedOptimizer
-from hvd_pipe.tensorflow.keras.saving import load_model
-from hvd_pipe.tensorflow.keras.values import allgather, allreduce, broadcast, reducescatter
-from hvd_pipe.tensorflow.overrides import init, shutdown
+from hvd_pipe.tensorflow.keras.api import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    allgather,
+    allreduce,
+    broadcast,
+    load_model,
+    reducescatter,
+)
 
 patches.install()
 

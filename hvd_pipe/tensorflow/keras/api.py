@@ -1,11 +1,14 @@
-"""`DistributedOptimizer`: the user's Keras optimizer, with a strategy that moves its gradients."""
+"""What `hvd_pipe.tensorflow.keras` defines: `DistributedOptimizer`, `load_model`, collectives."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import horovod.tensorflow as _horovod
 import keras
+import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.strategy import Strategy
@@ -13,7 +16,16 @@ from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.keras.optimizer import distribute
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "layers_of"]
+__all__ = [
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "layers_of",
+    "load_model",
+    "reducescatter",
+]
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -155,3 +167,95 @@ def layers_of(local_layers: Any) -> list[Any]:
             "model, first."
         )
     return layers
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+    **options: Any,
+) -> Any:
+    """Load a Keras model and distribute its optimizer; iterations and slots are kept.
+
+    Args:
+        filepath: A ``.keras`` or ``.h5`` file, made with or without hvd_pipe.
+        custom_optimizers: Optimizer classes of your own that the file names.
+        custom_objects: As Keras' ``load_model``.
+        compression: As `DistributedOptimizer`.
+        legacy_opts: Accepted for Horovod's sake: Keras 3 has none.
+        options: More of `DistributedOptimizer`'s arguments, such as ``strategy``.
+
+    Returns:
+        The model, compiled if it was saved so.
+
+    Raises:
+        ValueError: The file has no compiled optimizer.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()}
+    known.update(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=known)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        raise ValueError(
+            f"{filepath} was saved without an optimizer: load it with keras.models.load_model, "
+            "and compile it with hvd.DistributedOptimizer(...)."
+        )
+    scaler = optimizer if hasattr(optimizer, "inner_optimizer") else None
+    inner = optimizer if scaler is None else scaler.inner_optimizer
+    distributed = DistributedOptimizer(inner, compression=compression, **options)
+    if scaler is None:
+        model.optimizer = distributed
+    else:
+        scaler.inner_optimizer = distributed
+    model.jit_compile = False  # XLA cannot compile Horovod's messages
+    model.train_function = None
+    return model
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: Any = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """Return the reduction of all ranks' values; arguments as Horovod's.
+
+    Example:
+        >>> float(allreduce(2.0))
+        2.0
+    """
+    return _value(
+        _horovod.allreduce(
+            tf.convert_to_tensor(value),
+            average=average,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            name=name,
+            op=op,
+            compression=compression,
+        )
+    )
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return all ranks' values, one after the other along the first dimension."""
+    return _value(_horovod.allgather(tf.convert_to_tensor(value), name=name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the value of ``root_rank``."""
+    return _value(_horovod.broadcast(tf.convert_to_tensor(value), root_rank, name=name))
+
+
+def reducescatter(value: Any, name: str | None = None, op: Any = Average) -> Any:
+    """Return this rank's share of the reduction of all ranks' values."""
+    return _value(_horovod.reducescatter(tf.convert_to_tensor(value), name=name, op=op))
+
+
+def _value(tensor: Any) -> Any:
+    return tensor.numpy() if tf.executing_eagerly() else tensor

@@ -13,10 +13,10 @@ from horovod.tensorflow.mpi_ops import _allreduce, rank, size
 
 from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import check_alike
-from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.graphs import identity
+from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras.statistics import note_model
-from hvd_pipe.tensorflow.strategies.engine import identity
+from hvd_pipe.tensorflow.keras.variables import note_model
 from hvd_pipe.tensorflow.strategies.replan import Replan
 
 __all__ = [

@@ -27,23 +27,22 @@ from keras.src.saving import object_registration
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
-from hvd_pipe.tensorflow.keras.statistics import statistics_of
-from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.old_graphs import refuse_old_graphs
-from hvd_pipe.tensorflow.saved import InFlight
-from hvd_pipe.tensorflow.session import Session, Sessions
-from hvd_pipe.tensorflow.strategies.engine import (
+from hvd_pipe.tensorflow.checkpoint import InFlight
+from hvd_pipe.tensorflow.graphs import (
     Arrays,
-    Gradients,
-    Peek,
     all_finite,
     identity,
     raw,
+    refuse_old_graphs,
+    refuse_xla,
     restore,
+    variable,
 )
-from hvd_pipe.tensorflow.strategies.momenta import momenta_of, slots_of
-from hvd_pipe.tensorflow.variables import variable
-from hvd_pipe.tensorflow.xla import refuse_xla
+from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.session import Session
+from hvd_pipe.tensorflow.sessions import Sessions
+from hvd_pipe.tensorflow.strategies.base import Gradients, Peek
 
 __all__ = ["DistributedMixin", "distribute"]
 
@@ -349,7 +348,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         return passes, 1.0 / passes if arguments.average_aggregated_gradients else 1.0
 
     def _hvd_pipe_state(self) -> Arrays:
-        """Return what accumulates here; `hvd_pipe.tensorflow.session` asks."""
+        """Return what accumulates here; `hvd_pipe.tensorflow.sessions` asks."""
         found = dict(self._hvd_pipe_resumed)
         for number, window in self._hvd_pipe_windows.items():
             found |= {f"{number}.{name}": each.numpy() for name, each in window.named.items()}

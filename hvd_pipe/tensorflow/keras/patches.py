@@ -11,7 +11,7 @@
   a distributed optimizer, ``fit`` says at once which ones to take instead.
 - ``BatchNormalization(synchronized=True)`` knows ``tf.distribute``'s replicas only. That is what a
   SyncBatchNormalization is in a file, and it must not become a local one when it is loaded. The
-  same method tells which models have statistics (`hvd_pipe.tensorflow.keras.statistics`).
+  same method tells which models have statistics (`hvd_pipe.tensorflow.keras.variables`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras.statistics import note_layer
+from hvd_pipe.tensorflow.keras.variables import note_layer
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
 __all__ = ["install"]

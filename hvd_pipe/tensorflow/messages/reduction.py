@@ -18,11 +18,13 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
+from hvd_pipe.tensorflow.graphs import call_name, variable
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.call_names import call_name
-from hvd_pipe.tensorflow.variables import variable
 
-__all__ = ["Feedback", "Reduction"]
+__all__ = ["LOST", "Feedback", "Reduction"]
+
+LOST = "lost."
+"""Begins the names of what codecs have left over, which means nothing on another rank."""
 
 
 @dataclass(frozen=True)

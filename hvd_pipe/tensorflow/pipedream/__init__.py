@@ -15,12 +15,10 @@ from typing import Any
 
 from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.tensorflow import overrides, versions
+from hvd_pipe.tensorflow import horovod_api
 from hvd_pipe.tensorflow.pipedream.pipedream import PipeDream
 
 __all__ = ["EpochStats", "Partition", "PipeDream", "init"]
-
-versions.check()
 
 
 def init(**options: Any) -> None:
@@ -29,4 +27,4 @@ def init(**options: Any) -> None:
     Args:
         options: As ``hvd.init`` takes them, but for ``process_sets``.
     """
-    overrides.init(process_sets="dynamic", **options)
+    horovod_api.init(process_sets="dynamic", **options)

@@ -27,9 +27,9 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow.agree import Description, agreement
-from hvd_pipe.tensorflow.functions import broadcast_variables
+from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.measuring.profiler import measure_comm
+from hvd_pipe.tensorflow.measuring.ready_times import measure_comm
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
 from hvd_pipe.tensorflow.pipedream.options import Options

@@ -28,8 +28,7 @@ from hvd_pipe.pipeline.checkpoint import (
     write_checkpoint,
 )
 from hvd_pipe.tensorflow.agree import agreement
-from hvd_pipe.tensorflow.functions import broadcast_variables
-from hvd_pipe.tensorflow.horovod_calls import allgather_object, broadcast_object
+from hvd_pipe.tensorflow.horovod_api import allgather_object, broadcast_object, broadcast_variables
 from hvd_pipe.tensorflow.pipedream.build import Built
 from hvd_pipe.tensorflow.pipedream.cut import blocks_of
 from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch

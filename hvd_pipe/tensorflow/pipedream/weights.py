@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
-from hvd_pipe.tensorflow.strategies.packing import Packing, Shapes, default_groups
+from hvd_pipe.tensorflow.messages.buckets import Packing, Shapes, default_groups
 
 __all__ = ["ByMinibatch", "Replicas", "add", "scaled"]
 

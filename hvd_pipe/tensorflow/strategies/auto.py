@@ -15,8 +15,8 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow.agree import found_by_first, largest
-from hvd_pipe.tensorflow.measuring.job_times import JobTimes
-from hvd_pipe.tensorflow.session import Sessions
+from hvd_pipe.tensorflow.measuring.ready_times import JobTimes
+from hvd_pipe.tensorflow.sessions import Sessions
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 
 __all__ = ["choose_method"]

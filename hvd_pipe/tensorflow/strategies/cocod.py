@@ -21,20 +21,11 @@ import tensorflow as tf
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.agree import Description, checked
 from hvd_pipe.tensorflow.arguments import shapes_of
+from hvd_pipe.tensorflow.graphs import Arrays, raw, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.strategies.engine import (
-    Arrays,
-    Due,
-    Engine,
-    Gradients,
-    Peek,
-    Settings,
-    raw,
-    restore,
-)
+from hvd_pipe.tensorflow.messages.buckets import DEFAULT_BUCKET_BYTES, Packing, default_groups
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
 from hvd_pipe.tensorflow.strategies.model_average import ModelAverage, wide
-from hvd_pipe.tensorflow.strategies.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
-from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["CoCoDEngine"]
 

@@ -12,23 +12,16 @@ from collections.abc import Callable
 
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes
-from hvd_pipe.tensorflow.messages.residuals import Residuals
-from hvd_pipe.tensorflow.strategies.engine import (
-    Arrays,
-    Due,
-    Engine,
-    Gradients,
-    Peek,
-    Settings,
-    restore,
-)
-from hvd_pipe.tensorflow.strategies.packing import (
+from hvd_pipe.tensorflow.graphs import Arrays, restore
+from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
+from hvd_pipe.tensorflow.messages.buckets import (
     DEFAULT_BUCKET_BYTES,
     Packing,
+    Residuals,
     default_groups,
     plan_groups,
 )
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
 
 __all__ = ["MergedGradientEngine"]
 

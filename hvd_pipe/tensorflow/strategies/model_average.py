@@ -20,9 +20,9 @@ import tensorflow as tf
 
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.compression import Compression
+from hvd_pipe.tensorflow.graphs import Arrays, restore
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
-from hvd_pipe.tensorflow.strategies.engine import LOST, Arrays, restore
+from hvd_pipe.tensorflow.messages.reduction import LOST, Feedback, Reduction
 
 __all__ = ["ModelAverage", "wide"]
 

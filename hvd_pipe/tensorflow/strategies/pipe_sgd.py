@@ -21,21 +21,16 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 
 from hvd_pipe.strategy import PipeSGD
+from hvd_pipe.tensorflow.graphs import Arrays, all_finite, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.residuals import Residuals
-from hvd_pipe.tensorflow.strategies.engine import (
-    Arrays,
-    Due,
-    Engine,
-    Gradients,
-    Peek,
-    Settings,
-    all_finite,
-    restore,
+from hvd_pipe.tensorflow.messages.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Packing,
+    Residuals,
+    default_groups,
 )
-from hvd_pipe.tensorflow.strategies.packing import DEFAULT_BUCKET_BYTES, Packing, default_groups
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
 from hvd_pipe.tensorflow.strategies.prediction import Prediction
-from hvd_pipe.tensorflow.variables import variable
 
 __all__ = ["PipeSGDEngine"]
 

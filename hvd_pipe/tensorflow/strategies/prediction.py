@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_pipe.tensorflow.variables import variable
+from hvd_pipe.tensorflow.graphs import variable
 
 __all__ = ["Prediction"]
 

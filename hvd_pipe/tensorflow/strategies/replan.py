@@ -24,9 +24,8 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, MergedGradient
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, largest
-from hvd_pipe.tensorflow.measuring.job_times import JobTimes
-from hvd_pipe.tensorflow.measuring.profiler import ReadyTimes, measure_comm
-from hvd_pipe.tensorflow.session import Sessions
+from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes, measure_comm
+from hvd_pipe.tensorflow.sessions import Sessions
 from hvd_pipe.tensorflow.strategies.auto import choose_method
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 

@@ -1,20 +1,17 @@
-"""Which variables of a Keras optimizer are momenta: a value for each value of a model variable.
-
-Keras' optimizers keep them in lists, one entry a trainable variable: ``momentums``,
-``_velocities``, ``_accumulators``, ... Counters, learning rates and Adafactor's row and column
-sums have other shapes.
-"""
+"""Which variables of optimizers and models are what: momenta, slots, statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_pipe.tensorflow.strategies.engine import Momentum, raw
+from hvd_pipe.tensorflow.graphs import identity, raw
+from hvd_pipe.tensorflow.strategies.base import Momentum
 
-__all__ = ["momenta_of", "slots_of"]
+__all__ = ["momenta_of", "note_layer", "note_model", "slots_of", "statistics_of"]
 
 # Lists that do not have an entry of their own for each variable of the model.
 _OTHER = frozenset({"_trainable_variables", "_variables"})
@@ -78,3 +75,39 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
                 of = str(getattr(reference, "path", reference.name))
                 found.append(Momentum(raw(slot), f"{of}.{label}", label in _NONNEGATIVE))
     return found
+
+
+_models: list[weakref.ref[Any]] = []
+
+
+def note_layer(layer: Any) -> None:
+    """Remember the model of a layer that is being called in training."""
+    note_model(layer._get_call_context().entry_layer)
+
+
+def note_model(model: Any) -> None:
+    """Remember a model that is trained."""
+    if all(reference() is not model for reference in _models):
+        _models[:] = [reference for reference in _models if reference() is not None]
+        _models.append(weakref.ref(model))
+
+
+def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
+    """Return the moving averages of all models that have some of the trained variables.
+
+    Args:
+        trained: The `identity` of each trainable variable.
+        kept: That of each variable that each rank has for itself.
+    """
+    models = [model for model in (reference() for reference in _models) if model is not None]
+    found: dict[int, Any] = {}
+    for model in models:
+        if any(identity(each) in trained for each in model.trainable_variables):
+            for layer in model._flatten_layers():
+                if not getattr(layer, "stateful", False):  # the states of a rank's own samples
+                    found |= {id(each): each for each in layer._non_trainable_variables}
+    return [
+        each
+        for each in found.values()
+        if tf.as_dtype(each.dtype).is_floating and identity(each) not in kept
+    ]

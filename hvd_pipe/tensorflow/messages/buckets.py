@@ -1,4 +1,4 @@
-"""Which gradients share a message, and how they lie in it.
+"""Which gradients share a message, how they lie in it, and what codecs have left over of each.
 
 gradients   [ a b ]  [ c ]  [ d e f ]          places 0, 1, 2
 groups      (2, 1), (0,)
@@ -7,6 +7,7 @@ flats       [ d e f c ], [ a b ]               one message each
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,8 +16,17 @@ import tensorflow as tf
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.tensorflow.checking import delayed
+from hvd_pipe.tensorflow.graphs import Arrays
+from hvd_pipe.tensorflow.messages.reduction import LOST, Feedback, Reduction
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "Packing", "Shapes", "default_groups", "plan_groups"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "Packing",
+    "Residuals",
+    "Shapes",
+    "default_groups",
+    "plan_groups",
+]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
 
@@ -131,3 +141,26 @@ def plan_groups(plan: Plan, shapes: Shapes, places: Sequence[int]) -> list[list[
                 "that each bucket has one."
             )
     return groups
+
+
+class Residuals:
+    """One `Feedback` a bucket, or None where the codec keeps none."""
+
+    def __init__(self, reduction: Reduction, packing: Packing) -> None:
+        self.each: list[Feedback | None] = [reduction.feedback(size) for size in packing.sizes]
+        # Of these buckets only: other ones of this size would add it to other gradients.
+        self._buckets = zlib.crc32(repr(packing.groups).encode())
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """The variables, by the names that they have in a checkpoint."""
+        return {
+            f"{LOST}{kind}.{i}.{self._buckets:08x}": getattr(feedback, kind)
+            for i, feedback in enumerate(self.each)
+            if feedback is not None
+            for kind in ("sent", "reduced")
+        }
+
+    def state(self) -> Arrays:
+        """Return copies of them all."""
+        return {name: each.numpy() for name, each in self.named.items()}

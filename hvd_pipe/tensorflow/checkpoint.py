@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import rank, size
 
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, parse
-from hvd_pipe.tensorflow.strategies.engine import Arrays
+from hvd_pipe.tensorflow.graphs import Arrays
 
 __all__ = ["InFlight"]
 
@@ -35,7 +35,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
     """The state of an optimizer's sessions, asked for when a checkpoint is written.
 
     Args:
-        sessions: `hvd_pipe.tensorflow.session.Sessions`.
+        sessions: `hvd_pipe.tensorflow.sessions.Sessions`.
     """
 
     def __init__(self, sessions: Any) -> None:

@@ -12,43 +12,23 @@ traced, so that what it does becomes operations of the step::
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import rank
 
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.checking import Replicas
+from hvd_pipe.tensorflow.graphs import Arrays
+from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
-from hvd_pipe.tensorflow.strategies.packing import Shapes
 
-__all__ = [
-    "LOST",
-    "Arrays",
-    "Due",
-    "Engine",
-    "Gradients",
-    "Momentum",
-    "Peek",
-    "Settings",
-    "all_finite",
-    "identity",
-    "raw",
-    "restore",
-]
+__all__ = ["Due", "Engine", "Gradients", "Momentum", "Peek", "Settings"]
 
 Gradients = Mapping[int, Any]
 """Dense tensors, or ``tf.IndexedSlices``, by place."""
-
-Arrays = dict[str, npt.NDArray[Any]]
-"""What is in flight, by name; of this rank."""
-
-LOST = "lost."
-"""Begins the names of what codecs have left over, which means nothing on another rank."""
 
 
 @dataclass(frozen=True)
@@ -192,28 +172,3 @@ class Engine(abc.ABC):
 
     def share(self) -> None:  # noqa: B027 - the same
         """Make what is in flight, or the models, equal on all ranks; between two steps."""
-
-
-def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
-    """Return whether all values of all tensors are finite; also where there are no tensors."""
-    found = [tf.reduce_all(tf.math.is_finite(each)) for each in values]
-    return tf.reduce_all(tf.stack([tf.constant(True), *found]))
-
-
-def raw(each: Any) -> Any:
-    """Return the ``tf.Variable`` of a Keras variable."""
-    return each.value if hasattr(each, "value") and not callable(each.value) else each
-
-
-def identity(each: Any) -> int:
-    """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
-    return id(raw(each))
-
-
-def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
-    """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
-    for name, each in variables.items():
-        found = state.get(name)
-        if found is None or tuple(found.shape) != tuple(each.shape):
-            found = np.zeros(each.shape)
-        each.assign(found.astype(each.dtype.as_numpy_dtype))

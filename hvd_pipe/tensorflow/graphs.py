@@ -1,0 +1,131 @@
+"""Graphs of TensorFlow's: which are refused, and the variables and message names made in them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python.framework import func_graph, ops
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+__all__ = [
+    "Arrays",
+    "all_finite",
+    "call_name",
+    "identity",
+    "raw",
+    "refuse_old_graphs",
+    "refuse_xla",
+    "restore",
+    "variable",
+]
+
+Arrays = dict[str, npt.NDArray[Any]]
+"""What is in flight, by name; of this rank."""
+
+
+def variable(shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Variable:
+    """Return a variable of zeros, made outside of whatever graph is being traced.
+
+    Not ``tf.Variable(...)``: a ``tf.function`` has its own way to make these, inside of
+    ``tf.init_scope`` as well, which it refuses when it is traced anew.
+    """
+    with tf.init_scope():
+        return ResourceVariable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+
+def refuse_xla() -> None:
+    """Raise where the graph being traced is for XLA.
+
+    Raises:
+        ValueError: With the line to write.
+    """
+    if tf.executing_eagerly():
+        return
+    if control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()):
+        raise ValueError(  # of the errors that autograph hands on as they are
+            "XLA cannot compile Horovod's messages: write model.compile(..., jit_compile=False), "
+            "or @tf.function(jit_compile=False) around your own step."
+        )
+
+
+def refuse_old_graphs() -> None:
+    """Raise inside of a ``tf.Graph``, where ranks cannot compare what they have.
+
+    Raises:
+        ValueError: With what to write.
+    """
+    with tf.init_scope():  # leaves the graphs of tf.function
+        if tf.executing_eagerly():
+            return
+    raise ValueError(  # of the errors that autograph hands on as they are
+        "hvd_pipe works in TensorFlow 2, and this is a graph of TensorFlow 1: leave the `with "
+        "tf.Graph().as_default()` (or tf.compat.v1.disable_eager_execution()) and put the step "
+        "into a @tf.function; or use horovod.tensorflow's own class in the graph, which has no "
+        "strategies."
+    )
+
+
+_calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def call_name(name: str, layer: Any = None) -> str:
+    """Return a name that no other message of the step has, and that all ranks have.
+
+    The first message keeps its name, later ones are numbered. Calls count in the graph at hand and
+    in those around it: a function inside another is traced twice where it creates variables, but
+    once on a rank that has created them before, and each trace must give the same names. Layers
+    are numbered in the order in which the outermost graph meets them: Keras' own numbers differ on
+    a rank that has built one more model. Outside of graphs one call follows the other, and a name
+    is good for all.
+
+    Args:
+        name: What is sent.
+        layer: The layer that sends it, if layers of one kind send under one name.
+    """
+    if tf.executing_eagerly():
+        return name
+    graphs = [ops.get_default_graph()]
+    # No assignment in an expression: AutoGraph, which reads this, does not know it, and says so.
+    while isinstance(getattr(graphs[-1], "outer_graph", None), func_graph.FuncGraph):
+        graphs.append(graphs[-1].outer_graph)
+    if layer is not None:
+        seen = _layers.setdefault(graphs[-1], weakref.WeakKeyDictionary())
+        name = f"{name}.{seen.setdefault(layer, len(seen))}"
+    before = sum(_calls.setdefault(graph, Counter())[name] for graph in graphs)
+    _calls[graphs[0]][name] += 1
+    return f"{name}.again.{before}" if before else name
+
+
+def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
+    """Return whether all values of all tensors are finite; also where there are no tensors."""
+    found = [tf.reduce_all(tf.math.is_finite(each)) for each in values]
+    return tf.reduce_all(tf.stack([tf.constant(True), *found]))
+
+
+def raw(each: Any) -> Any:
+    """Return the ``tf.Variable`` of a Keras variable."""
+    return each.value if hasattr(each, "value") and not callable(each.value) else each
+
+
+def identity(each: Any) -> int:
+    """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
+    return id(raw(each))
+
+
+def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
+    """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
+    for name, each in variables.items():
+        found = state.get(name)
+        if found is None or tuple(found.shape) != tuple(each.shape):
+            found = np.zeros(each.shape)
+        each.assign(found.astype(each.dtype.as_numpy_dtype))

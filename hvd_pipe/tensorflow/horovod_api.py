@@ -1,0 +1,212 @@
+"""Horovod's functions that need another body here, under Keras 3, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import horovod.tensorflow as _horovod
+import tensorflow as tf
+from horovod.tensorflow import functions as _functions
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
+
+from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow.graphs import call_name, raw
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "grouped_allreduce",
+    "init",
+    "shutdown",
+]
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Initialise Horovod, with its own fusion of messages off unless the user has set it.
+
+    Our buckets are merged already; fusing them again would copy every byte twice more. Set
+    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Where Horovod sums on the CPU, Open MPI
+    lets others have the processor while it waits: computing needs it
+    (``OMPI_MCA_mpi_yield_when_idle=0`` has it poll). Arguments as Horovod's ``init``.
+
+    Raises:
+        HvdPipeError: Horovod was shut down in this process and cannot start again here.
+    """
+    workers.begin()
+    return mpi_ops.init(*args, **kwargs)
+
+
+def shutdown(*args: Any, **kwargs: Any) -> Any:
+    """Shut Horovod down when the other ranks no longer need what this one has sent.
+
+    Optimizers and tapes keep what was in flight, and go on with it after another `init`, on other
+    workers if need be; their graphs are traced anew.
+    """
+    workers.begin()
+    with workers.keeping():
+        return mpi_ops.shutdown(*args, **kwargs)
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Give all ranks the values that ``root_rank`` has, at once or as operations of a graph.
+
+    Args:
+        variables: Keras' or TensorFlow's, in the same order on all ranks.
+        root_rank: Whose values count.
+        process_set: The ranks that take part.
+        inplace: Accepted for Horovod's sake.
+
+    Returns:
+        None when executed at once, else an operation.
+
+    Example:
+        >>> weights = tf.Variable([1.0, 2.0])
+        >>> broadcast_variables([weights], root_rank=0)
+    """
+    if process_set.size() == 1 or not process_set.included():
+        return None if tf.executing_eagerly() else tf.no_op()
+    kept = [raw(each) for each in variables]
+    if tf.executing_eagerly():
+        _broadcast_all(kept, root_rank, process_set)
+        return None
+    return tf.group(_broadcast_all(kept, root_rank, process_set))
+
+
+def _broadcast_all(
+    variables: list[tf.Variable], root_rank: int, process_set: ProcessSet
+) -> list[Any]:
+    tag = call_name("hvd_pipe.broadcast")
+
+    def values() -> list[tf.Tensor]:
+        found = []
+        for i, each in enumerate(variables):
+            value = each.read_value()
+            odd = value.dtype == tf.bfloat16  # which Horovod does not know
+            wire = tf.bitcast(value, tf.int16) if odd else value
+            arrived = broadcast(
+                wire,
+                root_rank,
+                name=f"{tag}.{i}",
+                ignore_name_scope=True,
+                process_set=process_set,
+            )
+            found.append(tf.bitcast(arrived, value.dtype) if odd else arrived)
+        return found
+
+    if tf.executing_eagerly():  # in a graph all are under way at once; calls of it are not counted
+        arrived = tf.function(values, autograph=False).get_concrete_function()()
+    else:
+        arrived = values()
+    return [each.assign(value) for each, value in zip(variables, arrived, strict=True)]
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Broadcast the variables of a graph of TensorFlow 1's; else nothing knows all variables.
+
+    Raises:
+        RuntimeError: Not in such a graph; with what to write.
+    """
+    if not tf.executing_eagerly() and not tf.inside_function():
+        return _horovod.broadcast_global_variables(root_rank)
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() has no variables to find in TensorFlow 2: call "
+        f"hvd.broadcast_variables(model.variables + optimizer.variables, root_rank={root_rank}), "
+        "or pass hvd.callbacks.BroadcastGlobalVariablesCallback to model.fit."
+    )
+
+
+def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> list[Any]:
+    """As Horovod's, whose group must be all dense or all sparse: here both may come together.
+
+    Args:
+        tensors: Tensors and ``tf.IndexedSlices``.
+        args, options: As Horovod's.
+    """
+    found = list(tensors)
+    for kind in (False, True):
+        places = [i for i, x in enumerate(tensors) if isinstance(x, tf.IndexedSlices) == kind]
+        arrived = _horovod.grouped_allreduce([tensors[i] for i in places], *args, **options)
+        for place, tensor in zip(places, arrived, strict=True):
+            found[place] = tensor
+    return found
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """As Horovod's, which does not know Keras 3's variables."""
+    kept = [raw(each) for each in variables]
+    found: list[tf.Tensor] = mpi_ops.broadcast_(kept, root_rank, name, process_set)
+    return found
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """As Horovod's; within a ``tf.function`` at once, while that is traced.
+
+    Example:
+        >>> import hvd_pipe.tensorflow as hvd
+        >>> hvd.init()
+        >>> hvd.broadcast_object({"epoch": 3})
+        {'epoch': 3}
+    """
+    with tf.init_scope():
+        return _functions.broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function that broadcasts an object, as Horovod's, which needs TensorFlow 1."""
+    name = name or "broadcast_object_fn"
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """As Horovod's; within a ``tf.function`` at once, while that is traced."""
+    with tf.init_scope():
+        found: list[Any] = _functions.allgather_object(obj, session, name, process_set)
+        return found
+
+
+def BroadcastGlobalVariablesHook(  # noqa: N802 - Horovod's name
+    root_rank: int, device: str = ""
+) -> NoReturn:
+    """Refuse: hooks are for estimators, which TensorFlow no longer has.
+
+    Raises:
+        RuntimeError: Always, with what to write.
+    """
+    raise RuntimeError(
+        "hvd.BroadcastGlobalVariablesHook() is for tf.estimator, which TensorFlow 2.16 and newer "
+        "lack: pass hvd_pipe.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback("
+        f"{root_rank}) to model.fit, or call hvd.broadcast_variables(...)."
+    )
