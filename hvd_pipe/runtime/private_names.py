@@ -206,11 +206,16 @@ ROWS = (
         "tensorflow.pipedream.graph",
     ),
     *(
-        PrivateName("tensorflow", "keras.src.trainers.trainer", name, "tensorflow.keras.patches")
-        for name in ("model_supports_jit", "Trainer")
-    ),
-    PrivateName(
-        "tensorflow", "keras.layers", "BatchNormalization._moments", "tensorflow.keras.patches"
+        PrivateName("tensorflow", module, name, "tensorflow.keras_patches")
+        for module, name in (
+            ("keras.src.trainers.trainer", "model_supports_jit"),
+            ("keras.src.trainers.trainer", "Trainer"),
+            ("keras.src.trainers.trainer", "Trainer.compile.jit_compile"),
+            ("keras.src.backend.tensorflow.trainer", "TensorFlowTrainer.fit.callbacks"),
+            ("keras.optimizers", "LossScaleOptimizer.apply.trainable_variables"),
+            ("keras.layers", "BatchNormalization._moments.mask"),
+            ("keras.layers", "Layer._get_call_context"),
+        )
     ),
     PrivateName(
         "tensorflow",
@@ -220,7 +225,7 @@ ROWS = (
     ),
     *(
         PrivateName("tensorflow", "keras.layers", f"Layer.{name}", "tensorflow.keras.variables")
-        for name in ("_flatten_layers", "_get_call_context", "_non_trainable_variables")
+        for name in ("_flatten_layers", "_non_trainable_variables")
     ),
     *(
         PrivateName(

@@ -11,7 +11,7 @@ from horovod.tensorflow import functions as _functions
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
-from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow import keras_patches, workers
 from hvd_pipe.tensorflow.graphs import call_name, raw
 
 __all__ = [
@@ -40,6 +40,7 @@ def init(*args: Any, **kwargs: Any) -> Any:
         HvdPipeError: Horovod was shut down in this process and cannot start again here.
     """
     workers.begin()
+    keras_patches.install()
     return mpi_ops.init(*args, **kwargs)
 
 

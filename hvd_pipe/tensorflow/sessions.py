@@ -20,7 +20,7 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.agreement import answer_with
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
-from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow import keras_patches, workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, identity, refuse_old_graphs
@@ -69,6 +69,7 @@ class Sessions:
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
         refuse_old_graphs()
         workers.begin()
+        keras_patches.install()
         self.arguments = arguments
         self._tag: str | None = None
         self._owner: weakref.ref[Owner] | None = None

@@ -146,6 +146,17 @@ def test_groups_are_messages() -> None:
         np.testing.assert_allclose(found["weights"], plain["weights"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", ["planning", "planning twice"])
+def test_the_planning_callback_plans_once_by_its_own_name(case: str) -> None:
+    """Beside a broadcast callback, which has one as well, no step is counted twice."""
+    assert_alike(case)
+    for found in ranks_of(case):
+        *before, last, after = found["methods"]
+        assert len(before) == features.PLANNED_AFTER - 1
+        assert set(before) == {"bytes"}
+        assert last == after != "bytes"
+
+
 def test_the_broadcast_callback_makes_ranks_start_alike() -> None:
     assert_alike("beginnings")
     assert_alike("beginnings", "mae")

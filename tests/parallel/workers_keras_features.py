@@ -18,11 +18,13 @@ import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.tensorflow.messages.reduction import Reduction
+from hvd_pipe.tensorflow.strategies.replan import RECORD_STEPS, SKIP_STEPS
 
 Found = dict[str, Any]
 
 STEPS = 12
 CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds
+PLANNED_AFTER = SKIP_STEPS + RECORD_STEPS  # steps
 
 
 def data(rank: int, steps: int = STEPS) -> tuple[Any, Any]:
@@ -268,6 +270,24 @@ def in_groups(groups: int) -> Found:
     return {"weights": weights_of(model), "buckets": len(optimizer.plan.buckets)}
 
 
+def planned(both: bool) -> Found:
+    """The planning callback by its own name, without a broadcast or beside one."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    model.compile(optimizer, "mse")
+    callbacks: list[Any] = [hvd.callbacks.PlanningCallback()]
+    callbacks += [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if both else []
+    methods: list[str] = []
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, number: int, logs: Any = None) -> None:
+            methods.append(optimizer.plan.method)
+
+    x, y = data(hvd.rank(), PLANNED_AFTER + 1)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[*callbacks, Watch()])
+    return {"methods": methods, "weights": weights_of(model)}
+
+
 def unlike_beginnings() -> Found:
     """The broadcast callback makes all ranks start as rank 0."""
     model = make_model()
@@ -471,6 +491,8 @@ CASES = {
     "local": (local_variable,),
     "drained": (drained_in_the_middle,),
     "groups": (in_groups, 2),
+    "planning": (planned, False),
+    "planning twice": (planned, True),
     "beginnings": (unlike_beginnings,),
     "rates": (learning_rates,),
     **{

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import keras
 import pytest
 import tensorflow as tf
@@ -42,3 +45,22 @@ def test_an_optimizer_of_the_legacy_package_is_refused() -> None:
     legacy = type("Adam", (), {"__module__": "tf_keras.src.optimizers.adam"})()
     with pytest.raises(TypeError, match=r"got tf_keras\.src\.optimizers\.adam\.Adam.*: unset it"):
         DistributedOptimizer(legacy)
+
+
+def test_importing_patches_nothing_in_keras() -> None:
+    """`hvd.init()` does, or the first optimizer or tape, for scripts that call Horovod's own."""
+    script = (
+        "import hvd_pipe.tensorflow.keras as hvd\n"
+        "from hvd_pipe.tensorflow.keras_patches import PATCHES\n"
+        "def now(): return [getattr(each.owner, each.name) for each in PATCHES]\n"
+        "before = now()\n"
+        "assert all('hvd_pipe' not in each.__code__.co_filename for each in before)\n"
+        "hvd.init()\n"
+        "assert not set(before) & set(now())\n"
+        "assert all(each.reason for each in PATCHES)\n"
+        "print(len(before))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.split() == ["5"], done.stderr

@@ -41,7 +41,7 @@ from hvd_pipe.tensorflow.horovod_api import (
     init,
     shutdown,
 )
-from hvd_pipe.tensorflow.keras import callbacks, elastic, patches
+from hvd_pipe.tensorflow.keras import callbacks, elastic
 from hvd_pipe.tensorflow.keras.api import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
@@ -51,8 +51,6 @@ from hvd_pipe.tensorflow.keras.api import (
     load_model,
     reducescatter,
 )
-
-patches.install()
 
 __all__ = [
     "BF16",

@@ -16,7 +16,7 @@ from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.graphs import identity
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras.variables import note_model
+from hvd_pipe.tensorflow.keras_patches import note_model
 from hvd_pipe.tensorflow.strategies.replan import Replan
 
 __all__ = [
@@ -25,16 +25,52 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "PlanningCallback",
 ]
+
+
+class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Measure the first steps, plan, and have the step traced anew with what was found.
+
+    Under ``merged-gradient`` that is which gradients share a message, under ``auto`` the strategy.
+    Other strategies go on as they are. `BroadcastGlobalVariablesCallback` has one of these; add it
+    by this name where ranks begin with equal variables anyway. Of several in one call of ``fit``,
+    the first acts.
+
+    Example:
+        >>> callback = PlanningCallback()
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replans: list[Replan] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        found = [
+            Replan.of(optimizer._hvd_pipe, optimizer._hvd_pipe_passes()[0])
+            for optimizer in _distributed(self.model)
+        ]
+        self._replans = [replan for replan in found if replan.takes(self.params)]
+        self._trace_anew([replan.begin() for replan in self._replans])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._trace_anew([replan.after_step() for replan in self._replans])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        for replan in self._replans:
+            replan.takes(None)
+
+    def _trace_anew(self, wanted: list[bool]) -> None:
+        if any(wanted):
+            self.model.make_train_function(force=True)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
 
     Each rank keeps the state of its own random numbers (dropout), the variables that are local to
-    it, and what optimizers keep for these. Under ``merged-gradient`` and
-    ``auto`` this also measures the first steps and has the step traced anew with the plan, and the
-    method, that they lead to.
+    it, and what optimizers keep for these. Epochs of unlike length are refused. The attribute
+    ``planning`` is a `PlanningCallback`, which acts right after this.
 
     Args:
         root_rank: Whose variables count.
@@ -49,7 +85,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
-        self._replans: list[Replan] = []
+        self.planning = PlanningCallback()
         self._generation = workers.generation()
         if local_variables is None:
             local_variables = []
@@ -61,40 +97,39 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         """Let each rank keep this variable."""
         self._local.add(identity(var))
 
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.planning.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.planning.set_params(params)
+
     def on_train_begin(self, logs: Any = None) -> None:
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
             self.broadcast_done = False
-        optimizers = _distributed(self.model)
         note_model(self.model)
-        for optimizer in optimizers:
+        for optimizer in _distributed(self.model):
             optimizer._hvd_pipe_kept |= self._local
             self._check_steps(optimizer)
-        passes = [optimizer._hvd_pipe_passes()[0] for optimizer in optimizers]
-        self._replans = [
-            Replan.of(optimizer._hvd_pipe, each)
-            for optimizer, each in zip(optimizers, passes, strict=True)
-        ]
-        self._trace_anew([replan.begin() for replan in self._replans])
+        self.planning.on_train_begin(logs)
         # `fit` has built the model and the optimizer; a model that it cannot build waits a step.
         if self.model.built and all(each.built for each in _optimizers(self.model)):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._broadcast()
-        self._trace_anew([replan.after_step() for replan in self._replans])
+        self.planning.on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Finish what optimizers beside the compiled one have in flight: a GAN's, say."""
+        self.planning.on_train_end(logs)
         optimizers = _distributed(self.model)
         compiled = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         for optimizer in optimizers:
             if optimizer is not compiled:
                 optimizer.synchronize()
-
-    def _trace_anew(self, wanted: list[bool]) -> None:
-        if any(wanted):
-            self.model.make_train_function(force=True)
 
     def _check_steps(self, optimizer: Any) -> None:
         """Refuse epochs of unlike length, in which the longer one would wait for ever."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_pipe.tensorflow.graphs import identity, raw
+from hvd_pipe.tensorflow.keras_patches import noted_models
 from hvd_pipe.tensorflow.strategies.base import Momentum
 
-__all__ = ["momenta_of", "note_layer", "note_model", "slots_of", "statistics_of"]
+__all__ = ["momenta_of", "slots_of", "statistics_of"]
 
 # Lists that do not have an entry of their own for each variable of the model.
 _OTHER = frozenset({"_trainable_variables", "_variables"})
@@ -77,21 +77,6 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
     return found
 
 
-_models: list[weakref.ref[Any]] = []
-
-
-def note_layer(layer: Any) -> None:
-    """Remember the model of a layer that is being called in training."""
-    note_model(layer._get_call_context().entry_layer)
-
-
-def note_model(model: Any) -> None:
-    """Remember a model that is trained."""
-    if all(reference() is not model for reference in _models):
-        _models[:] = [reference for reference in _models if reference() is not None]
-        _models.append(weakref.ref(model))
-
-
 def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
     """Return the moving averages of all models that have some of the trained variables.
 
@@ -99,9 +84,8 @@ def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
         trained: The `identity` of each trainable variable.
         kept: That of each variable that each rank has for itself.
     """
-    models = [model for model in (reference() for reference in _models) if model is not None]
     found: dict[int, Any] = {}
-    for model in models:
+    for model in noted_models():
         if any(identity(each) in trained for each in model.trainable_variables):
             for layer in model._flatten_layers():
                 if not getattr(layer, "stateful", False):  # the states of a rank's own samples

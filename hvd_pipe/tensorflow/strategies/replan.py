@@ -58,6 +58,7 @@ class Replan:
                 plans &= strategy.plan in ("auto", "greedy")
                 method = "greedy" if strategy.plan == "greedy" else "exact"
             opens = plans
+        self._fit: object = None
         self._last = SKIP_STEPS + steps * passes
         self._plans, self._method = plans, method
         self._open = opens and not arguments.reduction().alone
@@ -69,6 +70,15 @@ class Replan:
             sessions.watcher = cls(sessions, passes)
         watcher: Replan = sessions.watcher
         return watcher
+
+    def takes(self, fit: object) -> bool:
+        """Return whether nobody drives the steps of this call of ``fit`` yet.
+
+        Args:
+            fit: The parameters that all callbacks of one call share.
+        """
+        before, self._fit = self._fit, fit
+        return before is not fit
 
     def begin(self) -> bool:
         """Note that training goes on; return whether the step must be traced anew.

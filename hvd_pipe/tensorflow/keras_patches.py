@@ -1,0 +1,205 @@
+"""Patches to Keras functions that must know of distributed optimizers, and ask nobody.
+
+`install` makes them, at ``hvd.init()`` or when the first optimizer or tape is distributed; nothing
+is patched at import. `PATCHES` lists them all. Optimizers that are not distributed are treated as
+ever. `hvd_pipe.runtime.private_names` checks that the installed Keras has each function, with the
+arguments that are used here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import is_initialized
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+from keras.src.trainers import trainer
+
+from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
+
+__all__ = ["PATCHES", "Patch", "install", "note_model", "noted_models"]
+
+_models: list[weakref.ref[Any]] = []
+
+
+def note_model(model: Any) -> None:
+    """Remember a model that is trained."""
+    if all(reference() is not model for reference in _models):
+        _models[:] = [reference for reference in _models if reference() is not None]
+        _models.append(weakref.ref(model))
+
+
+def noted_models() -> list[Any]:
+    """Return the models that have been trained, and are still there."""
+    return [model for model in (reference() for reference in _models) if model is not None]
+
+
+def _distributed(optimizer: Any) -> Any:
+    """Return the distributed optimizer that this is, or that LossScaleOptimizer wraps, or None."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner if hasattr(inner, "_hvd_pipe") else None
+
+
+def _no_xla(supports_jit: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(supports_jit)
+    def asked(model: Any) -> bool:
+        is_plain = _distributed(getattr(model, "optimizer", None)) is None
+        return is_plain and supports_jit(model)
+
+    return asked
+
+
+def _alike(apply: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(apply)
+    def applied(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        inner = _distributed(self)
+        if inner is None:
+            apply(self, grads, trainable_variables)
+            return
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+            self.built = True
+        scale = self.dynamic_scale
+        unscaled = [None if each is None else _divided(each, scale) for each in grads]
+        inner._hvd_pipe_apply(unscaled, trainable_variables, self)
+
+    return applied
+
+
+def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compile)
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("experimental_run_tf_function", None)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if kwargs.get("jit_compile") is True and _distributed(optimizer) is not None:
+            warnings.warn(
+                "XLA cannot compile Horovod's messages: write model.compile(..., "
+                "jit_compile=False); going on so.",
+                stacklevel=2,
+            )
+            kwargs["jit_compile"] = False
+        compile(self, *args, **kwargs)
+
+    return compiled
+
+
+_KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
+"""What the names of Horovod's callbacks begin with that call what Keras 3 lacks."""
+
+_MISCOUNTS = "UpdateBatchStateCallback"
+
+
+def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _distributed(getattr(self, "optimizer", None)) is not None:
+            given = inspect.signature(fit).bind(self, *args, **kwargs).arguments.get("callbacks")
+            for each in given if isinstance(given, list | tuple) else [given]:
+                _refuse_keras_2(each)
+        return fit(self, *args, **kwargs)
+
+    return fitted
+
+
+def _refuse_keras_2(callback: Any) -> None:
+    for cls in type(callback).__mro__:
+        if cls.__module__.startswith("horovod.") and cls.__name__.startswith(_KERAS_2):
+            raise TypeError(
+                f"{cls.__module__}.{cls.__name__} is for Keras 2, and fails under Keras "
+                f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
+                "with the same arguments."
+            )
+        if cls.__module__.startswith("horovod.") and cls.__name__ == _MISCOUNTS:
+            warnings.warn(
+                f"{cls.__module__}.{cls.__name__} cannot shorten an epoch under Keras 3, and "
+                "counts the batches of one that was interrupted from 0: pass "
+                f"hvd_pipe.tensorflow.keras.elastic.{_MISCOUNTS}.",
+                stacklevel=4,
+            )
+
+
+def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(moments)
+    def found(self: Any, inputs: Any, mask: Any) -> Any:
+        if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
+            return moments_of_all(self, inputs, mask)
+        note_model(self._get_call_context().entry_layer)  # the outermost layer that was called
+        return moments(self, inputs, mask)
+
+    return found
+
+
+def _divided(gradient: Any, scale: Any) -> Any:
+    return keras.ops.divide(gradient, keras.ops.cast(scale, gradient.dtype))
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of Keras that another takes the place of.
+
+    Args:
+        owner: The module or class that has it.
+        name: Its name there.
+        wrap: Returns the function that calls it.
+        reason: Why it must know of distributed optimizers.
+    """
+
+    owner: Any
+    name: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    reason: str
+
+
+PATCHES = (
+    Patch(
+        trainer,
+        "model_supports_jit",
+        _no_xla,
+        "jit_compile='auto' compiles with XLA wherever layers allow it. XLA cannot compile "
+        "Horovod's messages, so with a distributed optimizer 'auto' means no.",
+    ),
+    Patch(
+        keras.optimizers.LossScaleOptimizer,
+        "apply",
+        _alike,
+        "It decides by this rank's gradients whether there is an update. Ranks must decide alike, "
+        "so with a distributed optimizer inside it decides by what has been averaged.",
+    ),
+    Patch(
+        trainer.Trainer,
+        "compile",
+        _tolerant,
+        "Horovod's scripts write experimental_run_tf_function=False, which older versions needed "
+        "and Keras 3 refuses. jit_compile=True is turned off, with a warning.",
+    ),
+    Patch(
+        tensorflow_trainer.TensorFlowTrainer,  # TensorFlow's trainer has a `fit` of its own
+        "fit",
+        _with_own_callbacks,
+        "Horovod's callbacks are of Keras 2: most fail with an AttributeError. With a distributed "
+        "optimizer, fit says at once which ones to take instead.",
+    ),
+    Patch(
+        keras.layers.BatchNormalization,
+        "_moments",
+        _over_ranks,
+        "BatchNormalization(synchronized=True) knows the replicas of tf.distribute only. It is "
+        "what a SyncBatchNormalization is in a file, and must not become a local one when it is "
+        "loaded. The same method tells which models have statistics (`keras.variables`).",
+    ),
+)
+
+
+@functools.cache
+def install() -> None:
+    """Make all patches, once a process."""
+    for each in PATCHES:
+        setattr(each.owner, each.name, each.wrap(getattr(each.owner, each.name)))
