@@ -229,12 +229,16 @@ ROWS = (
     ),
     *(
         PrivateName(
+            "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.accumulation"
+        )
+        for name in ("_accumulated_gradients", "_get_variable_index")
+    ),
+    *(
+        PrivateName(
             "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.optimizer"
         )
         for name in (
-            "_accumulated_gradients",
             "_check_variables_are_known",
-            "_get_variable_index",
             "_iterations",
             "_model_variables_moving_average",
             "_trainable_variables",

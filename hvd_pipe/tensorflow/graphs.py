@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 __all__ = [
     "Arrays",
     "all_finite",
+    "branch",
     "call_name",
+    "check_graph",
     "identity",
     "raw",
     "refuse_old_graphs",
@@ -38,6 +40,16 @@ def variable(shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Variable:
     """
     with tf.init_scope():
         return ResourceVariable(tf.zeros(shape, dtype), trainable=False, name=name)
+
+
+def check_graph() -> None:
+    """Raise where no gradient can travel: in TensorFlow 1's graphs, and in XLA's.
+
+    Raises:
+        ValueError: With what to write.
+    """
+    refuse_old_graphs()
+    refuse_xla()
 
 
 def refuse_xla() -> None:
@@ -76,6 +88,16 @@ _calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary
 _layers: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def branch(what: Callable[[], None]) -> Callable[[], Any]:
+    """Return what ``tf.cond`` wants: a function that returns an operation."""
+
+    def run() -> Any:
+        what()
+        return tf.no_op()
+
+    return run
 
 
 def call_name(name: str, layer: Any = None) -> str:

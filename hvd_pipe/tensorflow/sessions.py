@@ -45,11 +45,11 @@ _inherited: dict[str, States] = {}
 
 
 class Owner(Protocol):
-    """An optimizer that keeps something between two steps itself."""
+    """What an optimizer keeps between two steps beside its sessions."""
 
-    def _hvd_pipe_state(self) -> Arrays: ...
+    def state(self) -> Arrays: ...
 
-    def _hvd_pipe_load(self, state: Arrays) -> None: ...
+    def load(self, state: Arrays) -> None: ...
 
 
 class Sessions:
@@ -208,7 +208,7 @@ class Sessions:
                 session.engine.load(states.pop(session.number))
         owner = None if self._owner is None else self._owner()
         if owner is not None and OWNERS in states:
-            owner._hvd_pipe_load(states.pop(OWNERS))
+            owner.load(states.pop(OWNERS))
 
     # What elastic jobs need, and another `hvd.init()`.
 
@@ -244,7 +244,7 @@ class Sessions:
         for session in self:
             found[session.number] = session.engine.state()
         owner = None if self._owner is None else self._owner()
-        return found if owner is None else {**found, OWNERS: owner._hvd_pipe_state()}
+        return found if owner is None else {**found, OWNERS: owner.state()}
 
     def go_back(self, states: States | None) -> None:
         """Go on from earlier `states`, and from nothing in flight where these hold none."""

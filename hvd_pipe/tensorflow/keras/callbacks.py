@@ -47,7 +47,7 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         found = [
-            Replan.of(optimizer._hvd_pipe, optimizer._hvd_pipe_passes()[0])
+            Replan.of(optimizer._hvd_pipe, optimizer._hvd_pipe_accumulation.passes)
             for optimizer in _distributed(self.model)
         ]
         self._replans = [replan for replan in found if replan.takes(self.params)]

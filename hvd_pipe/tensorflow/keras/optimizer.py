@@ -15,9 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import keras
@@ -29,49 +28,21 @@ from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
 from hvd_pipe.tensorflow.graphs import (
-    Arrays,
     all_finite,
+    branch,
+    check_graph,
     identity,
     raw,
     refuse_old_graphs,
-    refuse_xla,
-    restore,
-    variable,
 )
+from hvd_pipe.tensorflow.keras.accumulation import Accumulation
 from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions
-from hvd_pipe.tensorflow.strategies.base import Gradients, Peek
+from hvd_pipe.tensorflow.strategies.base import Gradients, OptimizerAccess
 
 __all__ = ["DistributedMixin", "distribute"]
-
-
-@dataclass(frozen=True)
-class _Window:
-    """The passes that make one gradient, so far.
-
-    Args:
-        passes: How many there were, of all windows.
-        sums: Of their gradients, by variable.
-        named: What a state holds of it.
-    """
-
-    passes: tf.Variable
-    sums: Sequence[tf.Variable]
-    named: dict[str, tf.Variable]
-
-    def load(self, number: int, state: Arrays) -> bool:
-        """Go on from the part of a state that is this window's; return whether there is one."""
-        prefix = f"{number}."
-        mine = {
-            name.removeprefix(prefix): array
-            for name, array in state.items()
-            if name.startswith(prefix)
-        }
-        if mine:
-            restore(self.named, mine)
-        return bool(mine)
 
 
 class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -80,9 +51,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     _hvd_pipe: Sessions
     _hvd_pipe_local: set[int]
     _hvd_pipe_kept: set[int]
-    _hvd_pipe_steps: int | None
-    _hvd_pipe_windows: dict[int, _Window]
-    _hvd_pipe_resumed: Arrays
+    _hvd_pipe_accumulation: Accumulation
     _hvd_pipe_plain: Any
     """The user's class."""
     _hvd_pipe_arguments: Arguments
@@ -105,8 +74,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Apply gradients; ``scaler`` is the LossScaleOptimizer that has unscaled them, if any."""
         if len(grads) == 0:
             return
-        refuse_old_graphs()
-        refuse_xla()
+        check_graph()
         variables = self._hvd_pipe_variables(variables)
         gradients = list(grads)
         find = functools.partial(momenta_of, self)
@@ -114,72 +82,46 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         with timeline.step() as step:
             if step is not None:
                 step.gradients(gradients)
-            self._hvd_pipe_pass(session, variables, gradients, scaler)
-
-    def _hvd_pipe_pass(
-        self, session: Session, variables: list[Any], gradients: list[Any], scaler: Any
-    ) -> None:
-        """Accumulate the gradients of a pass, if asked for, and step where they are complete."""
-        steps, share = self._hvd_pipe_passes()
-        if steps == 1:
-            self._hvd_pipe_step(session, gradients, scaler)
-            return
-        window = self._hvd_pipe_window(session, variables)
-        sums = window.sums
-        # What has no gradient keeps none, and neither its sum.
-        pairs = [
-            None if gradient is None else (tf.convert_to_tensor(gradient), total)
-            for gradient, total in zip(gradients, sums, strict=True)
-        ]
-
-        def last() -> None:
-            totals = [None if pair is None else (pair[0] + pair[1]) * share for pair in pairs]
-            for each in sums:
-                each.assign(tf.zeros(each.shape, each.dtype))
-            with self._hvd_pipe_plainly():
-                self._hvd_pipe_step(session, totals, scaler)
-
-        def another() -> None:
-            for gradient, total in filter(None, pairs):
-                total.assign_add(gradient)
-            self._iterations.assign_add(1)
-
-        count = window.passes.assign_add(1)
-        tf.cond(tf.equal(count % steps, 0), _run(last), _run(another))
+            if self._hvd_pipe_accumulation.passes == 1:
+                self._hvd_pipe_step(session, gradients, scaler)
+            else:
+                self._hvd_pipe_accumulation.add(
+                    session,
+                    variables,
+                    gradients,
+                    lambda sums: self._hvd_pipe_step(session, sums, scaler),
+                )
 
     def _hvd_pipe_step(self, session: Session, gradients: list[Any], scaler: Any) -> None:
         """Exchange, and update where that is due."""
         engine = session.engine
         due = engine.exchange(session.outgoing(gradients))
         incoming = session.incoming(due.gradients, gradients)
-
-        def update(found: Sequence[Any], apply: Callable[[Any, Any], None]) -> None:
-            def plain() -> None:
-                apply(found, session.variables)
-
-            if scaler is None:
-                plain()
-            else:
-                _update_if_finite(session, scaler, found, plain)
+        apply = super().apply
 
         def whole() -> None:
-            update(incoming, super(DistributedMixin, self).apply)
+            _update(session, scaler, incoming, apply)
 
-        engine.before_update()
+        def own() -> None:
+            _update(session, scaler, session.own(incoming), self._hvd_pipe_apply_own)
+
         if due.when is None or not session.sends:
             whole()
         elif not session.has_local:
-            tf.cond(due.when, _run(whole), tf.no_op)
+            tf.cond(due.when, branch(whole), tf.no_op)
         else:  # what does not travel is due at once; ranks that have none of it vote
-            own = session.own(incoming)
-            tf.cond(due.when, _run(whole), _run(lambda: update(own, self._hvd_pipe_apply_own)))
+            tf.cond(due.when, branch(whole), branch(own))
         step = timeline.current()
-        changed = [raw(each) for each in session.variables]
+        changed = [raw(each) for each in session.variables] if step is not None else []
         with nullcontext() if step is None else step.end(changed, due.when):
-            engine.after_step(
-                Peek([raw(each) for each in self.variables], self._hvd_pipe_update_of(session))
-            )
-        engine.compare_replicas(due.gradients)
+            engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
+        if engine.replicas is not None:
+            engine.compare_replicas(due.gradients)
+
+    def _hvd_pipe_access(self, session: Session) -> OptimizerAccess:
+        return OptimizerAccess(
+            [raw(each) for each in self.variables], self._hvd_pipe_update_of(session)
+        )
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
         def update(gradients: Gradients) -> None:
@@ -224,7 +166,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             def update(due: Gradients, plain: Callable[[Gradients], None] = plain) -> None:
                 if not all_finite(due.values()):
                     return  # an overflow of loss scaling: on all ranks alike
-                with self._hvd_pipe_plainly():
+                with self._hvd_pipe_accumulation.suspended():
                     plain(due)
 
             with timeline.step():
@@ -290,7 +232,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     @property
     def iterations(self) -> Any:
         """As Keras', also while an accumulated gradient is applied."""
-        steps = self._hvd_pipe_steps
+        steps = self._hvd_pipe_accumulation.applying
         if steps is None:
             return super().iterations
         return keras.ops.floor_divide(self._iterations, steps)
@@ -313,63 +255,6 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 self.build(variables)
         self._check_variables_are_known(variables)
         return list(variables)
-
-    def _hvd_pipe_window(self, session: Session, variables: Sequence[Any]) -> _Window:
-        """Return what sums up the gradients of a session's passes."""
-        number = list(self._hvd_pipe).index(session)
-        if number not in self._hvd_pipe_windows:
-            passes = variable([], tf.int64, f"hvd_pipe.passes.{number}")
-            if self.gradient_accumulation_steps:  # Keras keeps the sums, files have them
-                kept = self._accumulated_gradients
-                sums = [raw(kept[self._get_variable_index(each)]) for each in variables]
-                with tf.init_scope():
-                    done = int(self._iterations.numpy()) % self.gradient_accumulation_steps
-                    passes.assign(done)
-                window = _Window(passes, sums, {"passes": passes})
-            else:
-                sums = [
-                    variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
-                    for i, each in enumerate(variables)
-                ]
-                named = {f"sum.{i}": each for i, each in enumerate(sums)}
-                window = _Window(passes, sums, {"passes": passes, **named})
-            with tf.init_scope():
-                window.load(number, self._hvd_pipe_resumed)
-            self._hvd_pipe_windows[number] = window
-        return self._hvd_pipe_windows[number]
-
-    def _hvd_pipe_passes(self) -> tuple[int, float]:
-        """Return how many passes make a gradient, and what their sum is multiplied by."""
-        steps = self.gradient_accumulation_steps
-        if steps:
-            return int(steps), 1.0 / steps
-        arguments = self._hvd_pipe.arguments
-        passes = arguments.backward_passes_per_step
-        return passes, 1.0 / passes if arguments.average_aggregated_gradients else 1.0
-
-    def _hvd_pipe_state(self) -> Arrays:
-        """Return what accumulates here; `hvd_pipe.tensorflow.sessions` asks."""
-        found = dict(self._hvd_pipe_resumed)
-        for number, window in self._hvd_pipe_windows.items():
-            found |= {f"{number}.{name}": each.numpy() for name, each in window.named.items()}
-        return found
-
-    def _hvd_pipe_load(self, state: Arrays) -> None:
-        """Go on from a `_hvd_pipe_state`; {} holds nothing."""
-        self._hvd_pipe_resumed = dict(state)
-        for number, window in self._hvd_pipe_windows.items():
-            if not window.load(number, state):
-                restore(window.named, {})
-
-    @contextmanager
-    def _hvd_pipe_plainly(self) -> Iterator[None]:
-        """Let Keras apply a gradient without accumulating it once more."""
-        steps = self.gradient_accumulation_steps  # type: ignore[has-type]
-        self._hvd_pipe_steps, self.gradient_accumulation_steps = steps, None
-        try:
-            yield
-        finally:
-            self._hvd_pipe_steps, self.gradient_accumulation_steps = None, steps
 
 
 class _Variables(list[Any]):
@@ -425,12 +310,10 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         "_hvd_pipe": sessions,
         "_hvd_pipe_local": set(),
         "_hvd_pipe_kept": set(),
-        "_hvd_pipe_steps": None,
-        "_hvd_pipe_windows": {},
-        "_hvd_pipe_resumed": {},
+        "_hvd_pipe_accumulation": Accumulation(wrapped),
     }
     wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
-    sessions.own(wrapped)
+    sessions.own(wrapped._hvd_pipe_accumulation)
     wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
     return wrapped
 
@@ -456,24 +339,18 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     return made
 
 
-def _run(what: Callable[[], None]) -> Callable[[], Any]:
-    """Return what ``tf.cond`` wants: a function that returns an operation."""
-
-    def branch() -> Any:
-        what()
-        return tf.no_op()
-
-    return branch
-
-
-def _update_if_finite(
-    session: Session, scaler: Any, gradients: Sequence[Any], update: Callable[[], None]
+def _update(
+    session: Session, scaler: Any, gradients: Sequence[Any], apply: Callable[[Any, Any], None]
 ) -> None:
-    """As Keras' LossScaleOptimizer, alike on all ranks."""
+    """Apply gradients; under a LossScaleOptimizer as Keras does, but alike on all ranks."""
+    if scaler is None:
+        apply(gradients, session.variables)
+        return
+
     finite = session.finite_everywhere(scaler.check_finite(gradients))
 
     def and_grow() -> None:
-        update()
+        apply(gradients, session.variables)
         full = keras.ops.equal(scaler.step_counter, scaler.dynamic_growth_steps - 1)
 
         def grow() -> None:
@@ -483,10 +360,10 @@ def _update_if_finite(
         def count() -> None:
             scaler.step_counter.assign_add(1)
 
-        tf.cond(full, _run(grow), _run(count))
+        tf.cond(full, branch(grow), branch(count))
 
     def shrink() -> None:
         scaler.step_counter.assign(0)
         scaler.dynamic_scale.assign(scaler.dynamic_scale * 0.5)
 
-    tf.cond(finite, _run(and_grow), _run(shrink))
+    tf.cond(finite, branch(and_grow), branch(shrink))

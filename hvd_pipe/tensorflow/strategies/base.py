@@ -4,8 +4,7 @@ One engine belongs to one optimizer or tape. It is asked at these moments, mostl
 traced, so that what it does becomes operations of the step::
 
     exchange(gradients) -> Due     this rank's gradients; Due says what is to be applied, and when
-    before_update()                right before the update
-    after_step(peek)               when the update has been made, or left out
+    after_step(access)               when the update has been made, or left out
     drain(update)                  now, outside any graph: finish what is in flight
 """
 
@@ -25,7 +24,7 @@ from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
-__all__ = ["Due", "Engine", "Gradients", "Momentum", "Peek", "Settings"]
+__all__ = ["Due", "Engine", "Gradients", "Momentum", "OptimizerAccess", "Settings"]
 
 Gradients = Mapping[int, Any]
 """Dense tensors, or ``tf.IndexedSlices``, by place."""
@@ -75,7 +74,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Peek:
+class OptimizerAccess:
     """What prediction asks of the user's optimizer.
 
     Args:
@@ -108,16 +107,18 @@ class Engine(abc.ABC):
     """Whether an update applies this rank's own gradients."""
     keeps_equal = True
     """Whether all ranks have the same weights after every step."""
+    predicts = False
+    """Whether `after_step` needs the optimizer."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._replicas: Replicas | None = None
+        self.replicas: Replicas | None = None
         if not check_mode.active.on:
             return
         check_mode.active.begin(int(rank()))
         shown = all(hasattr(each, "read_value") for each in settings.variables)
         if shown and not settings.reduction.alone:
-            self._replicas = Replicas(
+            self.replicas = Replicas(
                 settings.shapes.names,
                 settings.variables,
                 settings.tag,
@@ -126,24 +127,21 @@ class Engine(abc.ABC):
 
     def compare_replicas(self, due: Gradients) -> None:
         """Under ``HVD_PIPE_CHECK``, compare weights and due gradients every some steps."""
-        if self._replicas is None or self.is_local or not self.keeps_equal:
+        if self.replicas is None or self.is_local or not self.keeps_equal:
             return
         # What is sparse is equal where the weights are.
         dense = [due[place] for place in self.settings.dense]
-        self._replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
+        self.replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
 
     @abc.abstractmethod
     def exchange(self, gradients: Gradients) -> Due:
         """Send this rank's gradients and return what is due."""
 
-    def before_update(self) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare the variables for the update, or for the step that has none."""
-
-    def after_step(self, peek: Peek | None = None) -> None:  # noqa: B027 - most do nothing
+    def after_step(self, access: OptimizerAccess | None = None) -> None:  # noqa: B027 - most do nothing
         """Go on after the update, or after the step that had none.
 
         Args:
-            peek: What the owner's update does, and its variables; None for a tape.
+            access: What the owner's update does, and its variables; None for a tape.
         """
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.graphs import Arrays, raw, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import DEFAULT_BUCKET_BYTES, Packing, default_groups
-from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 from hvd_pipe.tensorflow.strategies.model_average import ModelAverage, wide
 
 __all__ = ["CoCoDEngine"]
@@ -56,8 +56,13 @@ class CoCoDEngine(Engine):
         self._local_steps = variable([], tf.int64, f"{settings.tag}.local_steps")
 
     def exchange(self, gradients: Gradients) -> Due:
-        if not self._warmup_steps:
-            return Due(gradients)
+        due = self._average_warm(gradients) if self._warmup_steps else Due(gradients)
+        # The first round begins with the models as they are before its first update.
+        first = tf.logical_and(self._is_local(), tf.equal(self._local_steps, 0))
+        tf.cond(first, self._begin, tf.no_op)
+        return due
+
+    def _average_warm(self, gradients: Gradients) -> Due:
         reduction, tag = self.settings.reduction, self.settings.tag
         step, weigh = timeline.current(), self._parts[0].average.weigh
 
@@ -76,12 +81,7 @@ class CoCoDEngine(Engine):
             step.whole(notes)
         return Due(self._warmup.unpack(flats))
 
-    def before_update(self) -> None:
-        """Begin the first round with the models as they are before its first update."""
-        first = tf.logical_and(self._is_local(), tf.equal(self._local_steps, 0))
-        tf.cond(first, self._begin, tf.no_op)
-
-    def after_step(self, peek: Peek | None = None) -> None:
+    def after_step(self, access: OptimizerAccess | None = None) -> None:
         local = self._is_local()
         counted = self._local_steps.assign_add(tf.cast(local, tf.int64))
         self._rounds.assign_add(1)

@@ -21,7 +21,7 @@ from hvd_pipe.tensorflow.messages.buckets import (
     default_groups,
     plan_groups,
 )
-from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 
 __all__ = ["MergedGradientEngine"]
 
@@ -63,7 +63,7 @@ class MergedGradientEngine(Engine):
             found[place] = reduction.gather(gradients[place], f"{tag}.sparse.{place}")
         return Due(found if self.times is None else self.times.arrived(found))
 
-    def after_step(self, peek: Peek | None = None) -> None:
+    def after_step(self, access: OptimizerAccess | None = None) -> None:
         if self.times is not None:
             self.times.updated(self.settings.variables)
 

@@ -29,7 +29,7 @@ from hvd_pipe.tensorflow.messages.buckets import (
     Residuals,
     default_groups,
 )
-from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Peek, Settings
+from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 from hvd_pipe.tensorflow.strategies.prediction import Prediction
 
 __all__ = ["PipeSGDEngine"]
@@ -61,9 +61,10 @@ class PipeSGDEngine(Engine):
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._guess = strategy.prediction
         self.keeps_equal = strategy.prediction != "local"
-        self._ahead: Prediction | None = None
+        self._prediction: Prediction | None = None
+        self.predicts = strategy.prediction != "none"
         if strategy.prediction != "none":
-            self._ahead = Prediction(settings.variables, settings.tag)
+            self._prediction = Prediction(settings.variables, settings.tag)
         self._step: tuple[Gradients, Due] = ({}, Due({}))
 
     def exchange(self, gradients: Gradients) -> Due:
@@ -91,16 +92,14 @@ class PipeSGDEngine(Engine):
         when = was_pending if warm is None else tf.logical_or(warm, was_pending)
         due = Due(self._packing.unpack(arrived), when)
         self._step = (gradients, due)
+        if self._prediction is not None:
+            self._prediction.restore()
         return due
 
-    def before_update(self) -> None:
-        if self._ahead is not None:
-            self._ahead.back()
-
-    def after_step(self, peek: Peek | None = None) -> None:
+    def after_step(self, access: OptimizerAccess | None = None) -> None:
         gradients, due = self._step
         self._step = ({}, Due({}))
-        if self._ahead is None or peek is None:
+        if self._prediction is None or access is None:
             return
         wanted = self._is_pending
         if self._guess == "previous":
@@ -108,15 +107,15 @@ class PipeSGDEngine(Engine):
         else:
             factor = self.settings.reduction.workers if self.settings.reduction.op == Sum else 1
             guess = {place: factor * gradient for place, gradient in gradients.items()}
-        ahead = self._ahead
+        prediction = self._prediction
         # A guess that is not finite would ruin the next gradient, and with it the next guess.
         wanted = tf.logical_and(wanted, all_finite(guess.values()))
 
-        def lead() -> Any:
-            ahead.lead(peek.state, lambda: peek.update(guess))
+        def predict() -> Any:
+            prediction.predict(access.state, lambda: access.update(guess))
             return tf.no_op()
 
-        tf.cond(wanted, lead, tf.no_op)
+        tf.cond(wanted, predict, tf.no_op)
 
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
@@ -126,8 +125,8 @@ class PipeSGDEngine(Engine):
         ]
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
-        if self._ahead is not None:
-            self._ahead.back()
+        if self._prediction is not None:
+            self._prediction.restore()
         if not self._is_pending.numpy():  # the same on all ranks: they count the same steps
             return
         self._is_pending.assign(False)
@@ -193,5 +192,5 @@ class PipeSGDEngine(Engine):
 
     def _named(self) -> dict[str, tf.Variable]:
         counters = {"is_pending": self._is_pending, "rounds": self._rounds}
-        ahead = {} if self._ahead is None else self._ahead.named
-        return {**counters, **ahead, **self._residuals.named}
+        predicted = {} if self._prediction is None else self._prediction.named
+        return {**counters, **predicted, **self._residuals.named}

@@ -33,14 +33,16 @@ class Prediction:
         self._true = [
             variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
         ]
-        self._leads = variable([], tf.bool, f"{tag}.leads")
+        self._is_predicted = variable([], tf.bool, f"{tag}.leads")
 
     @property
     def named(self) -> dict[str, tf.Variable]:
         """The variables, by the names that they have in a checkpoint."""
-        return {f"true.{i}": each for i, each in enumerate(self._true)} | {"leads": self._leads}
+        return {f"true.{i}": each for i, each in enumerate(self._true)} | {
+            "leads": self._is_predicted
+        }
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Put the true weights back."""
 
         def put() -> Any:
@@ -48,10 +50,10 @@ class Prediction:
                 weight.assign(true)
             return tf.no_op()
 
-        tf.cond(self._leads, put, tf.no_op)
-        self._leads.assign(False)
+        tf.cond(self._is_predicted, put, tf.no_op)
+        self._is_predicted.assign(False)
 
-    def lead(self, state: Sequence[tf.Variable], update: Callable[[], None]) -> None:
+    def predict(self, state: Sequence[tf.Variable], update: Callable[[], None]) -> None:
         """Move the weights as an update does, and leave all else as it is.
 
         Args:
@@ -64,4 +66,4 @@ class Prediction:
         update()
         for each, value in zip(state, kept, strict=True):
             each.assign(value)
-        self._leads.assign(True)
+        self._is_predicted.assign(True)
