@@ -9,8 +9,8 @@ PYTHON ?= python3
 CUDA ?= 0
 ENGINE ?= docker
 WORKERS ?= 2
-# Tests of a file share jobs. Long files come first, so that both workers end together.
-PARALLEL := -n $(WORKERS) --dist loadfile
+# Tests of a file share jobs. Short files, those of one process, come last.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 IMAGE := $(if $(filter 1,$(CUDA)),cuda,cpu)
 VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
