@@ -149,7 +149,7 @@ class Timeline:
     def lanes(self, worker: int) -> tuple[str, ...]:
         """Return the lanes of a worker: compute, network, then others by their first event."""
         found = dict.fromkeys(event.lane for event in self.events if event.worker == worker)
-        return tuple(sorted(found, key=_place_of_lane))
+        return tuple(sorted(found, key=_lane_order))
 
     def rows(self, worker: int, lane: str) -> list[list[Event]]:
         """Return the events of a lane in as few rows as hold no two that overlap."""
@@ -320,7 +320,7 @@ _TOUCH_S = 1e-9
 """What two events may overlap by, as a trace has whole nanoseconds."""
 
 
-def _place_of_lane(lane: str) -> tuple[int, str]:
+def _lane_order(lane: str) -> tuple[int, str]:
     return (LANES.index(lane) if lane in LANES else len(LANES), lane)
 
 

@@ -89,7 +89,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes a second of a bandwidth; its unit must say bits or bytes.
+    """Bytes per second of a bandwidth; its unit must say bits or bytes.
 
     Args:
         text: a number and bit, kbit, mbit, gbit (any case; /s may follow), bps, kbps, Mbps, Gbps
@@ -157,7 +157,7 @@ def format_bytes(bytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A bandwidth in bytes a second to three digits.
+    """A bandwidth in bytes per second to three digits.
 
     Example:
         >>> format_rate(1.25e9)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_pipe.cli._model import Shape, find, said
+from hvd_pipe.cli._model import Shape, error_text, find
 from hvd_pipe.cli.output import InputError
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.tensorflow.layer_times import measure_profile
@@ -39,7 +39,7 @@ def measure(
                 warnings.simplefilter("ignore")  # that the structure of inputs is another
                 model(inputs[0] if len(inputs) == 1 else inputs)
         except Exception as error:
-            raise InputError(f"the model does not take {given}: {said(error)}") from error
+            raise InputError(f"the model does not take {given}: {error_text(error)}") from error
         try:
             return measure_profile(
                 model,

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvd_pipe.cli.output import InputError
 
-__all__ = ["Shape", "find", "made", "said"]
+__all__ = ["Shape", "error_text", "find", "made"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
 _SHAPE = re.compile(r"(?P<sizes>[1-9][0-9]*(,[1-9][0-9]*)*)(:(?P<dtype>\w+))?")
@@ -57,9 +57,9 @@ def made(name: str) -> Any:
     try:
         return factory()
     except Exception as error:
-        raise InputError(f"{name}() failed: {said(error)}; it is called without arguments") from (
-            error
-        )
+        raise InputError(
+            f"{name}() failed: {error_text(error)}; it is called without arguments"
+        ) from error
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -105,11 +105,11 @@ def _module(where: str) -> ModuleType:
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"importing {where} failed: {said(error)}") from error
+        raise InputError(f"importing {where} failed: {error_text(error)}") from error
     return module
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's kind and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"

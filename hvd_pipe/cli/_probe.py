@@ -90,12 +90,12 @@ def _run(command: Sequence[str], seconds: int) -> Answer:
     except OSError as error:
         return Answer(error=f"{command[0]}: {error.strerror}")
     try:
-        output, said = process.communicate(timeout=seconds)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         return Answer(error=f"no answer within {seconds} s")
     finally:
         _end(process)  # a KeyboardInterrupt comes this way, too
-    return _answer(output, said, process.returncode)
+    return _answer(output, errors, process.returncode)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -107,7 +107,7 @@ def _end(process: subprocess.Popen[str]) -> None:
                 process.communicate(timeout=_GRACE_S)
 
 
-def _answer(output: str, said: str, code: int) -> Answer:
+def _answer(output: str, errors: str, code: int) -> Answer:
     _, mark, rest = output.partition(MARK)
     if mark:
         answer, _ = json.JSONDecoder().raw_decode(rest)  # a launcher may add a rank behind it
@@ -117,7 +117,7 @@ def _answer(output: str, said: str, code: int) -> Answer:
     if code < 0:
         return Answer(error=f"the process was ended by {signal.Signals(-code).name}")
     # Launchers end with a banner, so the line that tells best is seldom the last.
-    lines = [line.strip() for line in (said or output).splitlines() if line.strip(" -*=\t")]
+    lines = [line.strip() for line in (errors or output).splitlines() if line.strip(" -*=\t")]
     raised = [line for line in lines if _RAISED.match(line)][-1:]
     telling = [x for x in lines if "error" in x.lower() or "denied" in x.lower()]
     best = (raised or telling or lines[-1:] or ["no output"])[0]

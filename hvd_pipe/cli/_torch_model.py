@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_pipe.cli._model import Shape, find, said
+from hvd_pipe.cli._model import Shape, error_text, find
 from hvd_pipe.cli.output import InputError
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.torch.layer_times import measure_profile
@@ -85,18 +85,18 @@ def training_step(
     try:
         output = model(*inputs)
     except Exception as error:
-        raise InputError(f"the model does not take {given}: {said(error)}") from error
+        raise InputError(f"the model does not take {given}: {error_text(error)}") from error
     try:
         value = loss(output)
     except Exception as error:
-        raise InputError(f"the loss of the model's output failed: {said(error)}") from error
+        raise InputError(f"the loss of the model's output failed: {error_text(error)}") from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         what = f"{list(value.shape)} tensor" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"the loss must be one number with a gradient, got a {what}")
     try:
         value.backward()  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise InputError(f"the backward pass failed: {said(error)}") from error
+        raise InputError(f"the backward pass failed: {error_text(error)}") from error
     model.zero_grad()
     return step
 

@@ -32,7 +32,7 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 
     Args:
         rows: One a method and number of workers, with ``workers``, ``method``, ``speedup`` (in
-            units of one worker) and ``exposed_s`` (seconds a step).
+            units of one worker) and ``exposed_s`` (seconds per step).
         path: The picture's.
 
     Raises:

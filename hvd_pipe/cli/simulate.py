@@ -47,7 +47,7 @@ class Row:
         exposed_s: The part of it in which computation waits.
         comm_s: Time a step in which the link is busy.
         messages: Messages a step.
-        speedup: Samples a second, in those of one worker.
+        speedup: Samples per second, in those of one worker.
         efficiency: Speedup / workers.
         closed_form_s: The step by formula; None where workers differ and no formula holds.
     """

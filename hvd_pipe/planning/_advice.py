@@ -66,13 +66,13 @@ class Row:
         codec: its name.
         baseline: shown for comparison, not to be recommended.
         time: seconds of a step, its limit, messages; simulated where workers jitter.
-        speedup: samples a second over those of one worker of speed 1 that computes alone.
+        speedup: samples per second over those of one worker of speed 1 that computes alone.
         samples_per_s: of all workers; None where the profile has no batch.
         memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning._advice`).
         staleness: how many updates old a worker's gradient is, at most, when all have it.
         identical: whether replicas are equal after each step.
         exact: whether it computes what synchronous SGD without compression does.
-        batches: samples a step of each worker, where that keeps unequal workers in step.
+        batches: samples per step of each worker, where that keeps unequal workers in step.
         usable: stable and within the memory, as far as is known.
         warnings: what to look out for.
         reason: what its time is made of, in a sentence.

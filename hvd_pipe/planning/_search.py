@@ -50,7 +50,7 @@ _CACHE_BYTES = 2**29
 
 @dataclass(frozen=True)
 class Level:
-    """Parts that one kind of link joins: bandwidth in bytes/s, latency in seconds a message."""
+    """Parts that one kind of link joins: bandwidth in bytes/s, latency in seconds per message."""
 
     components: int
     bandwidth: float
@@ -126,7 +126,7 @@ class Search:
         levels: innermost first.
         rule: the objective.
         memory: what a worker holds.
-        limit: bytes a worker may hold; None for no limit.
+        limit: bytes that a worker may hold; None for no limit.
         straight: one worker a stage.
         least_memory: minimise the largest memory of a worker, in bytes, in place of the time.
     """

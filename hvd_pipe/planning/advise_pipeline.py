@@ -208,7 +208,7 @@ def _shapes(workers: int) -> Iterator[tuple[int, ...]]:
 
 
 def _bound(plan: Partition, cluster: Cluster) -> float:
-    """Seconds a worker's batch that no schedule of the plan can beat."""
+    """Seconds per worker's batch that no schedule of the plan can beat."""
     speed = 1.0 if cluster.speeds is None else cluster.speeds[0]
     seconds = max(stage.compute_s / stage.replicas for stage in plan.stages) / speed
     if cluster.jitter:

@@ -21,11 +21,11 @@ def split_batch(batch: int, speeds: Sequence[float]) -> list[int]:
     more than one.
 
     Args:
-        batch: Samples a step, all workers together.
-        speeds: Positive, one a worker, in any unit: samples/s, or 1 / seconds a step.
+        batch: Samples per step, all workers together.
+        speeds: Positive, one a worker, in any unit: samples/s, or 1 / seconds per step.
 
     Returns:
-        Samples a step of each worker; they sum to ``batch``.
+        Samples per step of each worker; they sum to ``batch``.
 
     Raises:
         TypeError, ValueError: Too small a batch, no workers, or a speed that is not positive.

@@ -47,7 +47,7 @@ class OwnTimes:
 
     Args:
         before_s: From the end of a step to the first gradient of the next one.
-        ready_s: From the first gradient to each one, by place; one that was not computed is
+        ready_s: From the first gradient to each one, by index; one that was not computed is
             ready with the last.
         update_s: The user's optimizer.
     """
@@ -65,19 +65,19 @@ def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> Mod
 
     Args:
         own: Measured times.
-        names: The parameters' names, by place.
-        sizes: Bytes of each gradient, by place.
+        names: The parameters' names, by index.
+        sizes: Bytes of each gradient, by index.
 
     Example:
         >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
         >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
         (('b', 'a'), [0.0, 0.25], 0.875)
     """
-    order = sorted(range(len(names)), key=lambda place: (own.ready_s[place], -place))
+    order = sorted(range(len(names)), key=lambda index: (own.ready_s[index], -index))
     layers, last = [], 0.0
-    for place in order:
-        seconds = max(0.0, own.ready_s[place] - last)
-        layers.append(LayerProfile(names[place], sizes[place], seconds))
+    for index in order:
+        seconds = max(0.0, own.ready_s[index] - last)
+        layers.append(LayerProfile(names[index], sizes[index], seconds))
         last += seconds
     forward = LayerProfile(FORWARD, 0, 0.0, own.before_s, 0, "all before the first gradient")
     return ModelProfile((forward, *reversed(layers)), update_s=own.update_s)

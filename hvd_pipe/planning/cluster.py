@@ -130,7 +130,7 @@ class Network:
 
         Returns:
             A pair for each level: how many of the level below make one of it, and the bandwidth
-            between them in bytes a second. Their product is ``workers``.
+            between them in bytes per second. Their product is ``workers``.
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
@@ -268,7 +268,7 @@ class Cluster:
     def from_json(cls, text: str) -> Cluster:
         """The cluster of a JSON text: :meth:`to_json` writes it, and people may.
 
-        A link is ``{"alpha": seconds, "beta": seconds a byte}`` or, in words,
+        A link is ``{"alpha": seconds, "beta": seconds per byte}`` or, in words,
         ``{"bandwidth": "10gbit", "latency": "30us"}``; memory may be ``"16GB"``.
 
         Raises:

@@ -1,7 +1,7 @@
 """All-reduce algorithms: their time from the cost of a link, and from one size of job to another.
 
 Everywhere, p workers; a message of one byte or more between two of them takes ``alpha`` seconds
-to start and ``beta`` seconds a byte; adding up takes ``gamma`` seconds a byte.
+to start and ``beta`` seconds per byte; adding up takes ``gamma`` seconds per byte.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Link:
     """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
 
     Args:
-        alpha: seconds a message, not negative.
-        beta: seconds a byte, not negative.
+        alpha: seconds per message, not negative.
+        beta: seconds per byte, not negative.
 
     Raises:
         ValueError: a negative or infinite cost.
@@ -50,7 +50,7 @@ class Link:
 
     @classmethod
     def of(cls, bandwidth: float, latency: float) -> Link:
-        """The link of a bandwidth in bytes a second and a latency in seconds."""
+        """The link of a bandwidth in bytes per second and a latency in seconds."""
         if not (math.isfinite(bandwidth) and bandwidth > 0.0):
             raise ValueError(
                 f"a link's bandwidth is a positive number of bytes a second, got {bandwidth}"
@@ -59,7 +59,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second; infinite where a byte costs nothing."""
+        """Bytes per second; infinite where a byte costs nothing."""
         return 1.0 / self.beta if self.beta else math.inf
 
 

@@ -202,7 +202,7 @@ def synchronous_limit(profile: ModelProfile, comm: CommModel) -> float:
         comm: all-reduce time of a message, codec included.
 
     Returns:
-        Seconds a step.
+        Seconds per step.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile

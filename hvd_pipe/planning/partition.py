@@ -78,7 +78,7 @@ def partition(
             first; [(4, 1e10), (2, 1e9)] is 2 machines of 4 workers. Or a cluster, whose latency
             and memory are then taken, too; its workers must be of one speed.
         convention: one of :data:`CONVENTIONS`.
-        latency: seconds a message; None for the cluster's, or 0.
+        latency: seconds per message; None for the cluster's, or 0.
         memory_bytes: bytes that a worker may hold; None for the cluster's, or no limit.
         straight: every stage on one worker, so as many stages as workers.
         compression_ratio: "original" only: activations shrink by this, 1 for not at all; None

@@ -62,7 +62,7 @@ class Simulation:
         iteration_ends: when the last worker was done with each step, seconds; 1-D.
         compute_s: seconds of a step's own work, mean over workers.
         exposed_s: what a step takes longer: waiting for the network, or for slower workers.
-        comm_s: seconds a step in which the link is busy.
+        comm_s: seconds per step in which the link is busy.
         timeline: the first steps of the workers that were asked for.
     """
 

@@ -86,8 +86,8 @@ def simulate_pipeline(
     Args:
         schedule: Of :func:`hvd_pipe.planning.schedule.schedule`.
         stages: Costs, one a stage.
-        bandwidth: Bytes a second of each worker's link, each way.
-        latency: Seconds a message, during which the link is taken.
+        bandwidth: Bytes per second of each worker's link, each way.
+        latency: Seconds per message, during which the link is taken.
         per_node: Workers of one machine, which has as many ranks in a row.
         inside: Between two workers of one machine; None for bandwidth and latency as elsewhere.
         recompute: Backward runs the forward pass once more, as it kept no activations.

@@ -89,7 +89,7 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds a step in which computation waits for the network."""
+        """Seconds per step in which computation waits for the network."""
         return max(0.0, self.total_s - self.compute_s)
 
     @property
@@ -98,7 +98,7 @@ class StepTime:
         return min(1.0, self.limit_s / self.total_s) if self.total_s > 0.0 else 1.0
 
     def speedup(self, workers: int) -> float:
-        """Samples a second over those of one worker that computes alone."""
+        """Samples per second over those of one worker that computes alone."""
         return workers * self.compute_s / self.total_s if self.total_s > 0.0 else float(workers)
 
 

@@ -19,9 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
-MAX_FILES = 245
-MAX_LINES = 41_500
-MAX_FILE_LINES = 700
+MAX_FILES = 220
+MAX_LINES = 40_700
+MAX_FILE_LINES = 690
 MAX_FUNCTION_LINES = 105  # without its docstring
 MAX_FLOORS = 11  # of hvd_pipe.torch, from one of its strategies down
 
