@@ -1,17 +1,23 @@
-"""Check what `DistributedOptimizer` was given, and put it into the terms of the engines."""
+"""Check what `DistributedOptimizer` was given, on this rank and against all others.
+
+What is found good is put into the terms of the engines.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum
+from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import (
     allowed,
     check_compression,
@@ -19,16 +25,20 @@ from hvd_pipe.runtime.argument_checks import (
     check_process_set,
     check_scaling,
     refuse_for_cocod,
+    refuse_ranks,
 )
+from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
-from hvd_pipe.torch.agree import Description
+from hvd_pipe.torch import workers
+from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.compression import Codec
+from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.reduction import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
 from hvd_pipe.torch.strategies.engine import Settings, describe, kinds
 from hvd_pipe.torch.strategies.plans import plan_groups
 
-__all__ = ["Arguments", "Checked"]
+__all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,53 @@ class Checked:
         ]
         named = dict(zip(settings.names, settings.parameters, strict=True))
         return [*lines, *describe(named)]
+
+
+def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
+    """Check the arguments of a worker of an elastic job, which must not send anything yet.
+
+    Raises:
+        TypeError, ValueError: As `Arguments.check`; also what names ranks, which change.
+    """
+    checked = arguments.check(optimizer, "hvd_pipe")
+    strategy, process_set = checked.strategy, arguments.process_set
+    refuse_ranks(
+        has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
+        process_set=process_set,
+    )
+    if os.environ.get(timeline.DIRECTORY):
+        warnings.warn(f"{timeline.DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
+    return checked
+
+
+def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
+    """Check the arguments on this rank, then against all others.
+
+    A rank that finds something wrong still takes part, so that the others hear of it instead of
+    waiting for it.
+    """
+    process_set = arguments.process_set
+    if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
+        process_set = global_process_set  # it is refused below, but all ranks must hear of it
+    number = process_set.process_set_id
+    count = workers.count(number)
+
+    def check() -> tuple[Checked, Description]:
+        checked = arguments.check(optimizer, f"hvd_pipe.{number}.{count}")
+        return checked, [
+            ("the number of optimizers made before", str(count)),
+            ("the optimizer", type(optimizer).__name__),
+            (check_mode.CHECK, str(int(check_mode.active.on))),
+            *checked.describe(),
+            *([] if is_elastic() else timeline.describe()),  # files are named after ranks
+        ]
+
+    # One name for all, so that ranks which have made different numbers still meet here.
+    checked = agreement.checked(check, f"hvd_pipe.{number}.construction", process_set)
+    if process_set.process_set_id == global_process_set.process_set_id:
+        workers.watch()
+    timeline.start(checked.settings.parameters, process_set)
+    return checked
 
 
 def _name_of(compression: Any) -> str:

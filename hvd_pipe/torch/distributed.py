@@ -22,15 +22,13 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.argument_checks import check_passes
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto
-from hvd_pipe.torch import saved, workers
-from hvd_pipe.torch.arguments import Arguments, Checked
-from hvd_pipe.torch.broadcasts import broadcast_optimizer_state, root_of_horovods
-from hvd_pipe.torch.checks import check_alone, check_everywhere
+from hvd_pipe.torch import checkpoint, workers
+from hvd_pipe.torch.amp import read_by_grad_scaler
+from hvd_pipe.torch.arguments import Arguments, Checked, check_alone, check_everywhere
+from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
-from hvd_pipe.torch.new_gradients import NewGradients, is_zero
-from hvd_pipe.torch.parameters import owned_by
-from hvd_pipe.torch.scaling import read_by_grad_scaler, unscale
+from hvd_pipe.torch.parameters import NewGradients, is_zero, owned_by, unscale
 from hvd_pipe.torch.strategies.auto import AutoChoice
 from hvd_pipe.torch.strategies.engine import Engine
 from hvd_pipe.torch.strategies.engines import make_engine
@@ -51,7 +49,7 @@ class DistributedMixin(torch.optim.Optimizer):
     _hvd_pipe: Engine | None
     _hvd_pipe_arguments: Arguments
     _hvd_pipe_names: list[str]
-    _hvd_pipe_saved: saved.Saved | None = None
+    _hvd_pipe_saved: checkpoint.Saved | None = None
     _hvd_pipe_auto: AutoChoice | None = None
     _hvd_pipe_profile: JobProfile | None = None
     _hvd_pipe_sent = 0.0
@@ -269,7 +267,7 @@ class DistributedMixin(torch.optim.Optimizer):
         if root_rank is not None:
             self._take_from(root_rank)
         state: dict[str, Any] = super().state_dict()
-        state[saved.KEY] = self._in_flight()
+        state[checkpoint.KEY] = self._in_flight()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -279,7 +277,7 @@ class DistributedMixin(torch.optim.Optimizer):
         flight, as does one of another strategy; this warns where something is lost.
         """
         self._hvd_pipe_coming = ""
-        in_flight = saved.check(state_dict.get(saved.KEY))
+        in_flight = checkpoint.check(state_dict.get(checkpoint.KEY))
         if self._hvd_pipe is None:
             super().load_state_dict(state_dict)
             self._hvd_pipe_saved = in_flight
@@ -289,7 +287,7 @@ class DistributedMixin(torch.optim.Optimizer):
         before.discard()
         super().load_state_dict(state_dict)
         engine, in_flight = self._resumed(before, in_flight)
-        saved.load(engine, in_flight, self._owned())
+        checkpoint.load(engine, in_flight, self._owned())
         if engine.keeps and (had_begun or engine.rounds > 0):
             engine.note_load(message)
         self._note_old()
@@ -378,9 +376,9 @@ class DistributedMixin(torch.optim.Optimizer):
         return engine
 
     def _resumed(
-        self, engine: Engine, in_flight: saved.Saved | None
-    ) -> tuple[Engine, saved.Saved | None]:
-        """Go on with what `Auto` had chosen when this was saved."""
+        self, engine: Engine, in_flight: checkpoint.Saved | None
+    ) -> tuple[Engine, checkpoint.Saved | None]:
+        """Go on with what `Auto` had chosen when this was checkpoint."""
         if self._hvd_pipe_auto is not None:
             engine, in_flight = self._hvd_pipe_auto.resume(engine, in_flight)
             self._hvd_pipe = engine
@@ -406,7 +404,7 @@ class DistributedMixin(torch.optim.Optimizer):
             fresh = self._has_new()  # of what a state leads to, none is
             engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
             if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
-                saved.load(engine, in_flight, self._owned())
+                checkpoint.load(engine, in_flight, self._owned())
             engine.check_position()
             self._hvd_pipe_saved = None
             engine.fresh = fresh
@@ -437,7 +435,7 @@ class DistributedMixin(torch.optim.Optimizer):
                 "that are written in place count as cleared: write p.grad = g."
             )
 
-    def _in_flight(self) -> saved.Saved | None:
+    def _in_flight(self) -> checkpoint.Saved | None:
         engine = self._hvd_pipe
         if engine is None:
             return self._hvd_pipe_saved
@@ -448,8 +446,8 @@ class DistributedMixin(torch.optim.Optimizer):
             )
         return self._noted(engine)
 
-    def _noted(self, engine: Engine) -> saved.Saved:
-        found = saved.save(engine, self._owned())
+    def _noted(self, engine: Engine) -> checkpoint.Saved:
+        found = checkpoint.save(engine, self._owned())
         return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
 
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
@@ -485,7 +483,7 @@ class DistributedMixin(torch.optim.Optimizer):
         self._hvd_pipe_loss_scale, self._hvd_pipe_late_scaler = None, False
         return engine.name
 
-    def _tell_of_replicas(self, found: saved.Saved) -> None:
+    def _tell_of_replicas(self, found: checkpoint.Saved) -> None:
         if is_elastic() and "average" in found["tensors"] and mpi_ops.rank() == 0:
             _log.warning(
                 "elastic: replicas under %s have gone apart since their last average, and all of "
@@ -505,7 +503,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """Start on other workers than before: what a codec has left over stays behind."""
         found = self._hvd_pipe_saved
         if found is not None:
-            self._hvd_pipe_saved = saved.shared(found)
+            self._hvd_pipe_saved = checkpoint.shared(found)
         self._engine().fresh = False  # gradients that are still there belong to an earlier step
         self._note_old()
 
@@ -650,7 +648,7 @@ def _revive(
     state: dict[str, Any],
     arguments: Arguments,
     names: list[str],
-    in_flight: saved.Saved | None,
+    in_flight: checkpoint.Saved | None,
 ) -> DistributedMixin:
     """Make a copy, which gets its engine at its first step."""
     plain = base.__new__(base)

@@ -26,13 +26,13 @@ from horovod.torch.elastic import state as _horovod
 from horovod.torch.elastic.sampler import ElasticSampler
 
 from hvd_pipe.torch.distributed import DistributedMixin
-from hvd_pipe.torch.messages import in_flight
-from hvd_pipe.torch.overrides import (
+from hvd_pipe.torch.horovod_api import (
     broadcast_optimizer_state,
     broadcast_parameters,
     init,
     shutdown,
 )
+from hvd_pipe.torch.messages import in_flight
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

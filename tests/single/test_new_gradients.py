@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvd_pipe.torch.new_gradients import NewGradients
+from hvd_pipe.torch.parameters import NewGradients
 
 
 def _assigned(p: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hvd_pipe.torch.messages import streams
-from hvd_pipe.torch.scaling import are_finite
+from hvd_pipe.torch.parameters import are_finite
 
 ASYNC = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 

@@ -25,7 +25,7 @@ from hvd_pipe.runtime.watch.rendezvous import connect
 from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.threads import OtherThreads
 from hvd_pipe.runtime.watch.waits import waiting_for
-from hvd_pipe.torch import waiting
+from hvd_pipe.torch import workers
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.messages import exchange, in_flight
 from hvd_pipe.torch.messages.exchange import Exchange
@@ -102,7 +102,7 @@ def beside(run: Callable[[], None]) -> Iterator[None]:
 
 
 def test_a_rank_waits_where_horovod_does() -> None:
-    status = watchdog._Process(0, waiting.waits_for).status
+    status = watchdog._Process(0, workers.waits_for).status
     assert not status().waits
     assert not Stuck("my_script", "synchronize").seen(status).waits
     assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(status).waits
@@ -110,7 +110,7 @@ def test_a_rank_waits_where_horovod_does() -> None:
 
 def test_a_rank_waits_where_it_says_so() -> None:
     """The watch read local variables of other functions: to rename one let jobs hang."""
-    status = watchdog._Process(0, waiting.waits_for).status
+    status = watchdog._Process(0, workers.waits_for).status
     assert not Stuck("hvd_pipe.torch.messages.in_flight", "wait").seen(status).waits
     assert Stuck("anything", "whatever", registered="a message").seen(status).waits
     assert not status().waits
@@ -124,7 +124,7 @@ def test_a_wait_that_ends_by_an_exception_is_over() -> None:
 
 def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that waits for one message after the other gets on, however slow its links are."""
-    process = watchdog._Process(0, waiting.waits_for)
+    process = watchdog._Process(0, workers.waits_for)
 
     def look_twice() -> tuple[Status, Status]:
         return process.status(), process.status()
@@ -140,7 +140,7 @@ def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_join_waits_for_ranks_that_get_on() -> None:
-    status = watchdog._Process(0, waiting.waits_for).status
+    status = watchdog._Process(0, workers.waits_for).status
     assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(status).joined
     assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(status).joined
     with waiting_for("hvd.join()", joined=True):
@@ -151,7 +151,7 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
     monkeypatch.setattr(exchange, "courier", SimpleNamespace(take=id))  # nothing leaves
     others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
     message = Exchange(Reduction(process_set=others), torch.zeros(8), "g", Compression.int8)
-    process = watchdog._Process(0, waiting.waits_for)
+    process = watchdog._Process(0, workers.waits_for)
     statuses: list[Status] = []
 
     def look_twice() -> None:
@@ -180,7 +180,7 @@ def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.Mon
 )
 def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count(stuck: Stuck) -> None:
     """A rank that saves a checkpoint would end; one whose main thread waits for it does wait."""
-    status = watchdog._Process(0, waiting.waits_for).status
+    status = watchdog._Process(0, workers.waits_for).status
 
     with beside(stuck.function):
         stuck.there.wait()
@@ -256,7 +256,7 @@ class Ranks:
         monkeypatch.setattr(watchdog, "_install", lambda: None)
         everyone: Any = SimpleNamespace(size=lambda: 3, rank=lambda: 0)
         self.agreement: Any = SimpleNamespace(found_by_first=self.offer, gather=self.gather)
-        self.job = watchdog.Job(everyone, self.agreement, waiting.waits_for, lambda error: False)
+        self.job = watchdog.Job(everyone, self.agreement, workers.waits_for, lambda error: False)
 
     def offer(self, find: Callable[[], dict[str, Any]], *_: object) -> dict[str, Any]:
         self.offered = find()

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.torch import overrides
+from hvd_pipe.torch import horovod_api
 from hvd_pipe.torch.pipedream.pipedream import PipeDream
 
 __all__ = ["EpochStats", "Partition", "PipeDream", "init"]
@@ -25,4 +25,4 @@ def init(**options: Any) -> None:
     Args:
         options: As ``hvd.init`` takes them, but for ``process_sets``.
     """
-    overrides.init(process_sets="dynamic", **options)
+    horovod_api.init(process_sets="dynamic", **options)

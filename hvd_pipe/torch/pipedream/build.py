@@ -31,7 +31,7 @@ from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import Description, agreement
-from hvd_pipe.torch.broadcasts import broadcast_parameters
+from hvd_pipe.torch.horovod_api import broadcast_parameters
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.clock import agree_on_clock
 from hvd_pipe.torch.measuring.probes import measure_comm

@@ -30,7 +30,7 @@ from hvd_pipe.pipeline.checkpoint import (
 )
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.torch.agree import agreement
-from hvd_pipe.torch.broadcasts import broadcast_tensors
+from hvd_pipe.torch.horovod_api import broadcast_tensors
 from hvd_pipe.torch.pipedream.build import Built
 
 __all__ = ["load", "save", "whole_state"]

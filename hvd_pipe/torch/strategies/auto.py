@@ -34,8 +34,8 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
+from hvd_pipe.torch.checkpoint import VERSION
 from hvd_pipe.torch.measuring.step_times import JobTimes
-from hvd_pipe.torch.saved import VERSION
 from hvd_pipe.torch.strategies.engine import Engine
 from hvd_pipe.torch.strategies.engines import succeed
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine

@@ -32,8 +32,7 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.reduction import Message, Reduction
 from hvd_pipe.torch.messages.residuals import of_all_ranks
-from hvd_pipe.torch.parameters import check_parameter
-from hvd_pipe.torch.scaling import are_finite
+from hvd_pipe.torch.parameters import are_finite, check_parameter
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

@@ -23,7 +23,7 @@ from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.reduction import Message
 from hvd_pipe.torch.messages.residuals import of_all_ranks
-from hvd_pipe.torch.scaling import are_finite, unscale
+from hvd_pipe.torch.parameters import are_finite, unscale
 from hvd_pipe.torch.strategies.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
 from hvd_pipe.torch.strategies.plans import default_groups
 from hvd_pipe.torch.strategies.prediction import Prediction

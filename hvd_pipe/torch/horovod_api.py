@@ -1,4 +1,7 @@
-"""Broadcasts of a model and of an optimizer's state, of every dtype and memory format."""
+"""Horovod's functions that need another body here: start and end, join, and broadcasts.
+
+Broadcasts take tensors of every dtype and memory format.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,70 @@ from typing import Any
 
 import torch
 from horovod.torch import functions as _horovod
+from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 from horovod.torch.mpi_ops import broadcast_async_, rank
 from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hvd_pipe.torch import workers
 from hvd_pipe.torch.messages.reduction import sendable
+from hvd_pipe.torch.strategies.engine import refuse_join
 
 __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "broadcast_tensors",
+    "init",
+    "join",
     "root_of_horovods",
+    "shutdown",
 ]
+
+
+def init(*args: Any, **kwargs: Any) -> Any:
+    """Initialise Horovod, with its own fusion of messages off unless the user has set it.
+
+    Our buckets are merged already; fusing them again would copy every byte twice more. Set
+    ``HOROVOD_FUSION_THRESHOLD`` (bytes) to have it back. Without a GPU, Open MPI lets others have
+    the processor while it waits: computing needs it (``OMPI_MCA_mpi_yield_when_idle=0`` has it
+    poll). Arguments as Horovod's ``init``.
+
+    Raises:
+        HvdPipeError: Horovod was shut down in this process and cannot start again here.
+    """
+    was_running = mpi_ops.is_initialized()
+    workers.begin()
+    result = mpi_ops.init(*args, **kwargs)
+    if not was_running:
+        workers.watch()
+    return result
+
+
+def shutdown(*args: Any, **kwargs: Any) -> Any:
+    """Shut Horovod down when the other ranks no longer need what this one has sent.
+
+    Optimizers keep what was in flight, and go on with it after another `init`, on other workers
+    if need be.
+    """
+    workers.begin()
+    return mpi_ops.shutdown(*args, **kwargs)
+
+
+def join(device: int = -1) -> int:
+    """Horovod's ``join``, when all that this rank has sent has been reduced.
+
+    A rank that has joined takes part with zeros, even where it had sent something, and would then
+    wait for that for ever. Give collectives of your own a name: Horovod numbers unnamed ones, and
+    ranks count differently after uneven steps.
+
+    Raises:
+        HvdPipeError: An optimizer sends encoded or sparse gradients.
+    """
+    workers.begin()
+    refuse_join()  # here, too: Horovod makes an error of its own kind of one that is raised inside
+    last: int = mpi_ops.join(device)
+    return last
 
 
 def root_of_horovods(caller: FrameType | None) -> int | None:
