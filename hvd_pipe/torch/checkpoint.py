@@ -1,29 +1,98 @@
 """What a checkpoint holds of an engine: the value under ``state_dict()["hvd_pipe"]``.
 
 Tensors are listed by the parameter's number in ``param_groups``, as torch lists its own state.
-Labels that begin with `OWN` belong to one rank: what its codec has left over.
+Labels that begin with `OWN` belong to one rank: its codec's residuals.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hvd_pipe.torch.strategies.engine import Engine, State
 
-__all__ = ["KEY", "Saved", "check", "load", "save", "shared"]
+__all__ = ["KEY", "SavedState", "load", "save"]
 
 KEY = "hvd_pipe"
 VERSION = 1
 OWN = "own."
 
-Saved = dict[str, Any]
+
+@dataclass(frozen=True)
+class SavedState:
+    """What one optimizer has in flight, on one rank.
+
+    Args:
+        strategy: The strategy's name.
+        workers: How many workers there were.
+        rank: This one's in its process set; -1 outside of it.
+        counters: Numbers and strings of the engine: steps taken, a plan.
+        tensors: By label, one tensor a parameter (by number), where there is one.
+        chosen: What ``strategy="auto"`` has come to, spelled; None where it was not asked.
+        foreign: A state of another version, kept as it was found; else None.
+    """
+
+    strategy: str = ""
+    workers: int = 0
+    rank: int = -1
+    counters: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    chosen: str | None = None
+    foreign: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form in which a checkpoint holds this."""
+        if self.foreign is not None:
+            return dict(self.foreign)
+        found = {
+            "version": VERSION,
+            "strategy": self.strategy,
+            "workers": self.workers,
+            "rank": self.rank,
+            "counters": self.counters,
+            "tensors": self.tensors,
+        }
+        return found if self.chosen is None else {**found, "chosen": self.chosen}
+
+    @classmethod
+    def from_dict(cls, found: Any) -> SavedState | None:
+        """Return what a checkpoint holds; None where it holds nothing.
+
+        Raises:
+            ValueError: `to_dict` has not made this.
+        """
+        if found is None:
+            return None
+        if not isinstance(found, dict):
+            raise _not_ours()
+        if found.get("version") not in (None, VERSION):
+            return cls(foreign=found)
+        kinds = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
+        if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+            raise _not_ours()
+        if found.get("version") is None:
+            return cls(foreign=found)
+        return cls(**{key: found[key] for key in kinds}, chosen=found.get("chosen"))
+
+    def shared(self) -> SavedState:
+        """Leave out what belongs to one rank alone."""
+        kept = {label: all_ for label, all_ in self.tensors.items() if not label.startswith(OWN)}
+        return dataclasses.replace(self, tensors=kept)
 
 
-def save(engine: Engine, owned: Sequence[torch.Tensor]) -> Saved:
+def _not_ours() -> ValueError:
+    return ValueError(
+        f"the state dict's {KEY!r} is not what optimizer.state_dict() puts there: delete "
+        f"state_dict[{KEY!r}] to start with nothing in flight."
+    )
+
+
+def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
     """Return what the engine has in flight.
 
     Args:
@@ -31,83 +100,49 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> Saved:
         owned: All parameters of the optimizer, in the order of its groups.
     """
     state, numbers = engine.state(), _numbers(engine, owned)
-    return {
-        "version": VERSION,
-        "strategy": engine.name,
-        "workers": engine.reduction.workers,
-        "rank": _rank(engine),
-        "counters": state.counters,
-        "tensors": {
-            label: {
-                number: tensor
-                for number, tensor in zip(numbers, tensors, strict=True)
-                if tensor is not None
-            }
-            for label, tensors in state.tensors.items()
-        },
+    tensors = {
+        label: {i: tensor for i, tensor in zip(numbers, each, strict=True) if tensor is not None}
+        for label, each in state.tensors.items()
     }
+    return SavedState(
+        engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors
+    )
 
 
-def shared(saved: Saved) -> Saved:
-    """Return what `save` has returned, without what belongs to one rank alone."""
-    tensors = saved.get("tensors", {})
-    kept = {label: found for label, found in tensors.items() if not label.startswith(OWN)}
-    return {**saved, "tensors": kept}
-
-
-def check(saved: Any) -> Saved | None:
-    """Return what a state dict has under `KEY`, if `load` can read it.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    kinds = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
-    if saved is None or (isinstance(saved, dict) and saved.get("version") not in (None, VERSION)):
-        return saved  # `load` says what it does about another version
-    if not isinstance(saved, dict) or not all(
-        isinstance(saved.get(key), kind) for key, kind in kinds.items()
-    ):
-        raise ValueError(
-            f"the state dict's {KEY!r} is not what optimizer.state_dict() puts there: delete "
-            f"state_dict[{KEY!r}] to start with nothing in flight."
-        )
-    return saved
-
-
-def load(engine: Engine, saved: Saved | None, owned: Sequence[torch.Tensor]) -> None:
+def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]) -> None:
     """Let the engine go on from what `save` returned; nothing is in flight.
 
     Another number of workers is fine: averages stay averages; a plan, which was made for the
-    other number, and what a codec had left over on another rank are not taken.
+    other number, and another rank's residuals are not taken.
     """
     if saved is None:
         if engine.keeps:
             _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")
         return
-    if saved.get("version") != VERSION:
-        _warn(f"is of version {saved.get('version')}, not {VERSION}: nothing in flight is taken.")
+    if saved.foreign is not None:
+        version = saved.foreign.get("version")
+        _warn(f"is of version {version}, not {VERSION}: nothing in flight is taken.")
         return
-    if saved["strategy"] != engine.name:
-        if any(saved["tensors"].values()):
+    if saved.strategy != engine.name:
+        if any(saved.tensors.values()):
             _warn(
-                f"was saved under {saved['strategy']!r}, and {engine.name!r} cannot go on with "
-                f"what is in flight ({', '.join(saved['tensors'])}): call optimizer.synchronize() "
+                f"was saved under {saved.strategy!r}, and {engine.name!r} cannot go on with "
+                f"what is in flight ({', '.join(saved.tensors)}): call optimizer.synchronize() "
                 "before saving."
             )
         return
-    alike = saved["workers"] == engine.reduction.workers
-    mine = alike and saved["rank"] == _rank(engine)
-    counters = {key: value for key, value in saved["counters"].items() if alike or key != "plan"}
+    alike = saved.workers == engine.reduction.workers
+    if not (alike and saved.rank == _rank(engine)):
+        saved = saved.shared()
+    counters = {key: value for key, value in saved.counters.items() if alike or key != "plan"}
     tensors = {
         label: [found.get(number) for number in _numbers(engine, owned)]
-        for label, found in saved["tensors"].items()
-        if mine or not label.startswith(OWN)
+        for label, found in saved.tensors.items()
     }
     engine.load(State(counters, tensors))
     engine.held = {
         label: {id(p): found[i] for i, p in enumerate(owned) if i in found}
-        for label, found in saved["tensors"].items()
-        if label in tensors
+        for label, found in saved.tensors.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, is_initialized
 
+from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Strategy
-from hvd_pipe.torch.arguments import Arguments
+from hvd_pipe.torch import workers
+from hvd_pipe.torch.arguments import Arguments, check_alone, check_everywhere
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.distributed import distribute
+from hvd_pipe.torch.distributed import DistributedMixin, twin
+from hvd_pipe.torch.measuring.step_times import profile_job
 
 __all__ = ["DistributedOptimizer"]
 
@@ -99,3 +103,28 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         strategy,
     )
     return distribute(optimizer, arguments)
+
+
+def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> DistributedMixin:
+    """Make the distributed twin; it shares the optimizer's ``__dict__``, so nothing is lost.
+
+    In an elastic job it sends nothing: when a worker that has come comes here, the others, which
+    have been here long ago, wait for it elsewhere.
+    """
+    workers.begin()
+    elastic = is_elastic()
+    checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)
+    names, groups = checked.settings.names, checked.settings.groups
+    if groups is not None:
+        arguments = dataclasses.replace(
+            arguments, groups=[[names[place] for place in group] for group in groups]
+        )
+    arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
+    wrapped = twin(optimizer, arguments, checked.all_names)
+    if not elastic:
+        wrapped._start(checked)
+    settings = checked.settings
+    wrapped._hvd_pipe_profile = profile_job(
+        wrapped, settings.names, settings.parameters, settings.reduction.process_set
+    )
+    return wrapped

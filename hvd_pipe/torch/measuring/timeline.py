@@ -24,7 +24,8 @@ Where the variable is not set, `active` is None and each place that is traced as
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,17 @@ from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock
 from hvd_pipe.torch.messages import in_flight
 
-__all__ = ["DIRECTORY", "MEGABYTES", "Flight", "Moment", "Recorder", "active", "describe", "start"]
+__all__ = [
+    "DIRECTORY",
+    "MEGABYTES",
+    "Flight",
+    "Moment",
+    "Recorder",
+    "active",
+    "describe",
+    "start",
+    "updating",
+]
 
 _LOOK_STEPS = 20
 
@@ -242,3 +253,13 @@ def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
     """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
     if active is not None:
         active.join(parameters, process_set)
+
+
+@contextmanager
+def updating() -> Iterator[None]:
+    """Show what is done within this as an update of the user's optimizer, unless it fails."""
+    trace = active
+    begun = None if trace is None else trace.moment()
+    yield
+    if trace is not None and begun is not None:
+        trace.update(begun)

@@ -12,12 +12,12 @@ at the step at which merged-gradient plans, which is the same on all ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -34,16 +34,13 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
-from hvd_pipe.torch.checkpoint import VERSION
+from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
 from hvd_pipe.torch.strategies.engine import Engine
 from hvd_pipe.torch.strategies.engines import succeed
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 
 __all__ = ["AutoChoice"]
-
-KEY = "chosen"
-"""What a checkpoint has the choice under."""
 
 SETTLE_STEPS = 3
 REPORT_STEPS = 20
@@ -97,24 +94,22 @@ class AutoChoice:
             self._times.close()
         self._times = self._reached = None
 
-    def resume(
-        self, engine: Engine, saved: dict[str, Any] | None
-    ) -> tuple[Engine, dict[str, Any] | None]:
+    def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return the engine of the choice that a checkpoint holds, and the checkpoint.
 
         A plan without a choice is not taken: this run is to measure and to choose.
         """
-        if saved is None or saved.get("version") != VERSION:
-            return engine, saved  # `saved.load` says what is lost
-        text = saved.get(KEY)
-        if text is not None and saved["workers"] != engine.reduction.workers:
-            self._say("auto: %s was chosen for %d workers: measures again", text, saved["workers"])
+        if saved is None or saved.foreign is not None:
+            return engine, saved  # `checkpoint.load` says what is lost
+        text = saved.chosen
+        if text is not None and saved.workers != engine.reduction.workers:
+            self._say("auto: %s was chosen for %d workers: measures again", text, saved.workers)
             text = None
         method = None if text is None else parse(text)
         if method is None or method.name not in [each.name for each in self._candidates]:
             if self.chosen is None:
-                counters = {k: v for k, v in saved["counters"].items() if k != "plan"}
-                saved = {**saved, "counters": counters}
+                counters = {k: v for k, v in saved.counters.items() if k != "plan"}
+                saved = dataclasses.replace(saved, counters=counters)
             return engine, saved
         assert not isinstance(method, Auto)
         self.close()
@@ -122,9 +117,11 @@ class AutoChoice:
         self._say("auto: goes on with %s, as chosen before", text)
         return (engine if method == before else succeed(engine, method)), saved
 
-    def note(self, saved: dict[str, Any]) -> dict[str, Any]:
+    def note(self, saved: SavedState) -> SavedState:
         """Return a checkpoint with the choice."""
-        return saved if self.chosen is None else {**saved, KEY: spell(self.chosen)}
+        if self.chosen is None:
+            return saved
+        return dataclasses.replace(saved, chosen=spell(self.chosen))
 
     def _choice(self, engine: MergedGradientEngine, own: OwnTimes | None) -> tuple[Method, float]:
         """Let the first rank choose from the slowest rank's times; the same answer everywhere."""

@@ -1,0 +1,242 @@
+"""The engine of a distributed optimizer: made at its first step, given up when Horovod ends.
+
+A copy of an optimizer (``copy.deepcopy``, pickle) has no engine until its first ``step()``, which
+all ranks make; until then it sends nothing, so that one rank alone may copy and save it. After
+``hvd.shutdown()``, and in an elastic job before workers have met, it is the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import weakref
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.restarts import is_elastic
+from hvd_pipe.strategy import Auto
+from hvd_pipe.torch import checkpoint, workers
+from hvd_pipe.torch.amp import LossScale
+from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
+from hvd_pipe.torch.checkpoint import SavedState
+from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.parameters import NewGradients, owned_by
+from hvd_pipe.torch.strategies.auto import AutoChoice
+from hvd_pipe.torch.strategies.engine import Engine
+from hvd_pipe.torch.strategies.engines import make_engine
+
+__all__ = ["EngineHolder"]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class EngineHolder(torch.optim.Optimizer):
+    """An optimizer with an engine, or with what the next engine is made of."""
+
+    _hvd_pipe: Engine | None
+    _hvd_pipe_arguments: Arguments
+    _hvd_pipe_names: list[str]
+    _hvd_pipe_gradients: NewGradients
+    _hvd_pipe_scale: LossScale
+    _hvd_pipe_saved: SavedState | None = None
+    _hvd_pipe_auto: AutoChoice | None = None
+    _hvd_pipe_sent = 0.0
+
+    def _owned(self) -> list[torch.Tensor]:
+        return owned_by(self)
+
+    def _start(self, checked: Checked) -> Engine:
+        workers.note(self)
+        self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
+        if isinstance(checked.strategy, Auto):
+            self._hvd_pipe_auto = AutoChoice(checked, self, engine)
+        return engine
+
+    def _resumed(
+        self, engine: Engine, in_flight: SavedState | None
+    ) -> tuple[Engine, SavedState | None]:
+        """Go on with what `Auto` had chosen when this was saved."""
+        if self._hvd_pipe_auto is not None:
+            engine, in_flight = self._hvd_pipe_auto.resume(engine, in_flight)
+            self._hvd_pipe = engine
+        return engine, in_flight
+
+    def _engine(self) -> Engine:
+        """Return the engine; a copy gets its own here."""
+        if self._hvd_pipe is not None:
+            return self._hvd_pipe
+        if not mpi_ops.is_initialized():
+            raise HvdPipeError(
+                "Horovod was shut down, and this optimizer needs it: call hvd.init() again, "
+                "on all ranks, or hvd.shutdown() later."
+            )
+        workers.begin()
+        checked = check_everywhere(self, self._named_arguments())
+        fresh = self._has_new()  # of what a state leads to, none is
+        engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
+        if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
+            checkpoint.load(engine, in_flight, self._owned())
+        engine.check_position()
+        self._hvd_pipe_saved = None
+        engine.fresh = fresh
+        if not fresh:
+            self._note_old()
+        return engine
+
+    def _named_arguments(self) -> Arguments:
+        """Return the arguments with this optimizer's parameters in the place of their names."""
+        arguments, groups = self._hvd_pipe_arguments, self._hvd_pipe_arguments.groups
+        named = dict(zip(self._hvd_pipe_names, self._owned(), strict=True))
+        if groups is not None:
+            groups = [[named[name] for name in group] for group in groups]
+        return dataclasses.replace(arguments, named_parameters=named.items(), groups=groups)
+
+    def _heard_of_gradients(self) -> bool:
+        return self._hvd_pipe is not None and self._hvd_pipe.fresh
+
+    def _has_new(self) -> bool:
+        """Return whether gradients wait to be applied, wherever they have come from."""
+        return self._hvd_pipe_gradients.any_new(self._owned())
+
+    def _note_old(self) -> None:
+        """Take what is in ``p.grad`` for applied, dropped, or prepared."""
+        self._hvd_pipe_gradients.note_old(self._owned())
+
+    def _in_flight(self) -> SavedState | None:
+        engine = self._hvd_pipe
+        if engine is None:
+            return self._hvd_pipe_saved
+        if engine.fresh and engine.current is not None and engine.remembers:
+            raise HvdPipeError(
+                "a state was asked for after backward() and before step(), while gradients are on "
+                "their way: save or copy after step()."
+            )
+        return self._noted(engine)
+
+    def _noted(self, engine: Engine) -> SavedState:
+        found = checkpoint.save(engine, self._owned())
+        return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
+
+    # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
+
+    def _rest(self, keep: bool) -> str | None:
+        """Give the engine up; the next step, or `_start_anew`, makes another.
+
+        Args:
+            keep: Whether all that was sent has arrived, so that it goes along; else the gradients,
+                which may lie in buffers of the network, are dropped with it.
+
+        Returns:
+            The strategy's name; None where there is no engine.
+        """
+        engine = self._hvd_pipe
+        if engine is None:
+            return None
+        self._hvd_pipe_saved = None
+        if keep:
+            try:
+                self._hvd_pipe_saved = self._noted(engine)
+                self._tell_of_replicas(self._hvd_pipe_saved)
+            except Exception as error:  # whatever it is, Horovod must end
+                _log.warning("what %s had in flight is lost: %s", engine.name, error)
+        else:
+            for parameter in self._owned():
+                parameter.grad = None
+        engine.retire()
+        if self._hvd_pipe_auto is not None:
+            self._hvd_pipe_auto.close()
+        self._hvd_pipe_sent += engine.reduction.traffic.sent_bytes
+        self._hvd_pipe = self._hvd_pipe_auto = None
+        self._hvd_pipe_scale.clear()
+        return engine.name
+
+    def _tell_of_replicas(self, found: SavedState) -> None:
+        if is_elastic() and "average" in found.tensors and mpi_ops.rank() == 0:
+            _log.warning(
+                "elastic: replicas under %s have gone apart since their last average, and all of "
+                "them become rank 0's now. hvd_pipe.torch.elastic.run averages them first, which "
+                "horovod.torch.elastic.run does not know of.",
+                found.strategy,
+            )
+
+    def _finish(self) -> None:
+        """Leave nothing in flight; not in the middle of a step, which is given up."""
+        engine = self._hvd_pipe
+        if engine is not None and engine.keeps and not engine.fresh:
+            engine.synchronize()
+            self._note_old()
+
+    def _start_anew(self) -> None:
+        """Start on other workers than before: what a codec has left over stays behind."""
+        found = self._hvd_pipe_saved
+        if found is not None:
+            self._hvd_pipe_saved = found.shared()
+        self._engine().fresh = False  # gradients that are still there belong to an earlier step
+        self._note_old()
+
+    # What the engine asks for: see `hvd_pipe.torch.strategies.engine.Owner`.
+
+    def _update(self) -> None:
+        with timeline.updating():
+            super().step()
+
+    def _peek(self) -> None:
+        """Make an update that moves the weights only: without hooks, on a copy of the state."""
+        kept = dict(self.state)
+        groups = [dict(group) for group in self.param_groups]
+        self.state.clear()
+        for parameter, state in kept.items():
+            self.state[parameter] = {key: _copied(value) for key, value in state.items()}
+        try:
+            step = super().step
+            plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
+            step() if plain is None else plain(self)
+        finally:
+            self.state.clear()
+            self.state.update(kept)
+            for group, before in zip(self.param_groups, groups, strict=True):
+                group.update(before)
+
+    def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        found = {}
+        for place, parameter in enumerate(self._owned()):
+            if parameter.requires_grad and id(parameter) not in known:
+                found[self._hvd_pipe_names[place]] = parameter
+        return found
+
+
+class _Owner:
+    """Leads an engine to its optimizer without keeping that alive."""
+
+    def __init__(self, reference: weakref.ref[EngineHolder]) -> None:
+        self._reference = reference
+
+    def _optimizer(self) -> EngineHolder:
+        owner = self._reference()
+        if owner is None:
+            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
+        return owner
+
+    def update(self) -> None:
+        self._optimizer()._update()
+
+    def peek(self) -> None:
+        self._optimizer()._peek()
+
+    def note_old(self) -> None:
+        self._optimizer()._note_old()
+
+    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer().state.get(parameter, {})
+        return state
+
+    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        return self._optimizer()._joining(known)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
