@@ -1,4 +1,4 @@
-"""An optimizer's parameters and their gradients: names, what can be sent, which gradients are new.
+"""An optimizer's parameters and their gradients: names, dtypes, models, new gradients.
 
 Hooks tell of the gradients that backward() computes, and of no others. Users set gradients by
 hand, too: ``p.grad = g`` or ``p.grad.copy_(g)``, with g from ``torch.autograd.grad``. So what
@@ -19,12 +19,14 @@ Nothing tells zeros that a user writes into all of them, as gradients, from thos
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from horovod.torch import mpi_ops
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "ModelFinder",
     "NewGradients",
     "all_names",
     "are_finite",
@@ -192,3 +194,85 @@ def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds the gradient's numbers."""
     return gradient._values() if gradient.is_sparse else gradient
+
+
+class ModelFinder:
+    """Finds the models of an optimizer's parameters: an optimizer sees parameters only.
+
+    Until all have been found, and for some steps at most, a hook on all modules looks for the
+    first one called that holds some of them: the outermost. Under ``torch.func.functional_call``
+    a module has other tensors in their place; where these were computed from the parameters,
+    autograd's graph leads back.
+
+    Args:
+        found: A method, called with each such module as it is about to run forward, and with the
+            identities of the parameters found; again if more of its parameters are looked for.
+            Not kept alive.
+        steps: Steps after which to look no further.
+        through_graph: Whether to follow autograd's graph.
+    """
+
+    def __init__(
+        self, found: Callable[[torch.nn.Module, set[int]], object], steps: int, through_graph: bool
+    ) -> None:
+        self._found, self._most_steps = weakref.WeakMethod(found), steps
+        self._through_graph = through_graph
+        self._wanted: set[int] = set()
+        self._hook: RemovableHandle | None = None
+        self._steps = 0
+
+    def look_for(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Look for the models of these parameters as well."""
+        self._wanted |= set(map(id, parameters))
+        self._steps = 0
+        if self._hook is not None or not self._wanted:
+            return
+        reference = weakref.ref(self)
+
+        def look(module: torch.nn.Module, _: object) -> None:
+            finder = reference()
+            if finder is None:
+                hook.remove()
+            else:
+                finder._look_at(module)
+
+        hook = self._hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
+
+    def end_step(self) -> None:
+        """Look no further after some steps: a whole forward pass has shown the models."""
+        self._steps += 1
+        if self._steps > self._most_steps:
+            self._stop()
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        held = self._wanted.intersection(map(id, module.parameters()))
+        if not held and self._through_graph:
+            held = self._wanted.intersection(map(id, _computed_from(module.parameters())))
+        found = self._found()
+        if held and found is not None:
+            self._wanted -= held
+            found(module, held)
+        if not self._wanted:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+_MOST_NODES = 100_000  # of autograd's graph: fast weights lead through whole inner steps
+
+
+def _computed_from(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of autograd's graph that these tensors were computed from."""
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following

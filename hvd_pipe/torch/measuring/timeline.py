@@ -24,7 +24,7 @@ Where the variable is not set, `active` is None and each place that is traced as
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.runtime.timeline import recorder
 from hvd_pipe.runtime.timeline.clock import own_clock
@@ -42,6 +41,7 @@ from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYT
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock
 from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.parameters import ModelFinder
 
 __all__ = [
     "DIRECTORY",
@@ -81,7 +81,7 @@ class Recorder(recorder.Recorder):
             self._device = DeviceClock(self.now)
             self.wait_lane = HOST
         if member:
-            self.forwards.want(parameters)
+            self.forwards.finder.look_for(parameters)
 
     def moment(self) -> Moment:
         """Return the moment at which the device will have done what it was given so far."""
@@ -113,7 +113,7 @@ class Recorder(recorder.Recorder):
 
     def next_step(self) -> None:
         self._step += 1
-        self.forwards.end_step()
+        self.forwards.finder.end_step()
         if self._device is not None:
             self._device.settle()
         self.file.flush()
@@ -144,52 +144,25 @@ class Recorder(recorder.Recorder):
 
 
 class _Forwards:
-    """Finds the models of the optimizers' parameters and times their forward passes.
+    """Times the forward passes of the models of the optimizers' parameters.
 
-    An optimizer sees parameters only. Until all have been found, and for some steps at most, a
-    hook on all modules looks for the first one called that holds some: the outermost. Later only
-    these have hooks, which leave ``torch.compile`` of what is inside as it is.
+    Only these have hooks, which leave ``torch.compile`` of what is inside as it is.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._wanted: set[int] = set()
-        self._look: RemovableHandle | None = None
-        self._steps = 0
+        self.finder = ModelFinder(self._take, _LOOK_STEPS, through_graph=False)
         self._depth = 0
         self._thread = 0
         self._start: Moment = 0.0
 
-    def want(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Look for the models of these parameters as well."""
-        self._wanted |= {id(parameter) for parameter in parameters}
-        self._steps = 0
-        if self._look is None and self._wanted:
-            self._look = torch.nn.modules.module.register_module_forward_pre_hook(self._claim)
-
-    def _claim(self, module: torch.nn.Module, _: Any) -> None:
-        found = self._wanted.intersection(map(id, module.parameters()))
-        if not found:
-            return
-        self._wanted -= found
+    def _take(self, module: torch.nn.Module, _: set[int]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             pass  # it takes no hooks: there are no forward events of it
         elif _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
             self.enter()  # torch has listed the hooks of this call already
-        if not self._wanted:
-            self._stop()
-
-    def end_step(self) -> None:
-        self._steps += 1
-        if self._steps > _LOOK_STEPS:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._look is not None:
-            self._look.remove()
-            self._look = None
 
     def enter(self) -> None:
         thread = threading.get_ident()
