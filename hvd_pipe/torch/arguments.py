@@ -281,7 +281,7 @@ def _check_optimizer(optimizer: object, for_copy: bool) -> None:
 def user_groups(
     groups: Any, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
 ) -> list[list[int]] | None:
-    """Return Horovod's ``groups`` argument as places in ``parameters``; None where not given.
+    """Return Horovod's ``groups`` argument as indices of ``parameters``; None where not given.
 
     Args:
         groups: As the user passed it.
@@ -290,7 +290,7 @@ def user_groups(
     """
     if groups is None or (groups == 0 and not isinstance(groups, list)):
         return None
-    place = {id(parameter): i for i, parameter in enumerate(parameters)}
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
     found: list[list[int]]
     if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
         count, backward = min(groups, len(parameters)), range(len(parameters) - 1, -1, -1)
@@ -308,7 +308,7 @@ def user_groups(
                 f"groups must list parameters of this optimizer, but {len(foreign)} of the "
                 f"{len(members)} listed are not: take them from the model that it updates."
             )
-        found = [[place[id(p)] for p in group if id(p) in place] for group in groups]
+        found = [[index[id(p)] for p in group if id(p) in index] for group in groups]
         listed = {i for group in found for i in group}
         found += [[i] for i in range(len(parameters)) if i not in listed]
     else:

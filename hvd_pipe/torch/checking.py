@@ -23,7 +23,7 @@ def spoil(*tensors: torch.Tensor | None) -> None:
 
 
 class CheckedMessage(Message):
-    """A message whose buffer is compared with what was sent, before the result takes its place.
+    """A message whose buffer is compared with what was sent, before the result replaces it.
 
     Args:
         flat: The buffer that the user sees.
@@ -107,8 +107,8 @@ def compare_replicas(
         pairs = zip(names, tensors, strict=False)
         found += [(f"the {what} of {name!r}", tensor) for name, tensor in pairs]
 
-    def detail(place: int) -> str:
-        tensor = found[place][1]
+    def detail(index: int) -> str:
+        tensor = found[index][1]
         if tensor is None:
             return "none"
         return f"checksum {_checksum(tensor)}, norm {float(tensor.detach().double().norm()):.9g}"

@@ -62,7 +62,7 @@ class Codec(NoCompressor, abc.ABC):
 
     @abc.abstractmethod
     def _decoded(self, data: torch.Tensor, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield float32 blocks with their place; a block is gone when the next one comes."""
+        """Yield float32 blocks with their offset; a block is gone when the next one comes."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write the code of ``values`` into ``out``.

@@ -35,7 +35,7 @@ class DistributedMixin(EngineHolder):
 
     _hvd_pipe_profile: JobProfile | None = None
     _hvd_pipe_skip = False
-    _hvd_pipe_coming = ""
+    _hvd_pipe_expects = ""
     """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict".
 
     If it fails before its step, the next call is the script's: `zero_grad`, a backward pass and
@@ -68,11 +68,11 @@ class DistributedMixin(EngineHolder):
 
         LBFGS calls it as often as it likes: loss and gradients are averaged each time.
         """
-        if self._hvd_pipe_coming == "step" and not self._heard_of_gradients():
-            self._hvd_pipe_coming = "state_dict"  # and no step, which would decay weights
+        if self._hvd_pipe_expects == "step" and not self._has_hooked_gradients():
+            self._hvd_pipe_expects = "state_dict"  # and no step, which would decay weights
             self._note_old()
             return None
-        self._hvd_pipe_coming = ""
+        self._hvd_pipe_expects = ""
         engine = self._engine()
         if isinstance(self, torch.optim.LBFGS):
             return self._step_of_lbfgs(engine, closure)
@@ -124,7 +124,7 @@ class DistributedMixin(EngineHolder):
     def _check_not_old(self, engine: Engine) -> None:
         """Refuse to apply again what `synchronize` has just applied."""
         old = (p.grad for p in self._owned() if p.grad is not None)
-        if engine.keeps and not self._has_new() and not all(map(is_zero, old)):
+        if engine.keeps and not self._has_new_gradients() and not all(map(is_zero, old)):
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but synchronize() found no new gradient: what "
                 "is in p.grad was applied before. Set gradients before synchronize(), by "
@@ -178,7 +178,7 @@ class DistributedMixin(EngineHolder):
 
         After `synchronize`, it drops the gradients that were prepared.
         """
-        self._hvd_pipe_coming = ""
+        self._hvd_pipe_expects = ""
         engine = self._hvd_pipe
         if engine is not None:
             if engine.fresh and not engine.synchronized and engine.current is not None:
@@ -210,7 +210,7 @@ class DistributedMixin(EngineHolder):
         """
         amp.check_loss_scale(loss_scale)
         engine = self._engine()
-        by_hand = not engine.fresh and self._has_new()
+        by_hand = not engine.fresh and self._has_new_gradients()
         preparing = (engine.fresh or by_hand) and not engine.synchronized
         self._hvd_pipe_drained = not (preparing or engine.synchronized)
         engine.synchronize(by_hand)
@@ -267,28 +267,28 @@ class DistributedMixin(EngineHolder):
         """
         root_rank = root_of_horovods(sys._getframe(1))
         if root_rank is not None:
-            self._take_from(root_rank)
+            self._receive_from_root(root_rank)
         state: dict[str, Any] = super().state_dict()
-        in_flight = self._in_flight()
+        in_flight = self._state_in_flight()
         state[checkpoint.KEY] = None if in_flight is None else in_flight.to_dict()
         return state
 
-    def _take_from(self, root_rank: int) -> None:
+    def _receive_from_root(self, root_rank: int) -> None:
         """Take the root's state and what it has in flight, in Horovod's own broadcast of states.
 
         That finds equal states on all ranks then, and sends the tensors once more. Where the root
         has none yet it sets gradients to zero, calls `step`, and asks for the state again.
         """
-        second, self._hvd_pipe_coming = self._hvd_pipe_coming == "state_dict", ""
+        second, self._hvd_pipe_expects = self._hvd_pipe_expects == "state_dict", ""
         if second:
             return
         if is_elastic():
-            self._rest(keep=True)
+            self._release_engine(keep=True)
         broadcast_optimizer_state(self, root_rank)
         if is_elastic():
-            self._start_anew()
+            self._start_new_engine()
         if not self.state:
-            self._hvd_pipe_coming = "step"
+            self._hvd_pipe_expects = "step"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the user's class; what was in flight when it was saved goes on from there.
@@ -296,7 +296,7 @@ class DistributedMixin(EngineHolder):
         A state without the key ``"hvd_pipe"`` (of Horovod, of plain torch) starts with nothing in
         flight, as does one of another strategy; this warns where something is lost.
         """
-        self._hvd_pipe_coming = ""
+        self._hvd_pipe_expects = ""
         in_flight = SavedState.from_dict(state_dict.get(checkpoint.KEY))
         if self._hvd_pipe is None:
             super().load_state_dict(state_dict)
@@ -324,7 +324,7 @@ class DistributedMixin(EngineHolder):
         return True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        base, in_flight = type(self).__bases__[1], self._in_flight()
+        base, in_flight = type(self).__bases__[1], self._state_in_flight()
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         saved = None if in_flight is None else in_flight.to_dict()
         return _revive, (base, self.__getstate__(), arguments, names, saved)

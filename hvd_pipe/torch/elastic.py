@@ -1,6 +1,6 @@
 """``hvd.elastic``: Horovod's elastic training, with optimizers that have something in flight.
 
-Horovod's own words hold: `run` around the training function, `TorchState` for what all workers
+Use it as Horovod's: `run` around the training function, `TorchState` for what all workers
 share, ``state.commit()`` now and then. What becomes of what is in flight::
 
     hosts come or go     synchronize(), save, new workers, every rank goes on from rank 0's state
@@ -8,8 +8,8 @@ share, ``state.commit()`` now and then. What becomes of what is in flight::
                          the workers that are left, every rank goes on from rank 0's
 
 Either way optimizers get new engines on the new workers, as in a run that is resumed from a
-checkpoint on another number of ranks: averages stay averages, plans are measured again, and what
-error feedback has left over is dropped on all ranks.
+checkpoint on another number of ranks: averages stay averages, plans are measured again, and the
+residuals of error feedback are dropped on all ranks.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class _DistributedHandler(_OptimizerHandler):
     value: DistributedMixin
 
     def restore(self) -> None:
-        self.value._rest(keep=False)
+        self.value._release_engine(keep=False)
         in_flight.forget()
         super().restore()
 
     def sync(self) -> None:
-        self.value._rest(keep=True)
+        self.value._release_engine(keep=True)
         super().sync()
-        self.value._start_anew()
+        self.value._start_new_engine()
 
 
 _horovod.set_handler_registry(

@@ -2,7 +2,7 @@
 
 A copy of an optimizer (``copy.deepcopy``, pickle) has no engine until its first ``step()``, which
 all ranks make; until then it sends nothing, so that one rank alone may copy and save it. After
-``hvd.shutdown()``, and in an elastic job before workers have met, it is the same.
+``hvd.shutdown()``, and in an elastic job before the workers' first rendezvous, it is the same.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class EngineHolder(torch.optim.Optimizer):
             )
         workers.begin()
         checked = check_everywhere(self, self._named_arguments())
-        fresh = self._has_new()  # of what a state leads to, none is
+        fresh = self._has_new_gradients()  # of what a state leads to, none is
         engine, in_flight = self._resumed(self._start(checked), self._hvd_pipe_saved)
         if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
             checkpoint.load(engine, in_flight, self._owned())
@@ -88,17 +88,17 @@ class EngineHolder(torch.optim.Optimizer):
         return engine
 
     def _named_arguments(self) -> Arguments:
-        """Return the arguments with this optimizer's parameters in the place of their names."""
+        """Return the arguments with this optimizer's parameters instead of their names."""
         arguments, groups = self._hvd_pipe_arguments, self._hvd_pipe_arguments.groups
         named = dict(zip(self._hvd_pipe_names, self._owned(), strict=True))
         if groups is not None:
             groups = [[named[name] for name in group] for group in groups]
         return dataclasses.replace(arguments, named_parameters=named.items(), groups=groups)
 
-    def _heard_of_gradients(self) -> bool:
+    def _has_hooked_gradients(self) -> bool:
         return self._hvd_pipe is not None and self._hvd_pipe.fresh
 
-    def _has_new(self) -> bool:
+    def _has_new_gradients(self) -> bool:
         """Return whether gradients wait to be applied, wherever they have come from."""
         return self._hvd_pipe_gradients.any_new(self._owned())
 
@@ -106,7 +106,7 @@ class EngineHolder(torch.optim.Optimizer):
         """Take what is in ``p.grad`` for applied, dropped, or prepared."""
         self._hvd_pipe_gradients.note_old(self._owned())
 
-    def _in_flight(self) -> SavedState | None:
+    def _state_in_flight(self) -> SavedState | None:
         engine = self._hvd_pipe
         if engine is None:
             return self._hvd_pipe_saved
@@ -115,16 +115,16 @@ class EngineHolder(torch.optim.Optimizer):
                 "a state was asked for after backward() and before step(), while gradients are on "
                 "their way: save or copy after step()."
             )
-        return self._noted(engine)
+        return self._saved_state(engine)
 
-    def _noted(self, engine: Engine) -> SavedState:
+    def _saved_state(self, engine: Engine) -> SavedState:
         found = checkpoint.save(engine, self._owned())
         return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
 
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
 
-    def _rest(self, keep: bool) -> str | None:
-        """Give the engine up; the next step, or `_start_anew`, makes another.
+    def _release_engine(self, keep: bool) -> str | None:
+        """Give the engine up; the next step, or `_start_new_engine`, makes another.
 
         Args:
             keep: Whether all that was sent has arrived, so that it goes along; else the gradients,
@@ -139,8 +139,8 @@ class EngineHolder(torch.optim.Optimizer):
         self._hvd_pipe_saved = None
         if keep:
             try:
-                self._hvd_pipe_saved = self._noted(engine)
-                self._tell_of_replicas(self._hvd_pipe_saved)
+                self._hvd_pipe_saved = self._saved_state(engine)
+                self._warn_of_replicas(self._hvd_pipe_saved)
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", engine.name, error)
         else:
@@ -154,7 +154,7 @@ class EngineHolder(torch.optim.Optimizer):
         self._hvd_pipe_scale.clear()
         return engine.name
 
-    def _tell_of_replicas(self, found: SavedState) -> None:
+    def _warn_of_replicas(self, found: SavedState) -> None:
         if is_elastic() and "average" in found.tensors and mpi_ops.rank() == 0:
             _log.warning(
                 "elastic: replicas under %s have gone apart since their last average, and all of "
@@ -170,8 +170,8 @@ class EngineHolder(torch.optim.Optimizer):
             engine.synchronize()
             self._note_old()
 
-    def _start_anew(self) -> None:
-        """Start on other workers than before: what a codec has left over stays behind."""
+    def _start_new_engine(self) -> None:
+        """Start on other workers than before, without a codec's residuals."""
         found = self._hvd_pipe_saved
         if found is not None:
             self._hvd_pipe_saved = found.shared()
@@ -203,9 +203,9 @@ class EngineHolder(torch.optim.Optimizer):
 
     def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
         found = {}
-        for place, parameter in enumerate(self._owned()):
+        for i, parameter in enumerate(self._owned()):
             if parameter.requires_grad and id(parameter) not in known:
-                found[self._hvd_pipe_names[place]] = parameter
+                found[self._hvd_pipe_names[i]] = parameter
         return found
 
 

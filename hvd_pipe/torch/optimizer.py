@@ -117,7 +117,7 @@ def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Distri
     names, groups = checked.settings.names, checked.settings.groups
     if groups is not None:
         arguments = dataclasses.replace(
-            arguments, groups=[[names[place] for place in group] for group in groups]
+            arguments, groups=[[names[i] for i in group] for group in groups]
         )
     arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
     wrapped = twin(optimizer, arguments, checked.all_names)

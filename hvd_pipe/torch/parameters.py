@@ -68,16 +68,16 @@ def all_names(
             "named_parameters must be (name, parameter) tuples: pass "
             "model.named_parameters(), not model.parameters()."
         )
-    words = [name for name, _ in pairs]
-    strange = [name for name in words if not isinstance(name, str)]
+    given = [name for name, _ in pairs]
+    strange = [name for name in given if not isinstance(name, str)]
     if strange:
         raise TypeError(
             f"named_parameters has a name that is no string, {strange[0]!r}: write (name, "
             "parameter), not (parameter, name)."
         )
     twice = (
-        sorted({name for name in words if words.count(name) > 1})
-        if len(set(words)) < len(words)
+        sorted({name for name in given if given.count(name) > 1})
+        if len(set(given)) < len(given)
         else []
     )
     if twice:

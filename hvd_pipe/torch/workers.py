@@ -46,7 +46,7 @@ _log = logging.getLogger("hvd_pipe")
 class Distributed(Protocol):
     """What is distributed: see `hvd_pipe.torch.distributed.DistributedMixin`."""
 
-    def _rest(self, keep: bool) -> object:
+    def _release_engine(self, keep: bool) -> object:
         """Give the engine up, and keep what it has in flight or not."""
 
 
@@ -136,26 +136,26 @@ def _joining() -> Iterator[None]:
 
 @contextmanager
 def _resetting() -> Iterator[None]:
-    _part()
+    _leave_workers()
     yield
 
 
 @contextmanager
 def _ending() -> Iterator[None]:
     if not _leaving:
-        _part()
+        _leave_workers()
         restarts.note_end(mpi_ops)
     watchdog.leave()
     yield
     watchdog.stop()
 
 
-def _part() -> None:
+def _leave_workers() -> None:
     """Leave these workers: everything starts anew on the next ones."""
     global _watching  # noqa: PLW0603
     keep = in_flight.settle()
     for optimizer in list(_running):
-        optimizer._rest(keep)
+        optimizer._release_engine(keep)
     _running.clear()
     _counts.clear()
     _watching = False

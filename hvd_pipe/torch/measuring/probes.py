@@ -150,7 +150,7 @@ def worker_speeds(
     mine = 0.0
     try:
         mine = _median_seconds(step, seconds)
-    except Exception as error:  # the others wait in gather, and must hear of it
+    except Exception as error:  # the others wait in gather, and must not wait for ever
         failure = error
     times = gather(mine, _NAME, process_set)
     if failure is not None:

@@ -43,16 +43,16 @@ class ReadyTimes:
     On a CUDA device the host waits for them once a recorded step.
     """
 
-    def __init__(self, places: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         self._stopwatch = Stopwatch(device)
         self._seconds_by_step: list[list[float]] = []
-        self._moments: list[Moment | None] = [None] * places
+        self._moments: list[Moment | None] = [None] * count
         self.steps = 0
         """Backward passes closed so far, the same on all ranks."""
 
-    def mark(self, place: int) -> None:
-        """Note that the gradient at ``place`` is ready now."""
-        self._moments[place] = self._stopwatch.now()
+    def mark(self, index: int) -> None:
+        """Note that the gradient at ``index`` is ready now."""
+        self._moments[index] = self._stopwatch.now()
 
     def end_step(self) -> None:
         """Close one backward pass; a gradient that was not computed counts as ready now."""
@@ -80,7 +80,7 @@ class JobTimes:
 
     Args:
         optimizer: Whose updates are timed.
-        parameters: Whose gradients; by place.
+        parameters: Whose gradients; by index.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class JobTimes:
         # Parameters may outlive the optimizer, which alone keeps this.
         self._detach = weakref.finalize(self, _remove, handles)
         times = weakref.ref(self)
-        for place, parameter in enumerate(parameters):
-            hook = _hook(times, place)
+        for index, parameter in enumerate(parameters):
+            hook = _hook(times, index)
             handles.append(
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             )
 
     @property
-    def places(self) -> int:
+    def count(self) -> int:
         """How many parameters are watched."""
         return len(self._ready)
 
@@ -148,9 +148,9 @@ class JobTimes:
         since = [(last if each is None else each) - first for each in seconds]
         return [first, Stopwatch.seconds(begun, updated), *since]
 
-    def mark(self, place: int) -> None:
-        """Note that the gradient at ``place`` is ready now."""
-        self._ready[place] = self._stopwatch.now()
+    def mark(self, index: int) -> None:
+        """Note that the gradient at ``index`` is ready now."""
+        self._ready[index] = self._stopwatch.now()
 
     def _begin(self) -> None:
         self._begun = self._stopwatch.now()
@@ -164,11 +164,11 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _hook(times: weakref.ref[JobTimes], place: int) -> Callable[[torch.Tensor], None]:
+def _hook(times: weakref.ref[JobTimes], index: int) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         watching = times()
         if watching is not None:
-            watching.mark(place)
+            watching.mark(index)
 
     return hook
 
@@ -179,8 +179,8 @@ class JobProfile:
     Args:
         path: Of the JSON file.
         times: Of the optimizer.
-        names: The parameters' names, by place.
-        sizes: Bytes of each gradient, by place.
+        names: The parameters' names, by index.
+        sizes: Bytes of each gradient, by index.
     """
 
     def __init__(

@@ -4,11 +4,11 @@
     backward    from the gradient of that module's output to the last gradient of a parameter
     ready       a bucket's last gradient (of CoCoD, a model) is complete
     allreduce   a message, from its launch to its completion; it may queue for others before it
-    codec       bf16 and int8: a message is encoded, summed or decoded in the courier's thread
+    codec       bf16 and int8: a message is encoded, summed or decoded in the communication thread
     wait        the host is blocked until messages have arrived
     update      the user's optimizer
 
-A pipeline tells its passes, waits and updates itself: see `hvd_pipe.pipeline.spans`.
+A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.spans`.
 
 *Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
 they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to

@@ -78,7 +78,7 @@ class AutoChoice:
         if self._times is None or not isinstance(engine, MergedGradientEngine):
             return engine
         if engine.comm is None:
-            if self._times.places != len(engine.settings.parameters):  # some have joined
+            if self._times.count != len(engine.settings.parameters):  # some have joined
                 self._times.close()
                 self._times = self._watch(engine.settings.parameters)
             self._times.end_step()
