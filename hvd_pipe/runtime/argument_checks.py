@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet
@@ -14,11 +15,13 @@ from hvd_pipe.strategy import Auto, CoCoD, Method, parse
 __all__ = [
     "allowed",
     "check_compression",
+    "check_groups",
     "check_passes",
     "check_process_set",
     "check_scaling",
     "refuse_for_cocod",
     "refuse_ranks",
+    "split_groups",
 ]
 
 
@@ -68,6 +71,52 @@ def check_process_set(process_set: Any) -> None:
             f"{process_set} is not registered: call hvd.add_process_set(...) on every "
             "rank, or list it in hvd.init(process_sets=[...])."
         )
+
+
+def check_groups(groups: Any, noun: str, kind: type = object) -> None:
+    """Raise unless ``groups`` is a positive int, or lists of different members.
+
+    Args:
+        groups: As the user passed it.
+        noun: What a member is called.
+        kind: Its class.
+    """
+    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
+    is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    if not is_count and not is_lists:
+        raise ValueError(
+            f"groups must be a positive int or a list of lists of {noun}s, got {groups!r}."
+        )
+    listed = [each for group in groups for each in group] if is_lists else []
+    if not all(isinstance(each, kind) for each in listed):
+        raise ValueError(f"groups must be lists of {noun}s (tensors).")
+    if len(set(map(id, listed))) < len(listed):
+        raise ValueError(f"a {noun} can appear only once in groups.")
+
+
+def split_groups(
+    groups: int | list[list[Any]], indices: Sequence[int], index: Mapping[int, int]
+) -> list[list[int]]:
+    """Return Horovod's ``groups`` as groups of indices.
+
+    Args:
+        groups: Lists of parameters, or how many groups to cut ``indices`` into, the last first:
+            about the order in which gradients are computed.
+        indices: What to group; what no list has is a group of its own.
+        index: The index of a parameter, by its identity.
+
+    Example:
+        >>> split_groups(2, [0, 1, 3], {})
+        [[3], [1, 0]]
+    """
+    if isinstance(groups, int):
+        count, backward = min(groups, len(indices)), list(reversed(indices))
+        cuts = [len(indices) * i // count for i in range(count + 1)]
+        return [backward[start:end] for start, end in itertools.pairwise(cuts)]
+    wanted = set(indices)
+    found = [[i for p in group if (i := index.get(id(p))) in wanted] for group in groups]
+    grouped = {i for group in found for i in group}
+    return [*found, *([i] for i in indices if i not in grouped)]
 
 
 def refuse_for_cocod(

@@ -13,6 +13,7 @@ What Horovod 0.28.1 cannot do twice in a process is found before it crashes:
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -24,12 +25,14 @@ from hvd_pipe.errors import HvdPipeError
 __all__ = [
     "YIELD",
     "is_elastic",
-    "missed_settings",
     "note_end",
     "observe",
     "prepare",
     "surround",
+    "warn_of_missed_settings",
 ]
+
+_log = logging.getLogger("hvd_pipe")
 
 Around = Callable[[], AbstractContextManager[None]]
 
@@ -107,16 +110,27 @@ class _Surrounded:
         setattr(self._function, name, value)  # Horovod sets argtypes
 
 
-def missed_settings(yields: bool) -> str:
-    """Return what the environment should have held when Horovod started; empty where all was set.
+def warn_of_missed_settings(horovod: Any, yields: bool, adapter: str) -> None:
+    """Say once what Horovod, which runs already, should have been started with.
 
     Args:
+        horovod: The framework's ``mpi_ops``.
         yields: Whether computing needs the processor that Open MPI would take while it waits.
+        adapter: Our module, whose ``init`` sets it.
     """
+    if not horovod.is_initialized() or horovod.size() == 1 or horovod.rank() != 0:
+        return
     wanted = {_FUSION: "0"} if _CYCLE not in os.environ else {}  # both crash a second start
-    if yields:
+    if yields and horovod.mpi_enabled():
         wanted[YIELD] = "1"
-    return " ".join(f"{key}={value}" for key, value in wanted.items() if key not in os.environ)
+    missed = " ".join(f"{key}={value}" for key, value in wanted.items() if key not in os.environ)
+    if missed:
+        _log.warning(
+            "messages take longer than they need, as Horovod was started without %s: set that in "
+            "the environment, or call %s.init(), which does, in place of Horovod's.",
+            missed,
+            adapter,
+        )
 
 
 def _fixes_both() -> bool:

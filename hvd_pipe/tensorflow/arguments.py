@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -15,11 +14,13 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
 from hvd_pipe.runtime.argument_checks import (
     allowed,
     check_compression,
+    check_groups,
     check_passes,
     check_process_set,
     check_scaling,
     refuse_for_cocod,
     refuse_ranks,
+    split_groups,
 )
 from hvd_pipe.runtime.timeline.recorder import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
@@ -80,7 +81,8 @@ class Arguments:
                     f"{getattr(self, name)!r}."
                 )
         check_passes(self.backward_passes_per_step)
-        _check_groups(self.groups)
+        if self.groups is not None:
+            check_groups(self.groups, "variable")
         if isinstance(strategy, Auto):
             self.candidates(strategy)
         else:
@@ -166,21 +168,6 @@ def _name_of(compression: Any) -> str:
     return str(getattr(compression, "__name__", type(compression).__name__))
 
 
-def _check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
-    is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
-    if not is_count and not is_lists:
-        raise ValueError(
-            f"groups must be a positive int or a list of lists of variables, got {groups!r}."
-        )
-    if is_lists:
-        listed = [id(variable) for group in groups for variable in group]
-        if len(set(listed)) < len(listed):
-            raise ValueError("a variable can appear only once in groups.")
-
-
 def user_groups(
     groups: Any, variables: Sequence[Any], shapes: Shapes, places: Sequence[int]
 ) -> list[list[int]] | None:
@@ -197,23 +184,16 @@ def user_groups(
     """
     if groups is None or not places:
         return None
-    if isinstance(groups, int):
-        count, backward = min(groups, len(places)), list(reversed(places))
-        cuts = [len(places) * i // count for i in range(count + 1)]
-        found = [backward[start:end] for start, end in itertools.pairwise(cuts)]
-    else:
-        place = {id(variable): i for i, variable in enumerate(variables)}
+    index = {id(variable): i for i, variable in enumerate(variables)}
+    if isinstance(groups, list):
         listed = [each for group in groups for each in group]
-        foreign = [each for each in listed if id(each) not in place]
+        foreign = [each for each in listed if id(each) not in index]
         if foreign:
             raise ValueError(
                 f"groups must list variables that are trained here, but {len(foreign)} of the "
                 f"{len(listed)} listed are not: take them from model.trainable_variables."
             )
-        sent = set(places)
-        found = [[place[id(v)] for v in group if place[id(v)] in sent] for group in groups]
-        alone = sent - {i for group in found for i in group}
-        found += [[i] for i in places if i in alone]
+    found = split_groups(groups, places, index)
     return [same for group in found for same in shapes.kinds(group)]
 
 

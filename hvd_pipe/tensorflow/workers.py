@@ -74,7 +74,9 @@ def begin() -> None:
         runs = mpi_ops.is_initialized
         if runs():
             missed_start()
-            _tell_what_was_missed()
+            restarts.warn_of_missed_settings(
+                mpi_ops, not mpi_ops.cuda_built(), "hvd_pipe.tensorflow"
+            )
         restarts.observe(mpi_ops, _starting, _ending)
         restarts.surround(mpi_ops.MPI_LIB, "horovod_join", _joining, runs)
     _settle_at_exit()
@@ -157,20 +159,6 @@ def settle() -> None:
     for engine in engines:
         with suppress(tf.errors.OpError):  # a rank that has left before it sent as much
             engine.settle()
-
-
-def _tell_what_was_missed() -> None:
-    """Say once what Horovod, which runs already, should have been started with."""
-    if mpi_ops.size() == 1 or mpi_ops.rank() != 0:
-        return
-    missed = restarts.missed_settings(mpi_ops.mpi_enabled() and not mpi_ops.cuda_built())
-    if missed:
-        _log.warning(
-            "messages take longer than they need, as Horovod was started without %s: set that in "
-            "the environment, or call hvd_pipe.tensorflow.init(), which does, in place of "
-            "Horovod's.",
-            missed,
-        )
 
 
 @contextmanager

@@ -5,7 +5,6 @@ What is found good is put into the terms of the engines.
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +20,13 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import (
     allowed,
     check_compression,
+    check_groups,
     check_passes,
     check_process_set,
     check_scaling,
     refuse_for_cocod,
     refuse_ranks,
+    split_groups,
 )
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
@@ -290,31 +291,17 @@ def user_groups(
     """
     if groups is None or (groups == 0 and not isinstance(groups, list)):
         return None
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-    found: list[list[int]]
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        count, backward = min(groups, len(parameters)), range(len(parameters) - 1, -1, -1)
-        cuts = [len(parameters) * i // count for i in range(count + 1)]
-        found = [list(backward[start:end]) for start, end in itertools.pairwise(cuts)]
-    elif isinstance(groups, list) and all(isinstance(group, list) for group in groups):
+    check_groups(groups, "parameter", torch.Tensor)
+    if isinstance(groups, list):
         members = [parameter for group in groups for parameter in group]
-        if not all(isinstance(parameter, torch.Tensor) for parameter in members):
-            raise ValueError("groups must be lists of parameters (tensors).")
-        if len({id(parameter) for parameter in members}) < len(members):
-            raise ValueError("a parameter can appear only once in groups.")
         foreign = set(map(id, members)) - set(map(id, owned))
         if foreign:
             raise ValueError(
                 f"groups must list parameters of this optimizer, but {len(foreign)} of the "
                 f"{len(members)} listed are not: take them from the model that it updates."
             )
-        found = [[index[id(p)] for p in group if id(p) in index] for group in groups]
-        listed = {i for group in found for i in group}
-        found += [[i] for i in range(len(parameters)) if i not in listed]
-    else:
-        raise ValueError(
-            f"groups must be a positive int or a list of lists of parameters, got {groups!r}."
-        )
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    found = split_groups(groups, range(len(parameters)), index)
     return [
         [group[i] for i in same]
         for group in found

@@ -63,7 +63,7 @@ def begin() -> None:
     answer_with(mpi_ops)
     if not _begun:
         _begun = True
-        _tell_what_was_missed()
+        restarts.warn_of_missed_settings(mpi_ops, not torch.cuda.is_available(), "hvd_pipe.torch")
         restarts.observe(mpi_ops, _starting, _ending)
         runs = mpi_ops.is_initialized
         # shutdown() calls this first, and handles mean nothing after it.
@@ -88,20 +88,6 @@ def watch() -> None:
 def count(process_set_id: object) -> int:
     """Number what starts on these workers, for each process set apart."""
     return next(_counts[process_set_id])
-
-
-def _tell_what_was_missed() -> None:
-    """Say once what Horovod, which runs already, should have been started with."""
-    if not mpi_ops.is_initialized() or mpi_ops.size() == 1 or mpi_ops.rank() != 0:
-        return
-    yields = mpi_ops.mpi_enabled() and not torch.cuda.is_available()
-    missed = restarts.missed_settings(yields)
-    if missed:
-        _log.warning(
-            "messages take longer than they need, as Horovod was started without %s: set that in "
-            "the environment, or call hvd_pipe.torch.init(), which does, in place of Horovod's.",
-            missed,
-        )
 
 
 def _settle_at_exit() -> None:
