@@ -14,7 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "compare", "compare_numbers", "compare_types", "rewriting", "schema"]
+__all__ = [
+    "FOLDER",
+    "compare",
+    "compare_numbers",
+    "compare_types",
+    "differences",
+    "rewriting",
+    "schema",
+]
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 _REWRITE = "REWRITE_FROZEN"
@@ -54,8 +62,13 @@ def compare_numbers(name: str, document: Mapping[str, Any]) -> None:
     if rewriting():
         compare(name, document)
         return
-    lines = _differences(json.loads(path.read_text()), document, "", _same)
+    lines = differences(json.loads(path.read_text()), document)
     assert not lines, _told(path, lines)
+
+
+def differences(expected: Any, found: Any) -> list[str]:
+    """Say where two JSON documents differ by more than rounding."""
+    return _differences(expected, found, "", _same)
 
 
 def compare_types(name: str, document: Mapping[str, Any]) -> None:
