@@ -190,7 +190,9 @@ ROWS = (
     ),
     PrivateName("tensorflow", "keras.src.backend", "get_keras_mask", "tensorflow.pipedream.graph"),
     *(
-        PrivateName("tensorflow", "keras.src.models.functional", name, "tensorflow.layer_times")
+        PrivateName(
+            "tensorflow", "keras.src.models.functional", name, "tensorflow.measuring.layer_calls"
+        )
         for name in (
             "Functional",
             "operation_fn",
@@ -198,7 +200,9 @@ ROWS = (
             "Functional._outputs_struct",
         )
     ),
-    PrivateName("tensorflow", "keras", "Sequential._functional", "tensorflow.layer_times"),
+    PrivateName(
+        "tensorflow", "keras", "Sequential._functional", "tensorflow.measuring.layer_calls"
+    ),
     PrivateName(
         "tensorflow",
         "keras.src.models.functional",
