@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from hvd_pipe.cli._cluster import NOISY
 from hvd_pipe.cli.options import (
     BYTES,
     SharedCommand,
+    check_writable,
     cluster_json,
     job_rank,
     job_size,
@@ -119,8 +119,7 @@ def _check_output(path: Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise InputError(f"{path}: {what}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{path}: cannot be written")
+    check_writable(path)
     if path.suffix.lower() != ".json" and importlib.util.find_spec("matplotlib") is None:
         raise InputError(f"{path}: pictures need matplotlib: pip install 'hvd_pipe[plot]'")
 

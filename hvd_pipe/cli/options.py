@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli.output import note, one_line
+from hvd_pipe.cli.output import InputError, note, one_line
 from hvd_pipe.planning import methods
 from hvd_pipe.planning.cluster import Cluster, Link
 from hvd_pipe.planning.codec import CODECS
@@ -33,6 +33,7 @@ __all__ = [
     "Command",
     "Parsed",
     "SharedCommand",
+    "check_writable",
     "cluster_json",
     "compression_option",
     "describe",
@@ -137,6 +138,12 @@ def suffix_checker(
         return value
 
     return check
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before minutes of measuring, a file that could not be written after them."""
+    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{path}: cannot be written")
 
 
 def output_option(

@@ -20,6 +20,7 @@ from hvd_pipe import units
 from hvd_pipe.cli._model import Shape, made
 from hvd_pipe.cli.options import (
     SharedCommand,
+    check_writable,
     job_rank,
     job_size,
     json_option,
@@ -99,7 +100,7 @@ def command(
         if extra:
             raise click.UsageError(f"{', '.join(extra)}: for models only; a script has its own.")
         path = path or Path(f"{Path(target).stem}.profile.json")
-        _writable(path)
+        check_writable(path)
         profile_script([target, *arguments], path, job_rank(), job_size())
         if job_rank() > 0:
             return
@@ -110,7 +111,7 @@ def command(
         if job_size() > 1:
             raise InputError("a model is measured on one process: run this without a launcher")
         path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
-        _writable(path)
+        check_writable(path)
         try:
             profile = measure_model(target, inputs, loss, device, steps or 10)
         except ImportError as error:
@@ -122,12 +123,6 @@ def command(
             "file.py:factory)."
         )
     _print(profile, path, as_json)
-
-
-def _writable(path: Path) -> None:
-    """Refuse before minutes of measuring what would fail after them."""
-    if not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{path}: cannot be written")
 
 
 def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:

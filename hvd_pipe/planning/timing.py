@@ -14,8 +14,7 @@ starts::
     local-sgd        (k c + m + d) / k               m: of one average of the model
     cocod            max(k c, m + d) / k
 
-Each comes with its limit: what no order, grouping or slicing of messages could beat, where equal
-gradients are applied to equal weights. The docstring of each function says why.
+Each comes with its limit, which no order, grouping or slicing of messages beats.
 
 Source: MG-WFBP, arXiv 1912.09268; Pipe-SGD, arXiv 1811.03619; CoCoD-SGD, arXiv 1906.12043.
 """
