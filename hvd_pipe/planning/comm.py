@@ -19,7 +19,7 @@ import numpy.typing as npt
 from hvd_pipe.planning._checks import check_keys
 from hvd_pipe.planning.codec import CodecCost
 
-__all__ = ["CommModel", "by_size", "check_samples", "fit_line", "medians", "monotone"]
+__all__ = ["CommModel"]
 
 
 FloatArray = npt.NDArray[np.float64]
