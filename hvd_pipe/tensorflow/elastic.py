@@ -8,7 +8,7 @@ Horovod's own words hold: `run` around the training function, a state for what a
                          the workers that are left, every rank goes on from rank 0's
 
 Either way graphs are traced anew, and every optimizer and tape gets a new engine, on the new
-workers; what error feedback has left over is dropped on all ranks.
+workers; the residuals of error feedback are dropped on all ranks.
 """
 
 from __future__ import annotations

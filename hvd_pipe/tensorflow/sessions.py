@@ -25,7 +25,7 @@ from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, identity, refuse_old_graphs
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.reduction import LOST
+from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 from hvd_pipe.tensorflow.session import FindMomenta, Session
 
 __all__ = ["OWNERS", "Owner", "Sessions", "States", "inherit", "share", "sources_key"]
@@ -191,8 +191,8 @@ class Sessions:
     def follow(self, method: Method) -> None:
         """Go on with what ``auto`` has chosen; all ranks, between two steps.
 
-        Nothing is in flight, as the steps before were synchronous. What a lossy codec has left
-        over of them is dropped.
+        Nothing is in flight, as the steps before were synchronous. The residuals of a lossy codec
+        are dropped.
         """
         before, self.method, self.chosen = self.method, method, method
         if method != before:
@@ -284,12 +284,12 @@ def _timeline() -> Description:
 def inherit(found: dict[str, States]) -> None:
     """Have all that is distributed go on from one rank's `Sessions.states`, by their label.
 
-    What codecs have left over is dropped: it was another rank's, or is of other workers.
+    Residuals are dropped: they were another rank's, or are of other workers.
     """
     _inherited.clear()
     for label, states in found.items():
         _inherited[label] = {
-            number: {name: array for name, array in state.items() if not name.startswith(LOST)}
+            number: {name: array for name, array in state.items() if not name.startswith(RESIDUAL)}
             for number, state in states.items()
         }
     for sessions in workers.running():

@@ -1,4 +1,4 @@
-"""Which gradients share a message, how they lie in it, and what codecs have left over of each.
+"""Which gradients share a message, how they lie in it, and the residuals of each.
 
 gradients   [ a b ]  [ c ]  [ d e f ]          places 0, 1, 2
 groups      (2, 1), (0,)
@@ -17,7 +17,7 @@ from hvd_pipe.planning import merge
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import Arrays
-from hvd_pipe.tensorflow.messages.reduction import LOST, Feedback, Reduction
+from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -155,10 +155,10 @@ class Residuals:
     def named(self) -> dict[str, tf.Variable]:
         """The variables, by the names that they have in a checkpoint."""
         return {
-            f"{LOST}{kind}.{i}.{self._buckets:08x}": getattr(feedback, kind)
+            name: each
             for i, feedback in enumerate(self.each)
             if feedback is not None
-            for kind in ("sent", "reduced")
+            for name, each in feedback.named(f"{i}.{self._buckets:08x}").items()
         }
 
     def state(self) -> Arrays:

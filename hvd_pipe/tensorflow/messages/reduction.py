@@ -21,15 +21,15 @@ from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.graphs import call_name, variable
 from hvd_pipe.tensorflow.measuring import timeline
 
-__all__ = ["LOST", "Feedback", "Reduction"]
+__all__ = ["RESIDUAL", "Feedback", "Reduction"]
 
-LOST = "lost."
-"""Begins the names of what codecs have left over, which means nothing on another rank."""
+RESIDUAL = "lost."
+"""Begins the names of residuals in a state; they mean nothing on another rank."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What encoding a message has lost so far; it is added to what is encoded next.
+    """The residuals of a message: what encoding has lost, which is added to what comes next.
 
     Args:
         sent: Lost where this rank encoded its own values; a float32 row for each rank.
@@ -38,6 +38,13 @@ class Feedback:
 
     sent: tf.Variable
     reduced: tf.Variable
+
+    def named(self, label: str) -> dict[str, tf.Variable]:
+        """Return the variables, by the names that they have in a checkpoint."""
+        return {
+            f"{RESIDUAL}sent.{label}": self.sent,
+            f"{RESIDUAL}reduced.{label}": self.reduced,
+        }
 
 
 @dataclass(frozen=True)

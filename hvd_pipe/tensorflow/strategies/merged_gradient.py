@@ -40,7 +40,7 @@ class MergedGradientEngine(Engine):
     def adopt(self, plan: Plan | None) -> None:
         """Take the plan's buckets; graphs that were traced before keep theirs.
 
-        What a codec has left over of the buckets before is dropped. None is for no gradients.
+        The residuals of the buckets before are dropped. None is for no gradients.
         """
         settings = self.settings
         groups = []

@@ -22,7 +22,7 @@ from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.graphs import Arrays, restore
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.reduction import LOST, Feedback, Reduction
+from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
 __all__ = ["ModelAverage", "wide"]
 
@@ -68,7 +68,7 @@ class ModelAverage:
         self._name = f"{tag}.round"
         self._average = self._averaging(f"{tag}.round", reduction, self._feedback)
         self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
-        self._courier = _courier()
+        self._thread = _communication_thread()
         self._sent: Future[list[tf.Tensor]] | None = None
         self._asked = 0.0
         self._changing = threading.Lock()
@@ -94,7 +94,7 @@ class ModelAverage:
         if timeline.active is not None:
             timeline.active.ready(self._name)
         self._leave()
-        self._sent = self._courier.submit(average, *outgoing)
+        self._sent = self._thread.submit(average, *outgoing)
         self._sent.add_done_callback(self._announce)
 
     def ask(self) -> None:
@@ -150,8 +150,8 @@ class ModelAverage:
         """Wait for nothing that was sent, and keep it from whatever comes."""
         self._leave()
         self._start = []
-        self._courier.shutdown(wait=False)
-        self._courier = _courier()
+        self._thread.shutdown(wait=False)
+        self._thread = _communication_thread()
 
     def state(self) -> Arrays:
         """Return copies of what the coming rounds need; waits for what has been sent."""
@@ -167,7 +167,7 @@ class ModelAverage:
             for kind, flats in kinds.items()
             for i, flat in enumerate(flats)
         }
-        return {**found, **{name: each.numpy() for name, each in self._lost().items()}}
+        return {**found, **{name: each.numpy() for name, each in self._residuals().items()}}
 
     def load(self, state: Arrays) -> None:
         """Go on from a `state`; one of other sizes holds nothing that means something here."""
@@ -193,7 +193,7 @@ class ModelAverage:
             self._sent = Future()
             self._sent.set_result(sent)
             self._announce(self._sent)
-        restore(self._lost(), state)
+        restore(self._residuals(), state)
 
     def _announce(self, sent: Future[list[tf.Tensor]]) -> None:
         with self._changing:
@@ -207,13 +207,13 @@ class ModelAverage:
             if int(self._arrivals.size()):
                 self._arrivals.dequeue()
 
-    def _lost(self) -> dict[str, tf.Variable]:
-        """The variables of what encoding has lost, by the names that they have in a `state`."""
+    def _residuals(self) -> dict[str, tf.Variable]:
+        """The residuals, by the names that they have in a `state`."""
         return {
-            f"{LOST}{kind}.{i}": getattr(feedback, kind)
+            name: each
             for i, feedback in enumerate(self._feedback)
             if feedback is not None
-            for kind in ("sent", "reduced")
+            for name, each in feedback.named(str(i)).items()
         }
 
     def _arrive(self) -> list[tf.Tensor]:
@@ -274,7 +274,7 @@ class ModelAverage:
         return self._anchor
 
 
-def _courier() -> ThreadPoolExecutor:
+def _communication_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
 
 
