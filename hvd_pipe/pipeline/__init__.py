@@ -1,14 +1,16 @@
 """PipeDream at run time, whatever the framework: who is who, messages, and how a schedule is run.
 
-``plans``      what the user asks for, as stages of :mod:`hvd_pipe.planning.partition`
-``layout``     which rank is which replica of which stage
-``wire``       how tensors become messages
-``transport``  how messages travel: MPI, or Horovod's process sets
-``stage``      what a framework's stage does
-``feed``       a loader's minibatches
-``files``      a checkpoint's files
-``executor``   carries a schedule's instructions out on a stage
-``session``    epochs, and what all workers report of them
+``options``       what the user asks for, checked
+``plans``         from that to stages of :mod:`hvd_pipe.planning.partition`, and a worker's part
+``transport``     which rank is who, and how messages travel: ``mpi``, or ``process_sets``
+``messages``      tensors as messages; ``wire`` is their format
+``stage``         microbatches, and what a stage does with each
+``norms``         clipping by the norm over all stages
+``build``         the steps that both frameworks take to build a worker's part
+``executor``      carries a schedule's instructions out on a stage
+``runner``        runs epochs, and gathers what all workers report of them
+``checkpoint``    a checkpoint's files
+``pipedream``     what both `PipeDream` do alike
 
 ``hvd_pipe.torch.pipedream`` and ``hvd_pipe.tensorflow.pipedream`` add stages that compute.
 """

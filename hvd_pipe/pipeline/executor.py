@@ -1,7 +1,13 @@
 """Carries out a worker's instructions, one after the other, on a stage and a transport.
 
 Sends return at once and receives are posted ahead, so while a worker computes, its messages
-travel; it waits only where an instruction needs what is not there yet.
+travel; it waits only where an instruction needs what is not there yet. In a timeline::
+
+    compute   | forward 2 | wait | backward 0 | update 1 |     passes, waits, updates
+    network               |s|                 |s|              sends; a replica's all-reduces
+
+A send lasts until the message is handed over, not until it has arrived. A wait for a message that
+is there already lasts as long as it takes to unpack. ``3.1`` is microbatch 1 of minibatch 3.
 """
 
 from __future__ import annotations
@@ -10,11 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from hvd_pipe.pipeline.layout import Layout
 from hvd_pipe.pipeline.stage import Stage, Unit
-from hvd_pipe.pipeline.transport import Kind, Transport
+from hvd_pipe.pipeline.transport import Kind, Layout, Transport
 from hvd_pipe.planning.instructions import (
     AllReduce,
     Backward,
@@ -27,18 +32,47 @@ from hvd_pipe.planning.instructions import (
     Update,
     Worker,
 )
+from hvd_pipe.runtime.timeline.recorder import COMPUTE, SENDS
 
-__all__ = ["Spans", "Times", "evaluation_program", "execute"]
+if TYPE_CHECKING:
+    from hvd_pipe.runtime.timeline.recorder import Recorder
+
+__all__ = ["PipelineSpans", "Times", "evaluation_program", "execute"]
 
 
-class Spans(Protocol):
-    """Where a timeline is taken down."""
+class PipelineSpans:
+    """Notes a pipeline's runs in a recorder, which finds out nothing about passes meanwhile.
+
+    A stage's replicas have a distributed optimizer, by whose hooks a recorder would find the same
+    passes once more.
+
+    Args:
+        recorder: This process's.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> PipelineSpans:
+        self._recorder.told = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.told = False
+        self._recorder.file.flush()
 
     def now(self) -> float:
         """Return this moment, in seconds."""
+        return self._recorder.now()
 
     def span(self, category: str, name: str, start: float, end: float, /) -> None:
         """Note what lasted from ``start`` to ``end``; both are moments of `now`."""
+        lane = SENDS if category == "send" else COMPUTE
+        if category == "wait":
+            lane = self._recorder.wait_lane
+        self._recorder.span(category, name, start, end, lane)
+        if category == "update":
+            self._recorder.next_step()
 
 
 @dataclass
@@ -69,7 +103,7 @@ def execute(
     layout: Layout,
     *,
     cut: bool,
-    spans: Spans | None = None,
+    spans: PipelineSpans | None = None,
     progress: Callable[[], object] | None = None,
 ) -> Times:
     """Carry out a worker's program; all workers do this at the same time.

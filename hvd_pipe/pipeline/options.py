@@ -6,16 +6,73 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hvd_pipe.pipeline.plans import read_plan
 from hvd_pipe.pipeline.transport import check_transport
 from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
+from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.agreement import Description
 
-__all__ = ["Options", "check_function", "check_microbatches", "check_positive"]
+__all__ = [
+    "Options",
+    "Request",
+    "check_function",
+    "check_microbatches",
+    "check_positive",
+    "read_plan",
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for.
+
+    Args:
+        stages: The stages themselves; None for those that are found.
+        replicas: Workers of each stage; None for the best.
+    """
+
+    stages: Partition | None = None
+    replicas: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.stages is not None:
+            return self.stages.to_json()
+        return "auto" if self.replicas is None else "-".join(map(str, self.replicas))
+
+
+def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request:
+    """Read ``plan=``: "auto", "straight", "3-1", a partition, or the path of a saved one.
+
+    Raises:
+        TypeError, ValueError: It is none of these, or for another number of workers.
+
+    Example:
+        >>> read_plan("3-1", 4).replicas
+        (3, 1)
+        >>> read_plan("straight", 2).replicas
+        (1, 1)
+    """
+    if plan == "auto":
+        return Request()
+    if not isinstance(plan, str | os.PathLike | Partition):
+        raise TypeError(
+            f"plan must be 'auto', 'straight', replicas as in '3-1', a Partition, or the path of "
+            f"a saved one, got {plan!r}"
+        )
+    if isinstance(plan, str | os.PathLike):
+        text = os.fspath(plan)
+        if not (os.sep in text or text.endswith(".json")):
+            return Request(replicas=parse_replicas(text, workers))
+        plan = Partition.load(Path(text))
+    if sum(plan.replicas) != workers:
+        raise ValueError(
+            f"the plan {plan.config} is for {sum(plan.replicas)} workers, but the job has "
+            f"{workers}: start as many, or let plan='auto' find another"
+        )
+    return Request(stages=plan)
 
 
 @dataclass

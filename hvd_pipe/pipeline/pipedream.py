@@ -4,98 +4,73 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from horovod.common.process_sets import ProcessSet
-
-from hvd_pipe.pipeline.runner import EpochStats, Session
-from hvd_pipe.pipeline.spans import PipelineSpans
-from hvd_pipe.pipeline.stage import Feed, Split, Stage, filled_up, length_of, open_feed
+from hvd_pipe.pipeline.build import BuiltPipeline, Framework
+from hvd_pipe.pipeline.options import Options
+from hvd_pipe.pipeline.runner import EpochStats
+from hvd_pipe.pipeline.stage import Feed, Split, filled_up, length_of, open_feed
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.agreement import Agreement, Description
+from hvd_pipe.runtime.agreement import Description
 
-__all__ = ["Built", "Engine", "FedStage", "Loader", "given"]
+__all__ = ["Loader", "PipeDreamBase"]
 
 
 Loader = Iterable[Any]
 
 
-class FedStage(Stage, Protocol):
-    """A stage that reads minibatches where it is the first or the last."""
-
-    feed: Feed | None
-    """To be set before each run."""
+B = TypeVar("B", bound=BuiltPipeline)
 
 
-class Built(Protocol):
-    """A worker's part of a pipeline, as far as runs need it."""
-
-    @property
-    def session(self) -> Session:
-        """What runs it."""
-
-    @property
-    def stage(self) -> FedStage:
-        """This worker's layers."""
-
-    @property
-    def partition(self) -> Partition:
-        """All stages."""
-
-    @property
-    def spans(self) -> PipelineSpans | None:
-        """What notes passes for a timeline."""
-
-    @property
-    def piece_samples(self) -> int:
-        """Samples of the largest microbatch: what messages have room for."""
-
-    def average_statistics(self) -> None:
-        """Average what is not trained, as BatchNorm's statistics, over the stage's replicas."""
-
-
-B = TypeVar("B", bound=Built)
-
-
-def given(sample: Any) -> Description:
-    """Describe whether a rank has a sample, from which all ranks build together."""
-    return [("whether a sample is given", str(sample is not None))]
-
-
-class Engine(ABC, Generic[B]):
+class PipeDreamBase(ABC, Generic[B]):
     """A pipeline of workers that each train some layers of a model.
 
     It is built with its first minibatch.
 
     Args:
-        split: Cuts a minibatch into microbatches.
-        agreement: How ranks ask each other.
-        ranks: All of them.
-        progress: Whether this rank shows how far an epoch is.
+        options: What the user asks for.
+        framework: All ranks.
+        describe: Describes what else ranks must have alike.
+        sample: A minibatch to build it with; None to wait for the first.
     """
 
     def __init__(
-        self, split: Split, agreement: Agreement, ranks: ProcessSet, progress: bool
+        self,
+        options: Options,
+        framework: Framework,
+        describe: Callable[[], Description],
+        sample: Any,
     ) -> None:
-        self._split, self._agreement, self._ranks = split, agreement, ranks
-        self._progress = progress
+        horovod = framework.horovod
+        if not horovod.is_initialized():
+            raise ValueError("Horovod is not initialised: call pipedream.init() before this.")
+        options.progress = options.progress and horovod.rank() == 0
+        self._options, self._ranks = options, framework.ranks
+        self._agreement = framework.agreement
         self._built: B | None = None
         self._closed = self._failed = False
         self.epoch = 0
         """How many epochs it has trained."""
 
+        def check() -> tuple[None, Description]:
+            return None, [*options.check(horovod.size()), *_given(sample), *describe()]
+
+        self._agreement.checked(check, "hvd_pipe.pipeline.new", self._ranks)
+        if sample is not None:
+            self._build(sample)
+
     @property
     def stage(self) -> int:
         """The number of this worker's stage, from 0."""
-        return self._ready.session.worker.stage
+        return self._ready.assignment.worker.stage
 
     @property
     def partition(self) -> Partition:
         """The stages."""
-        return self._ready.partition
+        return self._ready.assignment.partition
 
     def train_epoch(self, loader: Loader) -> EpochStats:
         """Train on all minibatches of a loader.
@@ -114,11 +89,13 @@ class Engine(ABC, Generic[B]):
         """
         feed = self._opened(loader, self._split)
         built = self._build(feed.first)
-        session = built.session
-        feed.pieces = session.microbatches
+        runner = built.runner
+        feed.pieces = runner.microbatches
         built.stage.feed = feed
         with self._running():
-            stats = session.train(built.stage, feed.count, built.spans, progress=self._progress)
+            stats = runner.train(
+                built.stage, feed.count, built.spans, progress=self._options.progress
+            )
         self.epoch += 1
         return stats
 
@@ -132,11 +109,11 @@ class Engine(ABC, Generic[B]):
         built = self._build(feed.first)
         built.average_statistics()
         # In how many pieces a minibatch fits into messages: as rank 0 has it.
-        pieces = -(-self._split(feed.first, 1)[0].samples // built.piece_samples)
+        pieces = -(-self._split(feed.first, 1)[0].samples // built.most_samples)
         feed.pieces = self._agreement.from_first(pieces, "hvd_pipe.pipeline.pieces", self._ranks)
         built.stage.feed = feed
         with self._running():
-            return built.session.evaluate(built.stage, feed.count, feed.pieces, built.spans)
+            return built.runner.evaluate(built.stage, feed.count, feed.pieces, built.spans)
 
     @abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -157,12 +134,12 @@ class Engine(ABC, Generic[B]):
             HvdPipeError: No such checkpoint, or one of another model.
         """
         self._agreement.checked(
-            lambda: (None, given(sample)), "hvd_pipe.pipeline.load", self._ranks
+            lambda: (None, _given(sample)), "hvd_pipe.pipeline.load", self._ranks
         )
         if sample is not None:
             self._build(sample)
         self.epoch, same = self._restored(self._ready, Path(directory))
-        if self._progress and not same:
+        if self._options.progress and not same:
             print(
                 f"{os.fspath(directory)} is of other stages than these: what they know was moved, "
                 "and the run that goes on is not the same bit for bit",
@@ -176,7 +153,11 @@ class Engine(ABC, Generic[B]):
         """
         built, self._built, self._closed = self._built, None, True
         if built is not None:
-            built.session.transport.close(meet=not self._failed)
+            built.runner.transport.close(meet=not self._failed)
+
+    @abstractmethod
+    def _split(self, batch: Any, count: int) -> Sequence[Any]:
+        """Cut a minibatch into microbatches."""
 
     @abstractmethod
     def _made(self, sample: Any) -> B:
@@ -235,3 +216,8 @@ class Engine(ABC, Generic[B]):
                 return Feed(loader, count, split)
 
         return open_feed(make, self._agreement, self._ranks)
+
+
+def _given(sample: Any) -> Description:
+    """Describe whether a rank has a sample, from which all ranks build together."""
+    return [("whether a sample is given", str(sample is not None))]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 from horovod.common.process_sets import ProcessSet
 
+from hvd_pipe.pipeline.options import Options, Request, read_plan
+from hvd_pipe.pipeline.transport import Layout
 from hvd_pipe.planning.advise_pipeline import best_plan
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.modes import Mode
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import (
@@ -23,16 +23,15 @@ from hvd_pipe.planning.pipeline_cost import (
     pipeline_cost,
 )
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition, parse_replicas
+from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.agreement import Agreement
 
 __all__ = [
-    "Request",
-    "Wishes",
+    "Assignment",
+    "assign",
     "choose",
     "link_of",
     "plan_together",
-    "read_plan",
     "usual_microbatches",
 ]
 
@@ -42,73 +41,55 @@ LEAST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the user asks for.
+class Assignment:
+    """What a plan means for one worker.
 
     Args:
-        stages: The stages themselves; None for those that are found.
-        replicas: Workers of each stage; None for the best.
+        partition: All stages.
+        mode: When weights are updated.
+        rank: The worker's.
+        microbatches: Of a minibatch; 1 in the modes that have none.
+        lr_scale: What its learning rates are multiplied with.
     """
 
-    stages: Partition | None = None
-    replicas: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        if self.stages is not None:
-            return self.stages.to_json()
-        return "auto" if self.replicas is None else "-".join(map(str, self.replicas))
-
-
-def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request:
-    """Read ``plan=``: "auto", "straight", "3-1", a partition, or the path of a saved one.
-
-    Raises:
-        TypeError, ValueError: It is none of these, or for another number of workers.
-
-    Example:
-        >>> read_plan("3-1", 4).replicas
-        (3, 1)
-        >>> read_plan("straight", 2).replicas
-        (1, 1)
-    """
-    if plan == "auto":
-        return Request()
-    if not isinstance(plan, str | os.PathLike | Partition):
-        raise TypeError(
-            f"plan must be 'auto', 'straight', replicas as in '3-1', a Partition, or the path of "
-            f"a saved one, got {plan!r}"
-        )
-    if isinstance(plan, str | os.PathLike):
-        text = os.fspath(plan)
-        if not (os.sep in text or text.endswith(".json")):
-            return Request(replicas=parse_replicas(text, workers))
-        plan = Partition.load(Path(text))
-    if sum(plan.replicas) != workers:
-        raise ValueError(
-            f"the plan {plan.config} is for {sum(plan.replicas)} workers, but the job has "
-            f"{workers}: start as many, or let plan='auto' find another"
-        )
-    return Request(stages=plan)
-
-
-class Wishes(Protocol):
-    """What a framework's engine was asked for, as far as it bears on the plan."""
-
-    plan: str | os.PathLike[str] | Partition
-    profile: ModelProfile | str | os.PathLike[str] | None
-    bandwidth: float | None
-    memory_bytes: float | None
-    microbatches: int | None
-    recompute: bool
-    progress: bool
+    partition: Partition
+    mode: Mode
+    rank: int
+    microbatches: int
+    lr_scale: float
 
     @property
-    def chosen_mode(self) -> Mode:
-        """When weights are updated."""
+    def layout(self) -> Layout:
+        """Which rank is who."""
+        return Layout(self.partition.replicas)
+
+    @property
+    def worker(self) -> Worker:
+        """Who this is."""
+        return self.layout.worker(self.rank)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its stage computes the loss."""
+        return self.worker.stage == self.layout.stages - 1
+
+
+def assign(options: Options, partition: Partition, rank: int) -> Assignment:
+    """Return what this rank does."""
+    mode, replicas = options.chosen_mode, partition.replicas
+    scaled = options.scale_lr and not mode.coalesces
+    width = replicas[Layout(replicas).worker(rank).stage]
+    return Assignment(
+        partition,
+        mode,
+        rank,
+        options.microbatches or usual_microbatches(mode, replicas),
+        lr_scale=width / replicas[0] if scaled else 1.0,
+    )
 
 
 def plan_together(
-    wishes: Wishes,
+    options: Options,
     profile: Callable[[int], ModelProfile],
     comm: Callable[[], CommModel],
     optimizer_ratio: Callable[[], float],
@@ -118,7 +99,7 @@ def plan_together(
     """Measure what must be known, find the stages on rank 0, and tell all ranks.
 
     Args:
-        wishes: What the user asks for; the same on every rank.
+        options: What the user asks for; the same on every rank.
         profile: Returns what the layers cost for one of so many pieces of a minibatch.
         comm: Measures all-reduces; all ranks call it together.
         optimizer_ratio: Returns bytes of optimizer state a byte of parameters.
@@ -129,29 +110,29 @@ def plan_together(
         ValueError: No stages fit; says what would.
     """
     workers = int(ranks.size())
-    request = read_plan(wishes.plan, workers)
-    bandwidth, latency = wishes.bandwidth or math.inf, 0.0
-    if wishes.bandwidth is None and request.stages is None and workers > 1:
+    request = read_plan(options.plan, workers)
+    bandwidth, latency = options.bandwidth or math.inf, 0.0
+    if options.bandwidth is None and request.stages is None and workers > 1:
         bandwidth, latency = link_of(comm(), workers)
-    pieces = (wishes.microbatches or workers) if wishes.chosen_mode.coalesces else 1
+    pieces = (options.microbatches or workers) if options.chosen_mode.coalesces else 1
 
     def measured() -> ModelProfile:
-        return wishes.profile if isinstance(wishes.profile, ModelProfile) else profile(pieces)
+        return options.profile if isinstance(options.profile, ModelProfile) else profile(pieces)
 
     def find() -> str:
-        memory = None if wishes.memory_bytes is None else int(wishes.memory_bytes)
+        memory = None if options.memory_bytes is None else int(options.memory_bytes)
         network = Network(Link(latency, 1.0 / bandwidth))
         found, why = choose(
             request,
             measured,
             Cluster(workers, network, memory_bytes=memory),
-            wishes.chosen_mode,
+            options.chosen_mode,
             optimizer_ratio(),
             pieces,
-            wishes.microbatches,
-            wishes.recompute,
+            options.microbatches,
+            options.recompute,
         )
-        if wishes.progress:
+        if options.progress:
             print(f"{found}\n{why}", flush=True)
         return found.to_json()
 

@@ -11,17 +11,15 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
-from hvd_pipe.pipeline.layout import Layout
-from hvd_pipe.pipeline.spans import PipelineSpans
+from hvd_pipe.pipeline.executor import PipelineSpans, Times, evaluation_program, execute
+from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.stage import Stage, Tally
 from hvd_pipe.pipeline.transport import Transport
 from hvd_pipe.planning.instructions import Backward, Instruction, Worker
-from hvd_pipe.planning.modes import Mode
 from hvd_pipe.planning.schedule import program
 from hvd_pipe.runtime.agreement import Agreement
 
-__all__ = ["EpochStats", "Session"]
+__all__ = ["EpochStats", "PipelineRunner"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,11 @@ class EpochStats:
         )
 
 
-class Session:
-    """One worker's part of a pipeline.
+class PipelineRunner:
+    """Runs a worker's part of a pipeline.
 
     Args:
-        layout: Which rank is who.
-        rank: This one.
-        mode: When weights are updated.
-        microbatches: Of a minibatch; 1 in the modes that have none.
+        assignment: Who the worker is, and what it does.
         transport: To the neighbours.
         agreement: How all ranks ask each other.
         ranks: All of them.
@@ -77,17 +72,14 @@ class Session:
 
     def __init__(
         self,
-        layout: Layout,
-        rank: int,
-        mode: Mode,
-        microbatches: int,
+        assignment: Assignment,
         transport: Transport,
         agreement: Agreement,
         ranks: ProcessSet,
         has_metric: bool,
     ) -> None:
-        self.layout, self.mode, self.microbatches = layout, mode, microbatches
-        self.worker = layout.worker(rank)
+        self.layout, self.worker = assignment.layout, assignment.worker
+        self.microbatches, self._method = assignment.microbatches, assignment.mode.method
         self.transport = transport
         self._agreement, self._ranks = agreement, ranks
         self._has_metric = has_metric
@@ -101,8 +93,8 @@ class Session:
         progress: bool = False,
     ) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
-        replicas, method = self.layout.replicas, self.mode.method
-        steps = tuple(program(method, replicas, self.worker, minibatches, self.microbatches))
+        replicas = self.layout.replicas
+        steps = tuple(program(self._method, replicas, self.worker, minibatches, self.microbatches))
         passes = sum(isinstance(step, Backward) for step in steps)
         stage.begin(training=True)
         # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.

@@ -68,6 +68,9 @@ class Stage(Protocol):
     :mod:`hvd_pipe.pipeline.wire`, header included. A run that is no training has no gradients.
     """
 
+    feed: Feed | None
+    """Where the first and the last stage read; to be set before each run."""
+
     @property
     def norms(self) -> Norms:
         """What it knows of the gradients of all stages."""

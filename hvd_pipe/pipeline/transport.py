@@ -1,4 +1,4 @@
-"""How messages travel between the workers of a pipeline: what a transport does, and the choice.
+"""Who the workers are, and how messages travel between them: what a transport does, the choice.
 
 ===================  ==========================  ================================================
 transport            needs                       a message is
@@ -14,16 +14,15 @@ transport            needs                       a message is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.layout import Layout
 from hvd_pipe.pipeline.wire import Bytes
-from hvd_pipe.runtime.agreement import Agreement, Description
+from hvd_pipe.planning.instructions import Worker
 
 __all__ = [
     "DEPTH",
@@ -32,6 +31,7 @@ __all__ = [
     "Channel",
     "Handle",
     "Kind",
+    "Layout",
     "Start",
     "Transport",
     "channel_of",
@@ -40,7 +40,6 @@ __all__ = [
     "check_transport",
     "checked_size",
     "chosen",
-    "open_transport",
 ]
 
 T = TypeVar("T")
@@ -51,6 +50,65 @@ DEPTH = 2
 WINDOW = 4
 """Messages of a channel that may be on their way before `Transport.send` waits."""
 MOST_BYTES = (1 << 31) - 1  # MPI and Horovod count bytes in a C int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The workers of a pipeline, by rank.
+
+    Args:
+        replicas: R, workers of each stage.
+
+    Example:
+        >>> layout = Layout((2, 1))
+        >>> [str(layout.worker(rank)) for rank in range(layout.size)]
+        ['stage 0 replica 0', 'stage 0 replica 1', 'stage 1 replica 0']
+        >>> layout.rank(Worker(1, 0)), layout.ranks(0)
+        (2, (0, 1))
+        >>> list(layout.neighbours())
+        [(0, 2), (1, 2)]
+    """
+
+    replicas: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Workers of all stages together."""
+        return sum(self.replicas)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.replicas)
+
+    def worker(self, rank: int) -> Worker:
+        """Return what this rank is."""
+        left = rank
+        for stage, width in enumerate(self.replicas):
+            if left < width:
+                return Worker(stage, left)
+            left -= width
+        raise ValueError(f"rank {rank} is outside of a pipeline of {self.size} workers")
+
+    def rank(self, worker: Worker) -> int:
+        """Return the rank of a worker."""
+        return sum(self.replicas[: worker.stage]) + worker.replica
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks of a stage's replicas."""
+        first = sum(self.replicas[:stage])
+        return tuple(range(first, first + self.replicas[stage]))
+
+    def neighbours(self) -> Iterator[tuple[int, int]]:
+        """Yield the pairs of ranks that ever exchange messages, alike on every rank."""
+        for stage in range(self.stages - 1):
+            seen = set()
+            # Microbatch u is the work of replica u mod R of both stages.
+            for u in range(self.replicas[stage] * self.replicas[stage + 1]):
+                left = self.rank(Worker(stage, u % self.replicas[stage]))
+                right = self.rank(Worker(stage + 1, u % self.replicas[stage + 1]))
+                seen.add((left, right))
+            yield from sorted(seen)
 
 
 class Kind(IntEnum):
@@ -140,66 +198,6 @@ class Start(Protocol):
             name: The channel's, a dot, and a number.
             process_set: The ranks that take part.
         """
-
-
-def open_transport(
-    channels: Sequence[Channel],
-    transport: str,
-    horovod: Any,
-    agreement: Agreement,
-    world: ProcessSet,
-    start: Start,
-) -> Transport:
-    """Connect the ranks of a job; all of them call this at the same time.
-
-    Args:
-        channels: This rank's; none where it takes no part.
-        transport: One of `TRANSPORTS`, the same on all ranks.
-        horovod: The framework's Horovod: ``mpi_enabled``, ``size`` and ``rank`` are asked.
-        agreement: How ranks ask each other.
-        world: All ranks.
-        start: Starts a broadcast.
-
-    Raises:
-        ValueError: An unknown transport, or channels of ranks that do not match.
-        HvdPipeError: The transport cannot be used here; the message says what to do.
-        RanksDisagreeError: Ranks chose differently, or another rank failed.
-    """
-
-    def check() -> tuple[str, Description]:
-        name = chosen(transport, bool(horovod.mpi_enabled()))
-        if name == "mpi":
-            from hvd_pipe.pipeline import mpi  # noqa: PLC0415 - there may be no mpi4py
-
-            mpi.check(int(horovod.rank()), int(horovod.size()))
-        return name, [("the transport of the pipeline", name)]
-
-    name = agreement.checked(check, "hvd_pipe.pipeline.transport", world)
-    mine = [list(map(int, astuple(channel))) for channel in channels]
-    table = [
-        [
-            Channel(peer, Kind(kind), bool(outgoing), capacity)
-            for peer, kind, outgoing, capacity in one
-        ]
-        for one in agreement.gather(mine, "hvd_pipe.pipeline.channels", world)
-    ]
-    check_channels(table)
-
-    def meet() -> None:
-        agreement.gather(None, "hvd_pipe.pipeline.close", world)
-
-    if name == "mpi":
-        from hvd_pipe.pipeline import mpi  # noqa: PLC0415
-
-        return mpi.MpiTransport(channels, meet)
-    from hvd_pipe.pipeline import process_sets  # noqa: PLC0415 - it imports this module
-
-    def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
-        # All ranks fail together, or one that has left shuts Horovod down under the others.
-        return process_sets.make_process_sets(_pairs(table), world), []
-
-    sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
-    return process_sets.ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
 
 
 def chosen(transport: str, mpi_enabled: bool) -> str:
@@ -336,9 +334,3 @@ def channel_of(channels: Mapping[tuple[int, Kind], T], peer: int, kind: Kind) ->
             f"direction; those there are: {', '.join(known) or 'none'}"
         )
     return channels[peer, kind]
-
-
-def _pairs(table: Sequence[Sequence[Channel]]) -> Iterator[tuple[int, int]]:
-    for rank, channels in enumerate(table):
-        for channel in channels:
-            yield min(rank, channel.peer), max(rank, channel.peer)

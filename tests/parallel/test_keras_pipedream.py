@@ -45,7 +45,7 @@ from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import graph_of
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
-from hvd_pipe.tensorflow.pipedream.tensors import Messages, split
+from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split
 
 TOLERANCE = 1e-10
 CASES: dict[int, list[Case]] = {
@@ -99,7 +99,7 @@ class ByHand:
         self.stages = []
         for s, part in enumerate(parts):
             before, after = (
-                Boundary(specs, lambda x, s=s: Messages(x, count, f"stage {s} replica 0"))
+                Boundary(specs, lambda x, s=s: KerasMessages(x, count, f"stage {s} replica 0"))
                 if specs
                 else None
                 for specs in (part.inputs, part.outputs)

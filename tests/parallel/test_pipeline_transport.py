@@ -16,7 +16,7 @@ import workers_pipeline_transport as workers
 from cases import of_case
 from ranks import once, run_ranks
 
-from hvd_pipe.pipeline.layout import Layout
+from hvd_pipe.pipeline.transport import Layout
 from hvd_pipe.planning.instructions import RecvActivation, RecvGradient
 from hvd_pipe.planning.schedule import schedule
 

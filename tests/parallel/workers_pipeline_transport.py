@@ -21,8 +21,8 @@ from horovod.common.exceptions import HorovodInternalError
 from publish import publish
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.layout import Layout
-from hvd_pipe.pipeline.transport import Channel, Kind, Transport, open_transport
+from hvd_pipe.pipeline.build import open_transport
+from hvd_pipe.pipeline.transport import Channel, Kind, Layout, Transport
 from hvd_pipe.pipeline.wire import Bytes, Format, Header
 from hvd_pipe.planning.instructions import (
     Backward,

@@ -16,7 +16,7 @@ from hvd_pipe.torch.pipedream.cut import cut
 from hvd_pipe.torch.pipedream.graph import trace
 from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import TorchStage
-from hvd_pipe.torch.pipedream.tensors import Messages, split
+from hvd_pipe.torch.pipedream.tensors import TorchMessages, split
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
 
@@ -44,7 +44,7 @@ def test_gradients_do_not_stay_in_the_memory_of_messages(samples: int) -> None:
     names = [layer.name for layer in traced.layers]
     cuts = cut(traced, [names[:-1], names[-1:]], specs(traced, (torch.ones(2, 4),)))
     device = torch.device("cpu")
-    boundary = Boundary(cuts[0].outputs, lambda x: Messages(x, 2, "stage 0", False, device))
+    boundary = Boundary(cuts[0].outputs, lambda x: TorchMessages(x, 2, "stage 0", False, device))
 
     def overwrite(message: Buffer) -> None:
         message[:] = 255

@@ -10,7 +10,6 @@ import pytest
 MODULES = (
     "pipeline.checkpoint",
     "pipeline.executor",
-    "pipeline.layout",
     "pipeline.messages",
     "pipeline.norms",
     "pipeline.options",
@@ -22,7 +21,7 @@ MODULES = (
     "planning.modes",
     "tensorflow.pipedream.cut",
     "tensorflow.pipedream.graph",
-    "tensorflow.pipedream.options",
+    "tensorflow.pipedream.build",
     "tensorflow.pipedream.tensors",
     "tensorflow.pipedream.weights",
     "torch.pipedream.measure",

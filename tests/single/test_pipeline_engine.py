@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.pipedream import Engine
+from hvd_pipe.pipeline.build import Framework
+from hvd_pipe.pipeline.pipedream import PipeDreamBase
 from hvd_pipe.pipeline.stage import Piece
 from hvd_pipe.runtime.agreement import Agreement
 
@@ -25,19 +26,25 @@ class Transport:
         self.closed.append(meet)
 
 
-class Alone(Engine[Any]):
-    """An engine whose session does what a test wants."""
+class Alone(PipeDreamBase[Any]):
+    """An engine whose runner does what a test wants."""
 
     def __init__(self, train: Any) -> None:
-        def split(batch: Any, pieces: int) -> list[Piece]:
-            return [Piece((batch,), None, 1, 1.0, 0)] * pieces
-
-        super().__init__(split, Agreement(lambda data, *_: [data]), ALONE, False)
+        agreement = Agreement(lambda data, *_: [data])
+        horovod: Any = SimpleNamespace(
+            is_initialized=lambda: True, rank=ALONE.rank, size=ALONE.size
+        )
+        options: Any = SimpleNamespace(progress=False, check=lambda _workers: [])
+        framework = Framework(horovod, agreement, ALONE, start=None, add=None)  # type: ignore[arg-type]
+        super().__init__(options, framework, list, None)
         self.transport, self.made = Transport(), 0
-        session = SimpleNamespace(microbatches=1, train=train, transport=self.transport)
-        self._parts = SimpleNamespace(session=session, stage=SimpleNamespace(), spans=None)
+        runner = SimpleNamespace(microbatches=1, train=train, transport=self.transport)
+        self._parts = SimpleNamespace(runner=runner, stage=SimpleNamespace(), spans=None)
 
     def save(self, directory: Any) -> None: ...
+
+    def _split(self, batch: Any, count: int) -> list[Piece]:
+        return [Piece((batch,), None, 1, 1.0, 0)] * count
 
     def _made(self, sample: Any) -> Any:
         self.made += 1
@@ -48,7 +55,7 @@ class Alone(Engine[Any]):
 
 
 def fails_on(number: int) -> Any:
-    """A session whose run of this number fails."""
+    """A runner whose run of this number fails."""
     runs: list[int] = []
 
     def train(*_: Any, progress: bool) -> str:

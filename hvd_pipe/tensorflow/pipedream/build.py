@@ -1,11 +1,12 @@
 """A worker's part of a pipeline, from the first minibatch on: all ranks build together.
 
-the model's layers | plan on rank 0 | cut | connect the ranks | optimizer, stage, session
+the model's layers | plan on rank 0 | cut | connect the ranks | optimizer, stage, runner
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -13,63 +14,138 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
-from hvd_pipe.pipeline.layout import Layout
-from hvd_pipe.pipeline.messages import Boundary
-from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
-from hvd_pipe.pipeline.process_sets import make_process_sets
-from hvd_pipe.pipeline.runner import Session
-from hvd_pipe.pipeline.spans import PipelineSpans
-from hvd_pipe.pipeline.transport import channels_of, open_transport
+from hvd_pipe.pipeline.build import BuiltPipeline, Framework, connect, cut_together
+from hvd_pipe.pipeline.executor import PipelineSpans
+from hvd_pipe.pipeline.options import Options
+from hvd_pipe.pipeline.plans import assign, plan_together
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
+from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
+from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.measuring.ready_times import measure_comm
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
-from hvd_pipe.tensorflow.pipedream.options import Options
 from hvd_pipe.tensorflow.pipedream.passes import Losses
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage
-from hvd_pipe.tensorflow.pipedream.tensors import Messages, split, start
+from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split, start
 from hvd_pipe.tensorflow.pipedream.weights import Replicas, add, scaled
 
-__all__ = ["Built", "build"]
+__all__ = ["FRAMEWORK", "KerasOptions", "KerasPipeline", "build", "check_optimizer"]
 
 LARGEST_MESSAGE = 2**23  # bytes, when the network is measured
+FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, start, add)
+"""TensorFlow's Horovod."""
+
+SUPPORTED = ("stash", "2bw", "flush")
 
 
-@dataclass
-class Built:
-    """A worker's part of a pipeline."""
+class KerasOptions(Options):
+    """The arguments of `PipeDream`; it says what they mean."""
 
-    options: Options
-    graph: Graph
+    @cached_property
+    def graph(self) -> Graph:
+        """The calls of the model's layers."""
+        return graph_of(self.model)
+
+    def check(self, workers: int) -> Description:
+        """Check all arguments, and return what ranks must have alike.
+
+        Raises:
+            TypeError, ValueError: One of them cannot be; says what can.
+        """
+        graph = self.graph
+        if not self.model.trainable_variables:
+            raise ValueError(f"the model {self.model.name!r} has no weight to train.")
+        if self.mode not in SUPPORTED:
+            more = (
+                f"; {self.mode!r} is for PyTorch only (hvd_pipe.torch.pipedream)"
+                if self.mode in MODES
+                else ""
+            )
+            raise ValueError(
+                f"mode must be one of {', '.join(SUPPORTED)}, got {self.mode!r}{more}"
+            )
+        if isinstance(self.optimizer_fn, keras.optimizers.Optimizer):
+            raise TypeError(
+                "optimizer_fn makes an optimizer for each stage: give a function, "
+                f"lambda: keras.optimizers.{type(self.optimizer_fn).__name__}(...)"
+            )
+        alike = super().check(workers)
+        if isinstance(self.metric_fn, keras.metrics.Metric):
+            raise TypeError(
+                "metric_fn is a function of targets and output, as "
+                "keras.metrics.sparse_categorical_accuracy; a keras.metrics.Metric adds up by "
+                f"itself, got {type(self.metric_fn).__name__}"
+            )
+        one, other = self.optimizer_fn(), self.optimizer_fn()
+        check_optimizer(one)
+        if one is other:
+            raise ValueError(
+                "optimizer_fn must make a new optimizer in each call, as each has its own "
+                f"weights: lambda: keras.optimizers.{type(one).__name__}(...)"
+            )
+        return [
+            *alike,
+            ("layers of the model", ", ".join(call.name for call in graph.calls)),
+            *((f"{each.path} of the model", _shape(each)) for each in self.model.variables),
+        ]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise unless each stage can have such an optimizer for itself.
+
+    Raises:
+        TypeError, ValueError: It cannot; says what can.
+
+    Example:
+        >>> check_optimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"optimizer_fn must return a Keras optimizer, got {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, DistributedMixin):
+        raise TypeError(
+            "optimizer_fn must return the plain optimizer, and not a DistributedOptimizer: a "
+            "pipeline averages over the replicas of each stage by itself"
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "a pipeline's stages cannot scale losses by themselves: use the policy "
+            "'mixed_bfloat16' in place of 'mixed_float16', without a LossScaleOptimizer"
+        )
+    if optimizer.global_clipnorm is not None:
+        raise ValueError(
+            f"global_clipnorm={optimizer.global_clipnorm} would be the norm of one stage only: "
+            "use PipeDream(..., max_grad_norm=), or clipnorm, of each weight's gradient"
+        )
+
+
+def _shape(variable: Any) -> str:
+    trained = ", trained" if variable.trainable else ""
+    return f"{tf.as_dtype(variable.dtype).name} {tuple(variable.shape)}{trained}"
+
+
+@dataclass(kw_only=True)
+class KerasPipeline(BuiltPipeline):
+    """A worker's part of a pipeline.
+
+    Args:
+        options: What the user asks for.
+        parts: Of all stages.
+        stage: The worker's.
+        replicas: The ranks of this stage; None where there is one.
+    """
+
+    options: KerasOptions
     parts: list[Part]
-    """Of all stages."""
-    session: Session
     stage: KerasStage
-    partition: Partition
     replicas: Replicas | None
-    """The ranks of this stage; None where there is one."""
-    lr_scale: float
-    piece_samples: int
-    """Samples of the largest microbatch."""
-    spans: PipelineSpans | None
-
-    @property
-    def layout(self) -> Layout:
-        """Which rank is who."""
-        return self.session.layout
-
-    @property
-    def worker(self) -> Worker:
-        """Who this is."""
-        return self.session.worker
 
     def average_statistics(self) -> None:
         """Average BatchNorm's statistics over the replicas of the stage."""
@@ -81,16 +157,17 @@ class Built:
         """Give the model on every rank the newest weights and statistics of all stages."""
         self.average_statistics()
         for number, part in enumerate(self.parts):
-            broadcast_variables(part.variables, self.layout.rank(Worker(number, 0)))
+            root = self.assignment.layout.rank(Worker(number, 0))
+            broadcast_variables(part.variables, root)
 
 
-def build(options: Options, batch: Any) -> Built:
+def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     """Build this worker's part; all ranks do this at the same time, with their first minibatch.
 
     Raises:
         TypeError, ValueError, HvdPipeError: The model, the minibatch or the plan cannot be.
     """
-    graph, mode = graph_of(options.model), options.chosen_mode
+    graph = options.graph
 
     def look() -> tuple[None, Description]:
         split(graph, batch, options.microbatches or 1)
@@ -99,89 +176,50 @@ def build(options: Options, batch: Any) -> Built:
     agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
     broadcast_variables(options.model.variables, 0)
     partition = _plan(options, graph, batch)
-    layout = Layout(partition.replicas)
-    microbatches = options.microbatches or usual_microbatches(mode, layout.replicas)
-    worker = layout.worker(rank())
+    assignment = assign(options, partition, rank())
 
-    def divide() -> tuple[tuple[list[Part], int], Description]:
-        schedule(mode.method, layout.replicas, 1, microbatches)  # whether it can be
-        piece = split(graph, batch, microbatches)[0]
-        shapes = shapes_of(graph, list(piece.inputs))
-        parts = cut(graph, [stage.layers for stage in partition.stages], shapes)
-        crossing = [(spec.name, str(spec)) for part in parts for spec in part.outputs]
-        return (parts, piece.samples), [(f"tensor {name}", text) for name, text in crossing]
+    def cuts_of() -> tuple[list[Part], int]:
+        microbatch = split(graph, batch, assignment.microbatches)[0]
+        shapes = shapes_of(graph, list(microbatch.inputs))
+        return cut(graph, [stage.layers for stage in partition.stages], shapes), microbatch.samples
 
-    parts, samples = agreement.checked(divide, "hvd_pipe.pipeline.cut", global_process_set)
-    width = layout.replicas[worker.stage]
-    lr_scale = width / layout.replicas[0] if options.scale_lr and not mode.coalesces else 1.0
-    optimizer = scaled(options.optimizer_fn(), lr_scale)
-    groups = [layout.ranks(stage) for stage, width in enumerate(layout.replicas) if width > 1]
-    mine = make_process_sets(groups, global_process_set).get(layout.ranks(worker.stage))
-    own = parts[worker.stage]
-    weights = [each for each in own.variables if each.trainable]
-    replicas = None if mine is None else Replicas(mine, worker.stage, weights)
-    short = options.wire_dtype is not None
-    before, after = (
-        Boundary(crossing, lambda x: Messages(x, layout.stages, str(worker), short))
-        if crossing
-        else None
-        for crossing in (own.inputs, own.outputs)
-    )
-    losses = Losses(options.loss_fn, options.metric_fn)
-    is_last = worker.stage == layout.stages - 1
-    stage = KerasStage(
-        own,
-        losses if is_last else None,
-        optimizer,
-        Clipping(
-            options.max_grad_norm,
-            mode.synchronous,
-            Norms(worker.stage, layout.stages),
-            mine,
-            global_process_set,
-            add,
-        ),
-        before,
-        after,
-        mode.coalesces,
-        None if replicas is None else replicas.add,
-        options.recompute,
-    )
-    sizes = (None if side is None else side.capacities for side in (before, after))
-    transport = open_transport(
-        list(channels_of(layout, rank(), *sizes)),
+    parts, samples = cut_together(assignment, FRAMEWORK, cuts_of)
+    stage, stages = assignment.worker.stage, assignment.layout.stages
+    optimizer = scaled(options.optimizer_fn(), assignment.lr_scale)
+    own, where = parts[stage], str(assignment.worker)
+    connections = connect(
+        assignment,
+        FRAMEWORK,
         options.transport,
-        mpi_ops,
-        agreement,
-        global_process_set,
-        start,
+        (own.inputs, own.outputs),
+        lambda specs: KerasMessages(specs, stages, where, options.wire_dtype is not None),
     )
-    stage.recycle = transport.recycle
-    session = Session(
-        layout,
-        rank(),
-        mode,
-        microbatches,
-        transport,
-        agreement,
-        global_process_set,
-        options.metric_fn is not None,
-    )
-    return Built(
-        options,
-        graph,
-        parts,
-        session,
-        stage,
-        partition,
-        replicas,
-        lr_scale,
-        samples,
-        _spans(),
+    ranks, weights = connections.replicas, [each for each in own.variables if each.trainable]
+    replicas = None if ranks is None else Replicas(ranks, stage, weights)
+    return KerasPipeline(
+        assignment=assignment,
+        runner=connections.runner(options.metric_fn is not None),
+        stage=KerasStage(
+            own,
+            Losses(options.loss_fn, options.metric_fn) if assignment.is_last else None,
+            optimizer,
+            connections.clipping(options.max_grad_norm, ranks),
+            connections.before,
+            connections.after,
+            assignment.mode.coalesces,
+            replicas.add if replicas is not None else None,
+            options.recompute,
+            connections.transport.recycle,
+        ),
+        most_samples=samples,
+        spans=_spans(),
+        options=options,
+        parts=parts,
+        replicas=replicas,
     )
 
 
-def _plan(options: Options, graph: Graph, batch: Any) -> Partition:
+def _plan(options: KerasOptions, graph: Graph, batch: Any) -> Partition:
     def measured(pieces: int) -> ModelProfile:
         piece = split(graph, batch, pieces)[0]
 
@@ -198,7 +236,7 @@ def _plan(options: Options, graph: Graph, batch: Any) -> Partition:
     )
 
 
-def _state_ratio(options: Options) -> float:
+def _state_ratio(options: KerasOptions) -> float:
     """Return the bytes of optimizer state a byte of weights, by a small trial."""
     trial, optimizer = keras.Variable(tf.zeros(64)), options.optimizer_fn()
     optimizer.build([trial])

@@ -29,7 +29,7 @@ from hvd_pipe.pipeline.checkpoint import (
 )
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import allgather_object, broadcast_object, broadcast_variables
-from hvd_pipe.tensorflow.pipedream.build import Built
+from hvd_pipe.tensorflow.pipedream.build import KerasPipeline
 from hvd_pipe.tensorflow.pipedream.cut import blocks_of
 from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
 
@@ -43,20 +43,22 @@ _OTHER_LISTS = {"_trainable_variables", "_variables"}  # of optimizers: those of
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def save(built: Built, directory: Path, epoch: int) -> None:
+def save(built: KerasPipeline, directory: Path, epoch: int) -> None:
     """Write a checkpoint on rank 0; all ranks take part."""
     built.gather()
-    mine = _optimizer_values(built) if built.worker.replica == 0 else {}
-    mine |= {f"replica{built.worker.replica}.{name}": x for name, x in _state(built).items()}
+    mine = _optimizer_values(built) if built.assignment.worker.replica == 0 else {}
+    mine |= {
+        f"replica{built.assignment.worker.replica}.{name}": x for name, x in _state(built).items()
+    }
     everyone = allgather_object(_packed(mine), name=f"{_NAME}.gather")
 
     def write() -> None:
         writers: dict[str, Callable[[Path], object]] = {
             _WEIGHTS: built.options.model.save_weights,
         }
-        for stage in range(built.layout.stages):
+        for stage in range(built.assignment.layout.stages):
             arrays: Arrays = {}
-            for each in built.layout.ranks(stage):
+            for each in built.assignment.layout.ranks(stage):
                 arrays |= _unpacked(everyone[each])
             writers[f"stage{stage}.npz"] = partial(Path.write_bytes, data=_packed(arrays))
         write_checkpoint(
@@ -65,16 +67,16 @@ def save(built: Built, directory: Path, epoch: int) -> None:
             schema=SCHEMA,
             mode=built.options.mode,
             epoch=epoch,
-            partition=built.partition,
+            partition=built.assignment.partition,
             squared_norms=built.stage.norms.squared,
-            layers=blocks_of(built.graph),
+            layers=blocks_of(built.options.graph),
             variables=_variables(built),
         )
 
     agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
 
 
-def load(built: Built, directory: Path) -> tuple[int, bool]:
+def load(built: KerasPipeline, directory: Path) -> tuple[int, bool]:
     """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
 
     Raises:
@@ -100,7 +102,7 @@ def load(built: Built, directory: Path) -> tuple[int, bool]:
         lambda: model.load_weights(directory / _WEIGHTS), f"{_NAME}.weights", global_process_set
     )
     broadcast_variables(model.variables, 0)
-    same = same_stages(found, built.partition, blocks_of(built.graph))
+    same = same_stages(found, built.assignment.partition, blocks_of(built.options.graph))
     _load_state(built, arrays, same)
     for slot, value in optimizer:
         slot.assign(value)
@@ -109,21 +111,21 @@ def load(built: Built, directory: Path) -> tuple[int, bool]:
     return int(found["epoch"]), same
 
 
-def _state(built: Built) -> Arrays:
+def _state(built: KerasPipeline) -> Arrays:
     """Return the values of what is not trained, by place."""
     places = _places(built)
     return {f"state.{places[id(v)]}": v.numpy() for v in built.stage.passes.state}
 
 
-def _load_state(built: Built, stages: list[Arrays], same: bool) -> None:
-    replica = built.worker.replica if same else 0
+def _load_state(built: KerasPipeline, stages: list[Arrays], same: bool) -> None:
+    replica = built.assignment.worker.replica if same else 0
     state = {name: x for stage in stages for name, x in stage.items()}
     places = _places(built)
     for variable in built.stage.passes.state:
         variable.assign(state[f"replica{replica}.state.{places[id(variable)]}"])
 
 
-def _slots(built: Built) -> dict[str, Any]:
+def _slots(built: KerasPipeline) -> dict[str, Any]:
     """Return the optimizer's variables: those of a weight by its place, others by name."""
     optimizer, weights, places = built.stage.optimizer, built.stage.passes.weights, _places(built)
     if not weights:
@@ -143,13 +145,18 @@ def _slots(built: Built) -> dict[str, Any]:
     return found | {f"scalar.{each.name}": each for each in own.values()} | counted
 
 
-def _optimizer_values(built: Built) -> Arrays:
+def _optimizer_values(built: KerasPipeline) -> Arrays:
     values = {name: each.numpy() for name, each in _slots(built).items()}
     places = sorted(_places(built)[id(each)] for each in built.stage.passes.weights)
-    return values | {"weights": np.array(places, np.int64), "lr_scale": np.array(built.lr_scale)}
+    return values | {
+        "weights": np.array(places, np.int64),
+        "lr_scale": np.array(built.assignment.lr_scale),
+    }
 
 
-def _optimizer_of(built: Built, stages: list[Arrays]) -> list[tuple[Any, npt.NDArray[Any]]]:
+def _optimizer_of(
+    built: KerasPipeline, stages: list[Arrays]
+) -> list[tuple[Any, npt.NDArray[Any]]]:
     """Return this stage's optimizer variables and their values, whichever stage had them."""
     slots = _slots(built)
     if not slots:
@@ -166,15 +173,15 @@ def _optimizer_of(built: Built, stages: list[Arrays]) -> list[tuple[Any, npt.NDA
         )
     name = f"scalar.{getattr(built.stage.optimizer._learning_rate, 'name', '')}"
     if name in values:  # else a schedule, which is scaled already
-        values[name] = values[name] * (built.lr_scale / float(source["lr_scale"]))
+        values[name] = values[name] * (built.assignment.lr_scale / float(source["lr_scale"]))
     return [(slot, values[name]) for name, slot in slots.items()]
 
 
-def _places(built: Built) -> dict[int, int]:
+def _places(built: KerasPipeline) -> dict[int, int]:
     return {id(each): place for place, each in enumerate(built.options.model.variables)}
 
 
-def _variables(built: Built) -> list[list[Any]]:
+def _variables(built: KerasPipeline) -> list[list[Any]]:
     return [[v.path, list(map(int, v.shape)), str(v.dtype)] for v in built.options.model.variables]
 
 
@@ -182,7 +189,7 @@ def _read(directory: Path, stages: int) -> list[bytes]:
     return [(directory / f"stage{stage}.npz").read_bytes() for stage in range(stages)]
 
 
-def _check_model(saved: list[list[Any]], built: Built, directory: Path) -> None:
+def _check_model(saved: list[list[Any]], built: KerasPipeline, directory: Path) -> None:
     here = _variables(built)
     for place in range(max(len(saved), len(here))):
         theirs, ours = (one[place] if place < len(one) else None for one in (saved, here))

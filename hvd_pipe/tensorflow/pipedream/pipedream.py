@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod.tensorflow.mpi_ops import global_process_set, is_initialized, rank, size
-
-from hvd_pipe.pipeline.pipedream import Engine, given
+from hvd_pipe.pipeline.pipedream import PipeDreamBase
+from hvd_pipe.pipeline.stage import Piece
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.pipedream.build import Built, build
+from hvd_pipe.tensorflow.pipedream.build import FRAMEWORK, KerasOptions, KerasPipeline, build
 from hvd_pipe.tensorflow.pipedream.checkpoint import load, save
-from hvd_pipe.tensorflow.pipedream.graph import graph_of
-from hvd_pipe.tensorflow.pipedream.options import Options
 from hvd_pipe.tensorflow.pipedream.tensors import split
 
 __all__ = ["PipeDream"]
 
 
-class PipeDream(Engine[Built]):
+class PipeDream(PipeDreamBase[KerasPipeline]):
     """A pipeline of workers that each train some layers of a Keras model (PipeDream, SOSP 2019).
 
     Every rank runs the same script. With n stages of one worker each, ``w_s`` the weights of stage
@@ -98,6 +93,8 @@ class PipeDream(Engine[Built]):
     Source: PipeDream, SOSP 2019; PipeDream-2BW, arXiv 2006.09503.
     """
 
+    _options: KerasOptions
+
     def __init__(
         self,
         model: Any,
@@ -119,37 +116,27 @@ class PipeDream(Engine[Built]):
         memory_bytes: float | None = None,
         progress: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ValueError("Horovod is not initialised: call pipedream.init() before this.")
-
-        def check() -> tuple[Options, Description]:
-            options = Options(
-                model=model,
-                loss_fn=loss_fn,
-                optimizer_fn=optimizer_fn,
-                plan=plan,
-                mode=mode,
-                microbatches=microbatches,
-                transport=transport,
-                recompute=recompute,
-                wire_dtype=wire_dtype,
-                scale_lr=scale_lr,
-                max_grad_norm=max_grad_norm,
-                metric_fn=metric_fn,
-                profile=profile,
-                bandwidth=bandwidth,
-                memory_bytes=memory_bytes,
-                progress=progress and rank() == 0,
-            )
-            return options, [*options.check(size()), *given(sample), *timeline.describe()]
-
-        self._options = agreement.checked(check, "hvd_pipe.pipeline.new", global_process_set)
-        cut = partial(split, graph_of(model))
-        super().__init__(cut, agreement, global_process_set, self._options.progress)
         self.model = model
         """The model; see `gather`."""
-        if sample is not None:
-            self._build(sample)
+        options = KerasOptions(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            plan=plan,
+            mode=mode,
+            microbatches=microbatches,
+            transport=transport,
+            recompute=recompute,
+            wire_dtype=wire_dtype,
+            scale_lr=scale_lr,
+            max_grad_norm=max_grad_norm,
+            metric_fn=metric_fn,
+            profile=profile,
+            bandwidth=bandwidth,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+        super().__init__(options, FRAMEWORK, timeline.describe, sample)
 
     @property
     def optimizer(self) -> Any:
@@ -174,8 +161,11 @@ class PipeDream(Engine[Built]):
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def _made(self, sample: Any) -> Built:
+    def _split(self, batch: Any, count: int) -> Sequence[Piece]:
+        return split(self._options.graph, batch, count)
+
+    def _made(self, sample: Any) -> KerasPipeline:
         return build(self._options, sample)
 
-    def _restored(self, built: Built, directory: Path) -> tuple[int, bool]:
+    def _restored(self, built: KerasPipeline, directory: Path) -> tuple[int, bool]:
         return load(built, directory)

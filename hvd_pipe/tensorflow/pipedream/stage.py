@@ -65,6 +65,7 @@ class KerasStage:
             by their share of it, and replicas add them up, where else they are averaged.
         reduce: Adds up over replicas; None where there are none.
         recompute: Keep no activations, and run forward again before backward.
+        recycle: Takes a received message's memory back.
     """
 
     def __init__(
@@ -78,16 +79,16 @@ class KerasStage:
         coalesces: bool = False,
         reduce: Reduce | None = None,
         recompute: bool = False,
+        recycle: Callable[[Buffer], object] = lambda _: None,
     ) -> None:
         self.part, self.optimizer = part, optimizer
         self.passes = Passes(part, losses)
         self.feed: Feed | None = None
         """Where the first and the last stage read; to be set before each run."""
         self._before, self._after, self._is_last = before, after, losses is not None
-        self._coalesces, self._reduce, self._recompute = coalesces, reduce, recompute
+        self._coalesces, self._reduce = coalesces, reduce
+        self._recompute, self._recycle = recompute, recycle
         self._clipping, self.norms = clipping, clipping.norms
-        self.recycle: Callable[[Buffer], object] = lambda _: None
-        """Takes the memory of a received message back."""
         self._arriving = [place for place, spec in enumerate(part.inputs) if spec.gradient]
         self._leaving = [place for place, spec in enumerate(part.outputs) if spec.gradient]
         self._flights: dict[Unit, _Flight] = {}
@@ -119,7 +120,7 @@ class KerasStage:
     def take_input(self, unit: Unit, message: Buffer) -> None:
         assert self._before is not None
         header, tensors = self._before.activations.unpack(unit, message)
-        self.recycle(message)
+        self._recycle(message)
         self.norms.heard(header.squared_norms, from_before=True)
         self._flights[unit] = _Flight(header.digest, tensors)
 
@@ -167,7 +168,7 @@ class KerasStage:
     def take_gradient(self, unit: Unit, message: Buffer) -> None:
         assert self._after is not None
         header, self._flights[unit].arrived = self._after.gradients.unpack(unit, message)
-        self.recycle(message)
+        self._recycle(message)
         self.norms.heard(header.squared_norms, from_before=False)
 
     def backward(self, unit: Unit, version: int) -> None:

@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import MPI_LIB, ProcessSet, rank
 
-from hvd_pipe.pipeline import messages
+from hvd_pipe.pipeline.messages import Messages
 from hvd_pipe.pipeline.stage import Buffer, Piece
 from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.tensorflow.pipedream.graph import Graph
 
-__all__ = ["Broadcast", "Messages", "split", "start"]
+__all__ = ["Broadcast", "KerasMessages", "split", "start"]
 
 
 def split(graph: Graph, batch: Any, pieces: int) -> list[Piece]:
@@ -80,14 +80,14 @@ def _digest(targets: Any) -> int:
     return digest
 
 
-class Messages(messages.Messages):
+class KerasMessages(Messages):
     """See :class:`hvd_pipe.pipeline.messages.Messages`; received tensors are copies.
 
     Example:
         >>> from hvd_pipe.pipeline.messages import TensorSpec
         >>> from hvd_pipe.pipeline.stage import Unit
         >>> spec = TensorSpec("dense", (8, 2), "float32", dynamic=(0,), gradient=True)
-        >>> messages = Messages([spec], stages=2, where="stage 0 replica 0")
+        >>> messages = KerasMessages([spec], stages=2, where="stage 0 replica 0")
         >>> message = messages.pack(Unit(3, 0), [tf.ones((5, 2))], 7, (0.25, 4.0))
         >>> header, (tensor,) = messages.unpack(Unit(3, 0), message)
         >>> header.digest, tensor.shape

@@ -8,7 +8,7 @@
     wait        the host is blocked until messages have arrived
     update      the user's optimizer
 
-A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.spans`.
+A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`.
 
 *Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
 they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to

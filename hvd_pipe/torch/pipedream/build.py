@@ -5,7 +5,7 @@ trace the model | plan on rank 0 | cut | connect the ranks | optimizer, stage, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,19 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
-from hvd_pipe.pipeline.layout import Layout
-from hvd_pipe.pipeline.messages import Boundary, TensorSpec
-from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.plans import plan_together, usual_microbatches
-from hvd_pipe.pipeline.process_sets import make_process_sets
-from hvd_pipe.pipeline.runner import Session
-from hvd_pipe.pipeline.spans import PipelineSpans
-from hvd_pipe.pipeline.transport import channels_of, open_transport
+from hvd_pipe.pipeline.build import (
+    BuiltPipeline,
+    Connections,
+    Framework,
+    connect,
+    cut_together,
+)
+from hvd_pipe.pipeline.executor import PipelineSpans
+from hvd_pipe.pipeline.messages import TensorSpec
+from hvd_pipe.pipeline.options import Options, check_function
+from hvd_pipe.pipeline.plans import Assignment, assign, plan_together
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import Description, agreement
@@ -39,52 +41,116 @@ from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
 from hvd_pipe.torch.pipedream.measure import profile
-from hvd_pipe.torch.pipedream.options import Options
 from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage
-from hvd_pipe.torch.pipedream.tensors import Messages, split, start
+from hvd_pipe.torch.pipedream.tensors import TorchMessages, split, start
 from hvd_pipe.torch.pipedream.weights import Updates, add
 
-__all__ = ["Built", "build"]
+__all__ = ["FRAMEWORK", "TorchOptions", "TorchPipeline", "build"]
 
 LARGEST_MESSAGE = 2**23  # bytes, when the network is measured
 BUCKETS, LEAST_BUCKET_BYTES = 8, 2**15  # of a replicated stage
 
 
 @dataclass
-class Built:
-    """A worker's part of a pipeline."""
+class TorchOptions(Options):
+    """The arguments of :class:`hvd_pipe.torch.pipedream.PipeDream`, by their names."""
 
-    options: Options
-    session: Session
+    scheduler_fn: Callable[[torch.optim.Optimizer], Any] | None
+    schedule_by: str
+
+    def modules(self) -> list[nn.Module]:
+        """Return the model, or the modules that were given in its place."""
+        return [self.model] if isinstance(self.model, nn.Module) else list(self.model)
+
+    def state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's parameters and buffers by their names in its ``state_dict()``."""
+        whole = self.model if isinstance(self.model, nn.Module) else nn.Sequential(*self.model)
+        yield from whole.state_dict(keep_vars=True).items()
+
+    def check(self, workers: int) -> Description:
+        """Check all arguments, and return what ranks must have alike.
+
+        Raises:
+            TypeError, ValueError: One of them cannot be; says what can.
+        """
+        self._check_model()
+        if isinstance(self.optimizer_fn, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer_fn makes the optimizer of a stage from its parameters: "
+                "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            )
+        alike = super().check(workers)
+        check_function("scheduler_fn", self.scheduler_fn)
+        if self.schedule_by not in {"epoch", "minibatch"}:
+            raise ValueError(
+                f"schedule_by must be 'epoch' or 'minibatch', got {self.schedule_by!r}"
+            )
+        return [
+            *alike,
+            ("the scheduler", f"{self.scheduler_fn is not None}, by {self.schedule_by}"),
+            *((f"{name} of the model", _shape(value)) for name, value in self.state()),
+        ]
+
+    def _check_model(self) -> None:
+        modules = self.modules()
+        wrong = [type(one).__name__ for one in modules if not isinstance(one, nn.Module)]
+        if wrong or not modules:
+            raise TypeError(
+                "model must be an nn.Module, or a list of modules that are called one after the "
+                f"other, got {', '.join(wrong) or 'an empty list'}"
+            )
+        if any(p.is_meta for one in modules for p in one.parameters()):
+            raise ValueError(
+                "the model has layers on the meta device, which have no values; a pipeline leaves "
+                "those of other workers so: build the model anew, and load() a checkpoint into "
+                "its pipeline, or load_state_dict(engine.state_dict()) before"
+            )
+        if not any(p.requires_grad for one in modules for p in one.parameters()):
+            raise ValueError("the model has no parameters that require gradients")
+
+
+def _shape(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    trained = ", trained" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{trained}"
+
+
+FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, start, add)
+"""Torch's Horovod."""
+
+
+@dataclass(kw_only=True)
+class TorchPipeline(BuiltPipeline):
+    """A worker's part of a pipeline.
+
+    Args:
+        options: What the user asks for.
+        stage: The worker's layers.
+        updates: Of its weights.
+        scheduler: Of learning rates, where it moves with epochs.
+        replicas: The ranks of this stage; None where there is one.
+        layers: Names of all the model's, in order.
+        owners: The stage that holds each entry of the model's state.
+        unused: Entries that the model's forward never uses.
+        shapes: Of all entries, and their dtypes.
+    """
+
+    options: TorchOptions
     stage: TorchStage
     updates: Updates
     scheduler: Any | None
-    """Where it moves with epochs."""
-    partition: Partition
     replicas: ProcessSet | None
-    """The ranks of this stage; None where there is one."""
     layers: tuple[str, ...]
-    """Names of all the model's, in order."""
     owners: dict[str, int]
-    """The stage that holds each entry of the model's state."""
     unused: dict[str, Any]
-    """Entries that the model's forward never uses."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    lr_scale: float
-    piece_samples: int
-    """Samples of the largest microbatch."""
-    spans: PipelineSpans | None
 
     @property
     def any_scheduler(self) -> Any | None:
         """The scheduler, whatever moves it on."""
         return self.scheduler or self.updates.scheduler
-
-    @property
-    def layout(self) -> Layout:
-        """Which rank is who."""
-        return self.session.layout
 
     def average_statistics(self) -> None:
         """Average BatchNorm's statistics over the replicas of the stage."""
@@ -102,7 +168,7 @@ class Built:
                 buffer.data.copy_(mean)
 
 
-def build(options: Options, batch: Any) -> Built:
+def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     """Build this worker's part; all ranks do this at the same time, with their first minibatch.
 
     Raises:
@@ -113,119 +179,105 @@ def build(options: Options, batch: Any) -> Built:
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     device = next(x.device for x in state.values())
     divided = _divided(options, batch, device)
-    partition, own = divided.partition, divided.own
+    assignment, module = divided.assignment, divided.own.module
     unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in divided.owners}
     del state
-    _forget(options.modules(), own.module)
-
-    mode, layout = options.chosen_mode, Layout(partition.replicas)
-    worker = layout.worker(rank())
-    microbatches = _microbatches(options, layout)
-    lr_scale = 1.0
-    if options.scale_lr and not mode.coalesces:
-        lr_scale = layout.replicas[worker.stage] / layout.replicas[0]
+    _forget(options.modules(), module)
     optimizer, scheduler = agreement.checked(
-        lambda: (_optimizer(options, own.module, lr_scale), []),
+        lambda: (_optimizer(options, module, assignment.lr_scale), []),
         "hvd_pipe.pipeline.optimizer",
         global_process_set,
     )
-    short = options.wire_dtype is not None
-    before, after = (
-        Boundary(crossing, lambda x: Messages(x, layout.stages, str(worker), short, device))
-        if crossing
-        else None
-        for crossing in (divided.arriving, own.outputs)
-    )
-    groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
-    sets = make_process_sets(groups, global_process_set)
-    replicas = sets.get(layout.ranks(worker.stage))
-    sizes = (None if side is None else side.capacities for side in (before, after))
-    transport = open_transport(
-        list(channels_of(layout, rank(), *sizes)),
+    stages, where = assignment.layout.stages, str(assignment.worker)
+    connections = connect(
+        assignment,
+        FRAMEWORK,
         options.transport,
-        mpi_ops,
-        agreement,
-        global_process_set,
-        start,
+        (divided.arriving, divided.own.outputs),
+        lambda specs: TorchMessages(specs, stages, where, options.wire_dtype is not None, device),
     )
     spans = _spans()
-    share = microbatches // layout.replicas[worker.stage] if mode.coalesces else 1
+    by_minibatch = options.schedule_by == "minibatch"
+    updates = _updates(
+        options, optimizer, scheduler if by_minibatch else None, module, connections
+    )
+    return TorchPipeline(
+        assignment=assignment,
+        runner=connections.runner(options.metric_fn is not None),
+        stage=_stage(options, divided.own, updates, connections, device),
+        most_samples=divided.samples,
+        spans=spans,
+        options=options,
+        updates=updates,
+        scheduler=None if by_minibatch else scheduler,
+        replicas=connections.replicas,
+        layers=divided.layers,
+        owners=divided.owners,
+        unused=unused,
+        shapes=shapes,
+    )
+
+
+def _updates(
+    options: TorchOptions,
+    optimizer: Any | None,
+    scheduler: Any | None,
+    module: nn.Module,
+    connections: Connections,
+) -> Updates:
+    """Return what updates a stage's weights; its replicas average their gradients."""
+    assignment = connections.assignment
+    coalesces = assignment.mode.coalesces
+    replicas = None if optimizer is None else connections.replicas
     if optimizer is not None and replicas is not None:
         optimizer = DistributedOptimizer(
             optimizer,
-            [(n, p) for n, p in own.module.named_parameters() if p.requires_grad],
-            op=Sum if mode.coalesces else Average,
-            backward_passes_per_step=share,
+            [(n, p) for n, p in module.named_parameters() if p.requires_grad],
+            op=Sum if coalesces else Average,
+            backward_passes_per_step=(
+                assignment.microbatches // replicas.size() if coalesces else 1
+            ),
             process_set=replicas,
-            strategy=MergedGradient(bucket_bytes=_bucket_bytes(own.module)),
+            strategy=MergedGradient(bucket_bytes=_bucket_bytes(module)),
         )
-    by_minibatch = options.schedule_by == "minibatch"
-    trained_by = replicas if optimizer is not None else None
-    updates = Updates(
-        optimizer,
-        scheduler if by_minibatch else None,
-        trained_by,
-        Clipping(
-            options.max_grad_norm,
-            mode.synchronous,
-            Norms(worker.stage, layout.stages),
-            trained_by,
-            global_process_set,
-            add,
-        ),
-        mean=not mode.coalesces,
-    )
-    losses = Losses(options.loss_fn, options.metric_fn, shared=mode.coalesces)
-    stage = TorchStage(
+    clipping = connections.clipping(options.max_grad_norm, replicas)
+    return Updates(optimizer, scheduler, replicas, clipping, mean=not coalesces)
+
+
+def _stage(
+    options: TorchOptions,
+    own: StageModule,
+    updates: Updates,
+    connections: Connections,
+    device: torch.device,
+) -> TorchStage:
+    assignment = connections.assignment
+    losses = Losses(options.loss_fn, options.metric_fn, shared=assignment.mode.coalesces)
+    return TorchStage(
         own,
-        losses if worker.stage == layout.stages - 1 else None,
+        losses if assignment.is_last else None,
         updates,
-        before,
-        after,
+        connections.before,
+        connections.after,
         options.recompute,
-        transport.recycle,
+        connections.transport.recycle,
         device,
-    )
-    session = Session(
-        layout,
-        rank(),
-        mode,
-        microbatches,
-        transport,
-        agreement,
-        global_process_set,
-        options.metric_fn is not None,
-    )
-    return Built(
-        options,
-        session,
-        stage,
-        updates,
-        None if by_minibatch else scheduler,
-        partition,
-        replicas,
-        divided.layers,
-        divided.owners,
-        unused,
-        shapes,
-        lr_scale,
-        divided.samples,
-        spans,
     )
 
 
 @dataclass(frozen=True)
 class _Divided:
-    """A model in stages: all of them, this worker's own, and what arrives there.
+    """A model in stages: this worker's own, and what arrives there.
 
     Args:
-        partition, own, arriving: These.
+        assignment: The plan, and this worker's part of it.
+        own, arriving: These.
         layers: Of the whole model, in order.
         owners: Which stage holds each entry of the state.
         samples: Of the largest microbatch.
     """
 
-    partition: Partition
+    assignment: Assignment
     own: StageModule
     arriving: tuple[TensorSpec, ...]
     layers: tuple[str, ...]
@@ -233,7 +285,7 @@ class _Divided:
     samples: int
 
 
-def _divided(options: Options, batch: Any, device: torch.device) -> _Divided:
+def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divided:
     """Plan, and cut the model."""
 
     def look() -> tuple[Traced, Description]:
@@ -242,30 +294,23 @@ def _divided(options: Options, batch: Any, device: torch.device) -> _Divided:
 
     traced = agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
     partition = _plan(options, traced, batch, device)
-    layout = Layout(partition.replicas)
-    microbatches = _microbatches(options, layout)
+    assignment = assign(options, partition, rank())
 
-    def divide() -> tuple[tuple[list[StageModule], int], Description]:
-        schedule(options.chosen_mode.method, layout.replicas, 1, microbatches)  # whether it can be
-        piece = split(batch, microbatches)[0]
-        values = specs(traced, _moved(piece.inputs, device))
+    def cuts_of() -> tuple[list[StageModule], int]:
+        microbatch = split(batch, assignment.microbatches)[0]
+        values = specs(traced, _moved(microbatch.inputs, device))
         cuts = cut(traced, [stage.layers for stage in partition.stages], values)
-        crossing = [(f"tensor {spec.name}", str(spec)) for one in cuts for spec in one.outputs]
-        return (cuts, piece.samples), crossing
+        return cuts, microbatch.samples
 
-    cuts, samples = agreement.checked(divide, "hvd_pipe.pipeline.cut", global_process_set)
-    stage = layout.worker(rank()).stage
+    cuts, samples = cut_together(assignment, FRAMEWORK, cuts_of)
+    stage = assignment.worker.stage
     owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
     arriving = cuts[stage - 1].outputs if stage else ()
     layers = tuple(layer.name for layer in traced.layers)
-    return _Divided(partition, cuts[stage], arriving, layers, owners, samples)
+    return _Divided(assignment, cuts[stage], arriving, layers, owners, samples)
 
 
-def _microbatches(options: Options, layout: Layout) -> int:
-    return options.microbatches or usual_microbatches(options.chosen_mode, layout.replicas)
-
-
-def _plan(options: Options, traced: Traced, batch: Any, device: torch.device) -> Partition:
+def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.device) -> Partition:
     def measured(pieces: int) -> ModelProfile:
         inputs = _moved(split(batch, pieces)[0].inputs, device)
         return profile(traced, inputs, progress=options.progress)
@@ -278,7 +323,7 @@ def _plan(options: Options, traced: Traced, batch: Any, device: torch.device) ->
     )
 
 
-def _state_ratio(options: Options) -> float:
+def _state_ratio(options: TorchOptions) -> float:
     """Return the bytes of optimizer state a byte of parameters, by a small trial."""
     trial = nn.Parameter(torch.zeros(64))
     optimizer = _made(options, [trial])
@@ -288,7 +333,7 @@ def _state_ratio(options: Options) -> float:
     return sum(x.numel() for x in found if x.numel() == trial.numel()) / trial.numel()
 
 
-def _made(options: Options, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _made(options: TorchOptions, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = options.optimizer_fn(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -297,7 +342,7 @@ def _made(options: Options, parameters: list[nn.Parameter]) -> torch.optim.Optim
     return optimizer
 
 
-def _optimizer(options: Options, module: nn.Module, lr_scale: float) -> tuple[Any, Any]:
+def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tuple[Any, Any]:
     """Make the stage's optimizer and scheduler; None where there is nothing to train."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:

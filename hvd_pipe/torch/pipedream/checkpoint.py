@@ -31,7 +31,7 @@ from hvd_pipe.pipeline.checkpoint import (
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.horovod_api import broadcast_tensors
-from hvd_pipe.torch.pipedream.build import Built
+from hvd_pipe.torch.pipedream.build import TorchPipeline
 
 __all__ = ["load", "save", "whole_state"]
 
@@ -39,7 +39,7 @@ SCHEMA = "hvd_pipe.pipeline/1"
 _NAME = "hvd_pipe.pipeline.checkpoint"
 
 
-def whole_state(built: Built) -> dict[str, torch.Tensor]:
+def whole_state(built: TorchPipeline) -> dict[str, torch.Tensor]:
     """Return the state of all stages as the plain model's, on every rank."""
     built.average_statistics()
     own = built.stage.module.state_dict()
@@ -50,25 +50,25 @@ def whole_state(built: Built) -> dict[str, torch.Tensor]:
             state[name] = built.unused[name].clone()
             continue
         stage = built.owners[name]
-        mine = stage == built.session.worker.stage
+        mine = stage == built.assignment.worker.stage
         value = own[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
-        first = built.layout.rank(Worker(stage, 0))
+        first = built.assignment.layout.rank(Worker(stage, 0))
         broadcast_tensors([(f"{_NAME}.{name}", value)], first)
         state[name] = value.cpu()
     return state
 
 
-def save(built: Built, directory: Path, epoch: int) -> None:
+def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
     """Write a checkpoint on rank 0; all ranks take part."""
     state = whole_state(built)  # which has averaged the buffers of replicas
     replicas = _gather({"random": _random_state(), "buffers": _buffers(built)})
     # Replicas of a stage have the same optimizer.
-    optimizers = _gather(_training_state(built) if built.session.worker.replica == 0 else None)
+    optimizers = _gather(_training_state(built) if built.assignment.worker.replica == 0 else None)
 
     def write() -> None:
         writers: dict[str, Callable[[Path], object]] = {"model.pt": partial(torch.save, state)}
-        for stage in range(built.layout.stages):
-            ranks = built.layout.ranks(stage)
+        for stage in range(built.assignment.layout.stages):
+            ranks = built.assignment.layout.ranks(stage)
             own = {"training": optimizers[ranks[0]], "replicas": [replicas[r] for r in ranks]}
             writers[f"stage{stage}.pt"] = partial(torch.save, own)
         write_checkpoint(
@@ -77,7 +77,7 @@ def save(built: Built, directory: Path, epoch: int) -> None:
             schema=SCHEMA,
             mode=built.options.mode,
             epoch=epoch,
-            partition=built.partition,
+            partition=built.assignment.partition,
             squared_norms=built.stage.norms.squared,
             layers=built.layers,
         )
@@ -85,7 +85,7 @@ def save(built: Built, directory: Path, epoch: int) -> None:
     agreement.found_by_first(write, f"{_NAME}.save", global_process_set)
 
 
-def load(built: Built, directory: Path) -> tuple[int, bool]:
+def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
     """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
 
     Raises:
@@ -104,9 +104,9 @@ def load(built: Built, directory: Path) -> tuple[int, bool]:
     state, *stages = map(_from_first, files or [None] * (1 + count))
     built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
     built.unused.update({name: state[name] for name in built.unused})
-    worker = built.session.worker
+    worker = built.assignment.worker
     _load_training(built, [one["training"] for one in stages])
-    same = same_stages(found, built.partition, built.layers)
+    same = same_stages(found, built.assignment.partition, built.layers)
     if same:
         mine = stages[worker.stage]["replicas"][worker.replica]
         for name, value in mine["buffers"].items():
@@ -116,11 +116,16 @@ def load(built: Built, directory: Path) -> tuple[int, bool]:
     return int(found["epoch"]), same
 
 
-def _training_state(built: Built) -> dict[str, Any]:
+def _training_state(built: TorchPipeline) -> dict[str, Any]:
     """Return the optimizer's state by the names of its parameters, and its groups likewise."""
     optimizer, scheduler = built.updates.optimizer, built.any_scheduler
     if optimizer is None:
-        return {"state": {}, "groups": [], "scheduler": None, "lr_scale": built.lr_scale}
+        return {
+            "state": {},
+            "groups": [],
+            "scheduler": None,
+            "lr_scale": built.assignment.lr_scale,
+        }
     names = {id(p): name for name, p in built.stage.module.named_parameters()}
     return {
         "state": {
@@ -137,11 +142,11 @@ def _training_state(built: Built) -> dict[str, Any]:
             for group in optimizer.param_groups
         ],
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "lr_scale": built.lr_scale,
+        "lr_scale": built.assignment.lr_scale,
     }
 
 
-def _load_training(built: Built, stages: list[dict[str, Any]]) -> None:
+def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
     """Give each parameter of this stage its state, whichever stage had it, and its group's."""
     optimizer, scheduler = built.updates.optimizer, built.any_scheduler
     if optimizer is None:
@@ -158,14 +163,14 @@ def _load_training(built: Built, stages: list[dict[str, Any]]) -> None:
             if names[id(p)] in state:
                 optimizer.state[p] = _like(state[names[id(p)]], p)
         stage, saved = groups[names[id(group["params"][0])]]
-        scale = built.lr_scale / stage["lr_scale"]
+        scale = built.assignment.lr_scale / stage["lr_scale"]
         for key, value in saved.items():
             if key != "params":
                 group[key] = value * scale if key in {"lr", "initial_lr"} else value
     if scheduler is not None:
         name = names[id(own[0]["params"][0])]
         stage, _ = groups[name]
-        scale = built.lr_scale / stage["lr_scale"]
+        scale = built.assignment.lr_scale / stage["lr_scale"]
         saved = dict(stage["scheduler"])
         for key in ("base_lrs", "_last_lr"):
             if key in saved:
@@ -186,7 +191,7 @@ def _like(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _buffers(built: Built) -> dict[str, torch.Tensor]:
+def _buffers(built: TorchPipeline) -> dict[str, torch.Tensor]:
     return {name: x.detach().cpu() for name, x in built.stage.module.named_buffers()}
 
 
@@ -208,7 +213,7 @@ def _read(directory: Path, stages: int) -> list[Any]:
     return [torch.load(directory / name, map_location="cpu", weights_only=True) for name in names]
 
 
-def _check_model(state: dict[str, Any], built: Built, directory: Path) -> None:
+def _check_model(state: dict[str, Any], built: TorchPipeline, directory: Path) -> None:
     found = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     for name in sorted(found.keys() ^ built.shapes.keys()):
         where = "only in the checkpoint" if name in found else "not in the checkpoint"

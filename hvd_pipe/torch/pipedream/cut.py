@@ -13,7 +13,7 @@ from torch import fx, nn
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.torch.pipedream.graph import Traced, assemble
-from hvd_pipe.torch.pipedream.nodes import questions, tensors_of
+from hvd_pipe.torch.pipedream.joined import questions, tensors_of
 
 __all__ = ["StageModule", "cut", "part", "parts_of"]
 

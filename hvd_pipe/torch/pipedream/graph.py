@@ -23,8 +23,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch.pipedream.joined import Joined
-from hvd_pipe.torch.pipedream.nodes import called, takes_part
+from hvd_pipe.torch.pipedream.joined import Joined, called, takes_part
 from hvd_pipe.torch.pipedream.tracer import graph_of
 
 __all__ = ["Layer", "Traced", "assemble", "trace"]
@@ -226,10 +225,7 @@ def _traced(made: fx.GraphModule, model: nn.Module, chain: bool) -> Traced:
     for first, nodes in joined.groups().items():
         layers[first] = _layer(nodes, names, made, taken)
     at = {first: number for number, first in enumerate(layers)}
-    edges = sorted(
-        ((source, first) for first, needs in joined.before().items() for source in needs),
-        key=lambda edge: (at[edge[0]], at[edge[1]]),
-    )
+    edges = sorted(joined.edges(), key=lambda edge: (at[edge[0]], at[edge[1]]))
     used = set(made.state_dict(keep_vars=True))
     return Traced(
         graph_module=made,

@@ -1,29 +1,166 @@
-"""Which nodes of a model's graph stay together: the rules of :mod:`.graph`, carried out."""
+"""Which calls of a model's graph stay together: the rules of :mod:`.graph`, carried out.
+
+And what each is: a size or a tensor, a part of another, a change in place.
+"""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping
+import builtins
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
 
+import networkx
 import torch
 from torch import fx, nn
 
-from hvd_pipe.torch.pipedream.nodes import (
-    attribute,
-    called,
-    is_in_place,
-    may_alias,
-    questions,
-    state,
-    takes_part,
-    tensors_of,
-)
+__all__ = [
+    "Joined",
+    "attribute",
+    "called",
+    "questions",
+    "takes_part",
+    "tensors_of",
+]
 
-__all__ = ["Joined"]
+_ASKS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point", "item"}
+_ASKS |= {"tolist", "ndimension", "get_device", "is_contiguous", "sym_size", "sym_numel", "type"}
+_ATTRIBUTES = {
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "is_cuda",
+    "requires_grad",
+    "layout",
+    "itemsize",
+}
+_ATTRIBUTES |= {"nbytes", "training", "names"}
+_ALIASES = {"view", "reshape", "permute", "transpose", "t", "flatten", "squeeze", "unsqueeze"}
+_ALIASES |= {"expand", "narrow", "select", "slice", "chunk", "split", "unbind", "contiguous"}
+_ALIASES |= {"dropout", "detach", "view_as", "unflatten", "movedim", "swapaxes", "to", "getitem"}
+_ALIASES |= {
+    "getattr",
+    "expand_as",
+    "reshape_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type_as",
+}
+_ALIASING_MODULES: tuple[type[nn.Module], ...] = (
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+)
+_ALIASING_MODULES += (nn.Dropout2d, nn.Dropout3d)
+
+
+def tensors_of(node: fx.Node, asks: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the tensors that a node is computed from, through sizes asked from them."""
+    found: dict[fx.Node, None] = {}
+    queue = list(node.all_input_nodes)
+    for each in queue:
+        if each in asks:
+            queue.extend(each.all_input_nodes)
+        else:
+            found[each] = None
+    return list(found)
+
+
+def questions(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of a graph that give no tensors, but sizes, dtypes, devices of them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _asks(node, found):
+            found.add(node)
+    return found
+
+
+def _asks(node: fx.Node, asks: set[fx.Node]) -> bool:
+    """Whether a node's result is no tensor, but a size, a dtype, a device or made of these."""
+    name = called(node)
+    if node.op == "call_method":
+        # "type" and "is_contiguous" with arguments are tensors or questions of other kinds.
+        return name in _ASKS and not (name == "type" and len(node.args) > 1)
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in _ATTRIBUTES
+    if name in ("sym_size", "sym_numel", "sym_stride", "item", "len", "numel"):
+        return True
+    inputs = node.all_input_nodes
+    module = getattr(node.target, "__module__", "") or ""
+    plain = module in ("_operator", "operator", "math", "builtins") or "sym_" in name
+    plain |= node.target in vars(builtins).values() or node.target in vars(math).values()
+    return bool(inputs) and plain and all(each in asks for each in inputs)
+
+
+def takes_part(node: fx.Node) -> bool:
+    """Whether a node takes one value out of another's result."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int | str | slice)
+    return node.target is getattr
+
+
+def called(node: fx.Node) -> str:
+    """Return the plain name of what a node calls: "relu_" of ``aten.relu_.default``."""
+    target = node.target
+    if node.op == "call_function":
+        packet = getattr(target, "overloadpacket", target)
+        return str(getattr(packet, "__name__", packet))
+    return str(target)
+
+
+def is_in_place(node: fx.Node, made: fx.GraphModule) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(made.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = called(node)
+    if node.kwargs.get("inplace") is True or "out" in node.kwargs:
+        return True
+    if node.target in (operator.setitem, setattr):
+        return True
+    if getattr(node.target, "__module__", "") in ("_operator", "operator"):
+        return name.startswith("i") and hasattr(operator, f"__{name}__") and name not in _PURE
+    return name.endswith("_") and not name.endswith("__")
+
+
+_PURE = {"inv", "invert", "is_", "is_not", "index", "indexOf"}
+
+
+def may_alias(node: fx.Node, made: fx.GraphModule) -> bool:
+    """Whether a node's result may be its first argument, or a view of it."""
+    if node.op == "call_module":
+        module = made.get_submodule(str(node.target))
+        return isinstance(module, _ALIASING_MODULES) or is_in_place(node, made)
+    return called(node) in _ALIASES or is_in_place(node, made)
+
+
+def attribute(module: nn.Module, target: Any) -> Any:
+    value: Any = module
+    for part in str(target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def state(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 class Joined:
     """The calls of a graph in groups that are never cut; a group goes by its first call.
+
+    One directed graph has an edge from what is used to what uses it, and edges both ways between
+    calls that stay together. Its strongly connected components are the groups, with all that lies
+    on a path within one of them.
 
     Args:
         made: The graph and what it calls.
@@ -36,20 +173,33 @@ class Joined:
         self.place = {node: at for at, node in enumerate(nodes)}
         self.asks = questions(made.graph)
         self.calls = [n for n in nodes if n.op.startswith("call_") and n not in self.asks]
-        self.group: dict[fx.Node, fx.Node] = {node: node for node in self.calls}
         self.chain = chain
+        self._links = networkx.DiGraph()
+        self._links.add_nodes_from(self.calls)
+        self._links.add_edges_from((s, node) for node in self.calls for s in self._sources(node))
         self._join_parts()
         self._join_weights()
         if not chain:
             self._join_in_place()
-        self._join_between()
+        self._groups = networkx.condensation(self._links)
+        self._calls: dict[int, list[fx.Node]] = {
+            group: sorted(members, key=self.place.__getitem__)
+            for group, members in self._groups.nodes(data="members")
+        }
 
     def groups(self) -> dict[fx.Node, list[fx.Node]]:
         """Return the calls of each group, in an order of forward."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.calls:
-            found.setdefault(self._find(node), []).append(node)
-        return {first: found[first] for first in _ordered(found, self.before(), self.place)}
+        order = networkx.lexicographical_topological_sort(
+            self._groups, key=lambda group: self.place[self._calls[group][0]]
+        )
+        return {self._calls[group][0]: self._calls[group] for group in order}
+
+    def edges(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Return (from, to) groups, the second uses a tensor of the first."""
+        return [(self._calls[a][0], self._calls[b][0]) for a, b in self._groups.edges]
+
+    def _join(self, a: fx.Node, b: fx.Node) -> None:
+        self._links.add_edges_from([(a, b), (b, a)])
 
     # What is joined.
 
@@ -82,7 +232,7 @@ class Joined:
                 weights.add(node)
             if node in weights or (len(node.users) == 1 and not self.chain):
                 for user in node.users:
-                    if user in self.group:
+                    if user in self._links:
                         self._join(node, user)
         for tensor, nodes in users.items():
             if tensor in changed:
@@ -99,12 +249,12 @@ class Joined:
             aliases, queue = {root}, [root]
             for alias in queue:
                 for user in alias.users:
-                    if user in self.group and self.place[user] <= self.place[node]:
+                    if user in self._links and self.place[user] <= self.place[node]:
                         self._join(node, user)
                         if may_alias(user, self.made) and user not in aliases:
                             aliases.add(user)
                             queue.append(user)
-            if root in self.group:
+            if root in self._links:
                 self._join(node, root)
 
     def _changed(self, node: fx.Node) -> fx.Node | None:
@@ -112,74 +262,13 @@ class Joined:
         root = node.args[0] if node.args else next(iter(node.all_input_nodes), None)
         while (
             isinstance(root, fx.Node)
-            and root in self.group
+            and root in self._links
             and may_alias(root, self.made)
             and root.args
             and isinstance(root.args[0], fx.Node)
         ):
             root = root.args[0]
         return root if isinstance(root, fx.Node) else None
-
-    def _join_between(self) -> None:
-        """Join what lies on paths within a group: the strongly connected groups."""
-        before = self.before()
-        seen: dict[fx.Node, int] = {}
-        low: dict[fx.Node, int] = {}
-        stack: list[fx.Node] = []
-        done: set[fx.Node] = set()
-        for start in before:
-            if start in seen:
-                continue
-            work = [(start, iter(before[start]))]
-            seen[start] = low[start] = len(seen)
-            stack.append(start)
-            while work:
-                at, rest = work[-1]
-                other = next(rest, None)
-                if other is not None:
-                    if other not in seen:
-                        seen[other] = low[other] = len(seen)
-                        stack.append(other)
-                        work.append((other, iter(before[other])))
-                    elif other not in done:
-                        low[at] = min(low[at], seen[other])
-                    continue
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[at])
-                if low[at] == seen[at]:
-                    while True:
-                        member = stack.pop()
-                        done.add(member)
-                        self._join(at, member)
-                        if member is at:
-                            break
-
-    # Groups.
-
-    def _find(self, node: fx.Node) -> fx.Node:
-        while self.group[node] is not node:
-            above = self.group[node]
-            self.group[node] = self.group[above]
-            node = above
-        return node
-
-    def _join(self, a: fx.Node, b: fx.Node) -> None:
-        a, b = self._find(a), self._find(b)
-        if self.place[a] > self.place[b]:
-            a, b = b, a
-        self.group[b] = a
-
-    def before(self) -> dict[fx.Node, dict[fx.Node, None]]:
-        """Return the groups whose tensors each group uses."""
-        found: dict[fx.Node, dict[fx.Node, None]] = {}
-        for node in self.calls:
-            mine = self._find(node)
-            needs = found.setdefault(mine, {})
-            for source in self._sources(node):
-                if self._find(source) is not mine:
-                    needs[self._find(source)] = None
-        return found
 
     # What a node uses.
 
@@ -188,7 +277,7 @@ class Joined:
         return tensors_of(node, self.asks)
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
-        return [found for found in self._uses(node) if found in self.group]
+        return [found for found in self._uses(node) if found in self._links]
 
     def _placeholders(self, node: fx.Node) -> list[fx.Node]:
         return [found for found in self._uses(node) if found.op == "placeholder"]
@@ -218,27 +307,3 @@ class Joined:
                     single = changes or each is target or isinstance(value, nn.Parameter)
                     found[id(value)] = found.get(id(value), False) or single
         return found
-
-
-def _ordered(
-    groups: Mapping[fx.Node, object],
-    before: Mapping[fx.Node, Iterable[fx.Node]],
-    place: Mapping[fx.Node, int],
-) -> list[fx.Node]:
-    """Return groups so that each comes after those it uses, else in the order of forward."""
-    after: dict[fx.Node, list[fx.Node]] = {first: [] for first in groups}
-    missing = {first: len(list(before[first])) for first in groups}
-    for first in groups:
-        for source in before[first]:
-            after[source].append(first)
-    ready: list[tuple[int, fx.Node]] = [(place[n], n) for n in groups if not missing[n]]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        _, first = heapq.heappop(ready)
-        found.append(first)
-        for user in after[first]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (place[user], user))
-    return found

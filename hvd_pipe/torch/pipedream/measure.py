@@ -18,7 +18,7 @@ from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch.pipedream.cut import part, parts_of
 from hvd_pipe.torch.pipedream.graph import Layer, Traced
-from hvd_pipe.torch.pipedream.nodes import questions, tensors_of
+from hvd_pipe.torch.pipedream.joined import questions, tensors_of
 from hvd_pipe.torch.pipedream.shapes import as_before, flat, named_tensors, specs, users_of
 
 __all__ = ["ActivationMeter", "StageMemory", "profile"]

@@ -9,25 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import global_process_set, is_initialized, rank, size
 from torch import nn
 
-from hvd_pipe.pipeline.pipedream import Engine, Loader, given
+from hvd_pipe.pipeline.pipedream import Loader, PipeDreamBase
 from hvd_pipe.pipeline.runner import EpochStats
+from hvd_pipe.pipeline.stage import Piece
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.pipedream.build import Built, build
+from hvd_pipe.torch.pipedream.build import FRAMEWORK, TorchOptions, TorchPipeline, build
 from hvd_pipe.torch.pipedream.checkpoint import load, save, whole_state
 from hvd_pipe.torch.pipedream.measure import StageMemory
-from hvd_pipe.torch.pipedream.options import Options
 from hvd_pipe.torch.pipedream.tensors import split
 
 __all__ = ["PipeDream"]
 
 
-class PipeDream(Engine[Built]):
+class PipeDream(PipeDreamBase[TorchPipeline]):
     """A pipeline of workers that each hold some layers of a model (PipeDream, SOSP 2019).
 
     Every rank runs the same script. With n stages of one worker each, ``w_s`` the weights of stage
@@ -100,6 +98,8 @@ class PipeDream(Engine[Built]):
     Source: PipeDream, SOSP 2019; PipeDream-2BW, arXiv 2006.09503; GPipe, arXiv 1811.06965.
     """
 
+    _options: TorchOptions
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -123,36 +123,27 @@ class PipeDream(Engine[Built]):
         memory_bytes: float | None = None,
         progress: bool = True,
     ) -> None:
-        if not is_initialized():
-            raise ValueError("Horovod is not initialised: call pipedream.init() before this.")
-
-        def check() -> tuple[Options, Description]:
-            options = Options(
-                model=model,
-                loss_fn=loss_fn,
-                optimizer_fn=optimizer_fn,
-                plan=plan,
-                mode=mode,
-                microbatches=microbatches,
-                transport=transport,
-                recompute=recompute,
-                wire_dtype=wire_dtype,
-                scale_lr=scale_lr,
-                max_grad_norm=max_grad_norm,
-                scheduler_fn=scheduler_fn,
-                schedule_by=schedule_by,
-                metric_fn=metric_fn,
-                profile=profile,
-                bandwidth=bandwidth,
-                memory_bytes=memory_bytes,
-                progress=progress and rank() == 0,
-            )
-            return options, [*options.check(size()), *given(sample), *timeline.describe()]
-
-        self._options = agreement.checked(check, "hvd_pipe.pipeline.new", global_process_set)
-        super().__init__(split, agreement, global_process_set, self._options.progress)
-        if sample is not None:
-            self._build(sample)
+        options = TorchOptions(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            plan=plan,
+            mode=mode,
+            microbatches=microbatches,
+            transport=transport,
+            recompute=recompute,
+            wire_dtype=wire_dtype,
+            scale_lr=scale_lr,
+            max_grad_norm=max_grad_norm,
+            scheduler_fn=scheduler_fn,
+            schedule_by=schedule_by,
+            metric_fn=metric_fn,
+            profile=profile,
+            bandwidth=bandwidth,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+        super().__init__(options, FRAMEWORK, timeline.describe, sample)
 
     @property
     def module(self) -> nn.Module:
@@ -203,10 +194,13 @@ class PipeDream(Engine[Built]):
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def _made(self, sample: Any) -> Built:
+    def _split(self, batch: Any, count: int) -> Sequence[Piece]:
+        return split(batch, count)
+
+    def _made(self, sample: Any) -> TorchPipeline:
         return build(self._options, sample)
 
-    def _restored(self, built: Built, directory: Path) -> tuple[int, bool]:
+    def _restored(self, built: TorchPipeline, directory: Path) -> tuple[int, bool]:
         return load(built, directory)
 
     @contextmanager
@@ -219,5 +213,5 @@ class PipeDream(Engine[Built]):
         # A loader that shuffles draws its order from the default generator, whose state differs by
         # rank once layers of some stages have drawn from it.
         drawn = int(torch.randint(2**31, ()).item())
-        seed = agreement.from_first(drawn, "hvd_pipe.pipeline.seed", global_process_set)
+        seed = self._agreement.from_first(drawn, "hvd_pipe.pipeline.seed", self._ranks)
         return self._seeded(seed)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from hvd_pipe.pipeline.messages import ITEM_BYTES, TensorSpec
 from hvd_pipe.torch.pipedream.graph import Traced
-from hvd_pipe.torch.pipedream.nodes import attribute, questions, tensors_of
+from hvd_pipe.torch.pipedream.joined import attribute, questions, tensors_of
 
 __all__ = ["as_before", "dtype_name", "flat", "named_tensors", "specs", "users_of"]
 

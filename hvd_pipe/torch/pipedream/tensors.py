@@ -11,12 +11,11 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, broadcast_async_, poll, synchronize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.pipeline import messages
-from hvd_pipe.pipeline.messages import TensorSpec
+from hvd_pipe.pipeline.messages import Messages, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Piece
 from hvd_pipe.pipeline.wire import Bytes, Part
 
-__all__ = ["Broadcast", "Messages", "split", "start"]
+__all__ = ["Broadcast", "TorchMessages", "split", "start"]
 
 
 def split(batch: Any, pieces: int) -> list[Piece]:
@@ -77,7 +76,7 @@ def _digest(targets: Any) -> int:
     return digest
 
 
-class Messages(messages.Messages):
+class TorchMessages(Messages):
     """See :class:`hvd_pipe.pipeline.messages.Messages`.
 
     Args:

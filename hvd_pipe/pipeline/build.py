@@ -1,0 +1,260 @@
+"""A worker's part of a pipeline, and the steps that both frameworks take to build it.
+
+::
+
+    weights from rank 0 | plan on rank 0 | cut | connect the ranks | optimizer, stage, runner
+                          plans.py       cut_together   connect      hvd_pipe.*.pipedream.build
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol, TypeVar
+
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.pipeline.executor import PipelineSpans
+from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
+from hvd_pipe.pipeline.norms import Add, Clipping, Norms
+from hvd_pipe.pipeline.plans import Assignment
+from hvd_pipe.pipeline.process_sets import ProcessSetTransport, make_process_sets
+from hvd_pipe.pipeline.runner import PipelineRunner
+from hvd_pipe.pipeline.stage import Stage
+from hvd_pipe.pipeline.transport import (
+    Channel,
+    Kind,
+    Start,
+    Transport,
+    channels_of,
+    check_channels,
+    chosen,
+)
+from hvd_pipe.planning.schedule import schedule
+from hvd_pipe.runtime.agreement import Agreement, Description
+
+__all__ = [
+    "BuiltPipeline",
+    "Connections",
+    "Framework",
+    "connect",
+    "cut_together",
+    "open_transport",
+]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What pipelines need of a framework's Horovod.
+
+    Args:
+        horovod: Its ``mpi_ops``: ``is_initialized``, ``mpi_enabled``, ``size`` and ``rank``.
+        agreement: How ranks ask each other.
+        ranks: All of them.
+        start: Starts a broadcast.
+        add: Adds a number up over ranks.
+    """
+
+    horovod: Any
+    agreement: Agreement
+    ranks: ProcessSet
+    start: Start
+    add: Add
+
+
+@dataclass(kw_only=True)
+class BuiltPipeline(ABC):
+    """A worker's part of a pipeline.
+
+    Args:
+        assignment: Who the worker is, and what it does.
+        runner: Runs epochs.
+        stage: The worker's layers.
+        most_samples: Of the largest microbatch: what messages have room for.
+        spans: What notes passes for a timeline; None without one.
+    """
+
+    assignment: Assignment
+    runner: PipelineRunner
+    stage: Stage
+    most_samples: int
+    spans: PipelineSpans | None
+
+    @abstractmethod
+    def average_statistics(self) -> None:
+        """Average what is not trained, as BatchNorm's statistics, over the stage's replicas."""
+
+
+class HasOutputs(Protocol):
+    """A stage of a model that is cut."""
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What it sends to the next stage."""
+
+
+S = TypeVar("S", bound=HasOutputs)
+
+
+def cut_together(
+    assignment: Assignment, framework: Framework, cut: Callable[[], tuple[list[S], int]]
+) -> tuple[list[S], int]:
+    """Cut the model on every rank, and see that all have the same cuts.
+
+    Args:
+        assignment: The plan.
+        framework: All ranks.
+        cut: Returns the stages, and the samples of the largest microbatch.
+
+    Raises:
+        ValueError: The plan has no schedule, or does not fit the model.
+        RanksDisagreeError: Ranks' cuts differ.
+    """
+
+    def divide() -> tuple[tuple[list[S], int], Description]:
+        replicas = assignment.layout.replicas
+        schedule(assignment.mode.method, replicas, 1, assignment.microbatches)  # refuses some
+        stages, samples = cut()
+        crossing = [spec for stage in stages for spec in stage.outputs]
+        return (stages, samples), [(f"tensor {spec.name}", str(spec)) for spec in crossing]
+
+    return framework.agreement.checked(divide, "hvd_pipe.pipeline.cut", framework.ranks)
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What connects a worker to the others.
+
+    Args:
+        assignment: Who the worker is.
+        framework: All ranks.
+        before, after: Messages from and to its neighbours; None at the ends.
+        replicas: The ranks of its stage; None where there is one.
+        transport: Carries the messages.
+    """
+
+    assignment: Assignment
+    framework: Framework
+    before: Boundary | None
+    after: Boundary | None
+    replicas: ProcessSet | None
+    transport: Transport
+
+    def clipping(self, most: float | None, replicas: ProcessSet | None) -> Clipping:
+        """Return what clips gradients by their norm over all stages.
+
+        Args:
+            most: The largest norm; None to leave gradients as they are.
+            replicas: Those of this stage that train.
+        """
+        one, framework = self.assignment, self.framework
+        norms = Norms(one.worker.stage, one.layout.stages)
+        return Clipping(
+            most, one.mode.synchronous, norms, replicas, framework.ranks, framework.add
+        )
+
+    def runner(self, has_metric: bool) -> PipelineRunner:
+        """Return what runs the worker's part of epochs."""
+        framework = self.framework
+        return PipelineRunner(
+            self.assignment, self.transport, framework.agreement, framework.ranks, has_metric
+        )
+
+
+def connect(
+    assignment: Assignment,
+    framework: Framework,
+    transport: str,
+    sides: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
+    messages: Callable[[Sequence[TensorSpec]], Messages],
+) -> Connections:
+    """Connect this worker to its neighbours and to its stage's replicas; all ranks call this.
+
+    Args:
+        assignment: Who the worker is.
+        framework: All ranks.
+        transport: What the user asks for.
+        sides: What crosses the cuts before and after this stage; nothing at the ends.
+        messages: Makes the messages that carry some tensors.
+    """
+    layout, rank = assignment.layout, assignment.rank
+    before, after = (Boundary(specs, messages) if specs else None for specs in sides)
+    groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
+    sets = make_process_sets(groups, framework.ranks)
+    sizes = (None if side is None else side.capacities for side in (before, after))
+    opened = open_transport(
+        list(channels_of(layout, rank, *sizes)),
+        transport,
+        framework.horovod,
+        framework.agreement,
+        framework.ranks,
+        framework.start,
+    )
+    replicas = sets.get(layout.ranks(assignment.worker.stage))
+    return Connections(assignment, framework, before, after, replicas, opened)
+
+
+def open_transport(
+    channels: Sequence[Channel],
+    transport: str,
+    horovod: Any,
+    agreement: Agreement,
+    world: ProcessSet,
+    start: Start,
+) -> Transport:
+    """Connect the ranks of a job; all of them call this at the same time.
+
+    Args:
+        channels: This rank's; none where it takes no part.
+        transport: One of `TRANSPORTS`, the same on all ranks.
+        horovod: The framework's Horovod: ``mpi_enabled``, ``size`` and ``rank`` are asked.
+        agreement: How ranks ask each other.
+        world: All ranks.
+        start: Starts a broadcast.
+
+    Raises:
+        ValueError: An unknown transport, or channels of ranks that do not match.
+        HvdPipeError: The transport cannot be used here; the message says what to do.
+        RanksDisagreeError: Ranks chose differently, or another rank failed.
+    """
+
+    def check() -> tuple[str, Description]:
+        name = chosen(transport, bool(horovod.mpi_enabled()))
+        if name == "mpi":
+            from hvd_pipe.pipeline import mpi  # noqa: PLC0415 - there may be no mpi4py
+
+            mpi.check(int(horovod.rank()), int(horovod.size()))
+        return name, [("the transport of the pipeline", name)]
+
+    name = agreement.checked(check, "hvd_pipe.pipeline.transport", world)
+    mine = [list(map(int, astuple(channel))) for channel in channels]
+    table = [
+        [
+            Channel(peer, Kind(kind), bool(outgoing), capacity)
+            for peer, kind, outgoing, capacity in one
+        ]
+        for one in agreement.gather(mine, "hvd_pipe.pipeline.channels", world)
+    ]
+    check_channels(table)
+
+    def meet() -> None:
+        agreement.gather(None, "hvd_pipe.pipeline.close", world)
+
+    if name == "mpi":
+        from hvd_pipe.pipeline import mpi  # noqa: PLC0415
+
+        return mpi.MpiTransport(channels, meet)
+
+    def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
+        # All ranks fail together, or one that has left shuts Horovod down under the others.
+        return make_process_sets(_pairs(table), world), []
+
+    sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
+    return ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
+
+
+def _pairs(table: Sequence[Sequence[Channel]]) -> Iterator[tuple[int, int]]:
+    for rank, channels in enumerate(table):
+        for channel in channels:
+            yield min(rank, channel.peer), max(rank, channel.peer)
