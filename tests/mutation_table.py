@@ -608,15 +608,15 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: backward runs with whatever weights are there",
         "torch/pipedream/stage.py",
-        "        self.versions.use(version)\n        if flight.loss is not None:",
-        "        if flight.loss is not None:",
+        "        self.versions.use(version)\n        if pending.loss is not None:",
+        "        if pending.loss is not None:",
         _piped("1-1-1 stash momentum"),
         "^1-1-1 stash momentum$",
     ),
     Mutation(
         "PipeDream: an update overwrites weights that are still needed",
         "pipeline/executor.py",
-        "keep = last_use.get(newest, -1) > at",
+        "keep = self._last_use.get(self._newest, -1) > at",
         "keep = False",
         _piped("1-1-1 stash momentum"),
         "^1-1-1 stash momentum$",
@@ -624,16 +624,16 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: a stage's gradient is not sent",
         "torch/pipedream/stage.py",
-        "flight.entered[at] if at in flight.entered else torch.zeros_like(flight.inputs[at])",
-        "torch.zeros_like(flight.inputs[at])",
+        "pending.entered[at] if at in pending.entered else torch.zeros_like(pending.inputs[at])",
+        "torch.zeros_like(pending.inputs[at])",
         _piped("1-1-1 stash momentum"),
         "^1-1-1 stash momentum$",
     ),
     Mutation(
         "PipeDream: microbatches do not weigh by their samples",
         "torch/pipedream/stage.py",
-        "flight.loss = loss if weight == 1.0 else loss * weight",
-        "flight.loss = loss",
+        "pending.loss = loss if weight == 1.0 else loss * weight",
+        "pending.loss = loss",
         _piped("1-1 2bw momentum"),
         "^1-1 2bw momentum$",
     ),
@@ -670,7 +670,7 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: stages that read other minibatches go unnoticed",
         "torch/pipedream/stage.py",
-        "            _check_digest(flight.digest, piece.digest, unit)\n",
+        "            _check_digest(pending.digest, microbatch.digest, index)\n",
         "",
         _ids(
             "parallel/test_pipedream_wrong",
@@ -681,7 +681,7 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: a microbatch in the place of another goes unnoticed",
         "pipeline/wire.py",
-        "if (self.minibatch, self.microbatch) != tuple(unit):",
+        "if (self.minibatch, self.microbatch) != tuple(index):",
         "if False:",
         _ids("parallel/test_keras_pipedream", "test_a_message_of_another_microbatch_is_refused"),
     ),
@@ -728,7 +728,7 @@ _PIPEDREAM = [
     Mutation(
         "Keras PipeDream: microbatches do not weigh by their samples",
         "tensorflow/pipedream/stage.py",
-        "flight.share = self._piece(unit).share",
+        "pending.share = self._read(index).share",
         "pass",
         _by_hand("flush-4-2-momentum-False"),
     ),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hvd_pipe.pipeline.stage import Stage, Unit
+from hvd_pipe.pipeline.stage import Buffer, MicrobatchIndex, Stage
 from hvd_pipe.pipeline.transport import Kind, Layout, Transport
 from hvd_pipe.planning.instructions import (
     AllReduce,
@@ -121,12 +121,12 @@ def execute(
         How long it has computed and waited.
     """
     _announce(program, transport, layout)
-    last_use = _last_uses(program)
-    times, newest = Times(), 0
-    clock = time.perf_counter
+    times = Times()
+    worker = _Worker(program, stage, transport, layout, times)
     passes = [at for at, step in enumerate(program) if isinstance(step, Forward | Backward)]
     first_backward = next((a for a in passes if isinstance(program[a], Backward)), -1)
     last_forward = max((a for a in passes if isinstance(program[a], Forward)), default=-1)
+    clock = time.perf_counter
     began = clock()
     steady: tuple[float, float] | None = None
 
@@ -135,43 +135,12 @@ def execute(
         shown = 0.0 if spans is None else spans.now()
         if at == first_backward:
             steady = begun, times.compute_s
-        match step:
-            case RecvActivation() | RecvGradient():
-                kind = Kind.ACTIVATION if isinstance(step, RecvActivation) else Kind.GRADIENT
-                message = transport.receive(layout.rank(step.peer), kind)
-                times.wait_s += clock() - begun
-                take = stage.take_input if kind == Kind.ACTIVATION else stage.take_gradient
-                take(Unit(step.minibatch, step.microbatch), message)
-                category = "wait"
-            case Forward():
-                stage.forward(Unit(step.minibatch, step.microbatch), step.version)
-                category = "forward"
-            case Backward():
-                stage.backward(Unit(step.minibatch, step.microbatch), step.version)
-                category = "backward"
-            case SendActivation():
-                data = stage.output(Unit(step.minibatch, step.microbatch))
-                transport.send(layout.rank(step.peer), Kind.ACTIVATION, data)
-                category = "send"
-            case SendGradient():
-                data = stage.input_gradient(Unit(step.minibatch, step.microbatch))
-                transport.send(layout.rank(step.peer), Kind.GRADIENT, data)
-                category = "send"
-            case AllReduce():
-                stage.average(step.contributors)
-                times.wait_s += clock() - begun
-                category = "wait"
-            case Update():
-                keep = last_use.get(newest, -1) > at
-                stage.update(step.version, keep)
-                newest = step.version
-                category = "update"
+        category = worker.carry_out(at, step)
         ended = clock()
         if category in {"forward", "backward", "update"}:
             times.compute_s += ended - begun
         if isinstance(step, Forward | Backward):
-            if last_use[step.version] == at and step.version != newest:
-                stage.release(step.version)
+            worker.release_after(at, step.version)
             if at == last_forward and steady is not None:
                 times.steady_s = ended - steady[0]
                 times.steady_compute_s = times.compute_s - steady[1]
@@ -187,10 +156,80 @@ def execute(
     return times
 
 
+class _Worker:
+    """Carries out single instructions of a program."""
+
+    def __init__(
+        self,
+        program: Sequence[Instruction],
+        stage: Stage,
+        transport: Transport,
+        layout: Layout,
+        times: Times,
+    ) -> None:
+        self._stage, self._transport, self._layout = stage, transport, layout
+        self._times = times
+        self._last_use = _last_uses(program)
+        self._newest = 0
+
+    def carry_out(self, at: int, step: Instruction) -> str:
+        """Carry out one instruction, and return its category in a timeline."""
+        stage = self._stage
+        match step:
+            case RecvActivation():
+                stage.take_input(_index(step), self._receive(step, Kind.ACTIVATION))
+                return "wait"
+            case RecvGradient():
+                stage.take_gradient(_index(step), self._receive(step, Kind.GRADIENT))
+                return "wait"
+            case Forward():
+                stage.forward(_index(step), step.version)
+                return "forward"
+            case Backward():
+                stage.backward(_index(step), step.version)
+                return "backward"
+            case SendActivation():
+                data = stage.output(_index(step))
+                self._transport.send(self._layout.rank(step.peer), Kind.ACTIVATION, data)
+                return "send"
+            case SendGradient():
+                data = stage.input_gradient(_index(step))
+                self._transport.send(self._layout.rank(step.peer), Kind.GRADIENT, data)
+                return "send"
+            case AllReduce():
+                begun = time.perf_counter()
+                stage.average(step.contributors)
+                self._times.wait_s += time.perf_counter() - begun
+                return "wait"
+            case Update():
+                keep = self._last_use.get(self._newest, -1) > at
+                stage.update(step.version, keep)
+                self._newest = step.version
+                return "update"
+
+    def release_after(self, at: int, version: int) -> None:
+        """Forget a version of the weights after its last pass, but for the newest."""
+        if self._last_use[version] == at and version != self._newest:
+            self._stage.release(version)
+
+    def _receive(self, step: RecvActivation | RecvGradient, kind: Kind) -> Buffer:
+        begun = time.perf_counter()
+        message = self._transport.receive(self._layout.rank(step.peer), kind)
+        self._times.wait_s += time.perf_counter() - begun
+        return message
+
+
+def _index(step: _OfMicrobatch) -> MicrobatchIndex:
+    return MicrobatchIndex(step.minibatch, step.microbatch)
+
+
+_OfMicrobatch = Forward | Backward | SendActivation | SendGradient | RecvActivation | RecvGradient
+
+
 def evaluation_program(
-    layout: Layout, worker: Worker, minibatches: int, pieces: int
+    layout: Layout, worker: Worker, minibatches: int, microbatches: int
 ) -> list[Instruction]:
-    """Return a worker's part in running minibatches of so many pieces forward.
+    """Return a worker's part in running minibatches of so many microbatches forward.
 
     Example:
         >>> for step in evaluation_program(Layout((2, 1)), Worker(0, 1), 2, 2):
@@ -202,14 +241,14 @@ def evaluation_program(
     """
     stage, replica = worker
     program: list[Instruction] = []
-    for unit in range(replica, minibatches * pieces, layout.replicas[stage]):
-        where = divmod(unit, pieces)
+    for index in range(replica, minibatches * microbatches, layout.replicas[stage]):
+        where = divmod(index, microbatches)
         if stage > 0:
-            before = Worker(stage - 1, unit % layout.replicas[stage - 1])
+            before = Worker(stage - 1, index % layout.replicas[stage - 1])
             program.append(RecvActivation(*where, before))
         program.append(Forward(*where, 0))
         if stage < layout.stages - 1:
-            after = Worker(stage + 1, unit % layout.replicas[stage + 1])
+            after = Worker(stage + 1, index % layout.replicas[stage + 1])
             program.append(SendActivation(*where, after))
     return program
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hvd_pipe.pipeline.stage import Buffer, Unit
+from hvd_pipe.pipeline.stage import Buffer, MicrobatchIndex
 from hvd_pipe.pipeline.wire import Format, Header, Part
 
 __all__ = ["ITEM_BYTES", "Boundary", "Messages", "TensorSpec"]
@@ -155,7 +155,11 @@ class Messages(ABC):
         return self._format.capacity
 
     def pack(
-        self, unit: Unit, tensors: Sequence[Any], digest: int, squared_norms: tuple[float, ...]
+        self,
+        index: MicrobatchIndex,
+        tensors: Sequence[Any],
+        digest: int,
+        squared_norms: tuple[float, ...],
     ) -> Buffer:
         """Return a message.
 
@@ -167,9 +171,9 @@ class Messages(ABC):
             shapes.append(tuple(tensor.shape))
             spec.check(shapes[-1], self._name(tensor), self._where)
             parts.append(self._bytes(tensor, sent.dtype))
-        return self._format.pack(Header(*unit, digest, squared_norms, tuple(shapes)), parts)
+        return self._format.pack(Header(*index, digest, squared_norms, tuple(shapes)), parts)
 
-    def unpack(self, unit: Unit, message: Buffer) -> tuple[Header, list[Any]]:
+    def unpack(self, index: MicrobatchIndex, message: Buffer) -> tuple[Header, list[Any]]:
         """Return what a message holds; tensors may be views of it.
 
         Raises:
@@ -177,7 +181,7 @@ class Messages(ABC):
             ValueError: A tensor is not as planned; names it, and the stage.
         """
         header, parts = self._format.unpack(message)
-        header.check_unit(unit, self._where)
+        header.check_index(index, self._where)
         tensors = []
         for spec, sent, shape, part in zip(
             self._specs, self._sent, header.shapes, parts, strict=True

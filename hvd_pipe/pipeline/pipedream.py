@@ -90,7 +90,7 @@ class PipeDreamBase(ABC, Generic[B]):
         feed = self._opened(loader, self._split)
         built = self._build(feed.first)
         runner = built.runner
-        feed.pieces = runner.microbatches
+        feed.microbatches = runner.microbatches
         built.stage.feed = feed
         with self._running():
             stats = runner.train(
@@ -108,12 +108,14 @@ class PipeDreamBase(ABC, Generic[B]):
         feed = self._opened(loader, filled_up(self._split))
         built = self._build(feed.first)
         built.average_statistics()
-        # In how many pieces a minibatch fits into messages: as rank 0 has it.
-        pieces = -(-self._split(feed.first, 1)[0].samples // built.most_samples)
-        feed.pieces = self._agreement.from_first(pieces, "hvd_pipe.pipeline.pieces", self._ranks)
+        # In how many microbatches a minibatch fits into messages: as rank 0 has it.
+        count = -(-self._split(feed.first, 1)[0].samples // built.most_samples)
+        feed.microbatches = self._agreement.from_first(
+            count, "hvd_pipe.pipeline.pieces", self._ranks
+        )
         built.stage.feed = feed
         with self._running():
-            return built.runner.evaluate(built.stage, feed.count, feed.pieces, built.spans)
+            return built.runner.evaluate(built.stage, feed.count, feed.microbatches, built.spans)
 
     @abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:

@@ -104,10 +104,10 @@ class PipelineRunner:
         return self._stats(stage, times, minibatches, training=True)
 
     def evaluate(
-        self, stage: Stage, minibatches: int, pieces: int, spans: PipelineSpans | None = None
+        self, stage: Stage, minibatches: int, microbatches: int, spans: PipelineSpans | None = None
     ) -> EpochStats:
-        """Run all minibatches forward, each in so many pieces, with the newest weights."""
-        steps = evaluation_program(self.layout, self.worker, minibatches, pieces)
+        """Run all minibatches forward, each in so many microbatches, with the newest weights."""
+        steps = evaluation_program(self.layout, self.worker, minibatches, microbatches)
         stage.begin(training=False)
         times = self._execute(steps, stage, spans, None)
         return self._stats(stage, times, minibatches, training=False)

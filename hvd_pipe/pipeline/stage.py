@@ -18,11 +18,11 @@ from hvd_pipe.runtime.agreement import Agreement
 __all__ = [
     "Buffer",
     "Feed",
-    "Piece",
+    "Microbatch",
+    "MicrobatchIndex",
     "Split",
     "Stage",
     "Tally",
-    "Unit",
     "filled_up",
     "length_of",
     "open_feed",
@@ -33,7 +33,7 @@ Buffer = npt.NDArray[np.uint8]
 """A message's bytes; a framework may hand over another object with the buffer interface."""
 
 
-class Unit(NamedTuple):
+class MicrobatchIndex(NamedTuple):
     """A microbatch, by its minibatch and its place in that; numbers start at 0 in each run."""
 
     minibatch: int
@@ -59,7 +59,7 @@ class Tally(NamedTuple):
 class Stage(Protocol):
     """The layers of one worker, and their weights in all versions that are needed.
 
-    For each unit the calls come in this order, those of several units interleaved::
+    For each microbatch the calls come in this order, those of several interleaved::
 
         [take_input] forward [output]  ...  [take_gradient] backward [input_gradient]
 
@@ -75,22 +75,22 @@ class Stage(Protocol):
     def norms(self) -> Norms:
         """What it knows of the gradients of all stages."""
 
-    def take_input(self, unit: Unit, message: Buffer) -> None:
+    def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
         """Take what the stage before has sent."""
 
-    def forward(self, unit: Unit, version: int) -> None:
+    def forward(self, index: MicrobatchIndex, version: int) -> None:
         """Run forward with this version of the weights, and keep what backward needs."""
 
-    def output(self, unit: Unit) -> Buffer:
+    def output(self, index: MicrobatchIndex) -> Buffer:
         """Return the message to the next stage; it is the caller's from then on."""
 
-    def take_gradient(self, unit: Unit, message: Buffer) -> None:
+    def take_gradient(self, index: MicrobatchIndex, message: Buffer) -> None:
         """Take the gradient of the output from the next stage."""
 
-    def backward(self, unit: Unit, version: int) -> None:
+    def backward(self, index: MicrobatchIndex, version: int) -> None:
         """Run backward with the version of the forward pass; add to the stage's gradient."""
 
-    def input_gradient(self, unit: Unit) -> Buffer:
+    def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         """Return the message to the stage before; it is the caller's from then on."""
 
     def average(self, contributors: int) -> None:
@@ -115,11 +115,11 @@ class Stage(Protocol):
 
 
 Split = Callable[[Any, int], Sequence[Any]]
-"""Cuts a minibatch into so many `Piece`, along the first dimension."""
+"""Cuts a minibatch into so many `Microbatch`, along the first dimension."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class Microbatch:
     """A microbatch.
 
     Args:
@@ -146,11 +146,11 @@ class Feed:
         split: Cuts a minibatch into microbatches.
 
     Example:
-        >>> feed = Feed(["ab", "cd"], 2, lambda batch, pieces: list(batch[:pieces]))
+        >>> feed = Feed(["ab", "cd"], 2, lambda batch, microbatches: list(batch[:microbatches]))
         >>> feed.first
         'ab'
-        >>> feed.pieces = 2
-        >>> feed.piece(Unit(1, 0)), feed.piece(Unit(1, 1))
+        >>> feed.microbatches = 2
+        >>> feed.microbatch(MicrobatchIndex(1, 0)), feed.microbatch(MicrobatchIndex(1, 1))
         ('c', 'd')
     """
 
@@ -160,21 +160,21 @@ class Feed:
         self._split = split
         self._batches: Iterator[Any] = iter(loader)
         self._at = -1
-        self._pieces_now: Sequence[Any] = ()
-        self.pieces = 1
+        self._cut: Sequence[Any] = ()
+        self.microbatches = 1
         """Microbatches of a minibatch; to be set before the first is asked for."""
         self.first = self._next()
         """The first minibatch, whole."""
         self._batches = chain([self.first], self._batches)
 
-    def piece(self, unit: Unit) -> Any:
+    def microbatch(self, index: MicrobatchIndex) -> Any:
         """Return a microbatch; minibatches are asked for in their order, and may be left out."""
-        while self._at < unit.minibatch:
+        while self._at < index.minibatch:
             batch = self._next()
             self._at += 1
-            if self._at == unit.minibatch:
-                self._pieces_now = self._split(batch, self.pieces)
-        return self._pieces_now[unit.microbatch]
+            if self._at == index.minibatch:
+                self._cut = self._split(batch, self.microbatches)
+        return self._cut[index.microbatch]
 
     def _next(self) -> Any:
         try:
@@ -213,24 +213,25 @@ def open_feed(make: Callable[[], Feed], agreement: Agreement, ranks: ProcessSet)
 
 
 def filled_up(split: Split) -> Split:
-    """Return how an evaluation cuts: a minibatch may have fewer samples than there are pieces.
+    """Return how an evaluation cuts a minibatch, of fewer samples than microbatches if need be.
 
-    All ranks run as many pieces of each minibatch, so the last one is run again, and not counted.
+    All ranks run as many microbatches of each minibatch, so the last one is run again, and not
+    counted.
 
     Args:
-        split: Cuts a minibatch that has a sample for each piece.
+        split: Cuts a minibatch that has a sample for each microbatch.
 
     Example:
-        >>> def split(batch, pieces):
-        ...     return [Piece((x,), None, 1, 1 / pieces, 0) for x in batch[:pieces]]
-        >>> [(piece.inputs, piece.samples) for piece in filled_up(split)("a", 3)]
+        >>> def split(batch, microbatches):
+        ...     return [Microbatch((x,), None, 1, 0.5, 0) for x in batch[:microbatches]]
+        >>> [(one.inputs, one.samples) for one in filled_up(split)("a", 3)]
         [(('a',), 1), (('a',), 0), (('a',), 0)]
     """
 
-    def cut(batch: Any, pieces: int) -> list[Any]:
+    def cut(batch: Any, microbatches: int) -> list[Any]:
         samples = split(batch, 1)[0].samples
-        found = list(split(batch, max(1, min(pieces, samples))))
-        return found + [replace(found[-1], samples=0, share=0.0)] * (pieces - len(found))
+        found = list(split(batch, max(1, min(microbatches, samples))))
+        return found + [replace(found[-1], samples=0, share=0.0)] * (microbatches - len(found))
 
     return cut
 

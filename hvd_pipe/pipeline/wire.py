@@ -67,19 +67,19 @@ class Header:
     squared_norms: tuple[float, ...]
     shapes: tuple[tuple[int, ...], ...]
 
-    def check_unit(self, unit: tuple[int, int], where: str) -> None:
+    def check_index(self, index: tuple[int, int], where: str) -> None:
         """Check that the message is of the microbatch that is waited for.
 
         Args:
-            unit: Minibatch and microbatch.
+            index: Minibatch and microbatch.
             where: Who waits, for the message: "stage 1 replica 0".
 
         Raises:
             HvdPipeError: It is of another one.
         """
-        if (self.minibatch, self.microbatch) != tuple(unit):
+        if (self.minibatch, self.microbatch) != tuple(index):
             raise HvdPipeError(
-                f"{where} waits for microbatch {unit[1]} of minibatch {unit[0]}, and got "
+                f"{where} waits for microbatch {index[1]} of minibatch {index[0]}, and got "
                 f"{self.microbatch} of {self.minibatch}: the neighbour runs another schedule."
             )
 

@@ -30,7 +30,7 @@ from workers_keras_pipedream import EPOCHS, MINIBATCHES, Case, is_close
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Feed, Unit
+from hvd_pipe.pipeline.stage import Feed, MicrobatchIndex
 from hvd_pipe.planning.instructions import (
     Backward,
     Forward,
@@ -124,7 +124,7 @@ class ByHand:
         runs = []
         for s, stage in enumerate(self.stages):
             stage.feed = Feed(batches, len(batches), lambda b, n: split(self.graph, b, n))
-            stage.feed.pieces = self.m
+            stage.feed.microbatches = self.m
             stage.begin(training=True)
             runs.append(self._run(s, stage, whole.programs[s, 0], messages))
         while runs:
@@ -136,24 +136,28 @@ class ByHand:
         uses = {x.version: at for at, x in enumerate(program) if isinstance(x, Forward | Backward)}
         newest = 0
         for at, step in enumerate(program):
-            unit = Unit(step.minibatch, step.microbatch) if not isinstance(step, Update) else None
+            index = (
+                MicrobatchIndex(step.minibatch, step.microbatch)
+                if not isinstance(step, Update)
+                else None
+            )
             match step:
                 case RecvActivation() | RecvGradient():
                     kind = isinstance(step, RecvActivation)
-                    while (kind, s, unit) not in messages:
+                    while (kind, s, index) not in messages:
                         yield at
-                    message = messages.pop((kind, s, unit))
-                    (stage.take_input if kind else stage.take_gradient)(unit, message)
+                    message = messages.pop((kind, s, index))
+                    (stage.take_input if kind else stage.take_gradient)(index, message)
                 case Forward():
-                    stage.forward(unit, step.version)
+                    stage.forward(index, step.version)
                 case SendActivation():
-                    messages[True, s + 1, unit] = stage.output(unit)
-                    flight = stage._flights[unit]
-                    assert (flight.tape is None) == (not flight.outputs) == self._recompute
+                    messages[True, s + 1, index] = stage.output(index)
+                    pending = stage._pending[index]
+                    assert (pending.tape is None) == (not pending.outputs) == self._recompute
                 case Backward():
-                    stage.backward(unit, step.version)
+                    stage.backward(index, step.version)
                 case SendGradient():
-                    messages[False, s - 1, unit] = stage.input_gradient(unit)
+                    messages[False, s - 1, index] = stage.input_gradient(index)
                 case Update():
                     keep = uses.get(newest, -1) > at
                     stage.update(step.version, keep)
@@ -233,9 +237,9 @@ def test_evaluation_takes_the_newest_weights_and_changes_nothing() -> None:
         stage.feed = Feed(batches, 3, lambda b, n: split(pipeline.graph, b, n))
         stage.begin(training=False)
     for b in range(3):
-        first.forward(Unit(b, 0), 0)
-        last.take_input(Unit(b, 0), first.output(Unit(b, 0)))
-        last.forward(Unit(b, 0), 0)
+        first.forward(MicrobatchIndex(b, 0), 0)
+        last.take_input(MicrobatchIndex(b, 0), first.output(MicrobatchIndex(b, 0)))
+        last.forward(MicrobatchIndex(b, 0), 0)
     tally = last.tally()
     x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     assert tally.samples == tally.weight == len(x)
@@ -251,10 +255,10 @@ def test_stages_that_read_other_minibatches_say_so() -> None:
     for stage, read in ((first, batches), (last, batches[::-1])):
         stage.feed = Feed(read, 2, lambda b, n: split(pipeline.graph, b, n))
         stage.begin(training=True)
-    first.forward(Unit(0, 0), 0)
-    last.take_input(Unit(0, 0), first.output(Unit(0, 0)))
+    first.forward(MicrobatchIndex(0, 0), 0)
+    last.take_input(MicrobatchIndex(0, 0), first.output(MicrobatchIndex(0, 0)))
     with pytest.raises(HvdPipeError, match=r"targets of minibatch 0 differ.*shuffle.*seed=1"):
-        last.forward(Unit(0, 0), 0)
+        last.forward(MicrobatchIndex(0, 0), 0)
 
 
 def test_a_message_of_another_microbatch_is_refused() -> None:
@@ -262,14 +266,14 @@ def test_a_message_of_another_microbatch_is_refused() -> None:
     first, last = pipeline.stages
     first.feed = Feed(make_batches(2), 2, lambda b, n: split(pipeline.graph, b, n))
     first.begin(training=True)
-    first.forward(Unit(0, 0), 0)
-    message = first.output(Unit(0, 0))
+    first.forward(MicrobatchIndex(0, 0), 0)
+    message = first.output(MicrobatchIndex(0, 0))
     with pytest.raises(HvdPipeError, match=r"stage 1 replica 0 waits for .*minibatch 1"):
-        last.take_input(Unit(1, 0), message)
+        last.take_input(MicrobatchIndex(1, 0), message)
 
 
 @pytest.mark.parametrize(
-    ("batch", "pieces", "error", "words"),
+    ("batch", "microbatches", "error", "words"),
     [
         (3, 1, TypeError, r"must yield \(x, y\), got int"),
         ((1, 2, 3), 1, TypeError, r"must yield \(x, y\), got 3 items"),
@@ -278,10 +282,10 @@ def test_a_message_of_another_microbatch_is_refused() -> None:
     ],
 )
 def test_minibatches_that_cannot_be(
-    batch: Any, pieces: int, error: type[Exception], words: str
+    batch: Any, microbatches: int, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        split(graph_of(make_model()), batch, pieces)
+        split(graph_of(make_model()), batch, microbatches)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Buffer, Feed, Unit
+from hvd_pipe.pipeline.stage import Buffer, Feed, MicrobatchIndex
 from hvd_pipe.torch.pipedream.cut import cut
 from hvd_pipe.torch.pipedream.graph import trace
 from hvd_pipe.torch.pipedream.shapes import specs
@@ -55,12 +55,12 @@ def test_gradients_do_not_stay_in_the_memory_of_messages(samples: int) -> None:
     stage = TorchStage(cuts[0], None, updates, None, boundary, False, overwrite, device)
     stage.feed = Feed([(torch.ones(samples, 4), torch.zeros(samples, 2))], 1, split)
     stage.begin(training=True)
-    unit, norms = Unit(0, 0), (math.nan, math.nan)
-    stage.forward(unit, 0)
-    stage.output(unit)
+    index, norms = MicrobatchIndex(0, 0), (math.nan, math.nan)
+    stage.forward(index, 0)
+    stage.output(index)
     gradient = torch.full((samples, 4), 0.5)
-    stage.take_gradient(unit, boundary.gradients.pack(unit, [gradient], 0, norms))
-    stage.backward(unit, 0)
+    stage.take_gradient(index, boundary.gradients.pack(index, [gradient], 0, norms))
+    stage.backward(index, 0)
     stage.update(1, keep=False)
     assert cuts[0].module.get_parameter("shift").tolist() == [-0.5 * samples] * 4
 

@@ -11,7 +11,7 @@ from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.pipeline.build import Framework
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
-from hvd_pipe.pipeline.stage import Piece
+from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.runtime.agreement import Agreement
 
 ALONE = ProcessSet([0])
@@ -43,8 +43,8 @@ class Alone(PipeDreamBase[Any]):
 
     def save(self, directory: Any) -> None: ...
 
-    def _split(self, batch: Any, count: int) -> list[Piece]:
-        return [Piece((batch,), None, 1, 1.0, 0)] * count
+    def _split(self, batch: Any, count: int) -> list[Microbatch]:
+        return [Microbatch((batch,), None, 1, 1.0, 0)] * count
 
     def _made(self, sample: Any) -> Any:
         self.made += 1

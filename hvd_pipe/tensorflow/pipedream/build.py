@@ -220,13 +220,13 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
 
 
 def _plan(options: KerasOptions, graph: Graph, batch: Any) -> Partition:
-    def measured(pieces: int) -> ModelProfile:
-        piece = split(graph, batch, pieces)[0]
+    def measured(microbatches: int) -> ModelProfile:
+        microbatch = split(graph, batch, microbatches)[0]
 
         def loss(output: Any) -> Any:
-            return tf.reduce_mean(options.loss_fn(piece.targets, output))
+            return tf.reduce_mean(options.loss_fn(microbatch.targets, output))
 
-        return profile_of(options.model, graph, list(piece.inputs), loss)
+        return profile_of(options.model, graph, list(microbatch.inputs), loss)
 
     def comm() -> CommModel:
         return measure_comm(LARGEST_MESSAGE, global_process_set, "hvd_pipe.pipeline.comm")

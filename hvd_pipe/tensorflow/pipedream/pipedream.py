@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
-from hvd_pipe.pipeline.stage import Piece
+from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow.measuring import timeline
@@ -161,7 +161,7 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def _split(self, batch: Any, count: int) -> Sequence[Piece]:
+    def _split(self, batch: Any, count: int) -> Sequence[Microbatch]:
         return split(self._options.graph, batch, count)
 
     def _made(self, sample: Any) -> KerasPipeline:

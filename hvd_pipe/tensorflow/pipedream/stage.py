@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Clipping
-from hvd_pipe.pipeline.stage import Buffer, Feed, Piece, Tally, Unit
+from hvd_pipe.pipeline.stage import Buffer, Feed, Microbatch, MicrobatchIndex, Tally
 from hvd_pipe.tensorflow.pipedream.cut import Part
 from hvd_pipe.tensorflow.pipedream.passes import Losses, Passed, Passes
 from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
@@ -34,7 +34,7 @@ Reduce = Callable[[list[Any]], list[Any]]
 
 
 @dataclass
-class _Flight:
+class _Pending:
     """A microbatch between its forward and its backward pass."""
 
     digest: int
@@ -91,7 +91,7 @@ class KerasStage:
         self._clipping, self.norms = clipping, clipping.norms
         self._arriving = [place for place, spec in enumerate(part.inputs) if spec.gradient]
         self._leaving = [place for place, spec in enumerate(part.outputs) if spec.gradient]
-        self._flights: dict[Unit, _Flight] = {}
+        self._pending: dict[MicrobatchIndex, _Pending] = {}
         self._versions: dict[int, tuple[Any, ...]] = {}
         self._gradient: list[Any] | None = None
         self._minibatches = 1  # of the next update: an epoch's last round may have fewer
@@ -104,7 +104,7 @@ class KerasStage:
     # A run.
 
     def begin(self, training: bool) -> None:
-        self._flights.clear()  # a run that has failed may have left some
+        self._pending.clear()  # a run that has failed may have left some
         self._gradient = None
         self._training = training
         self._tally = Tally()
@@ -117,86 +117,86 @@ class KerasStage:
 
     # A microbatch.
 
-    def take_input(self, unit: Unit, message: Buffer) -> None:
+    def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._before is not None
-        header, tensors = self._before.activations.unpack(unit, message)
+        header, tensors = self._before.activations.unpack(index, message)
         self._recycle(message)
         self.norms.heard(header.squared_norms, from_before=True)
-        self._flights[unit] = _Flight(header.digest, tensors)
+        self._pending[index] = _Pending(header.digest, tensors)
 
-    def forward(self, unit: Unit, version: int) -> None:
-        piece = self._piece(unit) if self._before is None or self._is_last else None
+    def forward(self, index: MicrobatchIndex, version: int) -> None:
+        microbatch = self._read(index) if self._before is None or self._is_last else None
         if self._before is None:
-            assert piece is not None
-            self._flights[unit] = _Flight(piece.digest, list(piece.inputs))
-        flight = self._flights[unit]
-        if piece is not None and flight.digest != piece.digest:
+            assert microbatch is not None
+            self._pending[index] = _Pending(microbatch.digest, list(microbatch.inputs))
+        pending = self._pending[index]
+        if microbatch is not None and pending.digest != microbatch.digest:
             raise HvdPipeError(
                 "the first and the last stage read different minibatches: the targets of "
-                f"minibatch {unit.minibatch} differ. Datasets must yield the same minibatches in "
+                f"minibatch {index.minibatch} differ. Datasets must yield the same minibatches in "
                 "the same order on every rank: shuffle with a seed (tf.data's "
                 "shuffle(..., seed=1)), and do not shard them: replicas of a stage share the "
                 "minibatches out."
             )
-        flight.targets = piece.targets if piece is not None and self._is_last else None
+        pending.targets = microbatch.targets if microbatch is not None and self._is_last else None
         if self._training:
-            passed = self._trained(flight, version)
+            passed = self._trained(pending, version)
             if passed.added is not None and self._coalesces:
-                flight.share = self._piece(unit).share
+                pending.share = self._read(index).share
         else:
             weights = self._versions[version]
-            passed = self.passes.evaluate(weights, flight.inputs, flight.targets)
-        flight.outputs = passed.outputs
+            passed = self.passes.evaluate(weights, pending.inputs, pending.targets)
+        pending.outputs = passed.outputs
         if self._is_last:
-            assert piece is not None
-            self._count(piece, passed)
+            assert microbatch is not None
+            self._count(microbatch, passed)
             if not self._training:
-                del self._flights[unit]
+                del self._pending[index]
 
-    def output(self, unit: Unit) -> Buffer:
+    def output(self, index: MicrobatchIndex) -> Buffer:
         assert self._after is not None
-        flight = self._flights[unit]
+        pending = self._pending[index]
         if not self._training:
-            del self._flights[unit]
+            del self._pending[index]
         message = self._after.activations.pack(
-            unit, flight.outputs, flight.digest, self.norms.squared
+            index, pending.outputs, pending.digest, self.norms.squared
         )
         if self._recompute:
-            flight.outputs = []
+            pending.outputs = []
         return message
 
-    def take_gradient(self, unit: Unit, message: Buffer) -> None:
+    def take_gradient(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._after is not None
-        header, self._flights[unit].arrived = self._after.gradients.unpack(unit, message)
+        header, self._pending[index].arrived = self._after.gradients.unpack(index, message)
         self._recycle(message)
         self.norms.heard(header.squared_norms, from_before=False)
 
-    def backward(self, unit: Unit, version: int) -> None:
-        flight = self._flights[unit]
+    def backward(self, index: MicrobatchIndex, version: int) -> None:
+        pending = self._pending[index]
         if self._recompute:
-            flight.outputs = self._recorded(flight, version)[0].outputs
-        targets = [flight.outputs[at] for at in self._leaving]
-        given = flight.arrived
-        if flight.added is not None:
-            targets.append(flight.added)
-            given.append(tf.constant(flight.share, flight.added.dtype))
-        sources = [*self._versions[version], *(flight.inputs[at] for at in self._arriving)]
-        found = flight.tape.gradient(targets, sources, given, tf.UnconnectedGradients.ZERO)
+            pending.outputs = self._recorded(pending, version)[0].outputs
+        targets = [pending.outputs[at] for at in self._leaving]
+        given = pending.arrived
+        if pending.added is not None:
+            targets.append(pending.added)
+            given.append(tf.constant(pending.share, pending.added.dtype))
+        sources = [*self._versions[version], *(pending.inputs[at] for at in self._arriving)]
+        found = pending.tape.gradient(targets, sources, given, tf.UnconnectedGradients.ZERO)
         dense = [tf.convert_to_tensor(each) for each in found]  # those of embeddings are sparse
         gradient = dense[: len(self.passes.weights)]
         if self._gradient is not None:
             gradient = [a + b for a, b in zip(self._gradient, gradient, strict=True)]
         self._gradient = gradient
         if self._before is None:
-            del self._flights[unit]
+            del self._pending[index]
         else:
-            self._flights[unit] = _Flight(flight.digest, [], gradients=dense[len(gradient) :])
+            self._pending[index] = _Pending(pending.digest, [], gradients=dense[len(gradient) :])
 
-    def input_gradient(self, unit: Unit) -> Buffer:
+    def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         assert self._before is not None
-        flight = self._flights.pop(unit)
+        pending = self._pending.pop(index)
         return self._before.gradients.pack(
-            unit, flight.gradients, flight.digest, self.norms.squared
+            index, pending.gradients, pending.digest, self.norms.squared
         )
 
     # Weights.
@@ -229,29 +229,29 @@ class KerasStage:
 
     # Inside.
 
-    def _trained(self, flight: _Flight, version: int) -> Passed:
+    def _trained(self, pending: _Pending, version: int) -> Passed:
         """Run forward, and keep what backward needs; the state moves on."""
-        flight.state = self.passes.newest_state()
+        pending.state = self.passes.newest_state()
         if self._recompute:
             weights = self._versions[version]
             passed, changed = self.passes.train(
-                weights, flight.state, flight.inputs, flight.targets
+                weights, pending.state, pending.inputs, pending.targets
             )
         else:
-            passed, changed = self._recorded(flight, version)
-            flight.state = []
+            passed, changed = self._recorded(pending, version)
+            pending.state = []
         self.passes.move_on(changed)
         return passed
 
-    def _recorded(self, flight: _Flight, version: int) -> tuple[Passed, list[Any]]:
-        """Run forward on a tape, from the state that the flight has begun with."""
+    def _recorded(self, pending: _Pending, version: int) -> tuple[Passed, list[Any]]:
+        """Run forward on a tape, from the state that the microbatch has begun with."""
         weights = self._versions[version]
-        with tf.GradientTape(watch_accessed_variables=False) as flight.tape:
-            flight.tape.watch([*weights, *(flight.inputs[at] for at in self._arriving)])
+        with tf.GradientTape(watch_accessed_variables=False) as pending.tape:
+            pending.tape.watch([*weights, *(pending.inputs[at] for at in self._arriving)])
             passed, changed = self.passes.train(
-                weights, flight.state, flight.inputs, flight.targets
+                weights, pending.state, pending.inputs, pending.targets
             )
-        flight.added = passed.added
+        pending.added = passed.added
         return passed, changed
 
     def _newest(self) -> tuple[Any, ...]:
@@ -267,18 +267,18 @@ class KerasStage:
     def _updated(self, gradient: list[Any]) -> None:
         self.optimizer.apply(gradient, self.passes.weights)
 
-    def _piece(self, unit: Unit) -> Piece:
+    def _read(self, index: MicrobatchIndex) -> Microbatch:
         assert self.feed is not None
-        piece: Piece = self.feed.piece(unit)
-        return piece
+        microbatch: Microbatch = self.feed.microbatch(index)
+        return microbatch
 
-    def _count(self, piece: Piece, passed: Passed) -> None:
-        weight = float(piece.samples)
+    def _count(self, microbatch: Microbatch, passed: Passed) -> None:
+        weight = float(microbatch.samples)
         if self._training:
-            weight = piece.share if self._coalesces else 1.0
+            weight = microbatch.share if self._coalesces else 1.0
         loss = float(passed.loss) * weight
         metric = 0.0 if passed.metric is None else float(passed.metric) * weight
-        samples = self._tally.samples + piece.samples
+        samples = self._tally.samples + microbatch.samples
         old = self._tally
         self._tally = Tally(old.loss + loss, old.metric + metric, old.weight + weight, samples)
 

@@ -14,20 +14,20 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import MPI_LIB, ProcessSet, rank
 
 from hvd_pipe.pipeline.messages import Messages
-from hvd_pipe.pipeline.stage import Buffer, Piece
+from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.tensorflow.pipedream.graph import Graph
 
 __all__ = ["Broadcast", "KerasMessages", "split", "start"]
 
 
-def split(graph: Graph, batch: Any, pieces: int) -> list[Piece]:
+def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
     """Cut a minibatch into microbatches along the first dimension, as `numpy.array_split` does.
 
     Args:
         graph: The model, which knows what it takes.
         batch: (x, y): tensors or arrays, or what Keras' ``fit`` takes of several.
-        pieces: How many microbatches; no more than there are samples.
+        microbatches: How many; no more than there are samples.
 
     Raises:
         TypeError, ValueError: No such pair, or too few samples.
@@ -56,18 +56,19 @@ def split(graph: Graph, batch: Any, pieces: int) -> list[Piece]:
                 f"a minibatch of {samples} samples has {name} of shape {list(tensor.shape)}: "
                 "inputs and targets have the samples as their first dimension."
             )
-    if samples < pieces:
+    if samples < microbatches:
         raise ValueError(
-            f"a minibatch of {samples} samples cannot be cut into {pieces} microbatches: make "
-            "larger batches, leave the last one out (dataset.batch(..., drop_remainder=True)), "
-            "or ask for fewer microbatches."
+            f"a minibatch of {samples} samples cannot be cut into {microbatches} microbatches: "
+            "make larger batches, leave the last one out (dataset.batch(..., "
+            "drop_remainder=True)), or ask for fewer microbatches."
         )
-    bounds = [at * (samples // pieces) + min(at, samples % pieces) for at in range(pieces + 1)]
+    size, larger = divmod(samples, microbatches)
+    bounds = [at * size + min(at, larger) for at in range(microbatches + 1)]
 
-    def part(first: int, end: int) -> Piece:
+    def part(first: int, end: int) -> Microbatch:
         own = keras.tree.map_structure(lambda each: each[first:end], targets)
         cut = tuple(each[first:end] for each in inputs)
-        return Piece(cut, own, end - first, (end - first) / samples, _digest(own))
+        return Microbatch(cut, own, end - first, (end - first) / samples, _digest(own))
 
     return [part(first, end) for first, end in itertools.pairwise(bounds)]
 
@@ -85,11 +86,11 @@ class KerasMessages(Messages):
 
     Example:
         >>> from hvd_pipe.pipeline.messages import TensorSpec
-        >>> from hvd_pipe.pipeline.stage import Unit
+        >>> from hvd_pipe.pipeline.stage import MicrobatchIndex
         >>> spec = TensorSpec("dense", (8, 2), "float32", dynamic=(0,), gradient=True)
         >>> messages = KerasMessages([spec], stages=2, where="stage 0 replica 0")
-        >>> message = messages.pack(Unit(3, 0), [tf.ones((5, 2))], 7, (0.25, 4.0))
-        >>> header, (tensor,) = messages.unpack(Unit(3, 0), message)
+        >>> message = messages.pack(MicrobatchIndex(3, 0), [tf.ones((5, 2))], 7, (0.25, 4.0))
+        >>> header, (tensor,) = messages.unpack(MicrobatchIndex(3, 0), message)
         >>> header.digest, tensor.shape
         (7, TensorShape([5, 2]))
     """

@@ -311,8 +311,8 @@ def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divide
 
 
 def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.device) -> Partition:
-    def measured(pieces: int) -> ModelProfile:
-        inputs = _moved(split(batch, pieces)[0].inputs, device)
+    def measured(microbatches: int) -> ModelProfile:
+        inputs = _moved(split(batch, microbatches)[0].inputs, device)
         return profile(traced, inputs, progress=options.progress)
 
     def comm() -> CommModel:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hvd_pipe.pipeline.pipedream import Loader, PipeDreamBase
 from hvd_pipe.pipeline.runner import EpochStats
-from hvd_pipe.pipeline.stage import Piece
+from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.torch.measuring import timeline
@@ -194,7 +194,7 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         """
         save(self._ready, Path(directory), self.epoch)
 
-    def _split(self, batch: Any, count: int) -> Sequence[Piece]:
+    def _split(self, batch: Any, count: int) -> Sequence[Microbatch]:
         return split(batch, count)
 
     def _made(self, sample: Any) -> TorchPipeline:

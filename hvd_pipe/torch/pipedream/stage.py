@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.norms import Norms
-from hvd_pipe.pipeline.stage import Buffer, Feed, Piece, Tally, Unit
+from hvd_pipe.pipeline.stage import Buffer, Feed, Microbatch, MicrobatchIndex, Tally
 from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
@@ -46,7 +46,7 @@ class Losses:
 
 
 @dataclass
-class _Flight:
+class _Pending:
     """A microbatch between its forward and its backward pass."""
 
     digest: int
@@ -91,7 +91,7 @@ class TorchStage:
         self._losses, self._updates = losses, updates
         self._before, self._after = before, after
         self._recompute, self._recycle, self._device = recompute, recycle, device
-        self._flights: dict[Unit, _Flight] = {}
+        self._pending: dict[MicrobatchIndex, _Pending] = {}
         self._training = True
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses and metrics
         self._weight, self._samples = 0.0, 0
@@ -106,7 +106,7 @@ class TorchStage:
     # A run.
 
     def begin(self, training: bool) -> None:
-        self._flights.clear()  # a run that has failed may have left some
+        self._pending.clear()  # a run that has failed may have left some
         self.tally()
         self._training = training
         self.module.train(training)
@@ -121,85 +121,85 @@ class TorchStage:
 
     # A microbatch.
 
-    def take_input(self, unit: Unit, message: Buffer) -> None:
+    def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._before is not None
-        header, tensors = self._before.activations.unpack(unit, message)
-        self._flights[unit] = _Flight(header.digest, tuple(tensors), messages=[message])
+        header, tensors = self._before.activations.unpack(index, message)
+        self._pending[index] = _Pending(header.digest, tuple(tensors), messages=[message])
         self.norms.heard(header.squared_norms, from_before=True)
 
-    def forward(self, unit: Unit, version: int) -> None:
-        piece: Piece | None = None
+    def forward(self, index: MicrobatchIndex, version: int) -> None:
+        microbatch: Microbatch | None = None
         if self.feed is not None and (self._before is None or self._losses is not None):
-            piece = self.feed.piece(unit)
+            microbatch = self.feed.microbatch(index)
         if self._before is None:
-            assert piece is not None
-            inputs = tuple(_to(x, self._device) for x in piece.inputs)
-            self._flights[unit] = _Flight(piece.digest, inputs)
-        flight = self._flights[unit]
+            assert microbatch is not None
+            inputs = tuple(_to(x, self._device) for x in microbatch.inputs)
+            self._pending[index] = _Pending(microbatch.digest, inputs)
+        pending = self._pending[index]
         if self._losses is not None:
-            assert piece is not None
-            _check_digest(flight.digest, piece.digest, unit)
+            assert microbatch is not None
+            _check_digest(pending.digest, microbatch.digest, index)
         self.versions.use(version)
-        with torch.set_grad_enabled(self._training), self._noting(flight):
-            output = self._run(flight)
+        with torch.set_grad_enabled(self._training), self._noting(pending):
+            output = self._run(pending)
             if self._losses is None:
-                flight.outputs = tuple(output)
+                pending.outputs = tuple(output)
                 if self._training:
-                    self._meter.note(flight.outputs)
+                    self._meter.note(pending.outputs)
             else:
-                assert piece is not None
-                self._finish(flight, output, piece, self._losses)
+                assert microbatch is not None
+                self._finish(pending, output, microbatch, self._losses)
         if not self._training and self._losses is not None:
-            self._land(unit)
+            self._complete(index)
 
-    def output(self, unit: Unit) -> Buffer:
+    def output(self, index: MicrobatchIndex) -> Buffer:
         assert self._after is not None
-        flight = self._flights[unit]
+        pending = self._pending[index]
         message = self._after.activations.pack(
-            unit, flight.outputs, flight.digest, self.norms.squared
+            index, pending.outputs, pending.digest, self.norms.squared
         )
         if not self._training:
-            self._land(unit)
+            self._complete(index)
         return message
 
-    def take_gradient(self, unit: Unit, message: Buffer) -> None:
+    def take_gradient(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._after is not None
-        header, gradients = self._after.gradients.unpack(unit, message)
-        flight = self._flights[unit]
-        flight.gradients = gradients
-        flight.messages.append(message)
+        header, gradients = self._after.gradients.unpack(index, message)
+        pending = self._pending[index]
+        pending.gradients = gradients
+        pending.messages.append(message)
         self.norms.heard(header.squared_norms, from_before=False)
 
-    def backward(self, unit: Unit, version: int) -> None:
+    def backward(self, index: MicrobatchIndex, version: int) -> None:
         self._meter.end()
-        flight = self._flights[unit]
+        pending = self._pending[index]
         self.versions.use(version)
-        if flight.loss is not None:
-            if flight.loss.requires_grad:
-                flight.loss.backward()  # type: ignore[no-untyped-call]
+        if pending.loss is not None:
+            if pending.loss.requires_grad:
+                pending.loss.backward()  # type: ignore[no-untyped-call]
         else:
             assert self._after is not None
-            outputs = self._after.with_gradient(flight.outputs)
-            pairs = zip(outputs, flight.gradients, strict=True)
+            outputs = self._after.with_gradient(pending.outputs)
+            pairs = zip(outputs, pending.gradients, strict=True)
             # One that was computed without a gradient, against what was planned, takes none.
             wanted = [(x, gradient) for x, gradient in pairs if x.requires_grad]
             if wanted:
                 torch.autograd.backward([x for x, _ in wanted], [g for _, g in wanted])
-            self._own_gradients(flight.gradients)
-        flight.outputs, flight.loss, flight.gradients = (), None, []  # the graph goes with them
+            self._own_gradients(pending.gradients)
+        pending.outputs, pending.loss, pending.gradients = (), None, []  # the graph goes with them
         if self._before is None:
-            self._land(unit)
+            self._complete(index)
 
-    def input_gradient(self, unit: Unit) -> Buffer:
+    def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         assert self._before is not None
-        flight = self._flights[unit]
-        wanted = self._before.with_gradient(tuple(range(len(flight.inputs))))
+        pending = self._pending[index]
+        wanted = self._before.with_gradient(tuple(range(len(pending.inputs))))
         gradients = [
-            flight.entered[at] if at in flight.entered else torch.zeros_like(flight.inputs[at])
+            pending.entered[at] if at in pending.entered else torch.zeros_like(pending.inputs[at])
             for at in wanted
         ]
-        message = self._before.gradients.pack(unit, gradients, flight.digest, self.norms.squared)
-        self._land(unit)
+        message = self._before.gradients.pack(index, gradients, pending.digest, self.norms.squared)
+        self._complete(index)
         return message
 
     # Weights.
@@ -236,19 +236,19 @@ class TorchStage:
             if p.grad is not None and p.grad.untyped_storage().data_ptr() in theirs:
                 p.grad = p.grad.clone()
 
-    def _noting(self, flight: _Flight) -> AbstractContextManager[None]:
+    def _noting(self, pending: _Pending) -> AbstractContextManager[None]:
         if not self._training:
             return nullcontext()
-        return self._meter.noting(flight.inputs, list(self.module.parameters()))
+        return self._meter.noting(pending.inputs, list(self.module.parameters()))
 
-    def _run(self, flight: _Flight) -> Any:
-        inputs = flight.inputs
+    def _run(self, pending: _Pending) -> Any:
+        inputs = pending.inputs
         if not self._training:
             return self.module(*inputs)
         if self._before is not None:
             wanted = set(self._before.with_gradient(tuple(range(len(inputs)))))
             inputs = tuple(
-                _Enter.apply(self._key, flight.entered, at, x)  # type: ignore[no-untyped-call]
+                _Enter.apply(self._key, pending.entered, at, x)  # type: ignore[no-untyped-call]
                 if at in wanted
                 else x
                 for at, x in enumerate(inputs)
@@ -265,14 +265,16 @@ class TorchStage:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _buffers_kept(self.module)
 
-    def _finish(self, flight: _Flight, output: Any, piece: Piece, losses: Losses) -> None:
-        targets = _to(piece.targets, self._device)
+    def _finish(
+        self, pending: _Pending, output: Any, microbatch: Microbatch, losses: Losses
+    ) -> None:
+        targets = _to(microbatch.targets, self._device)
         try:
             loss = losses.loss(output, targets)
         except Exception as error:
             error.add_note(
                 f"in loss_fn(output, targets) with an output of {_shapes(output)} and targets of "
-                f"{_shapes(targets)}, of a minibatch's {piece.samples} samples"
+                f"{_shapes(targets)}, of a minibatch's {microbatch.samples} samples"
             )
             raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -282,19 +284,19 @@ class TorchStage:
                 f"minibatch, got {found}: use reduction='mean'."
             )
         if self._training:
-            weight = piece.share if losses.shared else 1.0
-            flight.loss = loss if weight == 1.0 else loss * weight
+            weight = microbatch.share if losses.shared else 1.0
+            pending.loss = loss if weight == 1.0 else loss * weight
         else:
-            weight = float(piece.samples)
+            weight = float(microbatch.samples)
         self._sums[0] += loss.detach() * weight
         if losses.metric is not None:
             with torch.no_grad():
                 self._sums[1] += losses.metric(output, targets) * weight
         self._weight += weight
-        self._samples += piece.samples
+        self._samples += microbatch.samples
 
-    def _land(self, unit: Unit) -> None:
-        for message in self._flights.pop(unit).messages:
+    def _complete(self, index: MicrobatchIndex) -> None:
+        for message in self._pending.pop(index).messages:
             self._recycle(message)
 
 
@@ -338,11 +340,11 @@ def _to(value: Any, device: torch.device) -> Any:
     return tree_map(move, value)
 
 
-def _check_digest(travelled: int, own: int, unit: Unit) -> None:
+def _check_digest(travelled: int, own: int, index: MicrobatchIndex) -> None:
     if travelled != own:
         raise HvdPipeError(
             f"the first and the last stage read different minibatches: the targets of minibatch "
-            f"{unit.minibatch} differ. Loaders must yield the same minibatches in the same order "
+            f"{index.minibatch} differ. Loaders must yield the same minibatches in the same order "
             "on every rank: seed what shuffles them alike (DataLoader(..., shuffle=True, "
             "generator=torch.Generator().manual_seed(0))), and give them no DistributedSampler: "
             "replicas of a stage share the minibatches out."

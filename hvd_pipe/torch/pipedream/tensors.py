@@ -12,18 +12,18 @@ from horovod.torch.mpi_ops import ProcessSet, broadcast_async_, poll, synchroniz
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.pipeline.messages import Messages, TensorSpec
-from hvd_pipe.pipeline.stage import Buffer, Piece
+from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.pipeline.wire import Bytes, Part
 
 __all__ = ["Broadcast", "TorchMessages", "split", "start"]
 
 
-def split(batch: Any, pieces: int) -> list[Piece]:
+def split(batch: Any, microbatches: int) -> list[Microbatch]:
     """Cut a minibatch into microbatches along the first dimension, as `torch.tensor_split` does.
 
     Args:
         batch: (inputs, targets); inputs are a tensor, or a tuple of what the model is called with.
-        pieces: How many microbatches; no more than there are samples.
+        microbatches: How many; no more than there are samples.
 
     Raises:
         TypeError, ValueError: No such pair, or too few samples.
@@ -48,22 +48,23 @@ def split(batch: Any, pieces: int) -> list[Piece]:
             f"{', '.join(type(x).__name__ for x in inputs) or 'none'}."
         )
     samples = tensors[0].shape[0]
-    if samples < pieces:
+    if samples < microbatches:
         raise ValueError(
-            f"a minibatch of {samples} samples cannot be cut into {pieces} microbatches: give the "
-            "loader a larger batch_size, or drop_last=True, or ask for fewer microbatches."
+            f"a minibatch of {samples} samples cannot be cut into {microbatches} microbatches: "
+            "give the loader a larger batch_size, or drop_last=True, or ask for fewer "
+            "microbatches."
         )
 
-    def part(at: int) -> Piece:
+    def part(at: int) -> Microbatch:
         def cut(x: Any) -> Any:
             whole = not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != samples
-            return x if whole or pieces == 1 else x.tensor_split(pieces)[at]
+            return x if whole or microbatches == 1 else x.tensor_split(microbatches)[at]
 
-        count = samples // pieces + (at < samples % pieces)
+        count = samples // microbatches + (at < samples % microbatches)
         own = tree_map(cut, targets)
-        return Piece(tree_map(cut, inputs), own, count, count / samples, _digest(own))
+        return Microbatch(tree_map(cut, inputs), own, count, count / samples, _digest(own))
 
-    return [part(at) for at in range(pieces)]
+    return [part(at) for at in range(microbatches)]
 
 
 def _digest(targets: Any) -> int:
