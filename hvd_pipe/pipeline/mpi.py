@@ -22,7 +22,15 @@ from typing import Any
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_pipe.errors import HvdPipeError, is_failing
-from hvd_pipe.pipeline.transport import DEPTH, WINDOW, Channel, Kind, channel_of, checked_size
+from hvd_pipe.pipeline.transport import (
+    DEPTH,
+    WINDOW,
+    Channel,
+    Kind,
+    Transport,
+    channel_of,
+    checked_size,
+)
 from hvd_pipe.pipeline.wire import Bytes, empty
 from hvd_pipe.runtime.watch.waits import waiting_for
 
@@ -85,8 +93,8 @@ class _Outgoing:
         self.sent = 0
 
 
-class MpiTransport:
-    """A `hvd_pipe.pipeline.transport.Transport` over MPI; all ranks make it at the same time.
+class MpiTransport(Transport):
+    """A transport over MPI; all ranks make it at the same time.
 
     Args:
         channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
@@ -129,7 +137,6 @@ class MpiTransport:
             self._comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def expect(self, peer: int, kind: Kind, count: int) -> None:
-        """Say that so many more messages will come; the first ones may do so at once."""
         incoming = channel_of(self._incoming, peer, kind)
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
@@ -140,7 +147,6 @@ class MpiTransport:
             self._wake()
 
     def receive(self, peer: int, kind: Kind) -> Bytes:
-        """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
         incoming = channel_of(self._incoming, peer, kind)
         with self._changed, waiting_for(str(incoming.channel)):
             while not incoming.arrived:
@@ -159,7 +165,6 @@ class MpiTransport:
         return message
 
     def recycle(self, buffer: Bytes) -> None:
-        """Take back, for further messages, a buffer that `receive` has returned."""
         lent = self._lent.pop(id(buffer), None)
         if lent is None:
             raise ValueError("only a buffer that receive() has returned can be recycled, and once")
@@ -168,7 +173,6 @@ class MpiTransport:
             incoming.free.append(whole)
 
     def send(self, peer: int, kind: Kind, data: Any) -> None:
-        """Send a message, which must not change any more; waits only for one a window ago."""
         outgoing = channel_of(self._outgoing, peer, kind)
         size = checked_size(data, outgoing.channel)
         with self._changed:
@@ -184,7 +188,6 @@ class MpiTransport:
             self._wake()
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
         with self._changed:
             self._check()
             while any(one.unsent for one in self._outgoing.values()):
@@ -194,7 +197,6 @@ class MpiTransport:
                 self._check()
 
     def close(self, meet: bool = True) -> None:
-        """Give up what is still on its way, and wait for all ranks to do so."""
         if self._closed:
             return
         self._closed = True

@@ -30,6 +30,7 @@ from hvd_pipe.pipeline.transport import (
     Handle,
     Kind,
     Start,
+    Transport,
     channel_of,
     checked_size,
 )
@@ -105,8 +106,8 @@ class _Outgoing:
         self.sent = 0
 
 
-class ProcessSetTransport:
-    """A `hvd_pipe.pipeline.transport.Transport` over process sets; all ranks make it together.
+class ProcessSetTransport(Transport):
+    """A transport over process sets; all ranks make it together.
 
     What `receive` returns is as long as the largest message of its channel:
     :mod:`hvd_pipe.pipeline.wire` knows where it ends.
@@ -138,7 +139,6 @@ class ProcessSetTransport:
         self._closed = False
 
     def expect(self, peer: int, kind: Kind, count: int) -> None:
-        """Say that so many more messages will come; the first ones may do so at once."""
         self._check()
         incoming = channel_of(self._incoming, peer, kind)
         if count < 0:
@@ -147,7 +147,6 @@ class ProcessSetTransport:
         self._post(incoming)
 
     def receive(self, peer: int, kind: Kind) -> Bytes:
-        """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
         self._check()
         incoming = channel_of(self._incoming, peer, kind)
         if not incoming.posted:
@@ -164,14 +163,12 @@ class ProcessSetTransport:
         return buffer
 
     def recycle(self, buffer: Bytes) -> None:
-        """Take back, for further messages, a buffer that `receive` has returned."""
         lent = self._lent.pop(id(buffer), None)
         if lent is None:
             raise ValueError("only a buffer that receive() has returned can be recycled, and once")
         lent[1].free.append(lent[0])
 
     def send(self, peer: int, kind: Kind, data: Any) -> None:
-        """Send a message, which must not change any more; waits only for one a window ago."""
         self._check()
         outgoing = channel_of(self._outgoing, peer, kind)
         size = checked_size(data, outgoing.channel)
@@ -186,7 +183,6 @@ class ProcessSetTransport:
         self.sent_bytes += size
 
     def flush(self) -> None:
-        """Wait until all that was sent has gone."""
         self._check()
         for outgoing in self._outgoing.values():
             while outgoing.unsent:

@@ -144,14 +144,7 @@ class Broadcast:
 
 
 def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
-    """Start a broadcast in place and return at once.
-
-    Args:
-        buffer: What the root sends, or room for it.
-        root_rank: Its number in the job.
-        name: The same on both ranks.
-        process_set: They.
-    """
+    """Start a broadcast; see :class:`hvd_pipe.pipeline.transport.Start`."""
     return Broadcast(buffer, root_rank, name, process_set)
 
 

@@ -42,7 +42,7 @@ from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, trace
 from hvd_pipe.torch.pipedream.measure import profile
 from hvd_pipe.torch.pipedream.shapes import specs
-from hvd_pipe.torch.pipedream.stage import Losses, TorchStage
+from hvd_pipe.torch.pipedream.stage import Losses, TorchStage, moved
 from hvd_pipe.torch.pipedream.tensors import TorchMessages, split, start
 from hvd_pipe.torch.pipedream.weights import Updates, add
 
@@ -298,7 +298,7 @@ def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divide
 
     def cuts_of() -> tuple[list[StageModule], int]:
         microbatch = split(batch, assignment.microbatches)[0]
-        values = specs(traced, _moved(microbatch.inputs, device))
+        values = specs(traced, moved(microbatch.inputs, device))
         cuts = cut(traced, [stage.layers for stage in partition.stages], values)
         return cuts, microbatch.samples
 
@@ -312,7 +312,7 @@ def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divide
 
 def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.device) -> Partition:
     def measured(microbatches: int) -> ModelProfile:
-        inputs = _moved(split(batch, microbatches)[0].inputs, device)
+        inputs = moved(split(batch, microbatches)[0].inputs, device)
         return profile(traced, inputs, progress=options.progress)
 
     def comm() -> CommModel:
@@ -396,7 +396,3 @@ def _spans() -> PipelineSpans | None:
         return None
     recorder.set_clock(agree_on_clock(global_process_set))
     return PipelineSpans(recorder)
-
-
-def _moved(inputs: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in inputs)

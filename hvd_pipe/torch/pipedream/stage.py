@@ -27,7 +27,7 @@ from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
-__all__ = ["Losses", "TorchStage"]
+__all__ = ["Losses", "TorchStage", "moved"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TorchStage:
             microbatch = self.feed.microbatch(index)
         if self._before is None:
             assert microbatch is not None
-            inputs = tuple(_to(x, self._device) for x in microbatch.inputs)
+            inputs = tuple(moved(x, self._device) for x in microbatch.inputs)
             self._pending[index] = _Pending(microbatch.digest, inputs)
         pending = self._pending[index]
         if self._losses is not None:
@@ -268,7 +268,7 @@ class TorchStage:
     def _finish(
         self, pending: _Pending, output: Any, microbatch: Microbatch, losses: Losses
     ) -> None:
-        targets = _to(microbatch.targets, self._device)
+        targets = moved(microbatch.targets, self._device)
         try:
             loss = losses.loss(output, targets)
         except Exception as error:
@@ -335,7 +335,8 @@ def _copy(x: Any) -> Any:
     return x.clone() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
+    """Return a value with all of its tensors on a device."""
     move = lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
     return tree_map(move, value)
 
