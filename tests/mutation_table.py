@@ -144,7 +144,7 @@ _TORCH = [
     Mutation(
         "Pipe-SGD: the pending gradient of a checkpoint is dropped",
         "torch/strategies/pipe_sgd.py",
-        'self._pending.restore(state.tensors["pending"])',
+        "self._pending.restore(saved.pending)",
         "pass",
         _ids(
             "parallel/test_guards",
@@ -162,7 +162,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the true weights do not come back",
-        "torch/strategies/prediction.py",
+        "torch/strategies/pipe_sgd.py",
         "        torch._foreach_copy_(self._values(), self._true)\n",
         "",
         _ids("parallel/test_prediction", "test_trajectory[previous, momentum, warm-up 0]"),
@@ -170,7 +170,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the guess keeps its loss scale",
-        "torch/strategies/prediction.py",
+        "torch/strategies/pipe_sgd.py",
         "gradient if gradient is None or scale == 1.0 else gradient / scale",
         "gradient",
         _ids("parallel/test_prediction", "test_a_guess_has_its_own_loss_scale[local]"),
@@ -179,8 +179,8 @@ _TORCH = [
     Mutation(
         "MG-WFBP: a change of the order does not lead to a new plan",
         "torch/strategies/merged_gradient.py",
-        "if self._control != 0.0 and self._record_from is None:",
-        "if False and self._record_from is None:",
+        "if isinstance(phase, Planned) and self._flags.reordered != 0.0:",
+        "if False:",
         _ids("parallel/test_plans", "test_another_order_of_gradients_leads_to_another_plan"),
     ),
     Mutation(
@@ -199,7 +199,7 @@ _TORCH = [
     ),
     Mutation(
         "a bucket is never sent",
-        "torch/messages/buckets.py",
+        "torch/messages/bucket.py",
         "        self.message.launch()\n",
         '        if not self.name.endswith(".1"):\n            self.message.launch()\n',
         _equation("merged-gradient:plan=wfbp, momentum"),
@@ -218,7 +218,7 @@ _TORCH = [
     ),
     Mutation(
         "a gradient that was not computed keeps its old value",
-        "torch/messages/buckets.py",
+        "torch/messages/bucket.py",
         "    if gradient is None:\n        view.zero_()\n    elif",
         "    if gradient is None:\n        pass\n    elif",
         _merged("a head that only some ranks use"),
@@ -226,8 +226,8 @@ _TORCH = [
     ),
     Mutation(
         "the control word for ranks that have left is ignored",
-        "torch/messages/buckets.py",
-        "return self._words[_PRESENT] > 1 - 0.5 / self._reduction.workers",
+        "torch/messages/control_flags.py",
+        "return self.present > 1 - 0.5 / workers",
         "return True",
         _ids(
             "parallel/test_guards",
@@ -239,7 +239,7 @@ _TORCH = [
     Mutation(
         "the control word for frozen parameters is ignored",
         "torch/messages/buckets.py",
-        "if self._words[_FROZE] != 0.0:",
+        "if self.flags.frozen != 0.0:",
         "if False:",
         _ids("parallel/test_regressions", "test_a_parameter_frozen_on_one_rank[pipe-sgd]"),
         "frozen alone",
@@ -247,7 +247,7 @@ _TORCH = [
     Mutation(
         "the control word for sparse gradients is ignored",
         "torch/messages/buckets.py",
-        "if self._words[_SPARSE] != 0.0 and self._sparse is not None:",
+        "if self.flags.sparse != 0.0:",
         "if False:",
         _ids("parallel/test_uses", "test_cell[sparse gradients-pipe-sgd]"),
         "'sparse gradients', 'pipe-sgd'",
@@ -263,7 +263,7 @@ _TORCH = [
     Mutation(
         "a residual is dropped where buckets change",
         "torch/messages/buckets.py",
-        "                        view.copy_(left)\n",
+        "                        view.copy_(saved)\n",
         "                        pass\n",
         _ids(
             "parallel/test_resume",
@@ -274,7 +274,7 @@ _TORCH = [
     ),
     Mutation(
         "the wrong divisor: predivided and not multiplied back",
-        "torch/messages/reduction.py",
+        "torch/messages/allreduce.py",
         "postscale_factor=factor,",
         "postscale_factor=1.0,",
         _merged("predivide"),
@@ -282,7 +282,7 @@ _TORCH = [
     ),
     Mutation(
         "op=Sum averages",
-        "torch/messages/reduction.py",
+        "torch/messages/allreduce.py",
         "            op=self.op,\n",
         "            op=Average,\n",
         _merged("sum"),
@@ -290,7 +290,7 @@ _TORCH = [
     ),
     Mutation(
         "what came in float16 is not copied back",
-        "torch/messages/reduction.py",
+        "torch/messages/allreduce.py",
         "            self._flat.copy_(self._reduction.compression.decompress(self._wire, "
         "self._context))\n",
         "            pass\n",
@@ -323,7 +323,7 @@ _TORCH = [
     ),
     Mutation(
         "CoCoD: a rank's own weight is ignored",
-        "torch/strategies/model_average.py",
+        "torch/messages/allreduce.py",
         "return mine * len(self.weights) / sum(self.weights)",
         "return 1.0",
         _cocod("weights=(3.0, 1.0, 2.5), momentum, none, float64"),
@@ -364,7 +364,7 @@ _TORCH = [
     Mutation(
         "CoCoD: a round ends before its average is there",
         "torch/strategies/model_average.py",
-        "        self.arrive()\n        self.due = False\n        if self._difference",
+        "        self.complete()\n        self.due = False\n        if self._difference",
         "        self.due = False\n        if self._difference",
         _equation("cocod:period=4, momentum"),
         "^cocod:period=4, momentum$",
@@ -413,7 +413,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: what a message has lost is not added to the next",
-        "torch/messages/exchange.py",
+        "torch/messages/compressed_allreduce.py",
         "                lost.add_(value)\n",
         "                lost.copy_(value)\n",
         _exchange("test_two_exchanges_share_a_feedback"),
@@ -421,7 +421,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: what the sum has lost is not added to the next",
-        "torch/messages/exchange.py",
+        "torch/messages/compressed_allreduce.py",
         "            lost.add_(piece)\n",
         "            lost.copy_(piece)\n",
         _exchange("test_two_exchanges_share_a_feedback"),
@@ -429,7 +429,7 @@ _CODECS = [
     ),
     Mutation(
         "error feedback: an overflow stays for ever",
-        "torch/messages/exchange.py",
+        "torch/messages/compressed_allreduce.py",
         "            lost.nan_to_num_(0.0, 0.0, 0.0)\n",
         "            pass\n",
         _ids(
@@ -441,7 +441,7 @@ _CODECS = [
     ),
     Mutation(
         "control words that travel with a code are added up, not averaged",
-        "torch/messages/exchange.py",
+        "torch/messages/compressed_allreduce.py",
         "return total.div_(len(words)) if self._reduction.op == Average else total",
         "return total",
         _exchange("test_control_words_are_exact"),

@@ -19,8 +19,8 @@ import torch
 from cells import CELLS, STOCK, Cell
 from codec_reference import emulated
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.messages.exchange import Exchange
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce
 from problem import OPTIMIZERS, STEPS, batch, loss_of, make_model, train
 from serial import CoCoD, PipeSGD, Synchronous, Vectors, Workers
 from torch import nn
@@ -128,7 +128,7 @@ def _exchange(place: Place, codec: Codec, side: bool, numel: int = 100_003) -> F
     values = [each.standard_normal(numel).astype(np.float32) for each in noise]
     with in_stream(place, side):
         flat = torch.from_numpy(values[hvd.rank()].copy()).to(place.device)
-        exchange = Exchange(Reduction(), flat, f"exchange.{codec!r}.{side}", codec)
+        exchange = CompressedAllReduce(Reduction(), flat, f"exchange.{codec!r}.{side}", codec)
         exchange.launch()
         exchange.wait()
         mine = flat.cpu().numpy()

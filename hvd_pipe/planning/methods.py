@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
-"""What the job fills Pipe-SGD's buckets to (``torch.strategies.engine`` has the same number)."""
+"""What the job fills Pipe-SGD's buckets to (``torch.strategies.settings`` has the same number)."""
 
 _WIDEST = 64  # each step in flight holds a gradient, and is waited for in the simulation
 

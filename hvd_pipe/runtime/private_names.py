@@ -109,7 +109,7 @@ ROWS = (
             "horovod_shutdown",
         )
     ),
-    PrivateName("torch", "horovod.torch.mpi_ops", "_handle_map", "torch.messages.in_flight"),
+    PrivateName("torch", "horovod.torch.mpi_ops", "_handle_map", "torch.messages.pending"),
     *(
         PrivateName("torch", "horovod.torch.mpi_ops", f"mpi_lib.{name}", "torch.workers")
         for name in ("horovod_torch_join", "horovod_torch_reset")
@@ -130,7 +130,7 @@ ROWS = (
     PrivateName("torch", "torch.utils._pytree", "tree_leaves", "torch.horovod_api"),
     PrivateName("torch", "torch.utils._pytree", "tree_map", "torch.horovod_api"),
     PrivateName("torch", "torch", "Tensor._values", "torch.parameters"),
-    PrivateName("torch", "torch", "Tensor._version", "torch.messages.buckets"),
+    PrivateName("torch", "torch", "Tensor._version", "torch.messages.bucket"),
     PrivateName("torch", "torch.nn", "Module._modules", "torch.pipedream.graph"),
     PrivateName("torch", "torch.nn", "Module._forward_pre_hooks", "torch.measuring.timeline"),
     PrivateName(

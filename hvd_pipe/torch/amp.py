@@ -16,7 +16,7 @@ import torch
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.parameters import unscale
-from hvd_pipe.torch.strategies.engine import Engine
+from hvd_pipe.torch.strategies.base import Engine
 
 __all__ = [
     "LossScale",

@@ -34,10 +34,9 @@ from hvd_pipe.torch import workers
 from hvd_pipe.torch.agree import Description, agreement
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
-from hvd_pipe.torch.strategies.engine import Settings, describe, kinds
-from hvd_pipe.torch.strategies.plans import plan_groups
+from hvd_pipe.torch.strategies.settings import Settings, describe, dtype_groups, plan_groups
 
 __all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
@@ -250,14 +249,14 @@ class _Nobody:
 
     def update(self) -> None: ...
 
-    def peek(self) -> None: ...
+    def predict(self) -> None: ...
 
     def note_old(self) -> None: ...
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         return {}
 
-    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+    def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
         return {}
 
 
@@ -305,5 +304,5 @@ def user_groups(
     return [
         [group[i] for i in same]
         for group in found
-        for same in kinds([parameters[i] for i in group])
+        for same in dtype_groups([parameters[i] for i in group])
     ]

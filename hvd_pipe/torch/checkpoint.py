@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from hvd_pipe.torch.strategies.engine import Engine, State
+from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.settings import State
 
 __all__ = ["KEY", "SavedState", "load", "save"]
 
@@ -116,7 +117,7 @@ def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]
     other number, and another rank's residuals are not taken.
     """
     if saved is None:
-        if engine.keeps:
+        if engine.has_state_in_flight:
             _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")
         return
     if saved.foreign is not None:

@@ -2,7 +2,7 @@
 
 ``hvd.Compression.none`` and ``.fp16`` are Horovod's compressors: what they make is summed on the
 wire. ``.bf16`` and ``.int8`` are codecs: what they make cannot be summed as it is, so a buffer
-travels in the two phases of `hvd_pipe.torch.messages.exchange`.
+travels in the two phases of `hvd_pipe.torch.messages.compressed_allreduce`.
 
 `hvd_pipe.runtime.codec_format` draws the bytes.
 """

@@ -25,7 +25,7 @@ from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovo
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import JobProfile
 from hvd_pipe.torch.parameters import NewGradients, is_zero
-from hvd_pipe.torch.strategies.engine import Engine
+from hvd_pipe.torch.strategies.base import Engine
 
 __all__ = ["DistributedMixin", "twin"]
 
@@ -111,7 +111,7 @@ class DistributedMixin(EngineHolder):
                 "`with optimizer.skip_synchronize(): optimizer.step()`.",
                 stacklevel=3,
             )
-        if self._hvd_pipe_skip and engine.fresh and not engine.synchronized:
+        if self._hvd_pipe_skip and engine.has_new_gradients and not engine.synchronized:
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but gradients were computed since the last "
                 "synchronize(): call optimizer.synchronize() after backward() and before this."
@@ -124,7 +124,11 @@ class DistributedMixin(EngineHolder):
     def _check_not_old(self, engine: Engine) -> None:
         """Refuse to apply again what `synchronize` has just applied."""
         old = (p.grad for p in self._owned() if p.grad is not None)
-        if engine.keeps and not self._has_new_gradients() and not all(map(is_zero, old)):
+        if (
+            engine.has_state_in_flight
+            and not self._has_new_gradients()
+            and not all(map(is_zero, old))
+        ):
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but synchronize() found no new gradient: what "
                 "is in p.grad was applied before. Set gradients before synchronize(), by "
@@ -181,7 +185,7 @@ class DistributedMixin(EngineHolder):
         self._hvd_pipe_expects = ""
         engine = self._hvd_pipe
         if engine is not None:
-            if engine.fresh and not engine.synchronized and engine.current is not None:
+            if engine.has_new_gradients and not engine.synchronized and engine.current is not None:
                 raise HvdPipeError(
                     "zero_grad() after backward() and before step() would clear gradients that "
                     "are being sent: call it before backward() or after step(). To give this "
@@ -210,8 +214,8 @@ class DistributedMixin(EngineHolder):
         """
         amp.check_loss_scale(loss_scale)
         engine = self._engine()
-        by_hand = not engine.fresh and self._has_new_gradients()
-        preparing = (engine.fresh or by_hand) and not engine.synchronized
+        by_hand = not engine.has_new_gradients and self._has_new_gradients()
+        preparing = (engine.has_new_gradients or by_hand) and not engine.synchronized
         self._hvd_pipe_drained = not (preparing or engine.synchronized)
         engine.synchronize(by_hand)
         self._note_old()
@@ -238,7 +242,7 @@ class DistributedMixin(EngineHolder):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate this many backward passes into one gradient; call it after ``step()``."""
         engine, passes = self._engine(), check_passes(passes)
-        if engine.fresh and engine.current is not None:
+        if engine.has_new_gradients and engine.current is not None:
             raise HvdPipeError(
                 "set_backward_passes_per_step() after backward() and before step(): call it after "
                 "step()."
@@ -251,7 +255,7 @@ class DistributedMixin(EngineHolder):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the user's class, between two steps; the new parameters join at the next step."""
         engine = self._hvd_pipe
-        if engine is not None and engine.fresh:
+        if engine is not None and engine.has_new_gradients:
             raise HvdPipeError(
                 "add_param_group() after backward() and before step(): call it after step()."
             )
@@ -308,7 +312,7 @@ class DistributedMixin(EngineHolder):
         super().load_state_dict(state_dict)
         engine, in_flight = self._resumed(before, in_flight)
         checkpoint.load(engine, in_flight, self._owned())
-        if engine.keeps and (had_begun or engine.rounds > 0):
+        if engine.has_state_in_flight and (had_begun or engine.rounds > 0):
             engine.note_load(message)
         self._note_old()
 

@@ -32,7 +32,7 @@ from hvd_pipe.torch.horovod_api import (
     init,
     shutdown,
 )
-from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages import pending
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -118,7 +118,7 @@ class _DistributedHandler(_OptimizerHandler):
 
     def restore(self) -> None:
         self.value._release_engine(keep=False)
-        in_flight.forget()
+        pending.forget()
         super().restore()
 
     def sync(self) -> None:

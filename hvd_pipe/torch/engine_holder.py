@@ -25,9 +25,8 @@ from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.parameters import NewGradients, owned_by
-from hvd_pipe.torch.strategies.auto import AutoChoice
-from hvd_pipe.torch.strategies.engine import Engine
-from hvd_pipe.torch.strategies.engines import make_engine
+from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.choose import AutoChoice, make_engine
 
 __all__ = ["EngineHolder"]
 
@@ -82,7 +81,7 @@ class EngineHolder(torch.optim.Optimizer):
             checkpoint.load(engine, in_flight, self._owned())
         engine.check_position()
         self._hvd_pipe_saved = None
-        engine.fresh = fresh
+        engine.has_new_gradients = fresh
         if not fresh:
             self._note_old()
         return engine
@@ -96,7 +95,7 @@ class EngineHolder(torch.optim.Optimizer):
         return dataclasses.replace(arguments, named_parameters=named.items(), groups=groups)
 
     def _has_hooked_gradients(self) -> bool:
-        return self._hvd_pipe is not None and self._hvd_pipe.fresh
+        return self._hvd_pipe is not None and self._hvd_pipe.has_new_gradients
 
     def _has_new_gradients(self) -> bool:
         """Return whether gradients wait to be applied, wherever they have come from."""
@@ -110,7 +109,7 @@ class EngineHolder(torch.optim.Optimizer):
         engine = self._hvd_pipe
         if engine is None:
             return self._hvd_pipe_saved
-        if engine.fresh and engine.current is not None and engine.remembers:
+        if engine.has_new_gradients and engine.current is not None and engine.remembers:
             raise HvdPipeError(
                 "a state was asked for after backward() and before step(), while gradients are on "
                 "their way: save or copy after step()."
@@ -166,7 +165,7 @@ class EngineHolder(torch.optim.Optimizer):
     def _finish(self) -> None:
         """Leave nothing in flight; not in the middle of a step, which is given up."""
         engine = self._hvd_pipe
-        if engine is not None and engine.keeps and not engine.fresh:
+        if engine is not None and engine.has_state_in_flight and not engine.has_new_gradients:
             engine.synchronize()
             self._note_old()
 
@@ -175,16 +174,17 @@ class EngineHolder(torch.optim.Optimizer):
         found = self._hvd_pipe_saved
         if found is not None:
             self._hvd_pipe_saved = found.shared()
-        self._engine().fresh = False  # gradients that are still there belong to an earlier step
+        # Gradients that are still there belong to an earlier step.
+        self._engine().has_new_gradients = False
         self._note_old()
 
-    # What the engine asks for: see `hvd_pipe.torch.strategies.engine.Owner`.
+    # What the engine asks for: see `hvd_pipe.torch.strategies.settings.Owner`.
 
     def _update(self) -> None:
         with timeline.updating():
             super().step()
 
-    def _peek(self) -> None:
+    def _predict_update(self) -> None:
         """Make an update that moves the weights only: without hooks, on a copy of the state."""
         kept = dict(self.state)
         groups = [dict(group) for group in self.param_groups]
@@ -224,8 +224,8 @@ class _Owner:
     def update(self) -> None:
         self._optimizer()._update()
 
-    def peek(self) -> None:
-        self._optimizer()._peek()
+    def predict(self) -> None:
+        self._optimizer()._predict_update()
 
     def note_old(self) -> None:
         self._optimizer()._note_old()
@@ -234,7 +234,7 @@ class _Owner:
         state: dict[str, Any] = self._optimizer().state.get(parameter, {})
         return state
 
-    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+    def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
         return self._optimizer()._joining(known)
 
 

@@ -19,8 +19,8 @@ from horovod.torch.mpi_ops import synchronize as wait_for
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import workers
-from hvd_pipe.torch.messages.reduction import sendable
-from hvd_pipe.torch.strategies.engine import refuse_join
+from hvd_pipe.torch.messages.allreduce import sendable
+from hvd_pipe.torch.strategies.base import refuse_join
 
 __all__ = [
     "broadcast_optimizer_state",

@@ -9,7 +9,7 @@ import torch
 from horovod.torch.mpi_ops import broadcast_
 
 from hvd_pipe.torch.agree import check_alike, members
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import ModelFinder
 
 __all__ = ["ModelBuffers"]

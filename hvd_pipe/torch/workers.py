@@ -35,8 +35,8 @@ from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of
 from hvd_pipe.torch.agree import agreement
-from hvd_pipe.torch.messages import in_flight
-from hvd_pipe.torch.strategies.engine import all_joined, refuse_join
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.strategies.base import all_joined, refuse_join
 
 __all__ = ["Distributed", "begin", "count", "note", "waits_for", "watch"]
 
@@ -99,7 +99,7 @@ def _leave() -> None:
     global _leaving  # noqa: PLW0603
     _leaving = True
     if mpi_ops.is_initialized():
-        in_flight.settle()
+        pending.settle()
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def _starting() -> Iterator[None]:
 def _joining() -> Iterator[None]:
     """Join when all that this rank has sent has been reduced; see `hvd_pipe.torch.join`."""
     refuse_join()
-    in_flight.arrive()
+    pending.complete_all()
     all_joined()
     yield
 
@@ -139,7 +139,7 @@ def _ending() -> Iterator[None]:
 def _leave_workers() -> None:
     """Leave these workers: everything starts anew on the next ones."""
     global _watching  # noqa: PLW0603
-    keep = in_flight.settle()
+    keep = pending.settle()
     for optimizer in list(_running):
         optimizer._release_engine(keep)
     _running.clear()
@@ -173,7 +173,7 @@ def _wait_of(thread: int, frame: FrameType | None) -> Wait | None:
     if registered is not None or frame is None or module_of(frame) not in _WAITING:
         return registered
     names = horovod_call(frame)
-    return Wait((names[-1], *in_flight.known()), "join" in names)
+    return Wait((names[-1], *pending.known()), "join" in names)
 
 
 def _failed_elsewhere(error: BaseException) -> bool:

@@ -190,8 +190,8 @@ def test_a_rank_that_has_joined_is_named(n: int, launcher: str) -> None:
 def test_which_messages_a_reduction_makes(n: int, launcher: str) -> None:
     for result in of_case(results(n, launcher), "through a reduction"):
         kinds = {label: kind for label, (kind, _) in result.items()}
-        exchanged = dict.fromkeys(("bf16", "bf16 as fp16", "int8"), "Exchange")
-        assert kinds == exchanged | {"none": "_AllReduce"}
+        exchanged = dict.fromkeys(("bf16", "bf16 as fp16", "int8"), "CompressedAllReduce")
+        assert kinds == exchanged | {"none": "AllReduce"}
         for _, flat in result.values():
             np.testing.assert_allclose(flat, (n + 1) / 2, rtol=1e-6)
 
@@ -211,11 +211,11 @@ import time
 import torch
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.messages.exchange import Exchange
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce
+from hvd_pipe.torch.messages.allreduce import Reduction
 
 hvd.init()
-exchanges = [Exchange(Reduction(), torch.ones(10**6), str(i), Int8())
+exchanges = [CompressedAllReduce(Reduction(), torch.ones(10**6), str(i), Int8())
     for i in range(3 + hvd.rank())]  # one that the other rank never sends
 for exchange in exchanges:
     exchange.launch()

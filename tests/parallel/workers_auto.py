@@ -24,7 +24,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.torch.measuring import step_times
-from hvd_pipe.torch.strategies import auto, merged_gradient
+from hvd_pipe.torch.strategies import choose, merged_gradient
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
@@ -387,9 +387,9 @@ def seen_by_rank_0() -> tuple[list[float], float] | None:
     if hvd.rank() == 1:
         model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
     planned = mock.Mock(wraps=merged_gradient.plan_kinds)
-    predicted = mock.Mock(wraps=auto.predict)
+    predicted = mock.Mock(wraps=choose.predict)
     with (
-        mock.patch.object(auto, "predict", predicted),
+        mock.patch.object(choose, "predict", predicted),
         mock.patch.object(merged_gradient, "plan_kinds", planned),
     ):
         train(model, optimizer, hvd.rank(), steps=SWITCH)
@@ -496,7 +496,7 @@ CASES: dict[str, Callable[[], Any]] = {
         resumed_from, {"version": 9, "chosen": 5, "workers": None, "counters": None}
     ),
     "rank 0 cannot choose": partial(
-        failing, "hvd_pipe.torch.strategies.auto.predict", 0, ValueError("no choice")
+        failing, "hvd_pipe.torch.strategies.choose.predict", 0, ValueError("no choice")
     ),
     "rank 0 cannot plan": partial(
         failing, "hvd_pipe.torch.strategies.merged_gradient.plan_kinds", 0, ValueError("no plan")

@@ -140,7 +140,7 @@ def _said(
 
 def gradients_not_zeroed() -> Weights:
     """The sum of all weights, where the room of a gradient that is missing is sent as it is."""
-    plain = buckets._into
+    plain = buckets.copy_in
 
     def into(parameter: torch.Tensor, view: torch.Tensor) -> None:
         if parameter.grad is None:
@@ -148,11 +148,11 @@ def gradients_not_zeroed() -> Weights:
         else:
             plain(parameter, view)
 
-    buckets._into = into
+    buckets.copy_in = into
     try:
         return trajectory("merged-gradient:bucket_bytes=64", STEPS, {}, Heads, heads_loss)
     finally:
-        buckets._into = plain
+        buckets.copy_in = plain
 
 
 def snapshot_not_renewed() -> Weights:

@@ -21,7 +21,7 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.compression import Compression, Int8
 from hvd_pipe.torch.measuring.probes import worker_speeds
-from hvd_pipe.torch.strategies.engine import State
+from hvd_pipe.torch.strategies.settings import State
 
 
 def _hasty_adam(model: nn.Module) -> Optimizer:

@@ -16,9 +16,9 @@ from horovod.torch.mpi_ops import ProcessSet
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.compression import BF16, Codec, Int8
-from hvd_pipe.torch.messages import in_flight
-from hvd_pipe.torch.messages.exchange import Exchange, Feedback
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.allreduce import Feedback, Reduction
+from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce, message_for
 
 ROUNDS = 50
 
@@ -70,7 +70,7 @@ def reduced(shape: Shape) -> np.ndarray:
     op = hvd.Sum if shape.sum else hvd.Average
     flat = values(hvd.rank(), shape)
     reduction = Reduction(op=op, gradient_predivide_factor=shape.predivide)
-    exchange = Exchange(reduction, flat, "reduced", shape.codec, shape.exact)
+    exchange = CompressedAllReduce(reduction, flat, "reduced", shape.codec, shape.exact)
     for _ in range(2):  # the second time with buffers that were used before
         flat.copy_(values(hvd.rank(), shape))
         exchange.launch()
@@ -80,7 +80,7 @@ def reduced(shape: Shape) -> np.ndarray:
 
 def traffic() -> float:
     reduction = Reduction()
-    exchange = Exchange(reduction, torch.ones(256 * 12 + 3), "traffic", Int8(), exact=3)
+    exchange = CompressedAllReduce(reduction, torch.ones(256 * 12 + 3), "traffic", Int8(), exact=3)
     exchange.launch()
     exchange.wait()
     exchange.wait()  # at once
@@ -95,7 +95,9 @@ def other_orders(rounds: int = 5) -> list[np.ndarray]:
     exchanges = []
     for number, shape in enumerate(ORDER):
         flat = values(hvd.rank(), shape)
-        exchanges.append((flat, Exchange(Reduction(), flat, f"order.{number}", shape.codec, 2)))
+        exchanges.append(
+            (flat, CompressedAllReduce(Reduction(), flat, f"order.{number}", shape.codec, 2))
+        )
     for turn in range(rounds):
         mine = np.random.default_rng([turn, hvd.rank()])
         for number in mine.permutation(len(ORDER)):
@@ -111,7 +113,7 @@ def other_orders(rounds: int = 5) -> list[np.ndarray]:
 def not_finite(codec: Codec, wrong: float) -> tuple[np.ndarray, np.ndarray]:
     """A value that is not finite on the last rank alone, and the same buffer one round later."""
     flat = torch.ones(2000)
-    exchange = Exchange(Reduction(), flat, "wrong", codec)
+    exchange = CompressedAllReduce(Reduction(), flat, "wrong", codec)
     if hvd.rank() == hvd.size() - 1:
         flat[700] = wrong
     exchange.launch()
@@ -129,7 +131,9 @@ SOME = Shape(Int8(), 3000, 3)
 def some_ranks(process_set: ProcessSet) -> np.ndarray:
     """Only the members reduce; others keep what they have."""
     flat = values(hvd.rank(), SOME)
-    exchange = Exchange(Reduction(process_set=process_set), flat, "some", SOME.codec, SOME.exact)
+    exchange = CompressedAllReduce(
+        Reduction(process_set=process_set), flat, "some", SOME.codec, SOME.exact
+    )
     exchange.launch()
     exchange.wait()
     return arrays(flat)
@@ -148,7 +152,7 @@ def shared() -> list[np.ndarray]:
     flats = [torch.zeros(SHARED.numel) for _ in range(2)]
     feedback = Feedback.of(flats[0])
     exchanges = [
-        Exchange(Reduction(), flat, f"shared.{i}", SHARED.codec, feedback=feedback)
+        CompressedAllReduce(Reduction(), flat, f"shared.{i}", SHARED.codec, feedback=feedback)
         for i, flat in enumerate(flats)
     ]
     results = []
@@ -172,7 +176,7 @@ def small_and_large() -> torch.Tensor:
 def running_sum(codec: Codec) -> np.ndarray:
     """The sum of what a constant gradient has arrived as in many rounds."""
     flat = torch.empty(1000)
-    exchange = Exchange(Reduction(), flat, "running", codec)
+    exchange = CompressedAllReduce(Reduction(), flat, "running", codec)
     total = np.zeros(1000)
     for _ in range(ROUNDS):
         flat.copy_(small_and_large())
@@ -186,19 +190,19 @@ def restored() -> tuple[np.ndarray, np.ndarray]:
     """Two rounds after two, and the same after the feedback went through a save and a restore."""
     flat = torch.empty(SHARED.numel)
 
-    def run(exchange: Exchange, steps: range) -> None:
+    def run(exchange: CompressedAllReduce, steps: range) -> None:
         for step in steps:
             flat.copy_(step_values(hvd.rank(), step)[: SHARED.numel])
             exchange.launch()
             exchange.wait()
 
-    first = Exchange(Reduction(), flat, "first", SHARED.codec)
+    first = CompressedAllReduce(Reduction(), flat, "first", SHARED.codec)
     run(first, range(2))
     assert first.feedback is not None
     saved = first.feedback.sent.clone(), first.feedback.reduced.clone()
     run(first, range(2, 4))
     expected = arrays(flat.clone())
-    second = Exchange(Reduction(), flat, "second", SHARED.codec)
+    second = CompressedAllReduce(Reduction(), flat, "second", SHARED.codec)
     assert second.feedback is not None
     second.feedback.sent.copy_(saved[0])
     second.feedback.reduced.copy_(saved[1])
@@ -209,7 +213,7 @@ def restored() -> tuple[np.ndarray, np.ndarray]:
 def without_the_main_thread() -> bool:
     """Whether both phases come to their end while the script does something else."""
     flat = values(hvd.rank(), SOME)
-    exchange = Exchange(Reduction(), flat, "behind", SOME.codec, SOME.exact)
+    exchange = CompressedAllReduce(Reduction(), flat, "behind", SOME.codec, SOME.exact)
     exchange.launch()
     arrived = exchange.done.wait(20)
     exchange.wait()
@@ -229,16 +233,16 @@ class Broken(Int8):
 
 
 def errors() -> list[str]:
-    """What `wait` raises on this rank for errors in the courier; it carries on after them."""
+    """What `wait` raises here for errors in the communication thread, which goes on."""
     said = []
     for number, codec in enumerate((Broken(chunk=1), Broken())):
-        exchange = Exchange(Reduction(), torch.ones(2000), f"broken.{number}", codec)
+        exchange = CompressedAllReduce(Reduction(), torch.ones(2000), f"broken.{number}", codec)
         exchange.launch()
         try:
             exchange.wait()
         except ZeroDivisionError as error:
             said.append(str(error))
-    exchange = Exchange(Reduction(), torch.ones(2000), "twice", Int8())
+    exchange = CompressedAllReduce(Reduction(), torch.ones(2000), "twice", Int8())
     exchange.launch()
     try:
         exchange.launch()
@@ -250,7 +254,9 @@ def errors() -> list[str]:
 
 def gone_apart() -> str:
     """The first rank sends a buffer of another size under the same name."""
-    exchange = Exchange(Reduction(), torch.ones(2000 + 500 * (hvd.rank() == 0)), "apart", Int8())
+    exchange = CompressedAllReduce(
+        Reduction(), torch.ones(2000 + 500 * (hvd.rank() == 0)), "apart", Int8()
+    )
     exchange.launch()
     try:
         exchange.wait()
@@ -269,7 +275,7 @@ def through_a_reduction() -> dict[str, tuple[str, np.ndarray]]:
         ("none", hvd.Compression.none, torch.float32),
     ):
         flat = torch.full((1003,), 1.0 + hvd.rank(), dtype=dtype)
-        message = Reduction(compression=compression).message(flat, label, exact=3)
+        message = message_for(Reduction(compression=compression), flat, label, exact=3)
         message.launch()
         message.wait()
         results[label] = type(message).__name__, arrays(flat)
@@ -280,7 +286,7 @@ def joined() -> str:
     """What an exchange says when the last rank has run out of data."""
     said = ""
     if hvd.rank() < hvd.size() - 1:
-        exchange = Exchange(Reduction(), torch.ones(2000), "joined", Int8())
+        exchange = CompressedAllReduce(Reduction(), torch.ones(2000), "joined", Int8())
         exchange.launch()
         try:
             exchange.wait()
@@ -290,14 +296,14 @@ def joined() -> str:
     return said
 
 
-_left: list[tuple[torch.Tensor, Exchange]] = []
+_left: list[tuple[torch.Tensor, CompressedAllReduce]] = []
 
 
 def leave_one(name: str) -> None:
     """Launch one that nobody waits for, at another time on each rank."""
     time.sleep(0.3 * hvd.rank())
     flat = torch.full((50_000,), float(hvd.rank()))
-    _left.append((flat, Exchange(Reduction(), flat, name, Int8())))
+    _left.append((flat, CompressedAllReduce(Reduction(), flat, name, Int8())))
     _left[-1][1].launch()
 
 
@@ -306,11 +312,11 @@ def settled() -> tuple[list[str], bool, np.ndarray, np.ndarray]:
     leave_one("settled")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        in_flight.settle()
+        pending.settle()
     flat, exchange = _left[-1]
     done, first = exchange.done.is_set(), arrays(flat.clone())
     second = torch.full((3000,), float(hvd.rank()))
-    exchange = Exchange(Reduction(), second, "after", Int8())
+    exchange = CompressedAllReduce(Reduction(), second, "after", Int8())
     exchange.launch()
     exchange.wait()
     return [str(warning.message) for warning in caught], done, first, arrays(second)

@@ -14,7 +14,7 @@ from torch import nn
 from workers_merged_gradient import SWITCH, Branches, branches_loss
 
 import hvd_pipe.torch as hvd
-import hvd_pipe.torch.messages.reduction
+import hvd_pipe.torch.messages.allreduce
 
 PAUSE_S = 0.004  # before each gradient of a slow rank
 AFTER_SWITCH = 100  # steps within which another order of gradients must have led to another plan
@@ -58,19 +58,19 @@ def buckets_of(strategy: str) -> list[Buckets]:
 
 def _buckets_of_a_step(model: nn.Module, optimizer: Any, clear: Callable[[], None]) -> Buckets:
     calls = []
-    allreduce = hvd_pipe.torch.messages.reduction.allreduce_async_
+    allreduce = hvd_pipe.torch.messages.allreduce.allreduce_async_
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(tensor)
         return allreduce(tensor, *args, **kwargs)
 
-    hvd_pipe.torch.messages.reduction.allreduce_async_ = counted
+    hvd_pipe.torch.messages.allreduce.allreduce_async_ = counted
     try:
         clear()
         loss_of(model, hvd.rank(), STEPS).backward()
         optimizer.step()
     finally:
-        hvd_pipe.torch.messages.reduction.allreduce_async_ = allreduce
+        hvd_pipe.torch.messages.allreduce.allreduce_async_ = allreduce
     sharing: dict[int, set[str]] = {}
     for name, p in model.named_parameters():
         assert p.grad is not None

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.messages.bucket import Bucket
+from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.compressed_allreduce import message_for
+from hvd_pipe.torch.messages.control_flags import ControlFlags
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,9 +24,13 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (4,), (), (3, 1))]
 
 
+def bucket_of(some: list[nn.Parameter], extra: int = 0) -> Bucket:
+    return Bucket("b", some, lambda flat: message_for(Reduction(), flat, "b", extra), extra)
+
+
 def test_views_share_one_buffer_and_do_not_overlap() -> None:
     some = parameters()
-    bucket = Bucket("b", some, Reduction(), extra=1)
+    bucket = bucket_of(some, extra=1)
     assert [view.shape for view in bucket.views] == [p.shape for p in some]
     assert bucket.flat.numel() == 6 + 4 + 1 + 3 + 1
     for number, view in enumerate(bucket.views, 1):
@@ -34,7 +41,7 @@ def test_views_share_one_buffer_and_do_not_overlap() -> None:
 
 def test_a_view_has_the_memory_format_of_its_parameter() -> None:
     weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    (view,) = Bucket("b", [nn.Parameter(weight)], Reduction()).views
+    (view,) = bucket_of([nn.Parameter(weight)]).views
     assert view.stride() == weight.stride()
     view.copy_(weight)
     assert torch.equal(view, weight)
@@ -54,11 +61,11 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     for place in (3, 2, 0):
         buckets.ready(place)
     assert buckets.completed == [3, 2, 0]
-    buckets.launch_rest(says=1.0)
+    buckets.flush(ControlFlags(reordered=1.0))
     buckets.wait()
-    assert buckets.control() == 1.0
+    assert buckets.flags.reordered == 1.0
     assert buckets.completed == []
-    buckets.show()
+    buckets.bind_gradients()
     assert some[3].grad is not None
     assert some[3].grad.is_sparse
     assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
@@ -71,11 +78,11 @@ def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
     buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up", sparse={3})
     some[3].grad = torch.full((3, 1), 4.0).to_sparse(1)
     buckets.ready(3)
-    buckets.launch_rest()
-    buckets.arrive()
-    buckets.give_up()
+    buckets.flush()
+    buckets.complete()
+    buckets.discard()
     some[3].grad = None
-    buckets.show()
+    buckets.bind_gradients()
     assert some[3].grad is None
 
 
@@ -84,8 +91,8 @@ def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
     buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up, too")
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
     buckets.ready(3)
-    buckets.give_up()
-    buckets.show()
+    buckets.discard()
+    buckets.bind_gradients()
     assert some[3].grad is not None
     assert not some[3].grad.is_sparse
 
@@ -93,7 +100,7 @@ def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
 def test_gradients_that_are_views_already_are_not_copied() -> None:
     some = parameters()
     buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "t")
-    buckets.show()
+    buckets.bind_gradients()
     view = some[0].grad
     (some[0].sum() * 5).backward()  # accumulates in place
     buckets.ready(0)
@@ -109,7 +116,7 @@ def test_buckets_are_ready_again_after_a_wait() -> None:
         for place in range(4):
             buckets.ready(place)
         assert [bucket.launched for bucket in buckets.buckets] == [True, False]
-        buckets.launch_rest()
+        buckets.flush()
         buckets.wait()
         assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + [
             0,
@@ -125,12 +132,12 @@ def test_new_buckets_take_the_values_that_users_see() -> None:
     some = parameters()
     old = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "old")
     gradients_of(some)
-    old.launch_rest()
+    old.flush()
     old.wait()
-    old.show()
+    old.bind_gradients()
     some[2].grad = None
     new = BucketSet(some, "abcd", [[3], [2], [1], [0]], Reduction(), "new")
-    new.move_in()
+    new.copy_in()
     assert some[2].grad is None
     assert some[0].grad is new.buckets[3].views[0]
     assert torch.equal(some[0].grad, torch.full((2, 3), 1.0))
@@ -149,6 +156,6 @@ def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("hvd_pipe.torch.messages.buckets.host_values", None)
     parameter.sum().backward()
     buckets.ready(0)
-    buckets.launch_rest(says=1.0)
+    buckets.flush(ControlFlags(reordered=1.0))
     buckets.wait()
-    assert buckets.control() == 1.0
+    assert buckets.flags.reordered == 1.0

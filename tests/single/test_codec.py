@@ -77,7 +77,7 @@ def test_a_plan_counts_both_messages_of_a_codec_and_its_time() -> None:
     """
     torch = pytest.importorskip("torch")
     hvd = pytest.importorskip("hvd_pipe.torch")
-    from hvd_pipe.torch.messages.reduction import Reduction  # noqa: PLC0415
+    from hvd_pipe.torch.messages.allreduce import Reduction  # noqa: PLC0415
     from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine  # noqa: PLC0415
 
     for compression, count, exposed_s in (

@@ -164,7 +164,7 @@ def test_a_name_that_is_gone_is_named_with_a_version_that_has_it(
         private_names.check("torch")
     text = str(refused.value)
     assert "hvd_pipe.torch relies on private names that horovod 0.28.1, torch" in text
-    assert "horovod.torch.mpi_ops._handle_map (for hvd_pipe.torch.messages.in_flight)" in text
+    assert "horovod.torch.mpi_ops._handle_map (for hvd_pipe.torch.messages.pending)" in text
     assert "torch._foreach_sub_ (for hvd_pipe.torch.strategies.model_average)" in text
     assert "Known to work: horovod==0.28.1 torch==2.13.0" in text
 

@@ -27,9 +27,9 @@ from hvd_pipe.runtime.watch.threads import OtherThreads
 from hvd_pipe.runtime.watch.waits import waiting_for
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.messages import exchange, in_flight
-from hvd_pipe.torch.messages.exchange import Exchange
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages import compressed_allreduce, pending
+from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def test_a_rank_waits_where_horovod_does() -> None:
 def test_a_rank_waits_where_it_says_so() -> None:
     """The watch read local variables of other functions: to rename one let jobs hang."""
     status = watchdog._Process(0, workers.waits_for).status
-    assert not Stuck("hvd_pipe.torch.messages.in_flight", "wait").seen(status).waits
+    assert not Stuck("hvd_pipe.torch.messages.pending", "wait").seen(status).waits
     assert Stuck("anything", "whatever", registered="a message").seen(status).waits
     assert not status().waits
 
@@ -148,9 +148,12 @@ def test_join_waits_for_ranks_that_get_on() -> None:
 
 
 def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "courier", SimpleNamespace(take=id))  # nothing leaves
+    nothing_leaves = SimpleNamespace(take=id)
+    monkeypatch.setattr(compressed_allreduce, "communication_thread", nothing_leaves)
     others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
-    message = Exchange(Reduction(process_set=others), torch.zeros(8), "g", Compression.int8)
+    message = CompressedAllReduce(
+        Reduction(process_set=others), torch.zeros(8), "g", Compression.int8
+    )
     process = watchdog._Process(0, workers.waits_for)
     statuses: list[Status] = []
 
@@ -204,18 +207,18 @@ def test_a_thread_that_waits_beside_a_busy_main_one_does_not_count(stuck: Stuck)
 def test_sent_messages_may_be_forgotten_while_they_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread that carries exchanges forgets all where Horovod has failed.
+    """The communication thread forgets all where Horovod has failed.
 
     The main one went through the same set just then: "Set changed size during iteration".
     """
 
     def poll(handle: int) -> bool:
-        in_flight.forget()  # as another thread does, at any time
+        pending.forget()  # as another thread does, at any time
         return False
 
-    monkeypatch.setattr(in_flight, "poll", poll)
-    monkeypatch.setattr(in_flight, "_handles", {1, 2, 3})
-    in_flight.arrive()
+    monkeypatch.setattr(pending, "poll", poll)
+    monkeypatch.setattr(pending, "_handles", {1, 2, 3})
+    pending.complete_all()
 
 
 def test_a_thread_that_works_is_told_from_one_that_idles() -> None:

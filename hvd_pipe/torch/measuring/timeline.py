@@ -40,7 +40,7 @@ from hvd_pipe.runtime.timeline.flights import Flight, Flights
 from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock
-from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import ModelFinder
 
 __all__ = [
@@ -67,7 +67,7 @@ class Recorder(recorder.Recorder):
         self._started: Moment | None = None
         self._last: Moment | None = None
         self._device: DeviceClock | None = None
-        in_flight.before_shutdown(self._flights.halt)
+        pending.before_shutdown(self._flights.halt)
 
     def _make_flights(self) -> Flights:
         return Flights(self.now, self._landed, lambda handle: bool(poll(handle)))

@@ -1,7 +1,7 @@
 """Residuals of error feedback where buckets change, and with them who encodes which sums.
 
 Each rank encodes the sums of its own slice of a bucket, and keeps the residual of that slice only
-(see `exchange`). With other buckets, a gradient's sum may be encoded by another rank::
+(see `compressed_allreduce`). With other buckets, a gradient's sum may be encoded by another rank::
 
     rank 0   [ r0 |    ]                       [ r0 r1 ]
     rank 1   [    | r1 ]   --sum over ranks--> [ r0 r1 ]   each then keeps its new slice
@@ -16,12 +16,9 @@ import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Sum
 
-from hvd_pipe.torch.messages.reduction import Reduction
+from hvd_pipe.torch.messages.allreduce import REDUCED, Reduction
 
-__all__ = ["REDUCED", "SENT", "Residuals", "of_all_ranks"]
-
-SENT, REDUCED = "own.sent", "own.reduced"
-"""Labels: what encoding a rank's own values has lost, and what encoding sums has."""
+__all__ = ["Residuals", "of_all_ranks"]
 
 Residuals = dict[str, list[torch.Tensor | None]]
 """By label, one tensor a parameter, or None."""
@@ -42,12 +39,12 @@ def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Resid
     whole = list(reduced)
     devices = {tensor.device for tensor in reduced if tensor is not None}
     for i, device in enumerate(sorted(devices, key=str)):
-        places = [p for p, tensor in enumerate(reduced) if _is_on(tensor, device)]
+        indices = [p for p, tensor in enumerate(reduced) if _is_on(tensor, device)]
         parts = [tensor for tensor in reduced if tensor is not None and tensor.device == device]
         flat = torch.cat([part.flatten() for part in parts])
         plain.reduce(flat, f"{name}.{i}")
-        for place, part, total in zip(places, parts, _split(flat, parts), strict=True):
-            whole[place] = total.view(part.size())
+        for index, part, total in zip(indices, parts, _split(flat, parts), strict=True):
+            whole[index] = total.view(part.size())
     return {**residuals, REDUCED: whole}
 
 

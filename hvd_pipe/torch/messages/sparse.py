@@ -1,21 +1,100 @@
 """Sparse gradients travel as they are: every rank gathers all ranks' indices and values.
 
 A parameter shows only by its first gradient that it is sparse, and a rank that computed none in
-that step cannot know. So the first time takes an agreement: see `BucketSet`, which also leaves
-sparse parameters out of its buckets from then on.
+that step cannot know. So the first time takes an agreement: a control flag says that some rank has
+found one, and all ranks gather after that round. Later buckets have no room for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages import in_flight
-from hvd_pipe.torch.messages.reduction import Reduction, sendable
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.allreduce import Reduction, sendable
 
-__all__ = ["SparseGather"]
+__all__ = ["SparseGradients"]
+
+
+class SparseGradients:
+    """The sparse gradients of one round.
+
+    Args:
+        parameters: All parameters, in an order that all ranks share.
+        reduction: How gradients are reduced.
+        tag: Begins the messages' names.
+        known: Indices of the parameters that all ranks know to be sparse; this adds to them. None
+            sends all gradients as dense ones.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        reduction: Reduction,
+        tag: str,
+        known: set[int] | None,
+    ) -> None:
+        self._parameters, self._reduction, self._tag = parameters, reduction, tag
+        self.known = known
+        self._gathers: dict[int, SparseGather] = {}
+        self.found: dict[int, torch.Tensor] = {}
+        """This rank's gradients of which the others do not know, by index."""
+        self.gathered: dict[int, torch.Tensor] = {}
+        """The reduced gradients, by index."""
+
+    def takes(self, index: int) -> bool:
+        """Whether this round's gradient of a parameter travels by itself."""
+        return index in self.found or index in self._gathers
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Take a gradient of this rank; send it if the others know of it."""
+        if index in (self.known or ()):
+            self._send(index, gradient)
+        else:
+            self.found[index] = gradient
+
+    def flush(self) -> None:
+        """Take part in all gathers that are known of."""
+        for index in sorted(self.known or ()):
+            if index not in self._gathers:
+                self._send(index, None)
+
+    def agree(self) -> None:
+        """Gather what some rank has found; all ranks call this in the same round."""
+        if self.known is None:
+            return
+        found = sorted(index for index in self.found if index not in self._gathers)
+        lists = gather(found, f"{self._tag}.sparse", self._reduction.process_set)
+        indices = sorted({index for one in lists for index in one})
+        for index in indices:
+            self._send(index, self.found.get(index))
+        self.known.update(indices)
+        self.found.clear()
+
+    def complete(self) -> None:
+        """Block until all that was sent is in `gathered`."""
+        for index, gathering in self._gathers.items():
+            self.gathered[index] = gathering.wait()
+
+    def end_round(self) -> None:
+        """Forget what was sent, and be ready for the next round."""
+        self._gathers.clear()
+
+    def clear(self) -> None:
+        """Forget the round; all has arrived."""
+        for kept in (self._gathers, self.gathered, self.found):
+            kept.clear()
+
+    def _send(self, index: int, gradient: torch.Tensor | None) -> None:
+        name = f"{self._tag}.sparse.{index}"
+        self._gathers[index] = SparseGather(
+            self._parameters[index], gradient, self._reduction, name
+        )
 
 
 class SparseGather:
@@ -50,7 +129,7 @@ class SparseGather:
             handle = allgather_async(
                 sendable(part), f"{name}.{what}", process_set=reduction.process_set
             )
-            self._handles.append(in_flight.sent(handle))
+            self._handles.append(pending.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
         if trace is not None:
@@ -61,7 +140,7 @@ class SparseGather:
         """Block until all entries are here; return the reduced gradient."""
         if self._handles:
             check_mode.active.delay()
-            self._parts = [in_flight.wait(handle) for handle in self._handles]
+            self._parts = [pending.wait(handle) for handle in self._handles]
             self._handles.clear()
             if self._flight is not None:
                 self._flight.land()

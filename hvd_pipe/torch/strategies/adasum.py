@@ -13,10 +13,12 @@ import torch
 from horovod.torch.mpi_ops import Adasum, allreduce_async_
 
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.reduction import Message
-from hvd_pipe.torch.strategies.engine import Engine, Settings, State
+from hvd_pipe.torch.messages.compressed_allreduce import message_for
+from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.settings import Settings, State
 
 __all__ = ["AdasumEngine"]
 
@@ -36,7 +38,7 @@ class AdasumEngine(Engine):
 
     @property
     def next_message(self) -> Message:
-        return self.reduction.message(self._start[0].new_zeros(1), self._name_of(0))
+        return message_for(self.reduction, self._start[0].new_zeros(1), self._name_of(0))
 
     def build(self) -> None:
         self._start = [torch.empty_like(p) for p in self.settings.parameters]
@@ -51,21 +53,21 @@ class AdasumEngine(Engine):
             return
         compression, deltas = self.reduction.compression, []
         trace, flights = timeline.active, []
-        for place, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
+        for index, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
             begun = None if trace is None else trace.moment()
-            handle = allreduce_async_(wire, name=self._name_of(place), op=Adasum)
+            handle = allreduce_async_(wire, name=self._name_of(index), op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
-            deltas.append((in_flight.sent(handle), context))
+            deltas.append((pending.sent(handle), context))
             if trace is not None:
                 flights.append(
-                    trace.launched(self._name_of(place), wire.nbytes, handle, begun=begun)
+                    trace.launched(self._name_of(index), wire.nbytes, handle, begun=begun)
                 )
         waiting = 0.0 if trace is None else trace.now()
         for value, start, (handle, context) in zip(
             self._values(), self._start, deltas, strict=True
         ):
-            value.copy_(start + compression.decompress(in_flight.wait(handle), context))
+            value.copy_(start + compression.decompress(pending.wait(handle), context))
         if trace is not None:
             for flight in flights:
                 flight.land()
@@ -86,5 +88,5 @@ class AdasumEngine(Engine):
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self.settings.parameters]
 
-    def _name_of(self, place: int) -> str:
-        return f"{self.settings.tag}.delta.{place}"
+    def _name_of(self, index: int) -> str:
+        return f"{self.settings.tag}.delta.{index}"

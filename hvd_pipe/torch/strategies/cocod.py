@@ -10,7 +10,7 @@ end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,21 +20,66 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import Description, check_alike, gather
 from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.reduction import Message
 from hvd_pipe.torch.model_buffers import ModelBuffers
-from hvd_pipe.torch.strategies.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
-from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors, Weighted, weighted
-from hvd_pipe.torch.strategies.plans import default_groups
+from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors
+from hvd_pipe.torch.strategies.settings import (
+    DEFAULT_BUCKET_BYTES,
+    Settings,
+    State,
+    default_groups,
+    dtype_groups,
+)
 
 __all__ = ["CoCoDEngine"]
+
+
+@dataclass(frozen=True)
+class CoCoDState:
+    """What a checkpoint holds of this strategy.
+
+    Args:
+        rounds: The steps so far.
+        local_steps: Those of them since the round began.
+        models: As `ModelAverage.state`, with an entry a parameter; while gradients are averaged,
+            the residuals of these.
+        momenta: As `_Momenta.state`; empty unless momenta are averaged.
+        unsettled: As `_Momenta.unsettled`; None unless momenta are averaged.
+        news: Whether some rank has told of momenta that others do not know of; likewise.
+    """
+
+    rounds: int
+    local_steps: int
+    models: Tensors
+    momenta: Tensors
+    unsettled: int | None = None
+    news: int | None = None
+
+    def to_state(self) -> State:
+        """Return the form in which checkpoints have it."""
+        counters = {"rounds": self.rounds, "local_steps": self.local_steps}
+        if self.unsettled is not None and self.news is not None:
+            counters |= {"unsettled": self.unsettled, "news": self.news}
+        return State(counters, self.models | self.momenta)
+
+    @classmethod
+    def from_state(cls, state: State) -> CoCoDState:
+        """Return what a checkpoint holds."""
+        momenta = {k: v for k, v in state.tensors.items() if k.startswith(_MOMENTA)}
+        models = {k: v for k, v in state.tensors.items() if k not in momenta}
+        numbers = state.counters
+        rounds, local_steps = numbers["rounds"], numbers["local_steps"]
+        unsettled, news = numbers.get("unsettled"), numbers.get("news")
+        return cls(rounds, local_steps, models, momenta, unsettled, news)
 
 
 class CoCoDEngine(Engine):
     """Local steps, with the average of the round's start in flight behind them."""
 
     name = CoCoD.name
-    keeps = True
+    has_state_in_flight = True
 
     def __init__(self, settings: Settings, strategy: CoCoD) -> None:
         super().__init__(settings)
@@ -56,21 +101,21 @@ class CoCoDEngine(Engine):
 
     def build(self) -> None:
         settings, strategy = self.settings, self._strategy
-        reduction = weighted(settings.reduction, strategy.weights)
+        reduction = replace(settings.reduction, weights=strategy.weights or ())
         self._warmup: BucketSet | None = None
         self._warm_up()
         follow = strategy.momentum == "average"
-        self._places = kinds(settings.parameters)
+        self._indices = dtype_groups(settings.parameters)
         self._models = [
             ModelAverage(
-                [settings.parameters[place] for place in places],
-                partial(_values, settings.parameters, places),
+                [settings.parameters[index] for index in indices],
+                partial(_values, settings.parameters, indices),
                 reduction,
                 f"{settings.tag}.model.{i}",
                 Rule(strategy.pull_back, strategy.anchor_momentum),
                 words=int(follow and i == 0),
             )
-            for i, places in enumerate(self._places)
+            for i, indices in enumerate(self._indices)
         ]
         self._momenta: _Momenta | None = None
         if follow:
@@ -83,7 +128,7 @@ class CoCoDEngine(Engine):
         settings, strategy = self.settings, self._strategy
         if self._warmup is None and self.rounds < strategy.warmup_steps:
             groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
-            reduction = weighted(settings.reduction, strategy.weights)
+            reduction = replace(settings.reduction, weights=strategy.weights or ())
             self._warmup = _warmup_buckets(settings, reduction, groups)
 
     def position(self) -> Description:
@@ -92,9 +137,9 @@ class CoCoDEngine(Engine):
     def prepare(self) -> bool:
         self._buffers.step()
         if self._warmup is not None:
-            self._warmup.launch_rest()
+            self._warmup.flush()
             self._warmup.wait()
-            self._warmup.show()
+            self._warmup.bind_gradients()
         elif not self._started:
             self._start()
         return True
@@ -123,7 +168,7 @@ class CoCoDEngine(Engine):
         reduction, tag = self.settings.reduction, self.settings.tag
         if not reduction.alone:
             for average in self._averages():
-                average.arrive()
+                average.complete()
             self.next_message.meet()  # with a rank that goes on to its next round, to be told
             check_alike(steps, f"{tag}.drain", reduction.process_set)
         if self._momenta is not None:
@@ -135,7 +180,8 @@ class CoCoDEngine(Engine):
         self._buffers.average(reduction, f"{tag}.buffers")
         if check_mode.active.on and not reduction.alone:
             names, weights = self.settings.names, self.settings.parameters
-            compare_replicas(names, weights, [], "after synchronize()", reduction, tag)
+            process_set = reduction.process_set
+            compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
     def after_join(self) -> None:
         self._end_rounds()
@@ -157,43 +203,45 @@ class CoCoDEngine(Engine):
 
     def state(self) -> State:
         models = [average.state() for average in self._models]
-        counters = {"rounds": self.rounds, "local_steps": self._local_steps}
         tensors: Tensors = {}
-        for places, state in zip(self._places, models, strict=True):
+        for indices, state in zip(self._indices, models, strict=True):
             for label, values in state.items():
                 whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
-                for place, value in zip(places, values, strict=True):
-                    whole[place] = value
+                for index, value in zip(indices, values, strict=True):
+                    whole[index] = value
         if self._warmup is not None:
             tensors |= self._warmup.residuals()  # the models' own are zero until then
         if self._momenta is not None:
             unheard = bool(self._models[0].words) if self._started else False
-            counters |= {"unsettled": self._momenta.unsettled, "news": int(unheard)}
-            tensors |= self._momenta.state()
-        return State(counters, tensors)
+            return CoCoDState(
+                self.rounds,
+                self._local_steps,
+                tensors,
+                self._momenta.state(),
+                self._momenta.unsettled,
+                int(unheard),
+            ).to_state()
+        return CoCoDState(self.rounds, self._local_steps, tensors, {}).to_state()
 
     def load(self, state: State) -> None:
-        self.rounds = state.counters["rounds"]
+        saved = CoCoDState.from_state(state)
+        self.rounds = saved.rounds
         if self.rounds >= self._strategy.warmup_steps:
             self._warmup = None
-        others: tuple[str, ...] = (_MOMENTA,)
+        models = saved.models
         if self._warmup is not None:
-            self._warmup.restore_residuals(state.tensors)
-            others = (_MOMENTA, "own.")
-        for places, average in zip(self._places, self._models, strict=True):
+            self._warmup.restore_residuals(models)
+            models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
+        for indices, average in zip(self._indices, self._models, strict=True):
             average.load(
-                {
-                    label: [values[place] for place in places]
-                    for label, values in state.tensors.items()
-                    if not label.startswith(others)
-                }
+                {label: [values[index] for index in indices] for label, values in models.items()}
             )
         self._started = all(average.due for average in self._models)
-        self._local_steps = state.counters["local_steps"] if self._started else 0
+        self._local_steps = saved.local_steps if self._started else 0
         if self._momenta is not None:
-            self._momenta.load(state.tensors)
-            self._momenta.unsettled = state.counters.get("unsettled", _UNSETTLED)
-            self._models[0].words.fill_(state.counters.get("news", 0))
+            self._momenta.load(saved.momenta)
+            self._momenta.unsettled = _UNSETTLED if saved.unsettled is None else saved.unsettled
+            self._models[0].words.fill_(saved.news or 0)
 
     def _averages(self) -> Iterator[ModelAverage]:
         yield from self._models
@@ -215,17 +263,16 @@ class CoCoDEngine(Engine):
 
 
 def _warmup_buckets(
-    settings: Settings, reduction: Weighted, groups: Sequence[Sequence[int]]
+    settings: Settings, reduction: Reduction, groups: Sequence[Sequence[int]]
 ) -> BucketSet:
     # Sparse gradients that travel by themselves know no weights: with them, they go as dense ones.
     as_dense = settings.sparse_as_dense or bool(reduction.weights)
-    return replace(settings, reduction=reduction, sparse_as_dense=as_dense).make_buckets(
-        groups, "warmup"
-    )
+    settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
+    return make_buckets(settings, groups, "warmup")
 
 
-def _values(parameters: Sequence[torch.Tensor], places: Sequence[int]) -> list[torch.Tensor]:
-    return [parameters[place].detach() for place in places]
+def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:
+    return [parameters[index].detach() for index in indices]
 
 
 class _Momenta:
@@ -233,13 +280,13 @@ class _Momenta:
 
     Which there are shows only as training goes on, and differs where a parameter has had no
     gradient on some rank. Ranks agree on them as training starts and after the first round, when
-    they usually come up; later a rank that has others says so in a control word of its model, and
+    they usually come up; later a rank that has others says so by a control flag of its model, and
     all agree at the end of that round. A rank that lacks one contributes zeros.
 
     They travel uncompressed: float16 would make zeros of Adam's second moments.
     """
 
-    def __init__(self, settings: Settings, reduction: Weighted, rule: Rule) -> None:
+    def __init__(self, settings: Settings, reduction: Reduction, rule: Rule) -> None:
         self._settings, self._rule = settings, rule
         self._reduction = replace(reduction, compression=Compression.none)
         self._keys: list[tuple[int, str]] = []
@@ -263,7 +310,7 @@ class _Momenta:
         return not set(self._own()) <= set(self._keys)
 
     def heard(self, news: torch.Tensor) -> None:
-        """Take the control word of all ranks."""
+        """Take the control flag of all ranks."""
         if float(news):
             self.unsettled = max(self.unsettled, 1)
 
@@ -272,16 +319,16 @@ class _Momenta:
         everyone, tag = [self._own()], f"{self._settings.tag}.momenta.keys"
         if not self._reduction.alone:
             everyone = gather(everyone[0], tag, self._reduction.process_set)
-        self._adopt(sorted({(place, key) for keys in everyone for place, key in keys}))
+        self._adopt(sorted({(index, key) for keys in everyone for index, key in keys}))
 
     def state(self) -> Tensors:
-        """Return what is in flight, when it has arrived, by place."""
+        """Return what is in flight, when it has arrived, by index."""
         tensors: Tensors = {}
         for keys, average in zip(self._keys_of, self.averages, strict=True):
             for label, values in average.state().items():
-                for (place, key), value in zip(keys, values, strict=True):
+                for (index, key), value in zip(keys, values, strict=True):
                     nobody: list[torch.Tensor | None] = [None] * len(self._settings.parameters)
-                    tensors.setdefault(f"{_MOMENTA}{label}.{key}", nobody)[place] = value
+                    tensors.setdefault(f"{_MOMENTA}{label}.{key}", nobody)[index] = value
         return tensors
 
     def load(self, tensors: Tensors) -> None:
@@ -290,7 +337,7 @@ class _Momenta:
         for name, values in tensors.items():
             if name.startswith(_MOMENTA):
                 label, key = name.removeprefix(_MOMENTA).split(".", 1)
-                here = {(place, key): v for place, v in enumerate(values) if v is not None}
+                here = {(index, key): v for index, v in enumerate(values) if v is not None}
                 found.setdefault(label, {}).update(here)
         self._adopt(sorted({key for one in found.values() for key in one}))
         for keys, average in zip(self._keys_of, self.averages, strict=True):
@@ -298,14 +345,14 @@ class _Momenta:
 
     def _own(self) -> list[tuple[int, str]]:
         return [
-            (place, key)
-            for place, parameter in enumerate(self._settings.parameters)
+            (index, key)
+            for index, parameter in enumerate(self._settings.parameters)
             for key in self._settings.owner.state(parameter)
-            if self._tensor(place, key) is not None
+            if self._tensor(index, key) is not None
         ]
 
-    def _tensor(self, place: int, key: str) -> torch.Tensor | None:
-        parameter = self._settings.parameters[place]
+    def _tensor(self, index: int, key: str) -> torch.Tensor | None:
+        parameter = self._settings.parameters[index]
         value = self._settings.owner.state(parameter).get(key)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return None
@@ -319,11 +366,12 @@ class _Momenta:
         parameters = self._settings.parameters
         self._keys = keys
         self._keys_of = [
-            [keys[i] for i in same] for same in kinds([parameters[place] for place, _ in keys])
+            [keys[i] for i in same]
+            for same in dtype_groups([parameters[index] for index, _ in keys])
         ]
         self.averages = [
             ModelAverage(
-                [parameters[place] for place, _ in same],
+                [parameters[index] for index, _ in same],
                 partial(self._tensors, same),
                 self._reduction,
                 f"{self._settings.tag}.momenta.{i}",
@@ -334,7 +382,7 @@ class _Momenta:
         ]
 
     def _tensors(self, keys: Sequence[tuple[int, str]]) -> list[torch.Tensor | None]:
-        return [self._tensor(place, key) for place, key in keys]
+        return [self._tensor(index, key) for index, key in keys]
 
 
 _MOMENTA = "momenta."

@@ -1,21 +1,24 @@
 """MG-WFBP: gradients travel in the groups that finish first, found from the job's own times.
 
-Steps of a run with ``plan="auto"``::
+Phases of a run with ``plan="auto"``::
 
-    0 .. SKIP-1                 safe default buckets; nothing is recorded (caches, lazy set-up)
-    SKIP .. SKIP+RECORD-1       the same buckets; ready times are recorded
-    end of the last of these    all-reduces are measured, rank 0 plans, all ranks take the plan
-    after                       the plan, until gradients keep coming in another order
+    Measuring   SKIP steps      default buckets; nothing is recorded (caches, lazy set-up)
+                RECORD steps    the same buckets; ready times are recorded
+                                all-reduces are measured, rank 0 plans, all ranks take the plan
+    Planned     after           the plan, until gradients keep coming in another order
+                                then `Measuring` again, with the plan's buckets
 
-All ranks count the same steps, so they measure and change buckets at the same moment. A rank whose
-gradients come in another order says so in the control word; all ranks then record anew.
+    Fixed       all steps       any other ``plan``, ``bucket_bytes`` or groups: never measured
+
+All ranks count the same steps, so they are in the same phase. A rank whose gradients come in
+another order sets the control flag ``reordered``; all ranks then record anew.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +31,19 @@ from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.measuring.step_times import ReadyTimes
+from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.reduction import Message
-from hvd_pipe.torch.messages.residuals import of_all_ranks
-from hvd_pipe.torch.strategies.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State, kinds
-from hvd_pipe.torch.strategies.plans import default_groups, plan_groups
+from hvd_pipe.torch.messages.control_flags import ControlFlags
+from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
+from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.strategies.settings import (
+    DEFAULT_BUCKET_BYTES,
+    Settings,
+    State,
+    default_groups,
+    dtype_groups,
+    plan_groups,
+)
 
 __all__ = ["MergedGradientEngine"]
 
@@ -45,6 +56,56 @@ _GIVEN = "given"
 FloatArray = npt.NDArray[np.float64]
 
 _log = logging.getLogger("hvd_pipe")
+
+
+@dataclass
+class Measuring:
+    """Ready times are recorded from a round on; the buckets are those of the plan before."""
+
+    begin: int
+    """The round (see `Engine.rounds`) after which recording starts."""
+    times: ReadyTimes | None = None
+    """What has been recorded; None before it starts."""
+
+
+@dataclass
+class Planned:
+    """The plan was made from measured times; a change of the gradients' order ends this."""
+
+    drifted_steps: int = 0
+    """The steps in a row in which buckets filled in another order than planned."""
+
+
+@dataclass
+class Fixed:
+    """The plan stays as it is."""
+
+
+Phase = Measuring | Planned | Fixed
+
+
+@dataclass(frozen=True)
+class MergedGradientState:
+    """What a checkpoint holds of this strategy.
+
+    Args:
+        plan: The plan in use, if it was made from measured times.
+        residuals: Of lossy codecs, by label and parameter.
+    """
+
+    plan: Plan | None
+    residuals: Residuals
+
+    def to_state(self) -> State:
+        """Return the form in which checkpoints have it."""
+        counters = {} if self.plan is None else {"plan": self.plan.to_json()}
+        return State(counters, self.residuals)
+
+    @classmethod
+    def from_state(cls, state: State) -> MergedGradientState:
+        """Return what a checkpoint holds; `residuals` may have other labels as well."""
+        text = state.counters.get("plan")
+        return cls(None if text is None else Plan.from_json(text), state.tensors)
 
 
 class MergedGradientEngine(Engine):
@@ -69,13 +130,14 @@ class MergedGradientEngine(Engine):
         self._record_steps = RECORD_STEPS if measure_steps is None else measure_steps
         self.comm: CommModel | None = None
         """What `measure_comm` has found; the same on all ranks, from the same step on."""
-        self._times: ReadyTimes | None = None
-        self._record_from: int | None = None if self._method is None else SKIP_STEPS
+        self._phase: Phase = Fixed() if self._method is None else Measuring(SKIP_STEPS)
+        self._measured = False
+        """Whether the plan comes from measured times: a checkpoint holds it then."""
         self._patience = PATIENCE_STEPS
-        self._drifted_steps = 0
-        self._control: float | None = 0.0
-        self._drains = self._stepped = False
-        self._planned = self._adopted = False
+        self._flags = ControlFlags()
+        self._all_updated = True
+        """Whether all ranks have made the same round, and are about to make the same update."""
+        self._drains = self._stepped = self._adopted = False
         self.plan = _first_plan(strategy, settings) if plan is None else plan
         self.build()
 
@@ -93,37 +155,37 @@ class MergedGradientEngine(Engine):
         planned, names = len(self.plan.names), self.settings.names
         if planned < len(names):
             joined = default_groups(self.settings, DEFAULT_BUCKET_BYTES, planned)
-            buckets = [tuple(names[place] for place in group) for group in joined]
+            buckets = [tuple(names[index] for index in group) for group in joined]
             self.plan = Plan((*self.plan.buckets, *buckets), self.plan.method)
             self._measure_anew()
         self._count = self._usual_count = len(names)
         self._adopt(self.plan)
 
     def _measure_anew(self) -> None:
-        self._times = None
-        self._record_from = None if self._method is None else self.rounds + SKIP_STEPS
+        if self._method is not None:
+            self._phase = Measuring(self.rounds + SKIP_STEPS)
 
-    def on_gradient(self, place: int) -> None:
-        super().on_gradient(place)
-        if self._times is not None:
-            self._times.mark(place)
+    def on_gradient(self, index: int) -> None:
+        super().on_gradient(index)
+        if isinstance(self._phase, Measuring) and self._phase.times is not None:
+            self._phase.times.mark(index)
 
     def prepare(self) -> bool:
-        if self._times is not None:
-            self._times.end_step()
-        self._note_order()
+        if isinstance(self._phase, Measuring) and self._phase.times is not None:
+            self._phase.times.end_step()
+        reordered = self._note_order()
         stepped, self._stepped = self._stepped, False
-        self._buckets.launch_rest(
-            says=float(self._drifted_steps >= self._patience),
-            drains=self._drains,
-            stepped=stepped,
+        self._buckets.flush(
+            ControlFlags(float(reordered), drains=float(self._drains), stepped=float(stepped))
         )
         self._buckets.wait()
-        if self._buckets.some_stepped:
+        flags, workers = self._buckets.flags, self.reduction.workers
+        self._flags = flags
+        if flags.some_stepped(workers):
             raise HvdPipeError(_APART)
         # A rank that drains alone makes no update after this, and so no plan.
-        self._control = None if self._buckets.some_drained else self._buckets.control()
-        self._buckets.show()
+        self._all_updated = flags.all_present(workers) and not flags.some_drained(workers)
+        self._buckets.bind_gradients()
         if self._buckets.stale:
             assert self.plan is not None
             self._replace_buckets(self.plan)  # without room for what turned out to be sparse
@@ -131,7 +193,7 @@ class MergedGradientEngine(Engine):
 
     @property
     def is_equal_everywhere(self) -> bool:
-        return self._control is not None
+        return self._all_updated
 
     def before_update(self) -> bool:
         has_update = super().before_update()
@@ -146,20 +208,20 @@ class MergedGradientEngine(Engine):
         finally:
             self._drains = False
         # Where no rank had a gradient, the next ones, which may be set by hand, are to be sent.
-        self.synchronized = not self._buckets.all_drained
+        self.synchronized = not self._flags.all_drained(self.reduction.workers)
 
     def state(self) -> State:
-        counters = {"plan": self.plan.to_json()} if self._planned and self.plan else {}
-        return State(counters, self._buckets.residuals())
+        plan = self.plan if self._measured else None
+        return MergedGradientState(plan, self._buckets.residuals()).to_state()
 
     def load(self, state: State) -> None:
         """Take a plan that was measured: the same buckets add up in the same order."""
-        if "plan" in state.counters and self._method is not None:
-            plan = Plan.from_json(state.counters["plan"])
-            if set(plan.names) == set(self.settings.names):
-                self._planned, self._record_from, self._times = True, None, None
-                self._adopt(plan)
-        self._buckets.restore_residuals(state.tensors)
+        saved = MergedGradientState.from_state(state)
+        plan = None if self._method is None else saved.plan
+        if plan is not None and set(plan.names) == set(self.settings.names):
+            self._measured, self._phase = True, Planned()
+            self._adopt(plan)
+        self._buckets.restore_residuals(saved.residuals)
 
     def discard(self) -> None:
         super().discard()
@@ -168,40 +230,42 @@ class MergedGradientEngine(Engine):
     def after_join(self) -> None:
         self.rounds = 0
         self._stepped = False
-        if self._planned:  # it needs all ranks, so either all have done it or none has
-            self._times, self._record_from = None, None
-        else:
+        if not self._measured:  # planning needs all ranks: either all have done it or none has
             self._measure_anew()
+        elif isinstance(self._phase, Measuring):
+            self._phase = Planned()
 
     def after_update(self) -> None:
         super().after_update()
-        if self._method is None or self.settings.reduction.alone:
-            return
-        if self._control is None:
+        if self.reduction.alone or not self._all_updated:
             return  # planning asks all ranks: one has joined, or may not come here
-        if self._times is not None:
-            if self._times.steps >= self._record_steps:
-                self._plan_anew(self._times.seconds())
-                self._times = None
-            return
-        if self._control != 0.0 and self._record_from is None:
+        phase = self._phase
+        if isinstance(phase, Planned) and self._flags.reordered != 0.0:
             _log.info("gradients come in another order: measuring again for a new plan")
             self._patience *= 2  # a model whose order never settles must not measure for ever
-            self._record_from = self.rounds
-        if self._record_from is not None and self.rounds >= self._record_from:
-            self._record_from = None
-            self._times = ReadyTimes(
-                len(self.settings.parameters), self.settings.parameters[0].device
-            )
+            self._phase = phase = Measuring(self.rounds)
+        if not isinstance(phase, Measuring):
+            return
+        if phase.times is None:
+            if self.rounds >= phase.begin:
+                parameters = self.settings.parameters
+                phase.times = ReadyTimes(len(parameters), parameters[0].device)
+        elif phase.times.steps >= self._record_steps:
+            self._plan_anew(phase.times.seconds())
 
-    def _note_order(self) -> None:
-        """Count the steps in a row in which buckets filled in another order than planned."""
+    def _note_order(self) -> bool:
+        """Return whether buckets have filled in another order than planned for some steps."""
+        if isinstance(self._phase, Fixed):
+            return False
         sparse = self.settings.sparse
-        filled = [self._bucket_of[p] for p in self._buckets.completed if p not in sparse]
-        order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
+        filled = [self._bucket_of[i] for i in self._buckets.completed if i not in sparse]
         self._count = len(filled)
+        if isinstance(self._phase, Measuring):
+            return False
+        order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
         as_planned = order == sorted(order) and self._count == self._usual_count
-        self._drifted_steps = 0 if as_planned else self._drifted_steps + 1
+        self._phase.drifted_steps = 0 if as_planned else self._phase.drifted_steps + 1
+        return self._phase.drifted_steps >= self._patience
 
     def _plan_anew(self, seconds: Sequence[float]) -> None:
         settings, process_set = self.settings, self.settings.reduction.process_set
@@ -220,11 +284,10 @@ class MergedGradientEngine(Engine):
             self.plan = plan
         else:
             self._replace_buckets(plan)
-        self._planned = True
-        if self._method == _GIVEN:
-            self._method = None
-        self._drifted_steps = 0
+        self._measured, self._phase = True, Planned()
         self._usual_count = self._count  # some parameters may never get a gradient
+        if self._method == _GIVEN:
+            self._method, self._phase = None, Fixed()
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
     def _best(self, ready: FloatArray) -> Plan:
@@ -233,17 +296,19 @@ class MergedGradientEngine(Engine):
         if self._method == _GIVEN:
             assert self.plan is not None
             return self.plan
-        order = sorted(range(len(ready)), key=lambda place: (float(ready[place]), -place))
+        order = sorted(range(len(ready)), key=lambda index: (float(ready[index]), -index))
         kind_of = {
-            p: kind for kind, places in enumerate(kinds(settings.parameters)) for p in places
+            p: kind
+            for kind, indices in enumerate(dtype_groups(settings.parameters))
+            for p in indices
         }
         wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
         codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
         plan = plan_kinds(
-            [settings.names[place] for place in order],
+            [settings.names[index] for index in order],
             ready[order],
             wire_bytes[order],
-            [kind_of[place] for place in order],
+            [kind_of[index] for index in order],
             (self.comm or CommModel.linear(0.0, 0.0)).compressed(codec),
             method=self._method or "exact",
             bucket_bytes=self._bucket_bytes,
@@ -261,12 +326,12 @@ class MergedGradientEngine(Engine):
         """Take the plan's buckets; gradients that users can see move over with their values."""
         groups = plan_groups(plan, self.settings)
         # Under the same names: ranks with different plans must meet, to be told.
-        buckets = self.settings.make_buckets(groups, "gradients")
+        buckets = make_buckets(self.settings, groups, "gradients")
         if self._adopted:
-            buckets.move_in()
+            buckets.copy_in()
         self._adopted = True
         self._buckets, self.plan = buckets, plan
-        self._bucket_of = {place: i for i, group in enumerate(groups) for place in group}
+        self._bucket_of = {index: i for i, group in enumerate(groups) for index in group}
 
 
 _APART = (

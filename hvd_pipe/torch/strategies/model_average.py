@@ -23,11 +23,10 @@ from horovod.torch.compression import Compression
 
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.exchange import Feedback
-from hvd_pipe.torch.messages.reduction import Message, Reduction
-from hvd_pipe.torch.messages.residuals import REDUCED, SENT
+from hvd_pipe.torch.messages.allreduce import Message, Reduction
+from hvd_pipe.torch.messages.compressed_allreduce import message_for
 
-__all__ = ["ModelAverage", "Rule", "Tensors", "Weighted", "weighted"]
+__all__ = ["ModelAverage", "Rule", "Tensors"]
 
 Tensors = dict[str, list[torch.Tensor | None]]
 """By name, one tensor a value, or None: see `engine.State`."""
@@ -50,62 +49,6 @@ class Rule:
     anchor_momentum: float = 0.0
 
 
-@dataclass(frozen=True)
-class Weighted(Reduction):
-    """An average in which rank i counts ``weights[i] / sum(weights)``.
-
-    Horovod wants the same factors from all ranks, so each scales its message before it leaves.
-
-    Args:
-        weights: One positive number a rank of the process set; none of them: a plain average.
-    """
-
-    weights: tuple[float, ...] = ()
-
-    @property
-    def factor(self) -> float:
-        """What this rank's values are multiplied by, so that their plain mean is the weighted."""
-        if self.alone or not self.weights:
-            return 1.0
-        mine = float(self.weights[self.process_set.rank()])
-        return mine * len(self.weights) / sum(self.weights)
-
-    def message(
-        self, flat: torch.Tensor, name: str, exact: int = 0, feedback: Feedback | None = None
-    ) -> Message:
-        inner = super().message(flat, name, exact, feedback)
-        if self.factor == 1.0:
-            return inner
-        return _Scaled(inner, flat[: flat.numel() - exact], self.factor)
-
-
-def weighted(reduction: Reduction, weights: Sequence[float] | None) -> Weighted:
-    """Return the reduction with weights; None for equal ones."""
-    same = {f.name: getattr(reduction, f.name) for f in dataclasses.fields(reduction)}
-    return Weighted(**same, weights=tuple(weights or ()))
-
-
-class _Scaled(Message):
-    """A message whose values are multiplied by a factor as they leave."""
-
-    def __init__(self, inner: Message, values: torch.Tensor, factor: float) -> None:
-        self._inner, self._values, self._factor = inner, values, factor
-        self.feedback = inner.feedback
-
-    def launch(self) -> None:
-        self._values.mul_(self._factor)
-        self._inner.launch()
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def drop_foreign_residuals(self) -> None:
-        self._inner.drop_foreign_residuals()
-
-    def meet(self) -> None:
-        self._inner.meet()
-
-
 class ModelAverage:
     """Averages values of one dtype and device behind a round of local steps.
 
@@ -118,7 +61,7 @@ class ModelAverage:
         reduction: How they are averaged.
         name: Begins the messages' names.
         rule: What `finish` does.
-        words: How many control words travel along; see `words`.
+        words: How many control flags travel along; see `words`.
         nonnegative: For each value, whether it must not become negative; none of them: no.
     """
 
@@ -126,7 +69,7 @@ class ModelAverage:
         self,
         like: Sequence[torch.Tensor],
         values: Values,
-        reduction: Weighted,
+        reduction: Reduction,
         name: str,
         rule: Rule,
         words: int = 0,
@@ -140,14 +83,14 @@ class ModelAverage:
         flat = torch.zeros(numel + slots + words, dtype=dtype, device=first.device)
         self._mean, self._present = flat[:numel], flat[numel : numel + slots]
         self.words = flat[numel + slots :]
-        """Set before `start`; the mean over all ranks after `arrive`."""
+        """Set before `start`; the mean over all ranks after `complete`."""
         self._weights = flat.new_tensor(reduction.weights or (1.0,))
         codec = reduction.compression is not Compression.none and not reduction.alone
         plain = dataclasses.replace(reduction, compression=Compression.none)
-        self._whole = plain.message(flat, name, slots + words)
+        self._whole = message_for(plain, flat, name, slots + words)
         self._difference: Message | None = None
         if codec:
-            self._difference = reduction.message(flat, f"{name}.difference", slots + words)
+            self._difference = message_for(reduction, flat, f"{name}.difference", slots + words)
         self._sent: Message | None = None
         self.due = False
         """Whether a round is on, which `finish` ends."""
@@ -174,7 +117,7 @@ class ModelAverage:
         self.due = True
         self._send(message)
 
-    def arrive(self) -> None:
+    def complete(self) -> None:
         """Wait for the mean of what all ranks have sent, if that has not been done."""
         if self._sent is None:
             return
@@ -195,7 +138,7 @@ class ModelAverage:
 
     def finish(self) -> None:
         """Give every value the mean and its own progress, by the rule."""
-        self.arrive()
+        self.complete()
         self.due = False
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
@@ -204,9 +147,9 @@ class ModelAverage:
             self._add(self._mean.sub_(self._start))
         else:
             self._move_anchor()
-            places, present = self._present_values()
+            indices, present = self._present_values()
             views = self._views(self._mean)
-            torch._foreach_sub_([views[i] for i in places], present)
+            torch._foreach_sub_([views[i] for i in indices], present)
             self._add(self._mean.mul_(self._rule.pull_back))
         spoil(self._mean, self._start)
 
@@ -215,31 +158,31 @@ class ModelAverage:
 
         The anchor stays where it is and the next round moves it on.
         """
-        self.arrive()
+        self.complete()
         self.due = False
         self._take(self._mean)
         self._send(self._whole)
-        self.arrive()
+        self.complete()
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
-        places, present = self._present_values()
+        indices, present = self._present_values()
         views = self._views(self._mean)
-        torch._foreach_copy_(present, [views[i] for i in places])
+        torch._foreach_copy_(present, [views[i] for i in indices])
         spoil(self._mean, self._start)
 
     def discard(self) -> None:
         """Wait for what is in flight and forget it, and all rounds before."""
-        self.arrive()
+        self.complete()
         self.due = False
         self._base = self._anchor = self._velocity = None
-        for leftover in self._leftovers().values():
-            leftover.zero_()
+        for residual in self._residuals().values():
+            residual.zero_()
 
     def state(self) -> Tensors:
         """Return copies of what the coming rounds need; waits for what has been sent."""
-        self.arrive()
+        self.complete()
         flats = {"base": self._base, "anchor": self._anchor, "velocity": self._velocity}
-        flats |= self._leftovers()
+        flats |= self._residuals()
         if self.due:
             flats |= {"average": self._mean, "start": self._start}
         return {
@@ -270,22 +213,19 @@ class ModelAverage:
         # knows that of a value that joins? The next message is whole.
         if self._difference is not None and None not in state.get("base", []):
             self._base = flat("base")
-        for label, leftover in self._leftovers().items():
+        for label, residual in self._residuals().items():
             saved = flat(label)
-            leftover.zero_() if saved is None else leftover.copy_(saved)
+            residual.zero_() if saved is None else residual.copy_(saved)
         if self._difference is not None:
             self._difference.drop_foreign_residuals()
         self.due = average is not None and (self._rule.pull_back or self._start) is not None
         if average is not None:
             self._mean.copy_(average)
 
-    def _leftovers(self) -> dict[str, torch.Tensor]:
+    def _residuals(self) -> dict[str, torch.Tensor]:
         """Return what the codec has lost so far and adds to the next message: this rank's own."""
-        feedback = None if self._difference is None else self._difference.feedback
-        if feedback is None:
-            return {}
-        numel = self._mean.numel()
-        return {SENT: feedback.sent[:numel], REDUCED: feedback.reduced[:numel]}
+        residuals = {} if self._difference is None else self._difference.residuals
+        return {label: flat[: self._mean.numel()] for label, flat in residuals.items()}
 
     def _send(self, message: Message) -> None:
         weights = self._reduction.weights
@@ -318,17 +258,17 @@ class ModelAverage:
 
     def _take(self, flat: torch.Tensor) -> None:
         """Copy the values into ``flat``, zeros for those that this rank lacks."""
-        places, present = self._present_values()
-        if len(places) < len(self._like):
+        indices, present = self._present_values()
+        if len(indices) < len(self._like):
             flat.zero_()
         views = self._views(flat)
-        torch._foreach_copy_([views[i] for i in places], present)
+        torch._foreach_copy_([views[i] for i in indices], present)
 
     def _add(self, flat: torch.Tensor) -> None:
-        places, present = self._present_values()
+        indices, present = self._present_values()
         views = self._views(flat)
-        torch._foreach_add_(present, [views[i] for i in places])
-        for i, value in zip(places, present, strict=True):
+        torch._foreach_add_(present, [views[i] for i in indices])
+        for i, value in zip(indices, present, strict=True):
             if self._nonnegative and self._nonnegative[i]:
                 value.clamp_(min=0.0)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +21,65 @@ from horovod.torch.mpi_ops import Sum
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import Description
+from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.reduction import Message
-from hvd_pipe.torch.messages.residuals import of_all_ranks
+from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
 from hvd_pipe.torch.parameters import are_finite, unscale
-from hvd_pipe.torch.strategies.engine import DEFAULT_BUCKET_BYTES, Engine, Settings, State
-from hvd_pipe.torch.strategies.plans import default_groups
-from hvd_pipe.torch.strategies.prediction import Prediction
+from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.strategies.settings import (
+    DEFAULT_BUCKET_BYTES,
+    Owner,
+    Settings,
+    State,
+    default_groups,
+)
 
 __all__ = ["PipeSGDEngine"]
+
+
+@dataclass(frozen=True)
+class PipeSGDState:
+    """What a checkpoint holds of this strategy; each list has an entry a parameter.
+
+    Args:
+        rounds: The steps so far.
+        residuals: Of lossy codecs, by label.
+        pending: The average that is still to be applied; None where there is none.
+        scale: The loss scale of ``pending``; None without one.
+        weights: The true weights; None unless prediction has moved the model's ahead of them.
+    """
+
+    rounds: int
+    residuals: Residuals
+    pending: Sequence[torch.Tensor | None] | None = None
+    scale: float | None = None
+    weights: Sequence[torch.Tensor | None] | None = None
+
+    def to_state(self) -> State:
+        """Return the form in which checkpoints have it."""
+        counters: dict[str, Any] = {"rounds": self.rounds}
+        tensors = dict(self.residuals)
+        if self.pending is not None:
+            counters["scale"] = self.scale
+            tensors["pending"] = list(self.pending)
+        if self.weights is not None:
+            tensors["weights"] = list(self.weights)
+        return State(counters, tensors)
+
+    @classmethod
+    def from_state(cls, state: State) -> PipeSGDState:
+        """Return what a checkpoint holds; `residuals` may have other labels as well."""
+        counters, tensors = state.counters, state.tensors
+        pending, weights = tensors.get("pending"), tensors.get("weights")
+        scale = None if pending is None else counters["scale"]
+        return cls(counters["rounds"], tensors, pending, scale, weights)
 
 
 class PipeSGDEngine(Engine):
     """Staleness one on every rank: an update applies the average of the step before."""
 
     name = PipeSGD.name
-    keeps = True
+    has_state_in_flight = True
 
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
         super().__init__(settings)
@@ -61,7 +105,7 @@ class PipeSGDEngine(Engine):
 
     def _make(self, suffix: str, like: BucketSet | None = None) -> BucketSet:
         keep_local = self._predict == "local"
-        return self.settings.make_buckets(self._groups, suffix, keep_local, like)
+        return make_buckets(self.settings, self._groups, suffix, keep_local, like)
 
     @property
     def current(self) -> BucketSet:
@@ -77,10 +121,10 @@ class PipeSGDEngine(Engine):
 
     @property
     def is_equal_everywhere(self) -> bool:
-        return self._shown is not None and self._shown.control() is not None
+        return self._shown is not None and self._shown.all_present
 
     def weights(self) -> Sequence[torch.Tensor]:
-        if not self._ahead.leading:
+        if not self._ahead.is_ahead:
             return super().weights()
         return [weight for weight in self._ahead.weights() if weight is not None]
 
@@ -92,9 +136,9 @@ class PipeSGDEngine(Engine):
         return [*super().position(), ("what is in flight", pending)]
 
     def prepare(self) -> bool:
-        self._ahead.back()
+        self._ahead.restore()
         self._scales.pop(self._filling, None)
-        self._filling.launch_rest()
+        self._filling.flush()
         if self.rounds < self._warmup_steps:
             self._wait(self._filling)
             return True
@@ -103,7 +147,7 @@ class PipeSGDEngine(Engine):
             # Nothing to apply yet. What was just sent is on its way: p.grad must not lead to it.
             self._filling = self._sets[self._filling is self._sets[0]]
             self._filling.zero()
-            self._filling.show()
+            self._filling.bind_gradients()
             self._shown = None
             return False
         self._wait(due)
@@ -130,7 +174,7 @@ class PipeSGDEngine(Engine):
                 scale = (scale or 1.0) / self.reduction.workers
         present = [gradient for gradient in guess if gradient is not None]
         if present and (not self._scales or are_finite(present)):
-            self._ahead.lead(guess, scale or 1.0)
+            self._ahead.predict(guess, scale or 1.0)
 
     def drain(self) -> None:
         """Apply the pending gradient.
@@ -138,9 +182,9 @@ class PipeSGDEngine(Engine):
         A rank on which no gradient was computed takes synchronize() before step() for the end of
         training. So ranks meet under the name of a message that a rank which has a gradient sends.
         """
-        self._ahead.back()
+        self._ahead.restore()
         if self._pending is not None and not self.reduction.alone:
-            self._pending.land()
+            self._pending.complete_buckets()
             self.next_message.meet()
         self._apply_pending()
 
@@ -158,42 +202,43 @@ class PipeSGDEngine(Engine):
         self.settings.owner.update()
 
     def after_join(self) -> None:
-        self._ahead.back()
+        self._ahead.restore()
         self._apply_pending()
         self.settings.owner.note_old()
         self._filling = self._sets[0]
         self.rounds = self._warmup_steps
 
     def state(self) -> State:
-        counters: dict[str, Any] = {"rounds": self.rounds}
-        if self._pending is not None:
-            self._pending.arrive()
-        tensors = self._sets[0].residuals()
-        if self._pending is not None:
-            tensors["pending"] = self._pending.values()
-            counters["scale"] = self._scales.get(self._pending)
-        if self._ahead.leading:
-            tensors["weights"] = self._ahead.weights()
-        return State(counters, tensors)
+        due = self._pending
+        if due is not None:
+            due.complete()
+        return PipeSGDState(
+            self.rounds,
+            self._sets[0].residuals(),
+            pending=None if due is None else due.values(),
+            scale=None if due is None else self._scales.get(due),
+            weights=self._ahead.weights() if self._ahead.is_ahead else None,
+        ).to_state()
 
     def load(self, state: State) -> None:
-        self.rounds = state.counters["rounds"]
+        saved = PipeSGDState.from_state(state)
+        self.rounds = saved.rounds
         self._filling = self._sets[0]
-        self._sets[0].restore_residuals(state.tensors)
-        if "weights" in state.tensors:
-            self._ahead.restore(state.tensors["weights"])
-        if "pending" in state.tensors:
+        self._sets[0].restore_residuals(saved.residuals)
+        if saved.weights is not None:
+            self._ahead.load(saved.weights)
+        if saved.pending is not None:
             self._pending, self._filling = self._sets
-            self._filling.move_in()  # p.grad must not lead to the pending gradient
-            self._pending.restore(state.tensors["pending"])
-            if state.counters["scale"] is not None:
-                self._scales[self._pending] = state.counters["scale"]
+            self._filling.copy_in()  # p.grad must not lead to the pending gradient
+            self._pending.restore(saved.pending)
+            if saved.scale is not None:
+                self._scales[self._pending] = saved.scale
 
     def discard(self) -> None:
         super().discard()
         self._ahead.forget()
         for buckets in self._sets:
-            buckets.give_up()
+            buckets.discard()
             buckets.forget_residuals()
         self._pending = self._shown = None
         self._scales.clear()
@@ -202,7 +247,7 @@ class PipeSGDEngine(Engine):
     def _wait(self, due: BucketSet) -> None:
         """Wait for an average and make it the gradient."""
         due.wait()
-        due.show()
+        due.bind_gradients()
         self._shown = due
 
     def _leave_sparse_out(self) -> None:
@@ -216,14 +261,93 @@ class PipeSGDEngine(Engine):
                 "sparse: pass sparse_as_dense=True, or prediction='none'."
             )
         before = self._filling
-        place = self._sets.index(before)
-        other = self._sets[1 - place]
-        fresh = self._make(("even", "odd")[place], like=None if other.stale else other)
-        fresh.move_in()
+        index = self._sets.index(before)
+        other = self._sets[1 - index]
+        renewed = self._make(("even", "odd")[index], like=None if other.stale else other)
+        renewed.copy_in()
         if other.stale and self.remembers_residuals:
-            other.land()  # both sets share them
+            other.complete_buckets()  # both sets share them
             name = f"{self.settings.tag}.residuals"
-            fresh.restore_residuals(of_all_ranks(before.residuals(), self.reduction, name))
+            renewed.restore_residuals(of_all_ranks(before.residuals(), self.reduction, name))
         if before in self._scales:
-            self._scales[fresh] = self._scales.pop(before)
-        self._sets[place] = self._filling = self._shown = fresh
+            self._scales[renewed] = self._scales.pop(before)
+        self._sets[index] = self._filling = self._shown = renewed
+
+
+class Prediction:
+    """Weight prediction: compute the next gradient where the missing update is expected to lead.
+
+        w        the true weights: every rank's, after the updates that have arrived
+        w + u    where forward and backward run; u: the optimizer's update with a guess of the
+                 gradient that is still in flight
+
+    Before the next true update the weights go back to w, so a wrong guess is never kept. Source:
+    Chen et al., "SAPipe" (NeurIPS 2022); papers call the guesses "local" and "previous
+    synchronised".
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], owner: Owner) -> None:
+        self._parameters, self._owner = parameters, owner
+        self._true: list[torch.Tensor] | None = None
+        self._versions: list[int] | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the weights are ahead."""
+        return self._true is not None
+
+    def predict(self, guess: Sequence[torch.Tensor | None], scale: float) -> None:
+        """Move the weights by the update that ``guess / scale`` makes; gradients stay as they are.
+
+        Args:
+            guess: One gradient a parameter, or None; the optimizer may write to them.
+            scale: The loss scale of the guess.
+        """
+        self._true = [value.clone() for value in self._values()]
+        shown = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, guess, strict=True):
+            ahead = gradient if gradient is None or scale == 1.0 else gradient / scale
+            parameter.grad = ahead
+        self._owner.predict()
+        for parameter, gradient in zip(self._parameters, shown, strict=True):
+            parameter.grad = gradient
+        self._versions = self._now()
+
+    def restore(self) -> None:
+        """Put the true weights back.
+
+        Raises:
+            HvdPipeError: Somebody has changed the weights, which would be lost.
+        """
+        if self._true is None:
+            return
+        if self._versions is not None and self._versions != self._now():
+            self._true = None
+            raise HvdPipeError(
+                "weights were changed between two steps, while they were ahead of the updates "
+                "(prediction): call optimizer.synchronize() before changing them."
+            )
+        torch._foreach_copy_(self._values(), self._true)
+        self._true = None
+
+    def forget(self) -> None:
+        """Take the weights as they are for the true ones: others were loaded."""
+        self._true = None
+
+    def weights(self) -> list[torch.Tensor | None]:
+        """Return copies of the true weights."""
+        return [value.clone() for value in self._true or []]
+
+    def load(self, weights: Sequence[torch.Tensor | None]) -> None:
+        """Take these for the true weights; a parameter without one is where it should be."""
+        self._versions = None
+        self._true = [
+            value.clone() if true is None else true.to(value)
+            for true, value in zip(weights, self._values(), strict=True)
+        ]
+
+    def _now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
+
+    def _values(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self._parameters]

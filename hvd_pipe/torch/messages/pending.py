@@ -1,4 +1,6 @@
-"""What this rank has sent and not yet waited for: it must not leave while others need it.
+"""Pending operations: what this rank has sent and not yet waited for.
+
+A rank must not leave while others need what it has sent.
 
 Without this, a rank that takes its last Pipe-SGD or CoCoD step and exits shuts Horovod down under
 a slower rank that is about to send the same message:
@@ -28,8 +30,8 @@ from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.runtime.watch.waits import waiting_for
 
 __all__ = [
-    "arrive",
     "before_shutdown",
+    "complete_all",
     "finished",
     "follow",
     "forget",
@@ -44,7 +46,7 @@ PAUSE = 0.1
 LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 5e-4
 
 _handles: set[int] = set()
-_exchanges: set[threading.Event] = set()
+_operations: set[threading.Event] = set()
 _endings: list[Callable[[], None]] = []
 
 
@@ -99,19 +101,19 @@ def known() -> tuple[int, ...]:
 
 
 def follow(done: threading.Event) -> None:
-    """Remember an exchange of several messages until it is `finished`; ``done`` is its end."""
-    _exchanges.add(done)
+    """Remember an operation of several messages until it is `finished`; ``done`` is its end."""
+    _operations.add(done)
 
 
 def finished(done: threading.Event) -> None:
-    """Forget an exchange that was waited for."""
-    _exchanges.discard(done)
+    """Forget an operation that was waited for."""
+    _operations.discard(done)
 
 
 def forget() -> None:
     """Wait for nothing that was sent: after a failure it may never arrive."""
     _handles.clear()
-    _exchanges.clear()
+    _operations.clear()
 
 
 def before_shutdown(end: Callable[[], None]) -> None:
@@ -119,14 +121,14 @@ def before_shutdown(end: Callable[[], None]) -> None:
     _endings.append(end)
 
 
-def arrive(limit_s: float = float("inf")) -> None:
+def complete_all(limit_s: float = float("inf")) -> None:
     """Block until all that was sent has been reduced, or the time is over."""
     end = time.monotonic() + limit_s
     with waiting_for("all that was sent"):
-        while (_handles or _exchanges) and time.monotonic() < end:
+        while (_handles or _operations) and time.monotonic() < end:
             # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
             _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
-            _exchanges.difference_update([done for done in tuple(_exchanges) if done.is_set()])
+            _operations.difference_update([done for done in tuple(_operations) if done.is_set()])
             time.sleep(0.001)
 
 
@@ -138,7 +140,7 @@ def settle() -> bool:
     Returns:
         Whether all has arrived.
     """
-    if (_handles or _exchanges) and not is_failing():
+    if (_handles or _operations) and not is_failing():
         if not is_elastic():  # there, workers that change are no end
             warnings.warn(
                 "training ended with averages in flight: call optimizer.synchronize() after the "
@@ -146,8 +148,8 @@ def settle() -> bool:
                 "replicas.",
                 stacklevel=2,
             )
-        arrive(PATIENCE_S)
-    whole = not (_handles or _exchanges)
+        complete_all(PATIENCE_S)
+    whole = not (_handles or _operations)
     forget()
     for end in _endings:
         end()

@@ -1,4 +1,4 @@
-"""The thread that carries exchanges from phase to phase, behind the backward pass."""
+"""The thread that takes operations of several phases through them, behind the backward pass."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 from typing import Protocol
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch.messages import in_flight
+from hvd_pipe.torch.messages import pending
 
-__all__ = ["Courier", "Parcel", "courier"]
+__all__ = ["CommunicationThread", "Operation", "communication_thread"]
 
 POLL_S = 0.0002
-"""How long the courier sleeps between two looks at what is on the wire."""
+"""How long the thread sleeps between two looks at what is on the wire."""
 
 
-class Parcel(Protocol):
-    """What the courier carries: an `hvd_pipe.torch.messages.exchange.Exchange`."""
+class Operation(Protocol):
+    """An operation of several phases, as `compressed_allreduce.CompressedAllReduce`."""
 
     @property
     def feedback(self) -> object | None:
@@ -31,20 +31,20 @@ class Parcel(Protocol):
         """Let its owner go on, or raise ``error`` there."""
 
 
-class Courier:
-    """The thread that carries all exchanges; started by the first one."""
+class CommunicationThread:
+    """Advances all operations, one phase at a time; the first one starts the thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: list[Parcel] = []
-        self._moving: list[Parcel] = []
+        self._queue: list[Operation] = []
+        self._moving: list[Operation] = []
         self._halting = False
         self._thread: threading.Thread | None = None
 
-    def take(self, exchange: Parcel) -> None:
-        """Carry an exchange; returns at once."""
+    def take(self, operation: Operation) -> None:
+        """Advance an operation to its end; returns at once."""
         with self._changed:
-            self._queue.append(exchange)
+            self._queue.append(operation)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvd_pipe", daemon=True)
                 self._thread.start()
@@ -62,8 +62,8 @@ class Courier:
             self._halting = True
             self._changed.notify()
         thread.join()
-        for exchange in (*self._queue, *self._moving):
-            exchange.end(HvdPipeError("Horovod was shut down while this message was in flight."))
+        for operation in (*self._queue, *self._moving):
+            operation.end(HvdPipeError("Horovod was shut down while this message was in flight."))
         self._queue, self._moving = [], []
         self._thread, self._halting = None, False
 
@@ -76,26 +76,26 @@ class Courier:
                 if self._halting:
                     return
                 queue, self._queue = self._queue, []
-            self._moving += [exchange for exchange in queue if exchange.advance()]
-            busy = self._hand_over_one()
+            self._moving += [operation for operation in queue if operation.advance()]
+            busy = self._advance_one()
 
-    def _hand_over_one(self) -> bool:
-        """Take one exchange into its next phase, so that new ones wait for no more than that.
+    def _advance_one(self) -> bool:
+        """Take one operation into its next phase, so that new ones wait for no more than that.
 
         One that shares its `Feedback` with an older one waits for it, as residuals go from step to
         step.
         """
         older: set[object] = set()
-        for exchange in self._moving:
-            if exchange.feedback not in older and exchange.ready():
-                if not exchange.advance():
-                    self._moving.remove(exchange)
+        for operation in self._moving:
+            if operation.feedback not in older and operation.ready():
+                if not operation.advance():
+                    self._moving.remove(operation)
                 return True
-            if exchange.feedback is not None:
-                older.add(exchange.feedback)
+            if operation.feedback is not None:
+                older.add(operation.feedback)
         return False
 
 
-courier = Courier()
+communication_thread = CommunicationThread()
 """The process's one."""
-in_flight.before_shutdown(courier.halt)
+pending.before_shutdown(communication_thread.halt)

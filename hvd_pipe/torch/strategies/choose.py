@@ -1,4 +1,6 @@
-"""``strategy="auto"``: measure while training synchronously, then go on with the fastest method.
+"""Make the engine of a strategy, switch to another, and choose one for ``strategy="auto"``.
+
+Auto measures while it trains synchronously, then goes on with the fastest method::
 
     first steps      merged-gradient with default buckets; it records when gradients are ready,
                      and `JobTimes` what a worker's own work takes
@@ -20,6 +22,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
+from horovod.torch.mpi_ops import Adasum
 
 from hvd_pipe.planning.choice import (
     OwnTimes,
@@ -31,21 +34,65 @@ from hvd_pipe.planning.choice import (
     report,
 )
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
-from hvd_pipe.torch.strategies.engine import Engine
-from hvd_pipe.torch.strategies.engines import succeed
+from hvd_pipe.torch.strategies.adasum import AdasumEngine
+from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.cocod import CoCoDEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.strategies.pipe_sgd import PipeSGDEngine
+from hvd_pipe.torch.strategies.settings import Owner, Settings, State
 
-__all__ = ["AutoChoice"]
+__all__ = ["AutoChoice", "make_engine", "switch"]
 
 SETTLE_STEPS = 3
 REPORT_STEPS = 20
 
 _log = logging.getLogger("hvd_pipe")
+
+
+def make_engine(checked: Checked, owner: Owner) -> Engine:
+    """Return the engine for arguments that all ranks have found good."""
+    settings, strategy = dataclasses.replace(checked.settings, owner=owner), checked.strategy
+    if settings.reduction.op == Adasum:
+        return AdasumEngine(settings)
+    if isinstance(strategy, Auto):
+        engine = MergedGradientEngine(settings, MergedGradient(), None, strategy.steps)
+        # What a candidate needs to know of a script must be missed now, not when it is chosen.
+        engine.needs_loss_scale = any(
+            not isinstance(method, MergedGradient) for method in checked.candidates
+        )
+        return engine
+    if isinstance(strategy, MergedGradient):
+        return MergedGradientEngine(settings, strategy, checked.plan)
+    return _make(settings, strategy)
+
+
+def switch(engine: Engine, strategy: Method) -> Engine:
+    """Return an engine of another strategy, for the same parameters, between two steps.
+
+    Nothing is in flight: the engine is synchronous, was drained, or was discarded. Gradients that
+    users can see stay as they are. The residuals of gradients go along to a
+    strategy that sends gradients.
+    """
+    settings = dataclasses.replace(engine.settings, passes=engine.passes)
+    successor = _make(settings, strategy)
+    residuals = engine.state().tensors
+    if isinstance(engine, MergedGradientEngine) and isinstance(successor, PipeSGDEngine):
+        successor.load(State({"rounds": 0}, residuals))
+    successor.held = engine.held
+    return successor
+
+
+def _make(settings: Settings, strategy: Method) -> Engine:
+    if isinstance(strategy, MergedGradient):
+        return MergedGradientEngine(settings, strategy, strategy.load_plan())
+    if isinstance(strategy, PipeSGD):
+        return PipeSGDEngine(settings, strategy)
+    return CoCoDEngine(settings, strategy)
 
 
 class AutoChoice:
@@ -86,7 +133,7 @@ class AutoChoice:
         own, self._times = self._times.close(), None
         self.chosen, predicted = self._choice(engine, own)
         self._reached = _Reached(self.chosen, predicted) if predicted else None
-        return engine if isinstance(self.chosen, MergedGradient) else succeed(engine, self.chosen)
+        return engine if isinstance(self.chosen, MergedGradient) else switch(engine, self.chosen)
 
     def close(self) -> None:
         """Watch no more steps."""
@@ -115,7 +162,7 @@ class AutoChoice:
         self.close()
         before, self.chosen = self.chosen or MergedGradient(), method
         self._say("auto: goes on with %s, as chosen before", text)
-        return (engine if method == before else succeed(engine, method)), saved
+        return (engine if method == before else switch(engine, method)), saved
 
     def note(self, saved: SavedState) -> SavedState:
         """Return a checkpoint with the choice."""
@@ -150,8 +197,8 @@ class AutoChoice:
         assert engine.plan is not None
         # A sparse gradient travels by itself, in a size that the step decides.
         sizes = [
-            1 if place in settings.sparse else max(1, settings.nbytes(place))
-            for place in range(len(settings.parameters))
+            1 if index in settings.sparse else max(1, settings.nbytes(index))
+            for index in range(len(settings.parameters))
         ]
         profile = profile_of(own, settings.names, sizes)
         found = [

@@ -8,9 +8,9 @@ Rank r of n owns slice r of the buffer::
 Every rank decodes the same bytes in the second phase, its own slice too, so that all end with the
 same bits. Each sends ``2 (n-1)/n`` of the encoded bytes, as in a ring.
 
-The phases are carried by one thread a process, the courier, behind the backward pass. It waits for
-no exchange before all that are queued have started, or two ranks that launch in different orders
-would wait for each other for ever::
+One thread a process, the `communication_thread`, carries the phases behind the backward pass. It
+waits for no message before all that are queued have started, or two ranks that launch in different
+orders would wait for each other for ever::
 
     rank 0   launch A, launch B        alltoall A ... needs rank 1's A
     rank 1   launch B, launch A        alltoall B ... needs rank 0's B
@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,40 +31,24 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.watch.waits import waiting_for
 from hvd_pipe.torch.checking import spoil
-from hvd_pipe.torch.compression import Codec, blocks
+from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages import in_flight
-from hvd_pipe.torch.messages.courier import courier
-from hvd_pipe.torch.messages.reduction import Message, Reduction
+from hvd_pipe.torch.messages import pending
+from hvd_pipe.torch.messages.allreduce import (
+    AllReduce,
+    Feedback,
+    InTwo,
+    Message,
+    Reduction,
+    Scaled,
+)
+from hvd_pipe.torch.messages.communication_thread import communication_thread
 from hvd_pipe.torch.messages.streams import follow_horovod, side_stream
 
-__all__ = ["Exchange", "Feedback"]
+__all__ = ["CompressedAllReduce", "message_for"]
 
 
-@dataclass(eq=False)
-class Feedback:
-    """What encoding has lost so far; it is added to what is encoded next.
-
-    Exchanges of the same layout that carry one gradient in turn share one. Its tensors may be read
-    and written while none of these is between `Exchange.launch` and `Exchange.wait`, to save and
-    restore them.
-
-    Args:
-        sent: Lost where this rank encoded its own values; float32, of the buffer's size.
-        reduced: Lost where it encoded the sums of its slice; the same, zero outside the slice.
-    """
-
-    sent: torch.Tensor
-    reduced: torch.Tensor
-
-    @classmethod
-    def of(cls, flat: torch.Tensor) -> Feedback:
-        """Return a feedback for buffers like ``flat`` that have lost nothing yet."""
-        sent, reduced = (torch.zeros_like(flat, dtype=torch.float32) for _ in range(2))
-        return cls(sent, reduced)
-
-
-class Exchange(Message):
+class CompressedAllReduce(Message):
     """A flat buffer that is reduced by way of a codec.
 
     With ``enc`` and ``dec`` the codec's two sides and x_i rank i's buffer, every rank gets
@@ -74,7 +58,7 @@ class Exchange(Message):
     lost (zero where that is not finite: a message that overflowed is not repaired by later ones).
     ``gradient_predivide_factor`` changes nothing: a float32 sum does not overflow.
 
-    Ranks may launch exchanges in different orders, but those that share a `Feedback` in one.
+    Ranks may launch them in different orders, but those that share a `Feedback` in one.
 
     Args:
         reduction: The operation, the process set and the count of bytes that are sent.
@@ -119,7 +103,7 @@ class Exchange(Message):
         self._filled: torch.cuda.Event | None = None
         self._reduced: torch.cuda.Event | None = None
         self.done = threading.Event()
-        """Set when the buffer holds the reduced values, or an error has ended the exchange."""
+        """Set when the buffer holds the reduced values, or an error has ended it."""
 
     def launch(self) -> None:
         """Send the buffer; it belongs to the network until `wait`.
@@ -141,8 +125,8 @@ class Exchange(Message):
         if timeline.active is not None:
             nbytes = workers * self._row_bytes
             self._flight = timeline.active.launched(self._name, nbytes)
-        in_flight.follow(self.done)
-        courier.take(self)
+        pending.follow(self.done)
+        communication_thread.take(self)
 
     def wait(self) -> None:
         """Block until the buffer holds the reduced values; at once if nothing was launched.
@@ -151,14 +135,14 @@ class Exchange(Message):
             HorovodInternalError: Another rank failed.
             HvdPipeError: Another rank sent something else under this name, or has left by
                 ``hvd.join()``.
-            Exception: Whatever else ended the exchange on this rank.
+            Exception: Whatever else ended it on this rank.
         """
         if not self._launched:
             return
         with waiting_for(self._name):
             self.done.wait()
         self._launched = False
-        in_flight.finished(self.done)
+        pending.finished(self.done)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -178,9 +162,9 @@ class Exchange(Message):
         process_set = self._reduction.process_set
         rows = self._flat.new_zeros(self._reduction.workers, 0, dtype=torch.uint8)
         handle = alltoall_async(rows, name=self._name, process_set=process_set)
-        in_flight.wait(in_flight.sent(handle))
+        pending.wait(pending.sent(handle))
 
-    # What the courier calls, in its thread.
+    # What the communication thread calls.
 
     def ready(self) -> bool:
         """Return whether the phase that is on the wire is over."""
@@ -198,7 +182,7 @@ class Exchange(Message):
         try:
             handle, self._handle = self._handle, None
             with self._stream():
-                arrived = None if handle is None else in_flight.wait(handle)
+                arrived = None if handle is None else pending.wait(handle)
                 self._handle = self._phases.send(arrived)
             return True
         except StopIteration:
@@ -322,6 +306,38 @@ class Exchange(Message):
     def _code(self, row: torch.Tensor, part: _Slice) -> torch.Tensor:
         """Return the part of a row that holds the encoded values of a slice."""
         return row[self._word_bytes :][: self._codec.nbytes(part.numel)]
+
+
+def message_for(
+    reduction: Reduction,
+    flat: torch.Tensor,
+    name: str,
+    exact: int = 0,
+    feedback: Feedback | None = None,
+) -> Message:
+    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec.
+
+    Args:
+        reduction: The operation, the compression and the ranks.
+        flat: One-dimensional, contiguous.
+        name: The same on all ranks, unique among what is in flight.
+        exact: How many elements at the end no lossy codec may touch: control flags, counts.
+        feedback: Another message's, if the two carry the same gradients in turn.
+    """
+    values, words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
+    codec = codec_for(reduction.compression, flat.dtype)
+    message: Message
+    if codec is not None:
+        message = CompressedAllReduce(reduction, flat, name, codec, exact, feedback)
+    elif not exact or is_horovods(reduction.compression):
+        message = AllReduce(reduction, flat, name)
+    else:  # a compressor of the user's may round the exact elements to zero
+        plain = replace(reduction, compression=Compression.none, weights=())
+        if not values.numel():
+            return message_for(plain, words, name, exact)
+        apart = message_for(plain, words, f"{name}.words", exact)
+        message = InTwo(AllReduce(reduction, values, name), apart)
+    return message if reduction.factor == 1.0 else Scaled(message, values, reduction.factor)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four moments::
 
-    backward   -> on_gradient(place)          a gradient of this pass is complete
+    backward   -> on_gradient(index)          a gradient of this pass is complete
     step()     -> before_update() -> bool     p.grad is what to apply; False: no update
                   after_update()              after the user's optimizer has moved the weights
     synchronize()                             finish what is in flight
@@ -13,9 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from horovod.torch.compression import Compression
@@ -29,136 +27,34 @@ from hvd_pipe.torch.agree import Description, check_alike, failed, largest
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.reduction import Message, Reduction
 from hvd_pipe.torch.messages.residuals import of_all_ranks
 from hvd_pipe.torch.parameters import are_finite, check_parameter
+from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "Engine",
-    "Owner",
-    "Settings",
-    "State",
-    "all_joined",
-    "describe",
-    "kinds",
-    "refuse_join",
-]
-
-DEFAULT_BUCKET_BYTES = 8 * 2**20
+__all__ = ["Engine", "all_joined", "make_buckets", "refuse_join"]
 
 
-class Owner(Protocol):
-    """What an engine asks of the user's optimizer."""
-
-    def update(self) -> None:
-        """Make one update with the gradients as they are."""
-
-    def peek(self) -> None:
-        """Move the weights as `update` would, and leave all else as it is."""
-
-    def note_old(self) -> None:
-        """Take what is in ``p.grad`` for applied: no update is to come of it."""
-
-    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the optimizer's live state of a parameter; empty where there is none."""
-
-    def joining(self, known: set[int]) -> dict[str, torch.Tensor]:
-        """Return the parameters, by name, that train and whose identities are not ``known``."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a `DistributedOptimizer` was asked for, in terms of its parameters' places.
-
-    Args:
-        names: The parameters' names, in an order that all ranks share.
-        parameters: The parameters, in the same order.
-        reduction: How gradients are reduced.
-        passes: Backward passes that make one gradient.
-        sparse_as_dense: Whether sparse gradients may travel as dense ones.
-        tag: Begins the names of all messages.
-        groups: Gradients that the user groups by hand (places), or None.
-        owner: The user's optimizer.
-        sparse: Places of the gradients that all ranks know to be sparse.
-        frozen: Places of the parameters that were frozen in the last round.
-    """
-
-    names: Sequence[str]
-    parameters: Sequence[torch.Tensor]
-    reduction: Reduction
-    passes: int
-    sparse_as_dense: bool
-    tag: str
-    groups: Sequence[Sequence[int]] | None
-    owner: Owner
-    sparse: set[int] = field(default_factory=set)
-    frozen: set[int] = field(default_factory=set)
-
-    def grown(self, joining: Mapping[str, torch.Tensor]) -> Settings:
-        """Return the settings with more parameters, behind the ones that are there."""
-        first = len(self.parameters)
-        groups = self.groups
-        if groups is not None:
-            groups = [*groups, *([first + i] for i in range(len(joining)))]
-        return dataclasses.replace(
-            self,
-            names=[*self.names, *joining],
-            parameters=[*self.parameters, *joining.values()],
-            groups=groups,
-        )
-
-    def nbytes(self, place: int) -> int:
-        """Return the size of a gradient in bytes."""
-        return self.parameters[place].numel() * self.parameters[place].element_size()
-
-    def wire_bytes(self) -> list[int]:
-        """Return the size of each gradient as it is sent, after compression, in bytes."""
-        sizes = [0] * len(self.parameters)
-        for places in kinds(self.parameters):
-            ratio = self.reduction.ratio(self.parameters[places[0]])
-            for place in places:
-                if place not in self.sparse:
-                    sizes[place] = round(self.nbytes(place) * ratio)
-        return sizes
-
-    def make_buckets(
-        self,
-        groups: Sequence[Sequence[int]],
-        suffix: str,
-        keep_local: bool = False,
-        like: BucketSet | None = None,
-    ) -> BucketSet:
-        return BucketSet(
-            self.parameters,
-            self.names,
-            groups,
-            self.reduction,
-            f"{self.tag}.{suffix}",
-            None if self.sparse_as_dense else self.sparse,
-            self.frozen,
-            keep_local,
-            like,
-        )
-
-    def as_plan(self, groups: Sequence[Sequence[int]], method: str) -> Plan:
-        """Return groups of places as a plan of names."""
-        return Plan(tuple(tuple(self.names[i] for i in group) for group in groups), method)
-
-
-@dataclass(frozen=True)
-class State:
-    """What an engine needs to go on bit for bit, beside the model and the user's optimizer.
-
-    Args:
-        counters: Numbers and strings by name: steps taken, a plan.
-        tensors: By name, one tensor a parameter (by place), or None where there is none: a
-            gradient in flight, a model's start of the round, what a codec has left over.
-    """
-
-    counters: dict[str, Any]
-    tensors: dict[str, list[torch.Tensor | None]]
+def make_buckets(
+    settings: Settings,
+    groups: Sequence[Sequence[int]],
+    suffix: str,
+    keep_local: bool = False,
+    like: BucketSet | None = None,
+) -> BucketSet:
+    """Return the buckets of a plan; ``suffix`` ends the tag of their messages."""
+    return BucketSet(
+        settings.parameters,
+        settings.names,
+        groups,
+        settings.reduction,
+        f"{settings.tag}.{suffix}",
+        None if settings.sparse_as_dense else settings.sparse,
+        settings.frozen,
+        keep_local,
+        like,
+    )
 
 
 class Engine(abc.ABC):
@@ -166,7 +62,7 @@ class Engine(abc.ABC):
 
     name: str
     """The strategy's, as a checkpoint has it."""
-    keeps = False
+    has_state_in_flight = False
     """Whether anything is in flight between steps, which a checkpoint should hold."""
     needs_loss_scale = True
     """Whether gradients may have another loss scale than the step's, or stay local."""
@@ -178,7 +74,7 @@ class Engine(abc.ABC):
         self.passes = settings.passes
         self.rounds = 0
         """Gradients (or sets of local gradients) prepared so far; all ranks count the same."""
-        self.fresh = False
+        self.has_new_gradients = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
         """Whether the gradients of the coming step() are prepared."""
@@ -204,8 +100,8 @@ class Engine(abc.ABC):
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
         engine, first = weakref.ref(self), len(self._passes_done)
-        for place, parameter in enumerate(parameters, first):
-            hook = _hook(engine, place)
+        for index, parameter in enumerate(parameters, first):
+            hook = _hook(engine, index)
             self._hooks.append(
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             )
@@ -215,11 +111,11 @@ class Engine(abc.ABC):
     @property
     def remembers(self) -> bool:
         """Whether what a step leaves behind belongs into a checkpoint."""
-        return self.keeps or self.remembers_residuals
+        return self.has_state_in_flight or self.remembers_residuals
 
     @property
     def remembers_residuals(self) -> bool:
-        """Whether a lossy codec keeps what it has left over."""
+        """Whether a lossy codec keeps residuals."""
         compression = self.reduction.compression
         return isinstance(compression, Codec) and bool(compression.error_feedback)
 
@@ -269,7 +165,7 @@ class Engine(abc.ABC):
     def load(self, state: State) -> None:
         """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
 
-        A place whose tensors are None belongs to a parameter that joins now.
+        An index whose tensors are None belongs to a parameter that joins now.
         """
 
     @property
@@ -286,12 +182,12 @@ class Engine(abc.ABC):
         self.abandon()
         self._passes_done = [0] * len(self._passes_done)
         if self.current is not None:
-            self.current.give_up()
+            self.current.discard()
             self.current.forget_residuals()
 
     def after_update(self) -> None:
         """Do what follows an update."""
-        self.fresh = False
+        self.has_new_gradients = False
 
     @property
     def gradient_scale(self) -> float | None:
@@ -303,28 +199,28 @@ class Engine(abc.ABC):
 
     # What the optimizer calls.
 
-    def on_gradient(self, place: int) -> None:
+    def on_gradient(self, index: int) -> None:
         """Take a gradient that backward has just completed."""
         check_mode.active.delay()
         if timeline.active is not None:
             timeline.active.gradient()
-        if not self.fresh:
+        if not self.has_new_gradients:
             self._begin_step()
-        self.fresh = True
+        self.has_new_gradients = True
         self.synchronized = False
-        self._passes_done[place] += 1
-        done = self._passes_done[place]
+        self._passes_done[index] += 1
+        done = self._passes_done[index]
         if self.current is None:
             return
         if done > self.passes:
             raise HvdPipeError(
-                f"the gradient of {self.settings.names[place]!r} was computed {done} times before "
+                f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
                 f"step(), but backward_passes_per_step is {self.passes}: call step() or "
                 f"synchronize() after every {self.passes} backward passes, or raise "
                 "backward_passes_per_step to accumulate gradients locally."
             )
         if done == self.passes:
-            self.current.ready(place)
+            self.current.ready(index)
 
     def compare_replicas(self) -> None:
         """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
@@ -340,7 +236,7 @@ class Engine(abc.ABC):
             self.weights(),
             gradients,
             f"after step {self.rounds}",
-            self.reduction,
+            self.reduction.process_set,
             self.settings.tag,
         )
 
@@ -359,9 +255,9 @@ class Engine(abc.ABC):
         """
         if self.synchronized:
             return
-        if self.fresh or by_hand:
+        if self.has_new_gradients or by_hand:
             self.prepare_now()
-            self.fresh = True
+            self.has_new_gradients = True
         else:
             self._agree_on_load()
             self.drain()
@@ -398,7 +294,7 @@ class Engine(abc.ABC):
 
     def _begin_step(self) -> None:
         self._agree_on_load()
-        self.admit()
+        self.add_parameters()
 
     def _agree_on_load(self) -> None:
         """Tell all ranks where one alone has loaded a state: they would wait for ever.
@@ -424,15 +320,15 @@ class Engine(abc.ABC):
 
     def abandon(self) -> None:
         """Forget gradients that were prepared and are not to be applied."""
-        self.synchronized = self.fresh = False
+        self.synchronized = self.has_new_gradients = False
 
-    def admit(self) -> None:
+    def add_parameters(self) -> None:
         """Take in parameters that have joined: by add_param_group, or because they train now.
 
         All ranks do this between the same two steps, or are told: first they meet under the
         name of a message that a rank which admits nobody is about to send.
         """
-        joining = self.settings.owner.joining(self.known)
+        joining = self.settings.owner.new_parameters(self.known)
         if not joining:
             return
         state, process_set = self.state(), self.reduction.process_set
@@ -448,14 +344,14 @@ class Engine(abc.ABC):
             check_alike(description, f"{self.settings.tag}.joining", process_set)
         if failure is not None:
             raise failure
-        self.settings = self.settings.grown(joining)
+        self.settings = self.settings.with_parameters(joining)
         self._listen(list(joining.values()))
         left = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
         self.build()
         tensors = {}
-        for label, places in left.items():
+        for label, indices in left.items():
             loaded = self.held.get(label, {})
-            tensors[label] = [*places, *(loaded.get(id(p)) for p in joining.values())]
+            tensors[label] = [*indices, *(loaded.get(id(p)) for p in joining.values())]
         self.held.clear()
         self.load(State(state.counters, tensors))
 
@@ -477,7 +373,7 @@ class Engine(abc.ABC):
     def _prepare(self) -> None:
         if timeline.active is not None:
             timeline.active.end_backward()
-        if not self.fresh:
+        if not self.has_new_gradients:
             self._begin_step()
         self._passes_done = [0] * len(self._passes_done)
         self._has_update = self.prepare()
@@ -518,29 +414,10 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _hook(engine: weakref.ref[Engine], place: int) -> Callable[[torch.Tensor], None]:
+def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
     def on_gradient(_: torch.Tensor) -> None:
         owner = engine()
         if owner is not None:
-            owner.on_gradient(place)
+            owner.on_gradient(index)
 
     return on_gradient
-
-
-def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
-    """Say in a line a parameter what all ranks must have alike."""
-    lines = []
-    for name, parameter in parameters.items():
-        layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
-        lines.append(("a parameter", f"{name!r}: {shape}{layout}"))
-    return lines
-
-
-def kinds(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group places by dtype and device: only equals share a buffer. Order is kept."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        found.setdefault((parameter.dtype, parameter.device), []).append(place)
-    return list(found.values())
