@@ -141,3 +141,9 @@ def test_a_state_that_one_rank_alone_has_loaded(strategy: str, before: int) -> N
     """
     for said in run_ranks(2, workers_regressions.loaded_alone, strategy, before, timeout=60):
         assert "ranks have sent different things" in said
+
+
+def test_a_rank_hears_the_reason_after_the_other_has_left() -> None:
+    """The slow rank raised HorovodInternalError: the fast one had shut Horovod down."""
+    for said in run_ranks(2, workers_regressions.loaded_alone, "pipe-sgd", 3, 2.0, timeout=60):
+        assert "ranks have sent different things" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import time
 import warnings
 from functools import partial
 from typing import Any
@@ -327,8 +328,8 @@ def sparse_sets() -> int:
     return sum(o._parameters[0] is parameters[0] for o in found)
 
 
-def loaded_alone(strategy: str, before: int) -> str:
-    """Rank 0 alone loads a state, and nobody broadcasts it."""
+def loaded_alone(strategy: str, before: int, pause_s: float = 0.0) -> str:
+    """Rank 0 alone loads a state, and nobody broadcasts it; rank 1 pauses before each step."""
     hvd.init()
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
@@ -347,6 +348,7 @@ def loaded_alone(strategy: str, before: int) -> str:
         optimizer.load_state_dict(state)
     try:
         for number in range(STEPS):
+            time.sleep(pause_s * hvd.rank())
             step(model, optimizer, number)
         optimizer.synchronize()
     except hvd.HvdPipeError as error:

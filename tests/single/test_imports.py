@@ -19,17 +19,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
-MAX_FILES = 220
-MAX_LINES = 41_000
-MAX_FILE_LINES = 690
-MAX_FUNCTION_LINES = 105  # without its docstring
+MAX_FILES = 202
+MAX_LINES = 40_950
+MAX_FILE_LINES = 438
+MAX_FUNCTION_LINES = 60  # without its docstring
 MAX_FLOORS = 10  # of hvd_pipe.torch, from one of its strategies down
 
 # Lazy imports that close a circle, as (importer, imported), and why each has to. Better none.
-LAZY_CIRCLES: dict[tuple[str, str], str] = {
-    ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.mpi"): "the choice of a transport",
-    ("hvd_pipe.pipeline.transport", "hvd_pipe.pipeline.process_sets"): "the choice of a transport",
-}
+LAZY_CIRCLES: dict[tuple[str, str], str] = {}
 
 Graph = dict[str, set[str]]
 

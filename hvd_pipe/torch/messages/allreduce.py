@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
@@ -178,14 +179,18 @@ class Reduction:
         """Start an all-reduce in place and return its handle."""
         check_mode.active.delay()
         factor = self.gradient_predivide_factor if self.op == Average else 1.0
-        handle = allreduce_async_(
-            tensor,
-            name=name,
-            op=self.op,
-            prescale_factor=1.0 / factor,
-            postscale_factor=factor,
-            process_set=self.process_set,
-        )
+        try:
+            handle = allreduce_async_(
+                tensor,
+                name=name,
+                op=self.op,
+                prescale_factor=1.0 / factor,
+                postscale_factor=factor,
+                process_set=self.process_set,
+            )
+        except HorovodInternalError as error:
+            pending.explain(error)
+            raise
         self.traffic.add(tensor.nbytes, self.workers)
         return pending.sent(handle)
 

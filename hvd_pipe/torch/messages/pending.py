@@ -32,6 +32,7 @@ from hvd_pipe.runtime.watch.waits import waiting_for
 __all__ = [
     "before_shutdown",
     "complete_all",
+    "explain",
     "finished",
     "follow",
     "forget",
@@ -77,6 +78,23 @@ def wait(handle: int) -> Any:
             "a state was loaded, or all gradients were set to zero in place. Do the same on every "
             f"rank. Horovod says: {error}"
         ) from error
+
+
+def explain(error: HorovodInternalError) -> None:
+    """Raise what is known of why a message could not be sent; return if nothing is.
+
+    Each rank hears that ranks have sent different things when it waits for the message. The one
+    that hears it first leaves, and Horovod shuts down under one that is about to send the next.
+
+    Raises:
+        HvdPipeError: A message that was sent before has failed so, and nobody has waited for it.
+    """
+    for handle in tuple(_handles):
+        if poll(handle):
+            try:
+                wait(handle)
+            except HorovodInternalError:
+                raise error from None
 
 
 def _sleep_until_arrived(handle: int) -> None:
