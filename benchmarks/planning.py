@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_pipe.planning.advise import advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.kinds import plan_kinds
+from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import simulate
@@ -96,9 +96,9 @@ def main() -> int:
         )
     print(f"all methods with stragglers: {total:.2f} s (promised: 5 s)")
     names, ready, sizes = model.gradient_order(), model.ready_times(), model.gradient_bytes()
-    kinds = ["full" if size == 1024 else "half" for size in sizes]
-    took, plan = timed(lambda: plan_kinds(names, ready, sizes, kinds, steady.comm()))
-    print(f"plan of two kinds, {len(plan.buckets)} buckets: {took:.2f} s")
+    groups = ["full" if size == 1024 else "half" for size in sizes]
+    took, plan = timed(lambda: plan_dtype_groups(names, ready, sizes, groups, steady.comm()))
+    print(f"plan of two dtype groups, {len(plan.buckets)} buckets: {took:.2f} s")
     took, advice = timed(lambda: advise(model, steady, codecs=("none", "bf16", "int8")))
     print(f"advice, {len(advice.rows)} rows: {took:.2f} s: {advice.reason}")
     return int(total > 5.0)

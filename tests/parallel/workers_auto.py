@@ -386,11 +386,11 @@ def seen_by_rank_0() -> tuple[list[float], float] | None:
     optimizer = wrap(model, "merged-gradient/pipe-sgd")
     if hvd.rank() == 1:
         model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
-    planned = mock.Mock(wraps=merged_gradient.plan_kinds)
+    planned = mock.Mock(wraps=merged_gradient.plan_dtype_groups)
     predicted = mock.Mock(wraps=choose.predict)
     with (
         mock.patch.object(choose, "predict", predicted),
-        mock.patch.object(merged_gradient, "plan_kinds", planned),
+        mock.patch.object(merged_gradient, "plan_dtype_groups", planned),
     ):
         train(model, optimizer, hvd.rank(), steps=SWITCH)
     optimizer.synchronize()
@@ -499,7 +499,10 @@ CASES: dict[str, Callable[[], Any]] = {
         failing, "hvd_pipe.torch.strategies.choose.predict", 0, ValueError("no choice")
     ),
     "rank 0 cannot plan": partial(
-        failing, "hvd_pipe.torch.strategies.merged_gradient.plan_kinds", 0, ValueError("no plan")
+        failing,
+        "hvd_pipe.torch.strategies.merged_gradient.plan_dtype_groups",
+        0,
+        ValueError("no plan"),
     ),
     "no memory": partial(failing, "torch.zeros", 1, torch.OutOfMemoryError("too little")),
     "seen by rank 0": seen_by_rank_0,

@@ -19,7 +19,7 @@ import logging
 import numpy as np
 
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.kinds import plan_kinds
+from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, MergedGradient
@@ -168,7 +168,7 @@ class Replan:
                 for place in same
             }
             cost = reduction.cost(settings.shapes.dtypes[dense[0]])
-            plan = plan_kinds(
+            plan = plan_dtype_groups(
                 [settings.shapes.names[place] for place in order],
                 ready[order],
                 sizes[order],

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.kinds import plan_kinds
+from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
@@ -304,7 +304,7 @@ class MergedGradientEngine(Engine):
         }
         wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
         codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
-        plan = plan_kinds(
+        plan = plan_dtype_groups(
             [settings.names[index] for index in order],
             ready[order],
             wire_bytes[order],

@@ -1,4 +1,4 @@
-"""Gradients of several kinds on one link: against all plans there are, and against each alone."""
+"""Gradients of several dtype groups on one link, against all plans and each group alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import comm_models
 
-from hvd_pipe.planning import kinds as module
+from hvd_pipe.planning import dtype_groups as module
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.kinds import plan_kinds
+from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.plan import Plan
 
 FloatArray = npt.NDArray[np.float64]
@@ -25,12 +25,12 @@ Case = tuple[list[str], FloatArray, FloatArray, list[str]]
 
 @st.composite
 def cases(draw: st.DrawFn, most: int = 6) -> Case:
-    """Names, ready times in quarters, sizes, and a kind for each."""
+    """Names, ready times in quarters, sizes, and a group for each."""
     tensor = st.tuples(st.integers(0, 8), st.integers(0, 200), st.sampled_from("abc"))
     tensors = draw(st.lists(tensor, min_size=1, max_size=most))
     ready = np.array(list(accumulate(gap * 0.25 for gap, _, _ in tensors)))
     sizes = np.array([float(size) for _, size, _ in tensors])
-    return [f"t{i}" for i in range(len(tensors))], ready, sizes, [kind for *_, kind in tensors]
+    return [f"t{i}" for i in range(len(tensors))], ready, sizes, [group for *_, group in tensors]
 
 
 def finish(plan: Plan, case: Case, comm: CommModel) -> float:
@@ -45,7 +45,7 @@ def finish(plan: Plan, case: Case, comm: CommModel) -> float:
 
 
 def runs(places: list[int]) -> list[list[list[int]]]:
-    """Every way to cut a kind's tensors into buckets."""
+    """Every way to cut a group's tensors into buckets."""
     cuts = range(1, len(places))
     return [
         [places[a:b] for a, b in zip((0, *chosen), (*chosen, len(places)), strict=True)]
@@ -56,8 +56,10 @@ def runs(places: list[int]) -> list[list[list[int]]]:
 
 def best_of_all(case: Case, comm: CommModel) -> float:
     """The earliest finish over all buckets and all orders of sending them."""
-    names, _, _, kinds = case
-    own = [[i for i, kind in enumerate(kinds) if kind == label] for label in sorted(set(kinds))]
+    names, _, _, groups = case
+    own = [
+        [i for i, group in enumerate(groups) if group == label] for label in sorted(set(groups))
+    ]
     best = float("inf")
     for chosen in product(*map(runs, own)):
         buckets = [tuple(names[i] for i in bucket) for groups in chosen for bucket in groups]
@@ -75,23 +77,23 @@ def test_doctests() -> None:
 @settings(deadline=None, max_examples=150)
 @given(cases(most=5), comm_models())
 def test_no_buckets_in_no_order_are_faster(case: Case, comm: CommModel) -> None:
-    plan = plan_kinds(*case, comm)
+    plan = plan_dtype_groups(*case, comm)
     assert finish(plan, case, comm) == pytest.approx(best_of_all(case, comm), rel=1e-12)
 
 
 @settings(deadline=None, max_examples=150)
 @given(cases(12), comm_models(), st.sampled_from(["exact", "greedy", "wfbp", "single", "bytes"]))
 def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
-    names, ready, _, kinds = case
+    names, ready, _, groups = case
     limit = 100 if method == "bytes" else None
-    plan = plan_kinds(*case, comm, method, bucket_bytes=limit)
-    kind_of = dict(zip(names, kinds, strict=True))
+    plan = plan_dtype_groups(*case, comm, method, bucket_bytes=limit)
+    group_of = dict(zip(names, groups, strict=True))
     assert sorted(plan.names) == sorted(names)
-    assert all(len({kind_of[name] for name in bucket}) == 1 for bucket in plan.buckets)
+    assert all(len({group_of[name] for name in bucket}) == 1 for bucket in plan.buckets)
     arrival = finish(plan, case, comm) + comm.delay
     assert plan.predicted_s == pytest.approx(arrival, rel=1e-12)
     assert plan.exposed_s == pytest.approx(arrival - ready[-1])
-    exact = plan_kinds(*case, comm)
+    exact = plan_dtype_groups(*case, comm)
     assert finish(exact, case, comm) <= finish(plan, case, comm) * (1 + 1e-9)
 
 
@@ -99,7 +101,7 @@ def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
 @given(cases(12), comm_models())
 def test_one_kind_is_the_plain_problem(case: Case, comm: CommModel) -> None:
     names, ready, sizes, _ = case
-    assert plan_kinds(names, ready, sizes, ["x"] * len(names), comm) == merge.plan(
+    assert plan_dtype_groups(names, ready, sizes, ["x"] * len(names), comm) == merge.plan(
         names, ready, sizes, comm
     )
 
@@ -108,18 +110,18 @@ def mixed(count: int, seed: int = 0) -> Case:
     """Half precision for most of the bytes, full precision for every third, small tensor."""
     rng = np.random.default_rng(seed)
     ready = np.cumsum(rng.exponential(1e-3, count))
-    kinds = ["full" if i % 3 == 2 else "half" for i in range(count)]
+    groups = ["full" if i % 3 == 2 else "half" for i in range(count)]
     large = np.floor(rng.lognormal(12, 1.5, count))
-    sizes = np.where(np.array(kinds) == "full", 2048.0, large)
-    return [f"t{i}" for i in range(count)], ready, sizes, kinds
+    sizes = np.where(np.array(groups) == "full", 2048.0, large)
+    return [f"t{i}" for i in range(count)], ready, sizes, groups
 
 
 def each_alone(case: Case, comm: CommModel) -> Plan:
-    """What planning each kind as if it had the link leads to, sent by readiness."""
-    names, ready, sizes, kinds = case
+    """What planning each group as if it had the link leads to, sent by readiness."""
+    names, ready, sizes, groups = case
     buckets: list[tuple[str, ...]] = []
-    for kind in dict.fromkeys(kinds):
-        at = [i for i, other in enumerate(kinds) if other == kind]
+    for group in dict.fromkeys(groups):
+        at = [i for i, other in enumerate(groups) if other == group]
         own = merge.plan([names[i] for i in at], ready[at], sizes[at], comm)
         buckets += own.buckets
     moment = dict(zip(names, ready.tolist(), strict=True))
@@ -129,7 +131,7 @@ def each_alone(case: Case, comm: CommModel) -> Plan:
 def test_a_bucket_that_ends_just_in_time_alone_is_late_in_company() -> None:
     comm = CommModel.linear(1e-3, 1e-9)
     case = mixed(120)
-    joint, alone = plan_kinds(*case, comm), each_alone(case, comm)
+    joint, alone = plan_dtype_groups(*case, comm), each_alone(case, comm)
     assert finish(joint, case, comm) < finish(alone, case, comm)
 
 
@@ -139,14 +141,14 @@ def test_too_many_for_the_programme_lose_little(
 ) -> None:
     """Above MAX_STATES runs of tensors count as one: at most their span is lost."""
     case, comm = mixed(90), CommModel.linear(latency, 1e-9)
-    best = finish(plan_kinds(*case, comm), case, comm)
+    best = finish(plan_dtype_groups(*case, comm), case, comm)
     monkeypatch.setattr(module, "MAX_STATES", 200)
-    coarse = finish(plan_kinds(*case, comm), case, comm)
+    coarse = finish(plan_dtype_groups(*case, comm), case, comm)
     assert best <= coarse * (1 + 1e-12)
     assert coarse <= finish(each_alone(case, comm), case, comm) * (1 + 1e-12)
     longest = 0.0
     for label in ("half", "full"):
-        own = case[1][[kind == label for kind in case[3]]]
+        own = case[1][[group == label for group in case[3]]]
         ends = module._within(own, 0.02)
         assert len(ends) <= len(own)
         starts = np.concatenate(([0], ends[:-1]))
@@ -155,25 +157,27 @@ def test_too_many_for_the_programme_lose_little(
     assert coarse <= best + 0.03
 
 
-def test_a_large_model_of_two_kinds() -> None:
+def test_a_large_model_of_two_groups() -> None:
     case, comm = mixed(900), CommModel.linear(3e-4, 1e-9)
-    plan = plan_kinds(*case, comm)
+    plan = plan_dtype_groups(*case, comm)
     assert finish(plan, case, comm) <= finish(each_alone(case, comm), case, comm) * (1 + 1e-12)
 
 
 def test_margin_and_bad_arguments() -> None:
     case, comm = mixed(60), CommModel.linear(1e-3, 1e-9)
     slow = comm.scaled(1.0, 1.25)
-    safe = plan_kinds(*case, comm, margin=0.25)
-    assert finish(safe, case, slow) == pytest.approx(finish(plan_kinds(*case, slow), case, slow))
+    safe = plan_dtype_groups(*case, comm, margin=0.25)
+    assert finish(safe, case, slow) == pytest.approx(
+        finish(plan_dtype_groups(*case, slow), case, slow)
+    )
     assert safe.predicted_s == pytest.approx(finish(safe, case, comm))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kinds": ["a"]}, r"2 names, 1 kinds, 2 times"),
-        ({"names": ["a"]}, r"1 names, 2 kinds, 2 times"),
+        ({"groups": ["a"]}, r"2 names, 1 groups, 2 times"),
+        ({"names": ["a"]}, r"1 names, 2 groups, 2 times"),
         ({"ready": [2.0, 1.0]}, r"ready times must not decrease"),
         ({"method": "magic"}, r"method must be one of"),
         ({"method": "bytes"}, r"bucket_bytes belongs to the method 'bytes'"),
@@ -186,8 +190,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         "names": ["a", "b"],
         "ready": [1.0, 2.0],
         "bytes": [8, 8],
-        "kinds": ["half", "full"],
+        "groups": ["half", "full"],
         "comm": CommModel.linear(1.0, 1.0),
     }
     with pytest.raises(ValueError, match=message):
-        plan_kinds(**{**good, **arguments})
+        plan_dtype_groups(**{**good, **arguments})
