@@ -1,4 +1,4 @@
-"""Time all-reduces on all ranks of a job, and fit a model: what of bench needs Horovod."""
+"""Time all-reduces on all ranks of a job and fit a model: the part of bench that needs Horovod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what probes found to rows for people: good or not, and the line that mends it."""
+"""Turn the answers of probes into rows: each is good, or says how to mend what is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that the command line names, made by its factory, and the inputs that it is fed."""
+"""Find and make the model that the command line names, and describe its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at the machine, each in a process of its own: how they are asked, and what they do.
+"""Probes of the machine: what each finds out, in a process of its own.
 
 ``python -m hvd_pipe.cli._probe NAME SECONDS`` prints what it finds as one line of JSON behind
 `MARK`, as libraries print what they like. An import that crashes or hangs ends that process and

@@ -1,4 +1,4 @@
-"""``hvd-pipe``: the group of commands, and what becomes of their errors."""
+"""``hvd-pipe``: the group of commands, and how their errors are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What advice says of a method: a row with its price in memory and in stability."""
+"""One row of the advice: a method with its predicted step, memory and stability."""
 
 from __future__ import annotations
 

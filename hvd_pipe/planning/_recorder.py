@@ -1,4 +1,4 @@
-"""Events of a simulated run, for a timeline that stays small."""
+"""Record the events of a simulated run, up to a limit, for a timeline."""
 
 from __future__ import annotations
 

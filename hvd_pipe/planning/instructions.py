@@ -1,4 +1,4 @@
-"""The words in which a pipeline's schedule is written: workers, instructions, whole schedules.
+"""Instructions of a pipeline's schedule, and the workers that carry them out.
 
 An instruction says what one worker does next, and nothing about how. A *microbatch* is named by
 its minibatch and its place in that; a *version* of a stage's weights is the number of updates that

@@ -132,6 +132,20 @@ def test_the_root_imports_a_plan_alone_of_planning() -> None:
     assert below == {"hvd_pipe.planning._checks"}
 
 
+ROOMS = {"cli": 4, "torch": 3, "tensorflow": 3, "pipeline": 2, "runtime": 1, "planning": 0}
+"""The rooms and the storeys on which they are; see docs/architecture.md."""
+
+
+def test_rooms_import_only_rooms_further_down() -> None:
+    for module in MODULES:
+        room = module.split(".")[1] if module.count(".") else ""
+        for other in _imported(module, lazy=True) & set(MODULES):
+            below = other.split(".")[1] if other.count(".") else ""
+            if room != below and below in ROOMS and other != "hvd_pipe.planning.plan":
+                allowed = room in ROOMS and ROOMS[below] < ROOMS[room]
+                assert allowed or module == "hvd_pipe.__main__", (module, other)
+
+
 @pytest.mark.parametrize(("ours", "other"), [("torch", "tensorflow"), ("tensorflow", "torch")])
 def test_frameworks_do_not_meet(ours: str, other: str) -> None:
     allowed = {"tensorflow": {"tensorflow", "keras", "horovod.tensorflow", "hvd_pipe.tensorflow"}}
