@@ -175,7 +175,7 @@ ROWS = (
         "ResourceVariable",
         "tensorflow.graphs",
     ),
-    PrivateName("tensorflow", _EAGER, "Function._function_cache", "tensorflow.workers"),
+    PrivateName("tensorflow", _EAGER, "Function._function_cache", "tensorflow.graphs"),
     PrivateName(
         "tensorflow",
         "keras.src.api_export",

@@ -1,7 +1,9 @@
-"""Graphs of TensorFlow's: which are refused, and the variables and message names made in them."""
+"""TensorFlow's graphs: which are refused, and the variables and message names made in them."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +24,8 @@ __all__ = [
     "check_graph",
     "identity",
     "raw",
-    "refuse_old_graphs",
-    "refuse_xla",
     "restore",
+    "trace_anew",
     "variable",
 ]
 
@@ -42,62 +43,66 @@ def variable(shape: Sequence[int], dtype: tf.DType, name: str) -> tf.Variable:
         return ResourceVariable(tf.zeros(shape, dtype), trainable=False, name=name)
 
 
+_Function: Any = type(tf.function(lambda: None))
+_TRACER = inspect.unwrap(_Function.__call__).__code__.co_filename
+
+_traced: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def check_graph() -> None:
-    """Raise where no gradient can travel: in TensorFlow 1's graphs, and in XLA's.
+    """Raise where no gradient can travel; remember every ``tf.function`` that is traced here.
+
+    TensorFlow does not tell which these are; the calls that trace them are on the stack.
 
     Raises:
-        ValueError: With what to write.
-    """
-    refuse_old_graphs()
-    refuse_xla()
-
-
-def refuse_xla() -> None:
-    """Raise where the graph being traced is for XLA.
-
-    Raises:
-        ValueError: With the line to write.
+        ValueError: This is a graph of TensorFlow 1 or of XLA; with what to write.
     """
     if tf.executing_eagerly():
         return
-    if control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()):
+    with tf.init_scope():  # leaves the graphs of tf.function
+        is_old = not tf.executing_eagerly()
+    if is_old:
         raise ValueError(  # of the errors that autograph hands on as they are
+            "hvd_pipe works in TensorFlow 2, and this is a graph of TensorFlow 1: leave the `with "
+            "tf.Graph().as_default()` (or tf.compat.v1.disable_eager_execution()) and put the "
+            "step into a @tf.function; or use horovod.tensorflow's own class in the graph, which "
+            "has no strategies."
+        )
+    if control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()):
+        raise ValueError(
             "XLA cannot compile Horovod's messages: write model.compile(..., jit_compile=False), "
             "or @tf.function(jit_compile=False) around your own step."
         )
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _TRACER:
+            found = frame.f_locals.get("self")
+            if isinstance(found, _Function):
+                _traced.add(found)
+        frame = frame.f_back  # type: ignore[assignment]
 
 
-def refuse_old_graphs() -> None:
-    """Raise inside of a ``tf.Graph``, where ranks cannot compare what they have.
+def trace_anew() -> None:
+    """Drop all remembered graphs: they hold numbers of workers that have ended."""
+    for function in _traced:
+        function._function_cache.clear()
+    _traced.clear()
 
-    Raises:
-        ValueError: With what to write.
-    """
-    with tf.init_scope():  # leaves the graphs of tf.function
-        if tf.executing_eagerly():
-            return
-    raise ValueError(  # of the errors that autograph hands on as they are
-        "hvd_pipe works in TensorFlow 2, and this is a graph of TensorFlow 1: leave the `with "
-        "tf.Graph().as_default()` (or tf.compat.v1.disable_eager_execution()) and put the step "
-        "into a @tf.function; or use horovod.tensorflow's own class in the graph, which has no "
-        "strategies."
-    )
+
+def branch(what: Callable[..., None], *arguments: Any) -> Callable[[], Any]:
+    """Return what ``tf.cond`` wants: a function without arguments that returns an operation."""
+
+    def run() -> Any:
+        what(*arguments)
+        return tf.no_op()
+
+    return run
 
 
 _calls: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _layers: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def branch(what: Callable[[], None]) -> Callable[[], Any]:
-    """Return what ``tf.cond`` wants: a function that returns an operation."""
-
-    def run() -> Any:
-        what()
-        return tf.no_op()
-
-    return run
 
 
 def call_name(name: str, layer: Any = None) -> str:

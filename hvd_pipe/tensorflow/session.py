@@ -22,6 +22,7 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient, Method, PipeSGD
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
+from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import identity, raw
 from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
 from hvd_pipe.tensorflow.strategies.cocod import CoCoDEngine
@@ -66,6 +67,7 @@ class Session:
         shared = [place for place, each in enumerate(variables) if identity(each) not in local]
         self._agreed, self.has_local = self._agree(shared, gradients)
         self._sent = [place for place in shared if self._agreed[place] != _NONE]
+        self._kept = sorted(set(range(len(self.variables))) - set(self._sent))
         self.adopt(method)
 
     def adopt(self, method: Method) -> None:
@@ -102,7 +104,7 @@ class Session:
     @property
     def refuses_join(self) -> bool:
         """Whether zeros in place of a rank that has left would be wrong, or cannot be had."""
-        reduction = self._arguments.reduction()
+        reduction = self.engine.settings.reduction
         if reduction.alone:
             return False
         travels_apart = reduction.codec is not None or bool(self.engine.settings.sparse)
@@ -116,9 +118,14 @@ class Session:
         """
         found: dict[int, Any] = {}
         for i, place in enumerate(self._sent):
-            found[i] = self._as_agreed(place, gradients[place])
-        for place, kind in self._kinds.items():
-            if kind == _NONE and gradients[place] is not None:
+            gradient = gradients[place]
+            if not isinstance(gradient, tf.Tensor) or self._kinds[place] == _SPARSE:
+                gradient = self._as_agreed(place, gradient)
+            found[i] = gradient
+        if check_mode.active.on:
+            found = {i: delayed(each) for i, each in found.items()}
+        for place in self._kept:
+            if self._kinds.get(place) == _NONE and gradients[place] is not None:
                 raise HvdPipeError(
                     f"{self._shapes.names[place]!r} has a gradient now, and had none on any rank "
                     "when training began: compile the model with a new DistributedOptimizer when "
@@ -130,9 +137,9 @@ class Session:
         """Return one gradient a variable: what is due, and this rank's own for local ones."""
         found = list(gradients)
         if self._arguments.scale_local_gradients:
-            for place in set(range(len(found))) - set(self._sent):
+            for place in self._kept:
                 if found[place] is not None:
-                    workers = self._arguments.reduction().workers
+                    workers = self.engine.settings.reduction.workers
                     found[place] = _scaled(found[place], 1.0 / workers)
         for i, place in enumerate(self._sent):
             found[place] = due[i]
@@ -145,8 +152,7 @@ class Session:
 
     def own(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients with None for those that travel."""
-        sent = set(self._sent)
-        return [None if i in sent else each for i, each in enumerate(gradients)]
+        return [each if i in self._kept else None for i, each in enumerate(gradients)]
 
     def warn_of_unlike_replicas(self) -> None:
         """Say so where ranks that have trained with the same gradients have other weights."""
@@ -184,7 +190,7 @@ class Session:
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
         """Return whether gradients are finite on all ranks: of averages, each rank knows."""
-        reduction = self._arguments.reduction()
+        reduction = self.engine.settings.reduction
         if reduction.alone or not (self.has_local or self.engine.is_local):
             return finite
         votes = dataclasses.replace(reduction.lossless(), op=Sum, gradient_predivide_factor=1.0)

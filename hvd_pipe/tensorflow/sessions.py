@@ -23,7 +23,7 @@ from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Stra
 from hvd_pipe.tensorflow import keras_patches, workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments
-from hvd_pipe.tensorflow.graphs import Arrays, identity, refuse_old_graphs
+from hvd_pipe.tensorflow.graphs import Arrays, check_graph, identity
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 from hvd_pipe.tensorflow.session import FindMomenta, Session
@@ -67,7 +67,7 @@ class Sessions:
     def __init__(self, arguments: Arguments, of_tapes: bool = False) -> None:
         if not is_initialized():
             raise ValueError("Horovod is not initialised: call hvd.init() before this.")
-        refuse_old_graphs()
+        check_graph()
         workers.begin()
         keras_patches.install()
         self.arguments = arguments
@@ -137,29 +137,39 @@ class Sessions:
 
     def of(
         self,
+        key: Hashable,
         variables: Sequence[Any],
         gradients: Sequence[Any],
         local: set[int],
         momenta: FindMomenta | None = None,
-        turn: int = 0,
     ) -> Session:
         """Return the session of these variables; the first time, all ranks must come here.
 
         Args:
+            key: Tells this list of variables from others.
             variables: Keras' or TensorFlow's, or the ``tf.TensorSpec`` of a tensor.
             gradients: One for each: a tensor, ``tf.IndexedSlices``, or None.
             local: Each `identity` of the variables that are not distributed.
             momenta: Finds the optimizer's momenta of variables; None for a tape.
-            turn: How many gradients of these variables the step has had before this one.
         """
-        workers.note_graphs()
+        found = self._found.get(key)
+        if found is None:
+            found = self._make(key, variables, gradients, local, momenta)
+        return found
+
+    def _make(
+        self,
+        key: Hashable,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        local: set[int],
+        momenta: FindMomenta | None,
+    ) -> Session:
         answer_with(mpi_ops)
         if self._tag is None:
             self._start()
             if self._owner is None:  # a tape begins with the first step, after `inherit`
                 self._loaded = _inherited.pop(self.label, self._loaded)
-        here = tuple(identity(each) in local for each in variables)
-        key = (sources_key(variables), here, turn)
         if isinstance(self.strategy, Auto) and self.watcher is None:
             raise ValueError(  # of the errors that autograph hands on as they are
                 "strategy='auto' measures steps and then changes them, which it can do between "
@@ -169,24 +179,22 @@ class Sessions:
                 f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
-        found = self._found.get(key)
-        if found is None:
-            number = next(self._count)
-            tag = f"{self._tag}.{number}"
-            made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
-            made.number = number
-            before = self._numbers.pop(key, None) if self._numbers else number
-            loaded = None if before is None else self._loaded.pop(before, None)
-            if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
-                loaded = None  # some have loaded no checkpoint, or were made anew
-            if loaded is not None:
-                with tf.init_scope():  # now, not in the graph that is being traced
-                    made.engine.load(loaded)
-            self._found[key] = found = made
-            if self._of_tapes:
-                holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
-                vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, made
-        return found
+        number = next(self._count)
+        tag = f"{self._tag}.{number}"
+        made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
+        made.number = number
+        before = self._numbers.pop(key, None) if self._numbers else number
+        loaded = None if before is None else self._loaded.pop(before, None)
+        if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
+            loaded = None  # some have loaded no checkpoint, or were made anew
+        if loaded is not None:
+            with tf.init_scope():  # now, not in the graph that is being traced
+                made.engine.load(loaded)
+        self._found[key] = made
+        if self._of_tapes:
+            holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
+            vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, made
+        return made
 
     def follow(self, method: Method) -> None:
         """Go on with what ``auto`` has chosen; all ranks, between two steps.

@@ -20,7 +20,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from keras.src import api_export
 
-from hvd_pipe.tensorflow.graphs import call_name, refuse_xla
+from hvd_pipe.tensorflow.graphs import call_name, check_graph
 
 __all__ = ["SyncBatchNormalization", "moments_of_all"]
 
@@ -91,7 +91,7 @@ def moments_of_all(layer: Any, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor,
         count = tf.reduce_sum(tf.cast(there, tf.int32), axes)
     if mpi_ops.size() == 1:
         return mean, variance
-    refuse_xla()
+    check_graph()
     # Keras' masked moments of one channel are scalars.
     n, m, v = (tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, variance))
     # A rank without any elements has no mean.

@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
-from hvd_pipe.tensorflow.graphs import identity, refuse_old_graphs, refuse_xla
+from hvd_pipe.tensorflow.graphs import check_graph, identity
 from hvd_pipe.tensorflow.keras.api import layers_of
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
@@ -66,8 +66,7 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
                 recordings have averages of their own; so do not those of several tapes.
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
-        refuse_old_graphs()
-        refuse_xla()
+        check_graph()
         with timeline.step(is_backward=True) as step:
             found = super().gradient(target, sources, output_gradients, **options)
             flat, gradients = tf.nest.flatten(sources), _flat(found, sources)
@@ -84,17 +83,16 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
 
     def _hvd_pipe_session(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Session:
         described = [_described(each) for each in sources]
+        here = [identity(each) in self._hvd_pipe_local for each in sources]
         local = {
-            identity(shown)
-            for each, shown in zip(sources, described, strict=True)
-            if identity(each) in self._hvd_pipe_local
+            identity(each) for each, is_local in zip(described, here, strict=True) if is_local
         }
+        key = sources_key(described)
         turn = 0
         if isinstance(self._hvd_pipe.method, PipeSGD):
-            key = sources_key(described)
             turn = self._hvd_pipe_turns[key]
             self._hvd_pipe_turns[key] += 1
-        return self._hvd_pipe.of(described, gradients, local, turn=turn)
+        return self._hvd_pipe.of((key, *here, turn), described, gradients, local)
 
     def get_local_and_global_gradients(
         self,
@@ -158,7 +156,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         raise TypeError(f"gradtape must be a tf.GradientTape, got {type(gradtape).__name__}.")
     if isinstance(gradtape, TapeMixin):
         raise ValueError("this tape is distributed already: wrap it once.")
-    refuse_old_graphs()
+    check_graph()
     parsed = parse(strategy)
     if isinstance(parsed, Auto):
         raise ValueError(

@@ -3,8 +3,8 @@
     begin()             before all else: from here on, Horovod's joins and its end are seen
     note(sessions)      what is distributed; it outlives the workers, and starts anew on the next
     watch()             each other, from the first that is distributed over all
-    note_graphs()       graphs hold numbers of these workers, so they are traced anew on the next
-    Horovod ends        what is in flight is kept, the rest forgotten
+    Horovod ends        what is in flight is kept, the rest forgotten; graphs are traced anew, as
+                        they hold numbers of these workers
 
 New workers have made nothing, so that counting begins again as well.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import inspect
 import itertools
 import logging
 import os
-import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -32,6 +30,7 @@ from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.agreement import answer_with
 from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.tensorflow.graphs import trace_anew
 from hvd_pipe.tensorflow.waiting import JOB, missed_start, starting_to_communicate
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "generation",
     "keeping",
     "note",
-    "note_graphs",
     "running",
     "settle",
     "watch",
@@ -48,16 +46,12 @@ __all__ = [
 
 _log = logging.getLogger("hvd_pipe")
 
-_Function: Any = type(tf.function(lambda: None))
-_TRACER = inspect.unwrap(_Function.__call__).__code__.co_filename
-
 _running: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 # Numbers what is distributed over each process set, whose members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 
-_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 _generation = 0
 _begun = False
 _watching = False
@@ -112,22 +106,6 @@ def count(process_set_id: object) -> int:
 def generation() -> int:
     """Return how many sets of workers this process has left."""
     return _generation
-
-
-def note_graphs() -> None:
-    """Remember every ``tf.function`` that is being traced here.
-
-    TensorFlow does not tell which these are; the calls that trace them are on the stack.
-    """
-    if tf.executing_eagerly():
-        return
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename == _TRACER:
-            found = frame.f_locals.get("self")
-            if isinstance(found, _Function):
-                _graphs.add(found)
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 @contextmanager
@@ -231,9 +209,7 @@ def _part() -> None:
         sessions.rest()
         if drops:
             sessions.go_back(None)
-    for function in _graphs:
-        function._function_cache.clear()
-    _graphs.clear()
+    trace_anew()
     _counts.clear()
     _generation += 1
     _watching = False

@@ -15,6 +15,7 @@ from workers_keras_features import CODECS, EXACT, MOMENTA, STEPS, UPDATES
 from hvd_pipe.torch.compression import Int8
 
 N = 2
+MAX_FUNCTIONS, MAX_FILES = 15, 7
 MEAN = 1.5  # of rank + 1 over the ranks
 
 observed = once(lambda: run_ranks(N, features.observations, timeout=400))
@@ -38,6 +39,16 @@ def test_fit_trains_alike_however_it_runs(way: str, strategy: str) -> None:
     found, plain = (ranks_of(f"{name} {strategy}")[0] for name in (way, "plain"))
     np.testing.assert_allclose(found["weights"], plain["weights"], rtol=0, atol=1e-10)
     assert found.get("iterations", STEPS) == STEPS
+
+
+@pytest.mark.parametrize("way", ["eager", "traced"])
+def test_a_step_calls_few_functions_in_few_files(way: str) -> None:
+    """A ratchet: a reader follows a gradient through these (docs/architecture.md draws them)."""
+    for found in ranks_of(f"functions of the {way} step"):
+        functions = found["functions"]
+        listed = "\n".join(f"{file}: {name}" for file, name in functions)
+        assert len(functions) <= MAX_FUNCTIONS, listed
+        assert len({file for file, _ in functions}) <= MAX_FILES, listed
 
 
 def test_xla_is_never_chosen_for_a_distributed_optimizer() -> None:

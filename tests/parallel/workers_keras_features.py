@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,38 @@ Found = dict[str, Any]
 STEPS = 12
 CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds
 PLANNED_AFTER = SKIP_STEPS + RECORD_STEPS  # steps
+
+
+def functions_of_a_step(traced: bool) -> Found:
+    """The functions of ours that a step of merged-gradient calls, in the order of first calls.
+
+    The step is not the optimizer's first one: that one compares the ranks' variables.
+    """
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, *batch(hvd.rank(), 0))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    found: dict[tuple[str, str], None] = {}
+
+    def note(frame: Any, event: str, _: object) -> None:
+        path, _, file = frame.f_code.co_filename.rpartition("/hvd_pipe/")
+        if event == "call" and path and not frame.f_code.co_name.endswith(("comp>", "genexpr>")):
+            found[file, frame.f_code.co_qualname] = None
+
+    def step() -> None:
+        sys.setprofile(note)
+        try:
+            optimizer.apply(gradients, model.trainable_variables)
+        finally:
+            sys.setprofile(None)
+
+    if traced:
+        tf.function(step, autograph=False).get_concrete_function()
+    else:
+        step()
+    return {"functions": list(found)}
 
 
 def data(rank: int, steps: int = STEPS) -> tuple[Any, Any]:
@@ -480,6 +513,8 @@ CASES = {
     **{f"eagerly {s}": (run_eagerly, s) for s in EXACT},
     **{f"custom step {s}": (custom_train_step, s) for s in EXACT},
     "xla": (xla_when_auto,),
+    "functions of the eager step": (functions_of_a_step, False),
+    "functions of the traced step": (functions_of_a_step, True),
     **{f"overflow {s}": (overflow_on_one_rank, s) for s in ("merged-gradient", "pipe-sgd")},
     "saved": (saved_and_loaded,),
     **{f"lacking {s}": (a_gradient_that_one_rank_lacks, s) for s in EXACT[:2]},

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, branch, raw, restore, variable
 from hvd_pipe.tensorflow.session import Session
 
@@ -51,20 +52,20 @@ class Accumulation:
 
     Args:
         optimizer: A `hvd_pipe.tensorflow.keras.optimizer.DistributedMixin`.
+        arguments: What it was distributed with.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, arguments: Arguments) -> None:
         self._optimizer = optimizer
+        self._averages = arguments.average_aggregated_gradients
+        self.passes = int(
+            optimizer.gradient_accumulation_steps or arguments.backward_passes_per_step
+        )
+        """How many passes make a gradient."""
         self._windows: dict[int, _Window] = {}
         self._resumed: Arrays = {}
         self.applying: int | None = None
         """Keras' accumulation steps, while an accumulated gradient is applied."""
-
-    @property
-    def passes(self) -> int:
-        """How many passes make a gradient."""
-        steps = self._optimizer.gradient_accumulation_steps
-        return int(steps or self._optimizer._hvd_pipe.arguments.backward_passes_per_step)
 
     def add(
         self,
@@ -75,10 +76,7 @@ class Accumulation:
     ) -> None:
         """Add the gradients of a pass; ``step`` is given their sum where it is complete."""
         passes, optimizer = self.passes, self._optimizer
-        is_mean = (
-            optimizer.gradient_accumulation_steps
-            or optimizer._hvd_pipe.arguments.average_aggregated_gradients
-        )
+        is_mean = optimizer.gradient_accumulation_steps or self._averages
         share = 1.0 / passes if is_mean else 1.0
         window = self._window(session, variables)
         sums = window.sums

@@ -21,9 +21,11 @@ from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
 from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.agreement import answer_with
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
@@ -33,7 +35,6 @@ from hvd_pipe.tensorflow.graphs import (
     check_graph,
     identity,
     raw,
-    refuse_old_graphs,
 )
 from hvd_pipe.tensorflow.keras.accumulation import Accumulation
 from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
@@ -43,6 +44,9 @@ from hvd_pipe.tensorflow.sessions import Sessions
 from hvd_pipe.tensorflow.strategies.base import Gradients, OptimizerAccess
 
 __all__ = ["DistributedMixin", "distribute"]
+
+Update = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Applies gradients to variables."""
 
 
 class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -77,9 +81,14 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         check_graph()
         variables = self._hvd_pipe_variables(variables)
         gradients = list(grads)
-        find = functools.partial(momenta_of, self)
-        session = self._hvd_pipe.of(variables, gradients, self._hvd_pipe_local, find)
-        with timeline.step() as step:
+        session = self._hvd_pipe.of(
+            tuple(map(id, variables)),
+            variables,
+            gradients,
+            self._hvd_pipe_local,
+            functools.partial(momenta_of, self),
+        )
+        with nullcontext() if timeline.active is None else timeline.step() as step:
             if step is not None:
                 step.gradients(gradients)
             if self._hvd_pipe_accumulation.passes == 1:
@@ -96,22 +105,21 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """Exchange, and update where that is due."""
         engine = session.engine
         due = engine.exchange(session.outgoing(gradients))
-        incoming = session.incoming(due.gradients, gradients)
-        apply = super().apply
-
-        def whole() -> None:
-            _update(session, scaler, incoming, apply)
-
-        def own() -> None:
-            _update(session, scaler, session.own(incoming), self._hvd_pipe_apply_own)
-
+        incoming, variables = session.incoming(due.gradients, gradients), session.variables
+        update: Update = super().apply
+        own: Update = self._hvd_pipe_apply_own
+        if scaler is not None:
+            update, own = (
+                functools.partial(_scaled, each, session, scaler) for each in (update, own)
+            )
         if due.when is None or not session.sends:
-            whole()
+            update(incoming, variables)
         elif not session.has_local:
-            tf.cond(due.when, branch(whole), tf.no_op)
+            tf.cond(due.when, branch(update, incoming, variables), tf.no_op)
         else:  # what does not travel is due at once; ranks that have none of it vote
-            tf.cond(due.when, branch(whole), branch(own))
-        step = timeline.current()
+            local = session.own(incoming)
+            tf.cond(due.when, branch(update, incoming, variables), branch(own, local, variables))
+        step = None if timeline.active is None else timeline.current()
         changed = [raw(each) for each in session.variables] if step is not None else []
         with nullcontext() if step is None else step.end(changed, due.when):
             engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
@@ -159,7 +167,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         Pipe-SGD applies its last gradient. CoCoD makes the replicas equal, and the statistics of
         BatchNormalization. ``model.fit`` calls this at its end.
         """
-        refuse_old_graphs()
+        check_graph()
+        answer_with(mpi_ops)
         for session in self._hvd_pipe:
             plain = self._hvd_pipe_update_of(session)
 
@@ -310,7 +319,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         "_hvd_pipe": sessions,
         "_hvd_pipe_local": set(),
         "_hvd_pipe_kept": set(),
-        "_hvd_pipe_accumulation": Accumulation(wrapped),
+        "_hvd_pipe_accumulation": Accumulation(wrapped, arguments),
     }
     wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
     sessions.own(wrapped._hvd_pipe_accumulation)
@@ -339,18 +348,18 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     return made
 
 
-def _update(
-    session: Session, scaler: Any, gradients: Sequence[Any], apply: Callable[[Any, Any], None]
+def _scaled(
+    apply: Update,
+    session: Session,
+    scaler: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
 ) -> None:
-    """Apply gradients; under a LossScaleOptimizer as Keras does, but alike on all ranks."""
-    if scaler is None:
-        apply(gradients, session.variables)
-        return
-
+    """Apply gradients as Keras' LossScaleOptimizer does, but alike on all ranks."""
     finite = session.finite_everywhere(scaler.check_finite(gradients))
 
     def and_grow() -> None:
-        apply(gradients, session.variables)
+        apply(gradients, variables)
         full = keras.ops.equal(scaler.step_counter, scaler.dynamic_growth_steps - 1)
 
         def grow() -> None:

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
@@ -83,7 +82,7 @@ class Packing:
         """Return the buffers that hold ``values``, by place."""
         flats = []
         for group in self.groups:
-            parts = [tf.reshape(delayed(values[place]), [-1]) for place in group]
+            parts = [tf.reshape(values[place], [-1]) for place in group]
             flats.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
         return flats
 

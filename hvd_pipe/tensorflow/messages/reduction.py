@@ -8,6 +8,7 @@ unique among what can be in flight together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from functools import reduce as fold
 from typing import Any
 
@@ -16,6 +17,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
 from hvd_pipe.tensorflow.graphs import call_name, variable
@@ -65,17 +67,17 @@ class Reduction:
     process_set: ProcessSet = global_process_set
     device: str = ""
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """Whether this rank has nobody to reduce with, or is no member of the process set."""
         return not self.process_set.included() or bool(self.process_set.size() == 1)
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """How many ranks reduce."""
         return 1 if self.alone else int(self.process_set.size())
 
-    @property
+    @cached_property
     def codec(self) -> Codec | None:
         """What encodes the buffer; None where Horovod sums what travels."""
         return self.compression if isinstance(self.compression, Codec) else None
@@ -134,15 +136,23 @@ class Reduction:
         if self.alone:
             return tf.identity(flat)
         name = call_name(name)
+        if check_mode.active.on or timeline.active is not None:
+            return self._observed(flat, name, feedback, fresh)
+        return self._allreduce(flat, name, feedback)
+
+    def _observed(
+        self, flat: tf.Tensor, name: str, feedback: Feedback | None, fresh: bool
+    ) -> tf.Tensor:
+        """Reduce with random delays (``HVD_PIPE_CHECK``), and with notes for a timeline."""
         step, flat = timeline.current(), delayed(flat)
         if step is None:
-            return delayed(self._reduce(flat, name, feedback))
+            return delayed(self._allreduce(flat, name, feedback))
         message = step.launch(flat, name, self.wire_bytes(flat.shape[0], flat.dtype), fresh)
-        arrived = self._reduce(flat, name, feedback)
+        arrived = self._allreduce(flat, name, feedback)
         step.land(message, arrived)
         return delayed(arrived)
 
-    def _reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
+    def _allreduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
         name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word
         with tf.device(self.device):
             if self.codec is not None:
