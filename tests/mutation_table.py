@@ -508,7 +508,7 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: prediction keeps the optimizer's changed state",
-        "tensorflow/strategies/prediction.py",
+        "tensorflow/strategies/pipe_sgd.py",
         "            each.assign(value)\n",
         "            pass\n",
         _keras("fit-pipe-sgd:prediction=local-momentum"),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.runtime.agreement import members
-from hvd_pipe.strategy import Auto, CoCoD, Method, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 
 __all__ = [
     "allowed",
+    "check_buckets",
     "check_compression",
     "check_groups",
     "check_passes",
@@ -21,7 +22,7 @@ __all__ = [
     "check_scaling",
     "refuse_for_cocod",
     "refuse_ranks",
-    "split_groups",
+    "user_groups",
 ]
 
 
@@ -94,29 +95,55 @@ def check_groups(groups: Any, noun: str, kind: type = object) -> None:
         raise ValueError(f"a {noun} can appear only once in groups.")
 
 
-def split_groups(
-    groups: int | list[list[Any]], indices: Sequence[int], index: Mapping[int, int]
+def user_groups(
+    groups: int | list[list[Any]],
+    members: Sequence[Any],
+    indices: Sequence[int],
+    frozen: Iterable[Any] = (),
+    noun: str = "variable",
 ) -> list[list[int]]:
     """Return Horovod's ``groups`` as groups of indices.
 
     Args:
-        groups: Lists of parameters, or how many groups to cut ``indices`` into, the last first:
+        groups: Lists of members, or how many groups to cut ``indices`` into, the last first:
             about the order in which gradients are computed.
+        members: The parameters or variables that are trained, by index.
         indices: What to group; what no list has is a group of its own.
-        index: The index of a parameter, by its identity.
+        frozen: What lists may have beside ``members``, and does not count.
+        noun: What a member is called.
+
+    Raises:
+        ValueError: A list has something else.
 
     Example:
-        >>> split_groups(2, [0, 1, 3], {})
+        >>> user_groups(2, "abcd", [0, 1, 3])
         [[3], [1, 0]]
     """
     if isinstance(groups, int):
         count, backward = min(groups, len(indices)), list(reversed(indices))
         cuts = [len(indices) * i // count for i in range(count + 1)]
         return [backward[start:end] for start, end in itertools.pairwise(cuts)]
+    index = {id(each): i for i, each in enumerate(members)}
+    listed = [id(each) for group in groups for each in group]
+    foreign = set(listed) - set(index) - set(map(id, frozen))
+    if foreign:
+        raise ValueError(
+            f"groups must list {noun}s that are trained here, but {len(foreign)} of the "
+            f"{len(listed)} listed are not: take them from the model that is trained."
+        )
     wanted = set(indices)
-    found = [[i for p in group if (i := index.get(id(p))) in wanted] for group in groups]
+    found = [[i for each in group if (i := index.get(id(each))) in wanted] for group in groups]
     grouped = {i for group in found for i in group}
     return [*found, *([i] for i in indices if i not in grouped)]
+
+
+def check_buckets(strategy: Method, has_groups: bool) -> None:
+    """Raise ValueError where the user's groups and the strategy both say what shares a bucket."""
+    if not has_groups or isinstance(strategy, CoCoD):
+        return
+    is_planned = isinstance(strategy, MergedGradient) and strategy.plan != "auto"
+    if is_planned or strategy.bucket_bytes is not None:
+        raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
 
 
 def refuse_for_cocod(

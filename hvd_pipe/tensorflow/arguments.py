@@ -13,6 +13,7 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
 
 from hvd_pipe.runtime.argument_checks import (
     allowed,
+    check_buckets,
     check_compression,
     check_groups,
     check_passes,
@@ -20,7 +21,6 @@ from hvd_pipe.runtime.argument_checks import (
     check_scaling,
     refuse_for_cocod,
     refuse_ranks,
-    split_groups,
 )
 from hvd_pipe.runtime.timeline.recorder import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
@@ -29,7 +29,7 @@ from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
-__all__ = ["Arguments", "shapes_of", "user_groups"]
+__all__ = ["Arguments", "shapes_of"]
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,7 @@ class Arguments:
                 has_groups=self.groups is not None,
                 process_set=self.process_set,
             )
-        elif self.groups is not None and strategy.bucket_bytes is not None:
-            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
-        planned = isinstance(strategy, MergedGradient) and strategy.plan != "auto"
-        if planned and self.groups is not None:
-            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
+        check_buckets(strategy, self.groups is not None)
 
     def reduction(self) -> Reduction:
         """Return how gradients are reduced."""
@@ -166,35 +162,6 @@ _OP_NAMES = {Average: "Average", Sum: "Sum"}
 
 def _name_of(compression: Any) -> str:
     return str(getattr(compression, "__name__", type(compression).__name__))
-
-
-def user_groups(
-    groups: Any, variables: Sequence[Any], shapes: Shapes, places: Sequence[int]
-) -> list[list[int]] | None:
-    """Return Horovod's ``groups`` argument as places; None where not given.
-
-    Args:
-        groups: As the user passed it.
-        variables: All variables, by place.
-        shapes: Their shapes and dtypes.
-        places: Those whose gradients travel in buckets.
-
-    Raises:
-        ValueError: It lists something else than these variables.
-    """
-    if groups is None or not places:
-        return None
-    index = {id(variable): i for i, variable in enumerate(variables)}
-    if isinstance(groups, list):
-        listed = [each for group in groups for each in group]
-        foreign = [each for each in listed if id(each) not in index]
-        if foreign:
-            raise ValueError(
-                f"groups must list variables that are trained here, but {len(foreign)} of the "
-                f"{len(listed)} listed are not: take them from model.trainable_variables."
-            )
-    found = split_groups(groups, places, index)
-    return [same for group in found for same in shapes.kinds(group)]
 
 
 def shapes_of(variables: Sequence[Any]) -> Shapes:

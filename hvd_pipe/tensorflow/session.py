@@ -19,9 +19,10 @@ from horovod.tensorflow.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.argument_checks import user_groups
 from hvd_pipe.strategy import MergedGradient, Method, PipeSGD
 from hvd_pipe.tensorflow.agree import Description, checked, gather
-from hvd_pipe.tensorflow.arguments import Arguments, shapes_of, user_groups
+from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import identity, raw
 from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
@@ -84,7 +85,10 @@ class Session:
         mine = [self.variables[place] for place in self._sent]
         shapes = shapes_of(mine)
         dense = [i for i in range(len(mine)) if i not in sparse]
-        groups = user_groups(arguments.groups, mine, shapes, dense)
+        groups = None
+        if arguments.groups is not None and dense:
+            found = user_groups(arguments.groups, mine, dense)
+            groups = [same for group in found for same in shapes.dtype_groups(group)]
         settings = Settings(
             shapes,
             [raw(each) for each in mine],

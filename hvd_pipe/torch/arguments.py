@@ -5,9 +5,10 @@ What is found good is put into the terms of the engines.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import (
     allowed,
+    check_buckets,
     check_compression,
     check_groups,
     check_passes,
@@ -26,7 +28,7 @@ from hvd_pipe.runtime.argument_checks import (
     check_scaling,
     refuse_for_cocod,
     refuse_ranks,
-    split_groups,
+    user_groups,
 )
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
@@ -36,7 +38,7 @@ from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
-from hvd_pipe.torch.strategies.settings import Settings, describe, dtype_groups, plan_groups
+from hvd_pipe.torch.strategies.settings import Settings, describe
 
 __all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
@@ -70,17 +72,6 @@ class Arguments:
         names = all_names(optimizer, self.named_parameters)
         named = trainable(optimizer, names)
         parameters = list(named.values())
-        groups = user_groups(self.groups, parameters, owned_by(optimizer))
-        candidates: tuple[Method, ...] = ()
-        left_out: dict[str, str] = {}
-        if isinstance(strategy, Auto):
-            candidates, left_out = allowed(
-                strategy, lambda method: self._check_strategy(optimizer, method, groups)
-            )
-            if self.op == Adasum or isinstance(optimizer, torch.optim.LBFGS):
-                (strategy,), candidates = candidates, ()  # nothing to choose from
-        else:
-            self._check_strategy(optimizer, strategy, groups)
         settings = Settings(
             names=list(named),
             parameters=parameters,
@@ -90,14 +81,32 @@ class Arguments:
             passes=passes,
             sparse_as_dense=bool(self.sparse_as_dense),
             tag=tag,
-            groups=groups,
+            groups=None,
             owner=_Nobody(),
         )
+        if self.groups is not None and (isinstance(self.groups, list) or self.groups != 0):
+            check_groups(self.groups, "parameter", torch.Tensor)
+            indices = range(len(parameters))
+            frozen = owned_by(optimizer)
+            found = user_groups(self.groups, parameters, indices, frozen, "parameter")
+            by_dtype = settings.index.dtype_groups
+            groups = [same for group in found for same in by_dtype(group)]
+            settings = dataclasses.replace(settings, groups=groups)
+        candidates: tuple[Method, ...] = ()
+        left_out: dict[str, str] = {}
+        if isinstance(strategy, Auto):
+            candidates, left_out = allowed(
+                strategy, lambda method: self._check_strategy(optimizer, method, settings.groups)
+            )
+            if self.op == Adasum or isinstance(optimizer, torch.optim.LBFGS):
+                (strategy,), candidates = candidates, ()  # nothing to choose from
+        else:
+            self._check_strategy(optimizer, strategy, settings.groups)
         plan = None
         if isinstance(strategy, MergedGradient):
             plan = strategy.load_plan()
         if plan is not None:
-            plan_groups(plan, settings)
+            settings.index.plan_groups(plan, range(len(parameters)))
         return Checked(settings, strategy, plan, names, candidates, left_out)
 
     def _check_strategy(
@@ -119,12 +128,7 @@ class Arguments:
                 has_groups=groups is not None,
                 process_set=self.process_set,
             )
-        elif groups is not None and strategy.bucket_bytes is not None:
-            raise ValueError(f"groups and {strategy} both say what to merge: give one of them.")
-        if isinstance(strategy, MergedGradient) and groups is not None and strategy.plan != "auto":
-            raise ValueError(
-                f"groups and plan={strategy.plan!r} both say what to merge: give one of them."
-            )
+        check_buckets(strategy, groups is not None)
 
     def _check_reduction(self) -> None:
         if not isinstance(self.op, int) or self.op not in _OP_NAMES:
@@ -276,33 +280,3 @@ def _check_optimizer(optimizer: object, for_copy: bool) -> None:
             "optimizer.step was replaced on the instance, which would bypass the all-reduce: call "
             "DistributedOptimizer first and replace step after."
         )
-
-
-def user_groups(
-    groups: Any, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
-) -> list[list[int]] | None:
-    """Return Horovod's ``groups`` argument as indices of ``parameters``; None where not given.
-
-    Args:
-        groups: As the user passed it.
-        parameters: The parameters that train.
-        owned: These and the frozen ones, which groups may list.
-    """
-    if groups is None or (groups == 0 and not isinstance(groups, list)):
-        return None
-    check_groups(groups, "parameter", torch.Tensor)
-    if isinstance(groups, list):
-        members = [parameter for group in groups for parameter in group]
-        foreign = set(map(id, members)) - set(map(id, owned))
-        if foreign:
-            raise ValueError(
-                f"groups must list parameters of this optimizer, but {len(foreign)} of the "
-                f"{len(members)} listed are not: take them from the model that it updates."
-            )
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-    found = split_groups(groups, range(len(parameters)), index)
-    return [
-        [group[i] for i in same]
-        for group in found
-        for same in dtype_groups([parameters[i] for i in group])
-    ]

@@ -23,8 +23,9 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.runtime import bucket_planner
 from hvd_pipe.torch.measuring import step_times
-from hvd_pipe.torch.strategies import choose, merged_gradient
+from hvd_pipe.torch.strategies import choose
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
@@ -386,11 +387,11 @@ def seen_by_rank_0() -> tuple[list[float], float] | None:
     optimizer = wrap(model, "merged-gradient/pipe-sgd")
     if hvd.rank() == 1:
         model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
-    planned = mock.Mock(wraps=merged_gradient.plan_dtype_groups)
+    planned = mock.Mock(wraps=bucket_planner.plan_dtype_groups)
     predicted = mock.Mock(wraps=choose.predict)
     with (
         mock.patch.object(choose, "predict", predicted),
-        mock.patch.object(merged_gradient, "plan_dtype_groups", planned),
+        mock.patch.object(bucket_planner, "plan_dtype_groups", planned),
     ):
         train(model, optimizer, hvd.rank(), steps=SWITCH)
     optimizer.synchronize()
@@ -500,7 +501,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "rank 0 cannot plan": partial(
         failing,
-        "hvd_pipe.torch.strategies.merged_gradient.plan_dtype_groups",
+        "hvd_pipe.runtime.bucket_planner.plan_dtype_groups",
         0,
         ValueError("no plan"),
     ),

@@ -18,8 +18,8 @@ from keras_problem import BATCH, batch, loss_of, make_model, weights_of
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
-from hvd_pipe.tensorflow.strategies.replan import RECORD_STEPS, SKIP_STEPS
 
 Found = dict[str, Any]
 

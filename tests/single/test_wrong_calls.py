@@ -309,7 +309,7 @@ WRONG = [
     Wrong(
         "groups of another model",
         ValueError,
-        "groups must list parameters of",
+        "groups must list parameters that are trained here",
         grouped(lambda p: [[q for _, q in names_of_another()]]),
     ),
     Wrong("num_groups below zero", ValueError, GROUPS, given(num_groups=-2)),

@@ -13,47 +13,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvd_pipe.planning import merge
-from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "Packing",
-    "Residuals",
-    "Shapes",
-    "default_groups",
-    "plan_groups",
-]
-
-DEFAULT_BUCKET_BYTES = 8 * 2**20
+__all__ = ["Packing", "Residuals", "Shapes"]
 
 
-class Shapes:
+class Shapes(GradientIndex):
     """The gradients of a job: names, shapes and dtypes, in an order that all ranks share."""
 
     def __init__(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[tf.DType]
     ) -> None:
-        self.names = list(names)
         self.shapes = [[int(extent) for extent in shape] for shape in shapes]
         self.dtypes = [tf.as_dtype(dtype) for dtype in dtypes]
         self.numel = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def nbytes(self, place: int) -> int:
-        """Return the size of a gradient in bytes."""
-        return self.numel[place] * int(self.dtypes[place].size)
-
-    def kinds(self, places: Sequence[int]) -> list[list[int]]:
-        """Part places by dtype, which must not mix in a message, keeping their order."""
-        found: dict[tf.DType, list[int]] = {}
-        for place in places:
-            found.setdefault(self.dtypes[place], []).append(place)
-        return list(found.values())
+        pairs = zip(self.numel, self.dtypes, strict=True)
+        nbytes = [numel * int(dtype.size) for numel, dtype in pairs]
+        super().__init__(names, nbytes, self.dtypes)
 
 
 class Packing:
@@ -95,51 +73,6 @@ class Packing:
             for place, part in zip(group, parts, strict=True):
                 values[place] = tf.reshape(part, self.shapes.shapes[place])
         return values
-
-
-def default_groups(
-    shapes: Shapes, places: Sequence[int], bucket_bytes: int | None
-) -> list[list[int]]:
-    """Fill buckets in reverse order of variables, about the order in which backward goes.
-
-    Args:
-        shapes: All gradients.
-        places: Those that are sent.
-        bucket_bytes: Size of a bucket at most; 1 for one tensor a bucket, None for one bucket.
-    """
-    groups: list[list[int]] = []
-    for order in shapes.kinds(list(reversed(places))):
-        sizes = [shapes.nbytes(place) for place in order]
-        start = 0
-        for count in merge.by_bytes(sizes, bucket_bytes or max(sum(sizes), 1)).tolist():
-            groups.append(order[start : start + count])
-            start += count
-    return groups
-
-
-def plan_groups(plan: Plan, shapes: Shapes, places: Sequence[int]) -> list[list[int]]:
-    """Return the plan in terms of places.
-
-    Raises:
-        ValueError: The plan is not about these gradients, or mixes dtypes in one bucket.
-    """
-    place = {shapes.names[i]: i for i in places}
-    unknown = [name for name in plan.names if name not in place]
-    absent = [name for name in place if name not in set(plan.names)]
-    if unknown or absent:
-        what = f"names {unknown[0]!r}, no variable" if unknown else f"lacks {absent[0]!r}, one"
-        raise ValueError(
-            f"the plan {what} that is sent here ({len(plan.names)} names in the plan, "
-            f"{len(place)} variables): make a new one with plan='auto'."
-        )
-    groups = [[place[name] for name in bucket] for bucket in plan.buckets]
-    for bucket, group in zip(plan.buckets, groups, strict=True):
-        if len(shapes.kinds(group)) > 1:
-            raise ValueError(
-                f"the plan's bucket {bucket[0]!r} .. {bucket[-1]!r} mixes dtypes: split it so "
-                "that each bucket has one."
-            )
-    return groups
 
 
 class Residuals:

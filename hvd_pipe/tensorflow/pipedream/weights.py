@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
-from hvd_pipe.tensorflow.messages.buckets import Packing, Shapes, default_groups
+from hvd_pipe.tensorflow.messages.buckets import Packing, Shapes
 
 __all__ = ["ByMinibatch", "Replicas", "add", "scaled"]
 
@@ -33,7 +33,7 @@ class Replicas:
             [each.shape for each in weights],
             [each.dtype for each in weights],
         )
-        self._packing = Packing(shapes, default_groups(shapes, range(len(shapes)), None))
+        self._packing = Packing(shapes, shapes.default_groups(range(len(shapes)), None))
         self._sum = tf.function(self._summed, autograph=False)
 
     def add(self, gradient: list[Any]) -> list[Any]:

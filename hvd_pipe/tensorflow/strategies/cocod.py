@@ -23,7 +23,7 @@ from hvd_pipe.tensorflow.agree import Description, checked
 from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.graphs import Arrays, raw, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.buckets import DEFAULT_BUCKET_BYTES, Packing, default_groups
+from hvd_pipe.tensorflow.messages.buckets import Packing
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 from hvd_pipe.tensorflow.strategies.model_average import ModelAverage, wide
 
@@ -40,7 +40,7 @@ class CoCoDEngine(Engine):
         super().__init__(settings)
         shapes = settings.shapes
         self._period, self._warmup_steps = strategy.period, strategy.warmup_steps
-        models = Packing(shapes, shapes.kinds(range(len(shapes))))
+        models = Packing(shapes, shapes.dtype_groups(range(len(shapes))))
         average = ModelAverage(
             settings.reduction, strategy, models.sizes, f"{settings.tag}.models"
         )
@@ -49,9 +49,7 @@ class CoCoDEngine(Engine):
             _check_momenta(settings)
             if settings.momenta:
                 self._parts.append(_momenta(settings, strategy))
-        self._warmup = Packing(
-            shapes, default_groups(shapes, settings.dense, DEFAULT_BUCKET_BYTES)
-        )
+        self._warmup = Packing(shapes, shapes.default_groups(settings.dense))
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._local_steps = variable([], tf.int64, f"{settings.tag}.local_steps")
 
@@ -101,7 +99,7 @@ class CoCoDEngine(Engine):
     def equalise(self, variables: Sequence[Any]) -> None:
         reduction, tag = self.settings.reduction.lossless(), self.settings.tag
         shapes = shapes_of(variables)
-        packing = Packing(shapes, shapes.kinds(range(len(shapes))))
+        packing = Packing(shapes, shapes.dtype_groups(range(len(shapes))))
         flats = packing.pack({i: tf.convert_to_tensor(raw(v)) for i, v in enumerate(variables)})
         means = [
             tf.cast(reduction.reduce(wide(flat), f"{tag}.equal.{i}"), flat.dtype)
@@ -247,7 +245,7 @@ def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
     groups, clamped = [], []
     for nonnegative in (False, True):
         places = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
-        kinds = shapes.kinds(places)
+        kinds = shapes.dtype_groups(places)
         groups += kinds
         clamped += [nonnegative] * len(kinds)
     packing = Packing(shapes, groups)

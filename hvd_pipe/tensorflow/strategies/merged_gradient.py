@@ -14,13 +14,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.tensorflow.graphs import Arrays, restore
 from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
-from hvd_pipe.tensorflow.messages.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    Packing,
-    Residuals,
-    default_groups,
-    plan_groups,
-)
+from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 
 __all__ = ["MergedGradientEngine"]
@@ -35,7 +29,10 @@ class MergedGradientEngine(Engine):
         super().__init__(settings)
         self.times: ReadyTimes | None = None
         """Set while times are recorded; graphs that are traced meanwhile note them."""
-        self.adopt(first_plan(settings, strategy) if plan is None else plan)
+        if plan is None and len(settings.shapes):
+            sent = settings.dense or [0]  # a plan has one name at least
+            plan = settings.shapes.first_plan(strategy, settings.groups, sent)
+        self.adopt(plan)
 
     def adopt(self, plan: Plan | None) -> None:
         """Take the plan's buckets; graphs that were traced before keep theirs.
@@ -45,7 +42,7 @@ class MergedGradientEngine(Engine):
         settings = self.settings
         groups = []
         if plan is not None and settings.dense:
-            groups = plan_groups(plan, settings.shapes, settings.dense)
+            groups = settings.shapes.plan_groups(plan, settings.dense)
         self.plan, self._packing = plan, Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
 
@@ -75,21 +72,3 @@ class MergedGradientEngine(Engine):
 
     def load(self, state: Arrays) -> None:
         restore(self._residuals.named, state)
-
-
-def first_plan(settings: Settings, strategy: MergedGradient) -> Plan | None:
-    """Return the plan that needs no measurement; None where no gradient is sent."""
-    if not len(settings.shapes):
-        return None
-    groups = settings.groups
-    method = "given"
-    if groups is None:
-        limit: int | None = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
-        method = "bytes"
-        if strategy.plan in ("wfbp", "single"):
-            limit, method = (1 if strategy.plan == "wfbp" else None), str(strategy.plan)
-        groups = default_groups(settings.shapes, settings.dense, limit)
-    names = settings.shapes.names
-    if not groups:  # all gradients are sparse
-        return Plan(((names[0],),), method)
-    return Plan(tuple(tuple(names[i] for i in group) for group in groups), method)

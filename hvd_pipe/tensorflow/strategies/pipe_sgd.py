@@ -12,7 +12,7 @@ first pipelined step has nothing to apply and makes no update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,12 @@ import numpy.typing as npt
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 
+from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.tensorflow.graphs import Arrays, all_finite, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    Packing,
-    Residuals,
-    default_groups,
-)
+from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
-from hvd_pipe.tensorflow.strategies.prediction import Prediction
 
 __all__ = ["PipeSGDEngine"]
 
@@ -47,7 +42,7 @@ class PipeSGDEngine(Engine):
         groups = settings.groups
         if groups is None:
             limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
-            groups = default_groups(settings.shapes, settings.dense, limit)
+            groups = settings.shapes.default_groups(settings.dense, limit)
         self._warmup_steps = strategy.warmup_steps
         self._packing = Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
@@ -194,3 +189,59 @@ class PipeSGDEngine(Engine):
         counters = {"is_pending": self._is_pending, "rounds": self._rounds}
         predicted = {} if self._prediction is None else self._prediction.named
         return {**counters, **predicted, **self._residuals.named}
+
+
+class Prediction:
+    """Weight prediction: compute the next gradient where the missing update is expected to lead.
+
+        w        the true weights: every rank's, after the updates that have arrived
+        w + u    where forward and backward run; u: the optimizer's update with a guess of the
+                 gradient that is still in flight
+
+    All of it is operations of the step's graph: the true weights and the optimizer's variables are
+    put back, so a wrong guess is never kept. Source: Chen et al., "SAPipe" (NeurIPS 2022).
+
+    Args:
+        weights: The variables that are trained.
+        tag: Begins the names of variables.
+    """
+
+    def __init__(self, weights: Sequence[tf.Variable], tag: str) -> None:
+        self._weights = list(weights)
+        self._true = [
+            variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
+        ]
+        self._is_predicted = variable([], tf.bool, f"{tag}.leads")
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """The variables, by the names that they have in a checkpoint."""
+        return {f"true.{i}": each for i, each in enumerate(self._true)} | {
+            "leads": self._is_predicted
+        }
+
+    def restore(self) -> None:
+        """Put the true weights back."""
+
+        def put() -> Any:
+            for weight, true in zip(self._weights, self._true, strict=True):
+                weight.assign(true)
+            return tf.no_op()
+
+        tf.cond(self._is_predicted, put, tf.no_op)
+        self._is_predicted.assign(False)
+
+    def predict(self, state: Sequence[tf.Variable], update: Callable[[], None]) -> None:
+        """Move the weights as an update does, and leave all else as it is.
+
+        Args:
+            state: The optimizer's variables.
+            update: Makes the update.
+        """
+        for weight, true in zip(self._weights, self._true, strict=True):
+            true.assign(weight)
+        kept = [each.read_value() for each in state]
+        update()
+        for each, value in zip(state, kept, strict=True):
+            each.assign(value)
+        self._is_predicted.assign(True)

@@ -6,7 +6,7 @@ callbacks, under ``model.fit``) asks after each, and has the step traced anew wh
     steps 0 .. SKIP-1             default buckets; nothing is recorded
     SKIP .. SKIP+RECORD-1         traced anew, the same buckets; times are recorded
     then                          all-reduces are measured, rank 0 plans, all take the plan; under
-                                  ``auto``, it chooses (`auto`) and all follow;
+                                  ``auto``, it chooses and all follow;
                                   traced anew for the last time
 
 All ranks count the same steps, so they measure and trace at the same moment.
@@ -15,26 +15,26 @@ All ranks count the same steps, so they measure and trace at the same moment.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
+from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profile_of, report
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import Auto, MergedGradient
+from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS, measured_method
+from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, largest
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes, measure_comm
 from hvd_pipe.tensorflow.sessions import Sessions
-from hvd_pipe.tensorflow.strategies.auto import choose_method
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 
 __all__ = ["Replan"]
 
-SKIP_STEPS = 3
-RECORD_STEPS = 10
-
 _log = logging.getLogger("hvd_pipe")
+
+Measured = tuple[MergedGradientEngine, JobTimes | None, CommModel | None]
 
 
 class Replan:
@@ -48,20 +48,16 @@ class Replan:
     def __init__(self, sessions: Sessions, passes: int = 1) -> None:
         self._sessions, self._batches, self._passes = sessions, 0, passes
         strategy, arguments = sessions.strategy, sessions.arguments
-        steps, method = RECORD_STEPS, "exact"
-        plans = arguments.groups is None
+        steps, is_auto = RECORD_STEPS, isinstance(strategy, Auto)
+        self._method: str | None = None
+        """How plans are made; None where the plan is fixed."""
         if isinstance(strategy, Auto):
-            steps, opens = strategy.steps, True
-        else:
-            plans &= isinstance(strategy, MergedGradient) and strategy.bucket_bytes is None
-            if isinstance(strategy, MergedGradient):
-                plans &= strategy.plan in ("auto", "greedy")
-                method = "greedy" if strategy.plan == "greedy" else "exact"
-            opens = plans
+            steps, strategy = strategy.steps, MergedGradient()
+        if isinstance(strategy, MergedGradient) and strategy.bucket_bytes is None:
+            self._method = measured_method(strategy, arguments.groups)
         self._fit: object = None
         self._last = SKIP_STEPS + steps * passes
-        self._plans, self._method = plans, method
-        self._open = opens and not arguments.reduction().alone
+        self._open = (is_auto or self._method is not None) and not arguments.reduction().alone
 
     @classmethod
     def of(cls, sessions: Sessions, passes: int = 1) -> Replan:
@@ -119,7 +115,7 @@ class Replan:
         recorded = [(engine, engine.times) for engine in merged]
         measured = [self._finish(engine) for engine in merged]
         if self._chooses:
-            choose_method(
+            _choose_method(
                 self._sessions,
                 [
                     (engine, times if isinstance(times, JobTimes) else None, comm)
@@ -152,33 +148,80 @@ class Replan:
         ready = np.array(slowest)
         sizes = np.array(
             [
-                settings.shapes.nbytes(place) * reduction.ratio(settings.shapes.dtypes[place])
+                settings.shapes.nbytes[place] * reduction.ratio(settings.shapes.dtypes[place])
                 for place in range(len(settings.shapes))
             ]
         )
         comm = measure_comm(int(sizes[dense].sum()), process_set, f"{settings.tag}.measure")
-        if not self._plans:
+        if self._method is None:
             return comm
+        method = self._method
 
         def find() -> str:
-            order = sorted(dense, key=lambda place: (float(ready[place]), -place))
-            kind_of = {
-                place: kind
-                for kind, same in enumerate(settings.shapes.kinds(dense))
-                for place in same
-            }
-            cost = reduction.cost(settings.shapes.dtypes[dense[0]])
-            plan = plan_dtype_groups(
-                [settings.shapes.names[place] for place in order],
-                ready[order],
-                sizes[order],
-                [kind_of[place] for place in order],
-                comm.compressed(cost.of_encoded()),  # sizes are those after compression
-                method=self._method,
-            )
+            codec = reduction.cost(settings.shapes.dtypes[dense[0]]).of_encoded()
+            plan = settings.shapes.best_plan(dense, ready, sizes, comm.compressed(codec), method)
             return plan.to_json()
 
         plan = Plan.from_json(found_by_first(find, f"{settings.tag}.plan", process_set))
         engine.adopt(plan)
         _log.info("plan after step %d:\n%s", self._batches, plan)
         return comm
+
+
+def _choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:
+    """Let the first rank choose, and all sessions of all ranks follow.
+
+    Args:
+        sessions: Of one optimizer, under ``auto``.
+        measured: For each: its engine, its times, and what an all-reduce costs; all ranks have
+            None for that where no rank could measure.
+    """
+    assert isinstance(sessions.strategy, Auto)
+    candidates, left_out = sessions.arguments.candidates(sessions.strategy)
+    process_set = sessions.arguments.process_set
+    speaks = process_set.rank() == 0
+    for name, why in left_out.items():
+        if speaks:
+            _log.info("auto: %s is left out: %s", name, why)
+    (engine, times, comm), *more = measured
+    tag = f"{sessions.tag}.auto"
+    settings = engine.settings
+    mine = [0.0] * (3 + len(settings.shapes))
+    own = None if times is None else times.own()
+    if own is not None:
+        mine = [1.0, own.before_s, own.update_s, *own.ready_s]
+    found, before, update, *ready = largest(mine, f"{tag}.own", process_set)
+    if not found or comm is None or more:
+        why = "gradients come in several parts" if more else "no step could be measured"
+        least = least_of(candidates)
+        if speaks:
+            _log.info("auto: %s: goes on with %s", why, spell(least))
+        sessions.follow(least)
+        return
+
+    def find() -> str:
+        reduction, shapes = settings.reduction, settings.shapes
+        sizes = shapes.nbytes
+        # A sparse gradient travels by itself, in a size that the step decides, and not in the
+        # plan; other methods than merged-gradient send it as a dense one.
+        dense = settings.dense
+        planned = profile_of(
+            OwnTimes(before, [ready[place] for place in dense], update),
+            [shapes.names[place] for place in dense],
+            [sizes[place] for place in dense],
+        )
+        whole = profile_of(OwnTimes(before, ready, update), shapes.names, sizes)
+        cost = reduction.cost(shapes.dtypes[dense[0]])
+        predictions = [
+            predict(MergedGradient(plan=engine.plan), planned, comm, cost)
+            if isinstance(candidate, MergedGradient) and engine.plan is not None
+            else predict(candidate, whole, comm, cost)
+            for candidate in candidates
+        ]
+        best = choose(predictions)
+        _log.info("auto: %s", report(best, predictions))
+        return spell(best.method)
+
+    method = parse(found_by_first(find, f"{tag}.choice", process_set))
+    assert not isinstance(method, Auto)
+    sessions.follow(method)

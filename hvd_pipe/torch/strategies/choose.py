@@ -197,8 +197,8 @@ class AutoChoice:
         assert engine.plan is not None
         # A sparse gradient travels by itself, in a size that the step decides.
         sizes = [
-            1 if index in settings.sparse else max(1, settings.nbytes(index))
-            for index in range(len(settings.parameters))
+            1 if index in settings.sparse else max(1, nbytes)
+            for index, nbytes in enumerate(settings.index.nbytes)
         ]
         profile = profile_of(own, settings.names, sizes)
         found = [

@@ -26,11 +26,8 @@ from hvd_pipe.torch.model_buffers import ModelBuffers
 from hvd_pipe.torch.strategies.base import Engine, make_buckets
 from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors
 from hvd_pipe.torch.strategies.settings import (
-    DEFAULT_BUCKET_BYTES,
     Settings,
     State,
-    default_groups,
-    dtype_groups,
 )
 
 __all__ = ["CoCoDEngine"]
@@ -105,7 +102,7 @@ class CoCoDEngine(Engine):
         self._warmup: BucketSet | None = None
         self._warm_up()
         follow = strategy.momentum == "average"
-        self._indices = dtype_groups(settings.parameters)
+        self._indices = settings.index.dtype_groups(range(len(settings.names)))
         self._models = [
             ModelAverage(
                 [settings.parameters[index] for index in indices],
@@ -127,7 +124,7 @@ class CoCoDEngine(Engine):
         """Have buckets while gradients are averaged, before the first round."""
         settings, strategy = self.settings, self._strategy
         if self._warmup is None and self.rounds < strategy.warmup_steps:
-            groups = default_groups(settings, DEFAULT_BUCKET_BYTES)
+            groups = settings.index.default_groups(range(len(settings.names)))
             reduction = replace(settings.reduction, weights=strategy.weights or ())
             self._warmup = _warmup_buckets(settings, reduction, groups)
 
@@ -365,10 +362,8 @@ class _Momenta:
             average.discard()
         parameters = self._settings.parameters
         self._keys = keys
-        self._keys_of = [
-            [keys[i] for i in same]
-            for same in dtype_groups([parameters[index] for index, _ in keys])
-        ]
+        groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
+        self._keys_of = [[key for key in keys if key[0] in set(group)] for group in groups]
         self.averages = [
             ModelAverage(
                 [parameters[index] for index, _ in same],

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.dtype_groups import plan_dtype_groups
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.measuring.probes import measure_comm
@@ -36,19 +36,10 @@ from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
 from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
 from hvd_pipe.torch.strategies.base import Engine, make_buckets
-from hvd_pipe.torch.strategies.settings import (
-    DEFAULT_BUCKET_BYTES,
-    Settings,
-    State,
-    default_groups,
-    dtype_groups,
-    plan_groups,
-)
+from hvd_pipe.torch.strategies.settings import Settings, State
 
 __all__ = ["MergedGradientEngine"]
 
-SKIP_STEPS = 3
-RECORD_STEPS = 10
 PATIENCE_STEPS = 5
 
 _GIVEN = "given"
@@ -124,7 +115,7 @@ class MergedGradientEngine(Engine):
     ) -> None:
         super().__init__(settings)
         self._bucket_bytes = strategy.bucket_bytes
-        self._method = _method(strategy, settings)
+        self._method = measured_method(strategy, settings.groups)
         if measure_steps is not None and self._method is None:
             self._method = _GIVEN  # nothing to plan, and yet to measure
         self._record_steps = RECORD_STEPS if measure_steps is None else measure_steps
@@ -138,7 +129,10 @@ class MergedGradientEngine(Engine):
         self._all_updated = True
         """Whether all ranks have made the same round, and are about to make the same update."""
         self._drains = self._stepped = self._adopted = False
-        self.plan = _first_plan(strategy, settings) if plan is None else plan
+        if plan is None:
+            every = range(len(settings.names))
+            plan = settings.index.first_plan(strategy, settings.groups, every)
+        self.plan = plan
         self.build()
 
     @property
@@ -154,9 +148,9 @@ class MergedGradientEngine(Engine):
         assert self.plan is not None
         planned, names = len(self.plan.names), self.settings.names
         if planned < len(names):
-            joined = default_groups(self.settings, DEFAULT_BUCKET_BYTES, planned)
-            buckets = [tuple(names[index] for index in group) for group in joined]
-            self.plan = Plan((*self.plan.buckets, *buckets), self.plan.method)
+            index = self.settings.index
+            joined = index.as_plan(index.default_groups(range(planned, len(names))), "bytes")
+            self.plan = Plan((*self.plan.buckets, *joined.buckets), self.plan.method)
             self._measure_anew()
         self._count = self._usual_count = len(names)
         self._adopt(self.plan)
@@ -291,27 +285,18 @@ class MergedGradientEngine(Engine):
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
     def _best(self, ready: FloatArray) -> Plan:
-        """Plan all gradients together; those of one kind (dtype, device) may share a bucket."""
         settings = self.settings
         if self._method == _GIVEN:
             assert self.plan is not None
             return self.plan
-        order = sorted(range(len(ready)), key=lambda index: (float(ready[index]), -index))
-        kind_of = {
-            p: kind
-            for kind, indices in enumerate(dtype_groups(settings.parameters))
-            for p in indices
-        }
-        wire_bytes = np.array(settings.wire_bytes(), dtype=np.float64)
         codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
-        plan = plan_dtype_groups(
-            [settings.names[index] for index in order],
-            ready[order],
-            wire_bytes[order],
-            [kind_of[index] for index in order],
+        plan = settings.index.best_plan(
+            range(len(ready)),
+            ready,
+            np.array(settings.wire_bytes(), dtype=np.float64),
             (self.comm or CommModel.linear(0.0, 0.0)).compressed(codec),
-            method=self._method or "exact",
-            bucket_bytes=self._bucket_bytes,
+            self._method or "exact",
+            self._bucket_bytes,
         )
         return plan if self.comm else replace(plan, predicted_s=None, exposed_s=None)
 
@@ -324,7 +309,7 @@ class MergedGradientEngine(Engine):
 
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""
-        groups = plan_groups(plan, self.settings)
+        groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
         # Under the same names: ranks with different plans must meet, to be told.
         buckets = make_buckets(self.settings, groups, "gradients")
         if self._adopted:
@@ -341,23 +326,3 @@ _APART = (
     "optimizer.synchronize() on every rank, and leave to one only what follows it. After this "
     "error, go on from a state (optimizer.load_state_dict) that every rank loads."
 )
-
-
-def _method(strategy: MergedGradient, settings: Settings) -> str | None:
-    """Return how plans are made from measured times; None where the plan is fixed."""
-    if settings.groups is not None:
-        return None
-    if strategy.bucket_bytes is not None:
-        return "bytes"
-    return {"auto": "exact", "greedy": "greedy"}.get(str(strategy.plan))
-
-
-def _first_plan(strategy: MergedGradient, settings: Settings) -> Plan:
-    """Return the plan that needs no measurement."""
-    if settings.groups is not None:
-        return settings.as_plan(settings.groups, "given")
-    if strategy.plan in ("wfbp", "single"):
-        limit = 1 if strategy.plan == "wfbp" else None
-        return settings.as_plan(default_groups(settings, limit), str(strategy.plan))
-    limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
-    return settings.as_plan(default_groups(settings, limit), "bytes")

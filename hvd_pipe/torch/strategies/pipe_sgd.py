@@ -19,6 +19,7 @@ import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Message
@@ -27,11 +28,9 @@ from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
 from hvd_pipe.torch.parameters import are_finite, unscale
 from hvd_pipe.torch.strategies.base import Engine, make_buckets
 from hvd_pipe.torch.strategies.settings import (
-    DEFAULT_BUCKET_BYTES,
     Owner,
     Settings,
     State,
-    default_groups,
 )
 
 __all__ = ["PipeSGDEngine"]
@@ -89,10 +88,11 @@ class PipeSGDEngine(Engine):
         self.build()
 
     def build(self) -> None:
-        groups, method = self.settings.groups, "given"
+        index, groups, method = self.settings.index, self.settings.groups, "given"
         if groups is None:
-            groups, method = default_groups(self.settings, self._bucket_bytes), "bytes"
-        self.plan = self.settings.as_plan(groups, method)
+            every = range(len(self.settings.names))
+            groups, method = index.default_groups(every, self._bucket_bytes), "bytes"
+        self.plan = index.as_plan(groups, method)
         self._groups = groups
         even = self._make("even")
         self._sets = [even, self._make("odd", like=even)]

@@ -1,7 +1,4 @@
-"""What a strategy is given: the settings of a `DistributedOptimizer`, and its parameters by index.
-
-`default_groups` and `plan_groups` say which gradients share a bucket.
-"""
+"""What a strategy is given: the settings of a `DistributedOptimizer`, parameters by index."""
 
 from __future__ import annotations
 
@@ -12,23 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from hvd_pipe.planning import merge
-from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "Owner",
-    "Settings",
-    "State",
-    "default_groups",
-    "describe",
-    "dtype_groups",
-    "plan_groups",
-]
-
-DEFAULT_BUCKET_BYTES = 8 * 2**20
+__all__ = ["Owner", "Settings", "State", "describe"]
 
 
 class Owner(Protocol):
@@ -91,23 +76,24 @@ class Settings:
             groups=groups,
         )
 
-    def nbytes(self, index: int) -> int:
-        """Return the size of a gradient in bytes."""
-        return self.parameters[index].numel() * self.parameters[index].element_size()
+    @property
+    def index(self) -> GradientIndex:
+        """The parameters' names and sizes, and which may share a bucket."""
+        return GradientIndex(
+            self.names,
+            [parameter.numel() * parameter.element_size() for parameter in self.parameters],
+            [(parameter.dtype, parameter.device) for parameter in self.parameters],
+        )
 
     def wire_bytes(self) -> list[int]:
         """Return the size of each gradient as it is sent, after compression, in bytes."""
-        sizes = [0] * len(self.parameters)
-        for indices in dtype_groups(self.parameters):
+        sizes, index_of = [0] * len(self.parameters), self.index
+        for indices in index_of.dtype_groups(range(len(sizes))):
             ratio = self.reduction.ratio(self.parameters[indices[0]])
             for index in indices:
                 if index not in self.sparse:
-                    sizes[index] = round(self.nbytes(index) * ratio)
+                    sizes[index] = round(index_of.nbytes[index] * ratio)
         return sizes
-
-    def as_plan(self, groups: Sequence[Sequence[int]], method: str) -> Plan:
-        """Return groups of indices as a plan of names."""
-        return Plan(tuple(tuple(self.names[i] for i in group) for group in groups), method)
 
 
 @dataclass(frozen=True)
@@ -133,58 +119,3 @@ def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
         shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
         lines.append(("a parameter", f"{name!r}: {shape}{layout}"))
     return lines
-
-
-def dtype_groups(parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group indices by dtype and device: only equals share a buffer. Order is kept."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        found.setdefault((parameter.dtype, parameter.device), []).append(index)
-    return list(found.values())
-
-
-def default_groups(
-    settings: Settings, bucket_bytes: int | None, first: int = 0
-) -> list[list[int]]:
-    """Fill buckets in reverse order of registration, about the order in which backward goes.
-
-    Args:
-        settings: The parameters.
-        bucket_bytes: Size of a bucket at most; 1 for one tensor a bucket, None for one bucket.
-        first: The first index that counts; those before it are left out.
-    """
-    groups: list[list[int]] = []
-    for indices in dtype_groups(settings.parameters[first:]):
-        order = [first + index for index in reversed(indices)]
-        sizes = [settings.nbytes(index) for index in order]
-        start = 0
-        for count in merge.by_bytes(sizes, bucket_bytes or sum(sizes)).tolist():
-            groups.append(order[start : start + count])
-            start += count
-    return groups
-
-
-def plan_groups(plan: Plan, settings: Settings) -> list[list[int]]:
-    """Return the plan in terms of indices.
-
-    Raises:
-        ValueError: The plan is not about these parameters, or mixes dtypes in one bucket.
-    """
-    index = {name: i for i, name in enumerate(settings.names)}
-    unknown = [name for name in plan.names if name not in index]
-    absent = [name for name in index if name not in set(plan.names)]
-    if unknown or absent:
-        what = f"names {unknown[0]!r}, no parameter" if unknown else f"lacks {absent[0]!r}, one"
-        raise ValueError(
-            f"the plan {what} of this optimizer's ({len(plan.names)} names in the plan, "
-            f"{len(index)} trainable parameters): make a new one with plan='auto', or pass "
-            "named_parameters=model.named_parameters() as when it was made."
-        )
-    groups = [[index[name] for name in bucket] for bucket in plan.buckets]
-    for bucket, group in zip(plan.buckets, groups, strict=True):
-        if len(dtype_groups([settings.parameters[i] for i in group])) > 1:
-            raise ValueError(
-                f"the plan's bucket {bucket[0]!r} .. {bucket[-1]!r} mixes dtypes or devices: "
-                "split it so that each bucket has one of each."
-            )
-    return groups

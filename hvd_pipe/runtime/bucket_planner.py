@@ -1,0 +1,178 @@
+"""Which gradients share a bucket: by their sizes, as a plan says, or from measured ready times."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_pipe.planning import merge
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.dtype_groups import plan_dtype_groups
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import MergedGradient
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "RECORD_STEPS",
+    "SKIP_STEPS",
+    "GradientIndex",
+    "measured_method",
+]
+
+SKIP_STEPS = 3
+"""Steps that are not recorded: caches fill, and libraries set themselves up."""
+RECORD_STEPS = 10
+"""Steps whose ready times are recorded for a plan."""
+
+Groups = Sequence[Sequence[int]]
+"""The indices of the gradients of each bucket."""
+
+
+class GradientIndex:
+    """The gradients of a job, in an order that all ranks share; an index names each.
+
+    Args:
+        names: The names of their parameters or variables.
+        nbytes: Their sizes in bytes.
+        dtypes: What those that share a bucket must have alike: the dtype, and the device if
+            gradients lie on several.
+    """
+
+    def __init__(
+        self, names: Sequence[str], nbytes: Sequence[int], dtypes: Sequence[Hashable]
+    ) -> None:
+        self.names, self.nbytes, self._dtypes = list(names), list(nbytes), list(dtypes)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def dtype_groups(self, indices: Sequence[int]) -> list[list[int]]:
+        """Group indices by dtype, keeping their order.
+
+        >>> GradientIndex("abc", [4, 2, 4], ["float", "half", "float"]).dtype_groups([2, 1, 0])
+        [[2, 0], [1]]
+        """
+        found: dict[Hashable, list[int]] = {}
+        for index in indices:
+            found.setdefault(self._dtypes[index], []).append(index)
+        return list(found.values())
+
+    def default_groups(
+        self, indices: Sequence[int], bucket_bytes: int | None = DEFAULT_BUCKET_BYTES
+    ) -> list[list[int]]:
+        """Fill buckets in reverse order, about the order in which backward computes gradients.
+
+        Args:
+            indices: The gradients that are sent.
+            bucket_bytes: The most bytes of a bucket; 1 for one tensor a bucket, None for one
+                bucket a dtype.
+
+        Example:
+            >>> GradientIndex("abc", [4, 4, 4], ["float"] * 3).default_groups([0, 1, 2], 8)
+            [[2, 1], [0]]
+        """
+        groups: list[list[int]] = []
+        for order in self.dtype_groups(list(reversed(indices))):
+            sizes = [self.nbytes[index] for index in order]
+            start = 0
+            for count in merge.by_bytes(sizes, bucket_bytes or max(sum(sizes), 1)).tolist():
+                groups.append(order[start : start + count])
+                start += count
+        return groups
+
+    def plan_groups(self, plan: Plan, indices: Sequence[int]) -> list[list[int]]:
+        """Return the plan in terms of indices.
+
+        Args:
+            plan: A plan of names.
+            indices: The gradients that are sent in buckets.
+
+        Raises:
+            ValueError: The plan has other gradients, or mixes dtypes in one bucket.
+        """
+        index = {self.names[i]: i for i in indices}
+        unknown = [name for name in plan.names if name not in index]
+        absent = [name for name in index if name not in set(plan.names)]
+        if unknown or absent:
+            what = f"names {unknown[0]!r}, no gradient" if unknown else f"lacks {absent[0]!r}, one"
+            raise ValueError(
+                f"the plan {what} that is sent here ({len(plan.names)} names in the plan, "
+                f"{len(index)} gradients): make a new one with plan='auto', or give the names "
+                "that it was made with (in torch, named_parameters=model.named_parameters())."
+            )
+        groups = [[index[name] for name in bucket] for bucket in plan.buckets]
+        for bucket, group in zip(plan.buckets, groups, strict=True):
+            if len(self.dtype_groups(group)) > 1:
+                raise ValueError(
+                    f"the plan's bucket {bucket[0]!r} .. {bucket[-1]!r} mixes dtypes or devices: "
+                    "split it so that each bucket has one of each."
+                )
+        return groups
+
+    def as_plan(self, groups: Groups, method: str) -> Plan:
+        """Return groups of indices as a plan of names."""
+        return Plan(tuple(tuple(self.names[i] for i in group) for group in groups), method)
+
+    def first_plan(
+        self, strategy: MergedGradient, given: Groups | None, indices: Sequence[int]
+    ) -> Plan:
+        """Return the plan that needs no measurement.
+
+        Args:
+            strategy: Its options.
+            given: The user's groups, if any.
+            indices: The gradients that are sent in buckets.
+        """
+        if given is not None:
+            return self.as_plan(given, "given")
+        if strategy.plan in ("wfbp", "single"):
+            limit = 1 if strategy.plan == "wfbp" else None
+            return self.as_plan(self.default_groups(indices, limit), str(strategy.plan))
+        limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        return self.as_plan(self.default_groups(indices, limit), "bytes")
+
+    def best_plan(
+        self,
+        indices: Sequence[int],
+        ready: npt.NDArray[np.float64],
+        wire_bytes: npt.NDArray[np.float64],
+        comm: CommModel,
+        method: str,
+        bucket_bytes: int | None = None,
+    ) -> Plan:
+        """Plan all gradients together; only those of one dtype group may share a bucket.
+
+        Args:
+            indices: The gradients that are sent in buckets.
+            ready: By index, seconds after the first gradient.
+            wire_bytes: By index, sizes after compression.
+            comm, method, bucket_bytes: As `hvd_pipe.planning.merge.plan`.
+        """
+        order = sorted(indices, key=lambda index: (float(ready[index]), -index))
+        return plan_dtype_groups(
+            [self.names[index] for index in order],
+            ready[order],
+            wire_bytes[order],
+            [self._dtypes[index] for index in order],
+            comm,
+            method=method,
+            bucket_bytes=bucket_bytes,
+        )
+
+
+def measured_method(strategy: MergedGradient, given: Groups | None) -> str | None:
+    """Return how plans are made from measured times; None where the plan is fixed.
+
+    >>> measured_method(MergedGradient(plan="greedy"), None)
+    'greedy'
+    >>> measured_method(MergedGradient(plan="wfbp"), None) is None
+    True
+    """
+    if given is not None:
+        return None
+    if strategy.bucket_bytes is not None:
+        return "bytes"
+    return {"auto": "exact", "greedy": "greedy"}.get(str(strategy.plan))
