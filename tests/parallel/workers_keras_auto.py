@@ -21,7 +21,7 @@ import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
-from hvd_pipe.tensorflow.strategies import auto, replan
+from hvd_pipe.tensorflow.strategies import replan
 
 Found = dict[str, Any]
 
@@ -86,7 +86,7 @@ def fit(model: Any, x: Any, y: Any, *callbacks: Any, **options: Any) -> Any:
 
 def chosen_of(model: Any) -> str | None:
     chosen = optimizer_of(model)._hvd_pipe.chosen
-    return None if chosen is None else str(auto.spell(chosen))
+    return None if chosen is None else str(replan.spell(chosen))
 
 
 def optimizer_of(model: Any) -> Any:
@@ -254,7 +254,7 @@ def resumed(saved: int, others_load: bool = True) -> Found:
 
 def failing_on_rank_0() -> str:
     model = compiled(ALL)
-    broken = mock.patch.object(auto, "predict", side_effect=ValueError("no choice"))
+    broken = mock.patch.object(replan, "predict", side_effect=ValueError("no choice"))
     try:
         with forced(SOME), broken:
             fit(model, *data())
@@ -307,8 +307,8 @@ def seen_by_rank_0(executed: int) -> Found | None:
     model = keras.Sequential([layers.Input((6,)), layers.Dense(5), Slow(), layers.Dense(3)])
     optimizer = hvd.DistributedOptimizer(SlowSGD(0.01), strategy=ALL)
     model.compile(optimizer, "mse", steps_per_execution=executed)
-    predicted = mock.Mock(wraps=auto.predict)
-    with mock.patch.object(auto, "predict", predicted):
+    predicted = mock.Mock(wraps=replan.predict)
+    with mock.patch.object(replan, "predict", predicted):
         fit(model, *data(0, SWITCH * executed))
     if hvd.rank() != 0:
         assert not predicted.called
