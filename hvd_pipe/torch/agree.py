@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import torch
 from horovod.torch.mpi_ops import Max as _Max
-from horovod.torch.mpi_ops import ProcessSet, allgather, allreduce_
+from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
 from hvd_pipe.runtime.agreement import Agreement, Description, failed, members
+from hvd_pipe.runtime.timeline import clock
+from hvd_pipe.runtime.timeline.clock import Clock
 
 __all__ = [
     "Description",
+    "agree_on_clock",
     "agreement",
     "check_alike",
     "failed",
@@ -45,3 +48,13 @@ def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list
         allreduce_(tensor, name=name, op=_Max, process_set=process_set)
     result: list[float] = tensor.tolist()
     return result
+
+
+def agree_on_clock(process_set: ProcessSet) -> Clock:
+    """Return the zero of the process set's first rank."""
+    name = f"hvd_pipe.{process_set.process_set_id}.clock"
+
+    def meet() -> None:
+        allreduce_(torch.zeros(1), name=name, op=Sum, process_set=process_set)
+
+    return clock.agree_on_clock(meet, gather, name, process_set)

@@ -1,7 +1,6 @@
-"""Moments of the host and of a CUDA device, and one clock for the timelines of all ranks.
+"""Moments of the host and of a CUDA device.
 
-A `Stopwatch` measures intervals of this rank. A `DeviceClock` places events of a stream on the
-host's clock. The ranks' part is in `hvd_pipe.runtime.timeline.clock`.
+A `Stopwatch` measures intervals. A `DeviceClock` places events of a stream on the host's clock.
 """
 
 from __future__ import annotations
@@ -11,13 +10,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_
 
-from hvd_pipe.runtime.timeline import clock
-from hvd_pipe.runtime.timeline.clock import Clock
-from hvd_pipe.torch.agree import gather
-
-__all__ = ["DeviceClock", "Moment", "Stopwatch", "agree_on_clock"]
+__all__ = ["DeviceClock", "Moment", "Stopwatch"]
 
 Moment = float | torch.cuda.Event
 """Seconds by the host's clock, or an event on a CUDA stream."""
@@ -67,16 +61,6 @@ def _recorded_event(device: torch.device | None = None) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def agree_on_clock(process_set: ProcessSet) -> Clock:
-    """Return the zero of the process set's first rank."""
-    name = f"hvd_pipe.{process_set.process_set_id}.clock"
-
-    def meet() -> None:
-        allreduce_(torch.zeros(1), name=name, op=Sum, process_set=process_set)
-
-    return clock.agree_on_clock(meet, gather, name, process_set)
 
 
 class DeviceClock:

@@ -38,8 +38,8 @@ from hvd_pipe.runtime.timeline import recorder
 from hvd_pipe.runtime.timeline.clock import own_clock
 from hvd_pipe.runtime.timeline.flights import Flight, Flights
 from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
-from hvd_pipe.torch.agree import Description
-from hvd_pipe.torch.measuring.clock import DeviceClock, Moment, agree_on_clock
+from hvd_pipe.torch.agree import Description, agree_on_clock
+from hvd_pipe.torch.measuring.clock import DeviceClock, Moment
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import ModelFinder
 
