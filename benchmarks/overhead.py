@@ -30,7 +30,7 @@ import torch
 from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.messages.bucket import Bucket
+from hvd_pipe.torch.messages.buckets import Bucket
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from torch_examples import models as zoo

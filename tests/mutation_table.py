@@ -90,13 +90,13 @@ _TORCH = [
     Mutation(
         "Pipe-SGD: gradients are stale by two",
         "torch/strategies/pipe_sgd.py",
-        "        self._wait(due)\n        self._filling = due\n",
+        "        self._wait(due)\n        self.current = due\n",
         "        self._wait(due)\n"
         "        now = [p.grad.clone() for p in self.settings.parameters]\n"
         "        for p, old in zip(self.settings.parameters, getattr(self, '_late', now)):\n"
         "            p.grad.copy_(old)\n"
         "        self._late = now\n"
-        "        self._filling = due\n",
+        "        self.current = due\n",
         _equation(_PIPE),
         "^pipe-sgd, momentum$",
     ),
@@ -127,8 +127,8 @@ _TORCH = [
     Mutation(
         "Pipe-SGD: a buffer is written while it is in flight",
         "torch/strategies/pipe_sgd.py",
-        "self._filling = self._sets[self._filling is self._sets[0]]",
-        "self._filling = self._sets[self._filling is not self._sets[0]]",
+        "self.current = self._sets[self.current is self._sets[0]]",
+        "self.current = self._sets[self.current is not self._sets[0]]",
         _equation(_PIPE),
         "^pipe-sgd, momentum$",
     ),
@@ -144,7 +144,7 @@ _TORCH = [
     Mutation(
         "Pipe-SGD: the pending gradient of a checkpoint is dropped",
         "torch/strategies/pipe_sgd.py",
-        "self._pending.restore(saved.pending)",
+        "restore_gradients(self._pending, saved.pending)",
         "pass",
         _ids(
             "parallel/test_guards",
@@ -199,7 +199,7 @@ _TORCH = [
     ),
     Mutation(
         "a bucket is never sent",
-        "torch/messages/bucket.py",
+        "torch/messages/buckets.py",
         "        self.message.launch()\n",
         '        if not self.name.endswith(".1"):\n            self.message.launch()\n',
         _equation("merged-gradient:plan=wfbp, momentum"),
@@ -218,7 +218,7 @@ _TORCH = [
     ),
     Mutation(
         "a gradient that was not computed keeps its old value",
-        "torch/messages/bucket.py",
+        "torch/messages/buckets.py",
         "    if gradient is None:\n        view.zero_()\n    elif",
         "    if gradient is None:\n        pass\n    elif",
         _merged("a head that only some ranks use"),
@@ -255,16 +255,16 @@ _TORCH = [
     Mutation(
         "gradients that are changed while they are sent go unnoticed",
         "torch/messages/buckets.py",
-        "        self._check_untouched()\n",
+        "        self._check_untouched(complete)\n",
         "",
         _ids("parallel/test_regressions", "test_training_goes_on_after_a_refused_step[pipe-sgd]"),
         "goes on",
     ),
     Mutation(
         "a residual is dropped where buckets change",
-        "torch/messages/buckets.py",
-        "                        view.copy_(saved)\n",
-        "                        pass\n",
+        "torch/messages/saved.py",
+        "                    view.copy_(saved)\n",
+        "                    pass\n",
         _ids(
             "parallel/test_resume",
             "test_each_rank_goes_on_from_its_own_file"

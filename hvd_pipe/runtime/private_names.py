@@ -130,7 +130,7 @@ ROWS = (
     PrivateName("torch", "torch.utils._pytree", "tree_leaves", "torch.horovod_api"),
     PrivateName("torch", "torch.utils._pytree", "tree_map", "torch.horovod_api"),
     PrivateName("torch", "torch", "Tensor._values", "torch.parameters"),
-    PrivateName("torch", "torch", "Tensor._version", "torch.messages.bucket"),
+    PrivateName("torch", "torch", "Tensor._version", "torch.messages.buckets"),
     PrivateName("torch", "torch.nn", "Module._modules", "torch.pipedream.graph"),
     PrivateName("torch", "torch.nn", "Module._forward_pre_hooks", "torch.measuring.timeline"),
     PrivateName(

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 from horovod.torch.mpi_ops import ProcessSet
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.torch.agree import gather
+from hvd_pipe.torch.agree import gather, members
 
-__all__ = ["compare_replicas", "spoil"]
+__all__ = ["compare_replicas", "refuse_changed", "spoil", "touched_error"]
 
 
 def spoil(*tensors: torch.Tensor | None) -> None:
@@ -60,6 +61,40 @@ def compare_replicas(
     lines = [(label, _checksum(tensor)) for label, tensor in found]
     name = f"{tag}.replicas"
     check_mode.compare(lines, detail, when, gather, name, process_set)
+
+
+def touched_error(name: str, did: str) -> HvdPipeError:
+    """Return the error for a gradient that was changed (or as ``did`` says) while it travelled."""
+    return HvdPipeError(
+        f"the gradient of {name!r} (or one beside it) was {did} after backward() and before "
+        "step(), while it was being sent: call optimizer.synchronize() after backward(), change "
+        "gradients then, and step inside `with optimizer.skip_synchronize():`. After this error, "
+        "go on from a state (optimizer.load_state_dict) that every rank loads."
+    )
+
+
+def refuse_changed(names: Sequence[str], tag: str, process_set: ProcessSet) -> None:
+    """Raise on every rank where one has changed gradients while they were being sent.
+
+    Args:
+        names: The parameters whose gradients have changed on this rank.
+        tag: Of the messages.
+        process_set: The ranks; all of them come here.
+
+    Raises:
+        HvdPipeError: Names the first of them, and its rank.
+    """
+    everyone = [names]
+    if process_set.included() and process_set.size() > 1:
+        everyone = gather(names, tag, process_set)
+    for rank, changed in zip(members(process_set), everyone, strict=False):
+        if changed:
+            raise HvdPipeError(
+                f"the gradient of {changed[0]!r} was changed on rank {rank} after backward() and "
+                "before step(), while it was being sent, in a way that torch does not count "
+                "(p.grad.data, numpy): call optimizer.synchronize() after backward(), change "
+                "gradients then, and step inside `with optimizer.skip_synchronize():`."
+            )
 
 
 def _checksum(tensor: torch.Tensor | None) -> str:

@@ -13,7 +13,10 @@ import pytest
 import workers_merged_gradient
 from cases import of_case
 from ranks import once, run_ranks
-from workers_merged_gradient import CASES, Both
+from workers_merged_gradient import CASES, HOPS, Both
+
+MAX_FUNCTIONS, MAX_FILES = 18, 6  # that hand a gradient on
+MAX_CALLED = 50  # functions that are called meanwhile, these among them
 
 against_stock = once(lambda: run_ranks(2, workers_merged_gradient.against_stock))
 
@@ -32,6 +35,19 @@ def assert_same(both: Both) -> None:
 def test_equal_to_stock_horovod(case: str) -> None:
     for both in of_case(against_stock(), case):
         assert_same(both)
+
+
+def test_a_gradient_passes_few_functions() -> None:
+    """A ratchet: docs/architecture.md draws them."""
+    for way, called in of_case(against_stock(), HOPS):
+        listed = "\n".join(
+            f"{'->' if hop in way else '  '} {hop.file} {hop.function}" for hop in called
+        )
+        assert way[0].function == "_hook.<locals>.on_gradient", listed
+        assert way[-1].function == "DistributedMixin._apply", listed
+        assert len(way) <= MAX_FUNCTIONS, listed
+        assert len({hop.file for hop in way}) <= MAX_FILES, listed
+        assert len(called) <= MAX_CALLED, listed
 
 
 def test_equal_to_stock_horovod_in_a_process_set() -> None:

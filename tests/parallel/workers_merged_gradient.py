@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import horovod.torch as stock
 import torch
 from cases import Raised, run_cases
+from horovod.torch import mpi_ops
 from problem import STEPS, Loss, Weights, batch, loss_of, make_model, train
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.torch.messages import buckets
+from hvd_pipe.torch.strategies import base
 
 SWITCH = 40  # the step after which the branches of `Branches` change places
 
@@ -23,6 +30,26 @@ class Both(NamedTuple):
 
     stock: Weights
     ours: Weights
+
+
+class Hop(NamedTuple):
+    """A function of ours, and its file below hvd_pipe."""
+
+    function: str
+    file: str
+
+
+class Hops(NamedTuple):
+    """From the hook of a gradient that completes its bucket to the parameters' update.
+
+    Args:
+        way: The functions that hand the gradient on, in the order of their first calls: they are
+            on the stack when it is copied, sent, waited for, made ``p.grad``, and applied.
+        called: All functions that are called, these among them.
+    """
+
+    way: list[Hop]
+    called: list[Hop]
 
 
 class Heads(nn.Module):
@@ -163,9 +190,61 @@ CASES: dict[str, Callable[[], Both]] = {
 }
 
 
-def against_stock() -> dict[str, Both | Raised]:
+HOPS = "hops"
+
+
+def hops() -> Hops:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), strategy="merged-gradient:plan=wfbp"
+    )
+    root = str(Path(hvd.__file__).parents[1])
+    hook = base._hook(weakref.ref(base.Engine), 0).__code__  # type: ignore[arg-type]
+    update = inspect.unwrap(torch.optim.SGD.step).__code__
+    moments = {
+        buckets.copy_in.__code__,
+        mpi_ops.allreduce_async_.__code__,
+        mpi_ops.synchronize.__code__,
+        buckets.BucketSet.bind_gradients.__code__,
+        update,
+    }
+    called: dict[CodeType, Hop] = {}
+    passed: set[CodeType] = set()
+    gradients, over = 0, False
+
+    def note(frame: FrameType | None, event: str, _: Any) -> None:
+        nonlocal gradients, over
+        assert frame is not None
+        code = frame.f_code
+        if event != "call" or over:
+            return
+        gradients += code is hook
+        if gradients < 2:  # a step's first gradient does more: it begins the step
+            return
+        if code.co_filename.startswith(root) and not code.co_name.startswith("<"):
+            file = code.co_filename.removeprefix(f"{root}/")
+            called.setdefault(code, Hop(code.co_qualname, file))
+        over = code is update
+        while code in moments and frame is not None:
+            passed.add(frame.f_code)
+            frame = frame.f_back
+
+    for _ in range(2):
+        loss_of(model, hvd.rank(), 0).backward()
+        optimizer.step()
+    sys.setprofile(note)
+    try:
+        loss_of(model, hvd.rank(), 0).backward()
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return Hops([hop for code, hop in called.items() if code in passed], list(called.values()))
+
+
+def against_stock() -> dict[str, Both | Hops | Raised]:
     hvd.init()
-    return run_cases(CASES)
+    return run_cases({**CASES, HOPS: hops})
 
 
 def in_a_process_set() -> Both:

@@ -280,7 +280,7 @@ def replanned() -> tuple[Weights, Weights]:
 
     def residuals(name: str) -> Weights:
         found = {}
-        for group, bucket in zip(engine._buckets.groups, engine._buckets.buckets, strict=True):
+        for group, bucket in zip(engine.current.groups, engine.current.buckets, strict=True):
             own = bucket.message._slices[hvd.rank()]
             used = torch.zeros_like(bucket.message.feedback.reduced)
             own.of(used).copy_(own.of(bucket.message.feedback.reduced))
@@ -325,7 +325,7 @@ def sparse_sets() -> int:
     parameters = list(model.parameters())
     gc.collect()
     found = [o for o in gc.get_objects() if isinstance(o, BucketSet)]
-    return sum(o._parameters[0] is parameters[0] for o in found)
+    return sum(o.parameters[0] is parameters[0] for o in found)
 
 
 def loaded_alone(strategy: str, before: int, pause_s: float = 0.0) -> str:

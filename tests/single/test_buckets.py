@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.messages.allreduce import Reduction
-from hvd_pipe.torch.messages.bucket import Bucket
-from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.compressed_allreduce import message_for
+from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
+from hvd_pipe.torch.strategies.settings import Settings
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,7 +26,17 @@ def parameters() -> list[nn.Parameter]:
 
 
 def bucket_of(some: list[nn.Parameter], extra: int = 0) -> Bucket:
-    return Bucket("b", some, lambda flat: message_for(Reduction(), flat, "b", extra), extra)
+    return Bucket("b", some, Reduction(), extra)
+
+
+def set_of(
+    some: list[nn.Parameter], groups: list[list[int]], tag: str, sparse: set[int] | None = None
+) -> BucketSet:
+    as_dense, nobody = sparse is None, cast(Any, None)
+    settings = Settings(
+        "abcd"[: len(some)], some, Reduction(), 1, as_dense, tag, None, nobody, sparse or set()
+    )
+    return BucketSet(settings, groups, "set")
 
 
 def test_views_share_one_buffer_and_do_not_overlap() -> None:
@@ -54,7 +65,7 @@ def gradients_of(some: list[nn.Parameter], scale: float = 1.0) -> None:
 
 def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     some = parameters()
-    buckets = BucketSet(some, "abcd", [[3, 2], [0, 1]], Reduction(), "t")
+    buckets = set_of(some, [[3, 2], [0, 1]], "t")
     gradients_of(some)
     some[1].grad = None  # not computed: counts as zero
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
@@ -75,7 +86,7 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
 def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
     """A sparse gradient that had arrived for a state came back with the next round's."""
     some = parameters()
-    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up", sparse={3})
+    buckets = set_of(some, [[0, 1, 2, 3]], "given up", sparse={3})
     some[3].grad = torch.full((3, 1), 4.0).to_sparse(1)
     buckets.ready(3)
     buckets.flush()
@@ -88,7 +99,7 @@ def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
 
 def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
     some = parameters()
-    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "given up, too")
+    buckets = set_of(some, [[0, 1, 2, 3]], "given up, too")
     some[3].grad = torch.full((3, 1), 4.0).to_sparse()
     buckets.ready(3)
     buckets.discard()
@@ -99,7 +110,7 @@ def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
 
 def test_gradients_that_are_views_already_are_not_copied() -> None:
     some = parameters()
-    buckets = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "t")
+    buckets = set_of(some, [[0, 1, 2, 3]], "t")
     buckets.bind_gradients()
     view = some[0].grad
     (some[0].sum() * 5).backward()  # accumulates in place
@@ -110,7 +121,7 @@ def test_gradients_that_are_views_already_are_not_copied() -> None:
 
 def test_buckets_are_ready_again_after_a_wait() -> None:
     some = parameters()
-    buckets = BucketSet(some, "abcd", [[0, 1], [2, 3]], Reduction(), "t")
+    buckets = set_of(some, [[0, 1], [2, 3]], "t")
     for scale in (1.0, 10.0):
         gradients_of(some, scale)
         for place in range(4):
@@ -130,13 +141,13 @@ def test_buckets_are_ready_again_after_a_wait() -> None:
 
 def test_new_buckets_take_the_values_that_users_see() -> None:
     some = parameters()
-    old = BucketSet(some, "abcd", [[0, 1, 2, 3]], Reduction(), "old")
+    old = set_of(some, [[0, 1, 2, 3]], "old")
     gradients_of(some)
     old.flush()
     old.wait()
     old.bind_gradients()
     some[2].grad = None
-    new = BucketSet(some, "abcd", [[3], [2], [1], [0]], Reduction(), "new")
+    new = set_of(some, [[3], [2], [1], [0]], "new")
     new.copy_in()
     assert some[2].grad is None
     assert some[0].grad is new.buckets[3].views[0]
@@ -152,7 +163,7 @@ def test_the_ratio_of_a_compressor(compression: str, ratio: float) -> None:
 def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows what it has said; on a GPU, reading it waited for all kernels that were queued."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    buckets = BucketSet([parameter], ["w"], [[0]], Reduction(), "alone")
+    buckets = set_of([parameter], [[0]], "alone")
     monkeypatch.setattr("hvd_pipe.torch.messages.buckets.host_values", None)
     parameter.sum().backward()
     buckets.ready(0)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hvd_pipe.torch.messages import streams
+from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import are_finite
 
 ASYNC = "HOROVOD_ENABLE_ASYNC_COMPLETION"
@@ -47,8 +47,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("computing", lines))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: Stream("default", lines))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(streams, "_reading_stream", lambda _: Stream("reading", lines))
-    monkeypatch.setattr(streams.mpi_ops, "nccl_built", lambda: 23007)
+    monkeypatch.setattr(pending, "_reading_stream", lambda _: Stream("reading", lines))
+    monkeypatch.setattr(pending.mpi_ops, "nccl_built", lambda: 23007)
     monkeypatch.delenv(ASYNC, raising=False)
     return lines
 
@@ -58,7 +58,7 @@ def test_reading_control_words_waits_for_no_kernel(log: list[str]) -> None:
 
     Under Pipe-SGD that is a whole backward pass: the host could launch nothing meanwhile.
     """
-    assert streams.host_values(OnGpu(log), settled=True) == [1.0, 2.0]
+    assert pending.host_values(OnGpu(log), settled=True) == [1.0, 2.0]
     assert log == ["in reading", "read"]
 
 
@@ -69,8 +69,8 @@ def test_words_that_are_yet_to_be_written_are_waited_for(
     if why == "async":
         monkeypatch.setenv(ASYNC, "1")
     if why == "staged":
-        monkeypatch.setattr(streams.mpi_ops, "nccl_built", lambda: 0)
-    streams.host_values(OnGpu(log), settled=why != "decompressed")
+        monkeypatch.setattr(pending.mpi_ops, "nccl_built", lambda: 0)
+    pending.host_values(OnGpu(log), settled=why != "decompressed")
     assert log == ["reading waits for computing", "in reading", "read"]
 
 
@@ -83,13 +83,13 @@ def test_a_side_stream_waits_where_only_the_default_one_does(
     A step in another stream read the buffer before it was reduced.
     """
     monkeypatch.setenv(ASYNC, setting)
-    streams.follow_horovod(OnGpu(log))
+    pending.follow_horovod(OnGpu(log))
     assert log == (["computing waits for default"] if setting == "1" else [])
 
 
 def test_a_buffer_of_the_host_needs_no_stream(log: list[str]) -> None:
-    assert streams.host_values(torch.tensor([3.0, 4.0]), settled=False) == [3.0, 4.0]
-    streams.follow_horovod(torch.zeros(1))
+    assert pending.host_values(torch.tensor([3.0, 4.0]), settled=False) == [3.0, 4.0]
+    pending.follow_horovod(torch.zeros(1))
     assert log == []
 
 

@@ -25,7 +25,7 @@ from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Compression, Int8, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
-from hvd_pipe.torch.messages.streams import follow_horovod
+from hvd_pipe.torch.messages.pending import follow_horovod
 
 __all__ = [
     "REDUCED",

@@ -13,106 +13,176 @@ A round of a plan with two buckets::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.torch.agree import check_alike, gather, members
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import check_alike
+from hvd_pipe.torch.checking import refuse_changed, spoil, touched_error
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import Feedback, Message, Reduction
-from hvd_pipe.torch.messages.bucket import Bucket, copy_in
+from hvd_pipe.torch.messages.allreduce import CheckedMessage, Feedback, Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, ControlFlags
+from hvd_pipe.torch.messages.pending import host_values
 from hvd_pipe.torch.messages.sparse import SparseGradients
-from hvd_pipe.torch.messages.streams import host_values
 
-__all__ = ["BucketSet"]
+if TYPE_CHECKING:
+    from hvd_pipe.torch.strategies.settings import Settings
+
+__all__ = ["Bucket", "BucketSet"]
+
+
+class Bucket:
+    """Gradients of one dtype and device that travel in one message.
+
+    Args:
+        name: The message's name.
+        parameters: Whose gradients; of one dtype and device.
+        reduction: How the buffer is reduced.
+        extra: How many control flags follow the gradients.
+        keep_local: Whether `local` keeps this rank's own gradients.
+        feedback: The residuals of a bucket of the same gradients, to be shared.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[torch.Tensor],
+        reduction: Reduction,
+        extra: int = 0,
+        keep_local: bool = False,
+        feedback: Feedback | None = None,
+    ) -> None:
+        numel = sum(parameter.numel() for parameter in parameters)
+        first = parameters[0] if parameters else torch.empty(0)  # control flags alone
+        self.name, self._parameters = name, parameters
+        self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
+        self.control = self.flat[numel:]
+        self.views = self.views_of(self.flat)
+        self._local = torch.zeros_like(self.flat) if keep_local else None
+        self.local = [] if self._local is None else self.views_of(self._local)
+        """This rank's own gradients of the round in flight, if they are kept."""
+        self.waiting = len(self.views)
+        self.launched = False
+        self._filled_version: int | None = None
+        made = partial(message_for, reduction, name=name, exact=extra, feedback=feedback)
+        self._checked: CheckedMessage | None = None
+        if check_mode.active.on:
+            self._checked = CheckedMessage(self.flat, extra, made)
+        # The network writes through an alias, so that the version tells who else has written.
+        self.message: Message = self._checked or made(self.flat.data)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of such a buffer, each in its parameter's shape and memory format."""
+        views, offset = [], 0
+        for each in self._parameters:
+            size, numel = each.size(), each.numel()
+            if each.is_contiguous() or not each.is_contiguous(memory_format=torch.channels_last):
+                views.append(flat[offset : offset + numel].view(size))
+            else:
+                views.append(flat.as_strided(size, each.stride(), offset))
+            offset += numel
+        return views
+
+    def fill(self) -> bool:
+        """Count one gradient that is complete; return whether that was the last one."""
+        self.waiting -= 1
+        if self.waiting == 0:
+            self._filled_version = self.flat._version
+            if self._checked is not None:
+                self._checked.keep()
+        return self.waiting == 0
+
+    @property
+    def touched(self) -> bool:
+        """Whether somebody has changed gradients in place since the bucket was full."""
+        return self._filled_version not in (None, self.flat._version)
+
+    def take_changed(self) -> int | None:
+        """Return, once, which gradient a check has seen change after the bucket was full."""
+        element = None if self._checked is None else self._checked.take_changed()
+        if element is None:
+            return None
+        ends = itertools.accumulate(parameter.numel() for parameter in self._parameters)
+        return bisect.bisect_right(list(ends), element)
+
+    def launch(self) -> None:
+        """Send the bucket; its buffer belongs to the network until `wait`."""
+        self.launched = True
+        if self._local is not None:
+            self._local.copy_(self.flat)
+        self.message.launch()
+
+    def wait(self) -> None:
+        """Block until the averaged gradients are in the views; be ready for the next round."""
+        self.message.wait()
+        spoil(self._local)
+        self.launched = False
+        self.waiting = len(self.views)
+        self._filled_version = None
 
 
 class BucketSet:
     """The buckets of one plan, for parameters that are known by their index in a list.
 
     Args:
-        parameters: All parameters that take part, in an order that all ranks share.
-        names: Their names.
-        groups: The plan: indices of ``parameters``, grouped; each group of one dtype and device.
-        reduction: How buffers are reduced.
-        tag: Begins the messages' names; the same on all ranks, unique among what is in flight.
-        sparse: The indices that all ranks know to be sparse, which this set adds to and which
-            travel by themselves; None sends all gradients as dense ones.
-        frozen: The indices that were frozen in the round before, which this set keeps up to date.
+        settings: The parameters and how their gradients are reduced. What ranks find out to be
+            sparse or frozen is kept up to date there, for all sets of the same settings.
+        groups: The plan: indices of parameters, grouped; each group of one dtype and device.
+        suffix: Ends the tag of the messages: the same on all ranks, unique in these settings.
         keep_local: Whether `local` keeps this rank's own gradients.
         like: A set of the same buckets, which shares the residuals of lossy codecs.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
+        settings: Settings,
         groups: Sequence[Sequence[int]],
-        reduction: Reduction,
-        tag: str,
-        sparse: set[int] | None = None,
-        frozen: set[int] | None = None,
+        suffix: str,
         keep_local: bool = False,
         like: BucketSet | None = None,
     ) -> None:
-        self._parameters, self._names, self._reduction = parameters, names, reduction
-        self._tag, self._sparse = tag, SparseGradients(parameters, reduction, tag, sparse)
-        self._last_frozen = set() if frozen is None else frozen
-        known = sparse or set()
-        dense = [[index for index in group if index not in known] for group in groups]
+        self.parameters, self._names = settings.parameters, settings.names
+        self._reduction, self._last_frozen = settings.reduction, settings.frozen
+        self._tag = f"{settings.tag}.{suffix}"
+        known = None if settings.sparse_as_dense else settings.sparse
+        self.sparse = SparseGradients(self.parameters, self._reduction, self._tag, known)
+        dense = [[index for index in group if index not in (known or ())] for group in groups]
         dense = [group for group in dense if group] or [[]]
-        last = len(dense) - 1
-        self.buckets: list[Bucket] = [
-            self._bucket(
-                f"{tag}.{i}",
-                group,
-                COUNT * (i == last),
-                keep_local,
-                None if like is None else like.buckets[i].message.feedback,
-            )
-            for i, group in enumerate(dense)
-        ]
-        self._slots: dict[int, tuple[Bucket, torch.Tensor]] = {
+        self.buckets: list[Bucket] = []
+        for i, group in enumerate(dense):
+            name, own = f"{self._tag}.{i}", [self.parameters[index] for index in group]
+            extra = COUNT if i == len(dense) - 1 else 0
+            feedback = None if like is None else like.buckets[i].message.feedback
+            self.buckets.append(Bucket(name, own, self._reduction, extra, keep_local, feedback))
+        self.slots: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view)
             for group, bucket in zip(dense, self.buckets, strict=True)
             for index, view in zip(group, bucket.views, strict=True)
         }
+        """The bucket of each dense gradient, and the view into it, by index."""
         self.groups = dense
-        self._ready = [False] * len(parameters)
+        self.frozen: set[int] = set()
+        """Indices of the parameters that got no gradient in this round as they do not train."""
         self._as_dense: set[int] = set()
-        self._frozen: set[int] = set()
-        self._own = ControlFlags()
-        self.flags = self._own
+        self.flags = self._own = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
         self.completed: list[int] = []
         """Indices in the order in which they became ready since the last `wait`."""
 
-    def _bucket(
-        self,
-        name: str,
-        group: Sequence[int],
-        extra: int,
-        keep_local: bool,
-        feedback: Feedback | None,
-    ) -> Bucket:
-        def make_message(flat: torch.Tensor) -> Message:
-            return message_for(self._reduction, flat, name, extra, feedback)
-
-        parameters = [self._parameters[index] for index in group]
-        return Bucket(name, parameters, make_message, extra, keep_local)
-
     @property
     def stale(self) -> bool:
         """Whether buckets hold room for gradients that are known to be sparse by now."""
-        return any(index in self._slots for index in self._sparse.known or ())
+        return any(index in self.slots for index in self.sparse.known or ())
 
     @property
     def last_message(self) -> Message:
@@ -131,14 +201,14 @@ class BucketSet:
 
         The last bucket stays until `flush`, because it carries the control flags.
         """
-        parameter, sparse = self._parameters[index], self._sparse
+        parameter, sparse = self.parameters[index], self.sparse
         if not self.completed:
             self._spoil_free()
-        self._ready[index] = True
         self.completed.append(index)
-        gradient, slot = parameter.grad, self._slots.get(index)
+        gradient, slot = parameter.grad, self.slots.get(index)
         is_sparse = gradient is not None and gradient.is_sparse
-        if gradient is not None and is_sparse and sparse.known is not None:
+        travels_alone = is_sparse and sparse.known is not None
+        if gradient is not None and travels_alone:
             sparse.add(index, gradient)
         elif slot is None:
             assert gradient is not None
@@ -146,25 +216,24 @@ class BucketSet:
         if slot is None:
             return
         bucket, view = slot
-        if sparse.takes(index):
+        if travels_alone:
             view.zero_()
         else:
             if is_sparse:
                 self._as_dense.add(index)
             copy_in(parameter, view)
-        if not bucket.fill():
-            return
-        if timeline.active is not None:
-            timeline.active.ready(bucket.name)
-        if bucket is not self.buckets[-1]:
-            bucket.launch()
+        if bucket.fill():
+            if timeline.active is not None:
+                timeline.active.ready(bucket.name)
+            if bucket is not self.buckets[-1]:
+                bucket.launch()
 
     def _spoil_free(self) -> None:
         """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
         if not check_mode.active.on:
             return
-        for index, (_, view) in self._slots.items():
-            gradient = self._parameters[index].grad
+        for index, (_, view) in self.slots.items():
+            gradient = self.parameters[index].grad
             if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
                 spoil(view)
 
@@ -177,32 +246,33 @@ class BucketSet:
         Raises:
             HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
         """
-        self._check_untouched()
-        if not self.completed:
+        complete = set(self.completed)
+        self._check_untouched(complete)
+        if not complete:
             self._spoil_free()
-        for index, (_, view) in self._slots.items():
-            if not self._ready[index]:
-                parameter = self._parameters[index]
+        for index, (_, view) in self.slots.items():
+            if index not in complete:
+                parameter = self.parameters[index]
                 if parameter.grad is None and not parameter.requires_grad:
-                    self._frozen.add(index)
+                    self.frozen.add(index)
                 copy_in(parameter, view)
-        self._sparse.flush()
-        found, froze = bool(self._sparse.found), self._frozen != self._last_frozen
+        self.sparse.flush()
+        found, froze = bool(self.sparse.found), self.frozen != self._last_frozen
         self._own = replace(flags or ControlFlags(), sparse=float(found), frozen=float(froze))
         control = self.buckets[-1].control
         for number, flag in enumerate(self._own.to_list()):
             control[number] = flag
         self._last_frozen.clear()
-        self._last_frozen.update(self._frozen)
+        self._last_frozen.update(self.frozen)
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
 
-    def _check_untouched(self) -> None:
-        for index, (bucket, view) in self._slots.items():
-            if not self._ready[index] or index in self._sparse.found:
+    def _check_untouched(self, complete: set[int]) -> None:
+        for index, (bucket, view) in self.slots.items():
+            if index not in complete or index in self.sparse.found:
                 continue
-            gradient, did = self._parameters[index].grad, None
+            gradient, did = self.parameters[index].grad, None
             if gradient is None:
                 did = "cleared"
             elif gradient is not view and gradient.data_ptr() != view.data_ptr():
@@ -210,13 +280,7 @@ class BucketSet:
             elif bucket.touched:
                 did = "changed"
             if did:
-                raise HvdPipeError(
-                    f"the gradient of {self._names[index]!r} (or one beside it) was {did} after "
-                    "backward() and before step(), while it was being sent: call "
-                    "optimizer.synchronize() after backward(), change gradients then, and step "
-                    "inside `with optimizer.skip_synchronize():`. After this error, go on from a "
-                    "state (optimizer.load_state_dict) that every rank loads."
-                )
+                raise touched_error(self._names[index], did)
 
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
@@ -229,67 +293,55 @@ class BucketSet:
             trace.waited(begun, self._tag)
         self.flags = self._mean_flags()
         if self.flags.sparse != 0.0:
-            self._sparse.agree()
+            self.sparse.agree()
         if self.flags.frozen != 0.0:
-            lines = [("a frozen parameter", self._names[i]) for i in sorted(self._frozen)]
+            lines = [("a frozen parameter", self._names[i]) for i in sorted(self.frozen)]
             check_alike(lines, f"{self._tag}.frozen", self._reduction.process_set)
-        self._sparse.complete()
-        self._sparse.end_round()
-        self._ready = [False] * len(self._parameters)
+        self.sparse.complete()
+        self.sparse.end_round()
         self.completed = []
         if check_mode.active.on and self.all_present:
-            self._check_unchanged()
+            changed = [bucket.take_changed() for bucket in self.buckets]
+            pairs = zip(self.groups, changed, strict=True)
+            names = [self._names[group[i]] for group, i in pairs if i is not None]
+            refuse_changed(names, f"{self._tag}.changed", self._reduction.process_set)
 
     def _mean_flags(self) -> ControlFlags:
         """Read the control flags; a rank alone knows them, and need not wait for its device."""
         restored, self._restored = self._restored, False
-        flags, last = self._own.to_list(), self.buckets[-1]
-        if not self._reduction.alone:
-            flags = host_values(last.control, settled=last.message.settled and not restored)
+        if self._reduction.alone:
+            return self._own
+        last = self.buckets[-1]
+        flags = host_values(last.control, settled=last.message.settled and not restored)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
         return ControlFlags(*(flag / weight for flag in flags))
 
-    def _check_unchanged(self) -> None:
-        """Raise on every rank where one has changed a gradient while it was being sent."""
-        mine: str | None = None
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            changed = bucket.take_changed()
-            if changed is not None and mine is None:
-                mine = self._names[group[changed]]
-        everyone = [mine]
-        if not self._reduction.alone:
-            everyone = gather(mine, f"{self._tag}.changed", self._reduction.process_set)
-        for rank, name in zip(members(self._reduction.process_set), everyone, strict=False):
-            if name is not None:
-                raise HvdPipeError(
-                    f"the gradient of {name!r} was changed on rank {rank} after backward() and "
-                    "before step(), while it was being sent, in a way that torch does not count "
-                    "(p.grad.data, numpy): call optimizer.synchronize() after backward(), change "
-                    "gradients then, and step inside `with optimizer.skip_synchronize():`."
-                )
-
     def discard(self) -> None:
-        """Drop a round that is not complete, once what has left of it has arrived."""
+        """Drop a round that is not complete, once what has left of it has arrived.
+
+        The residuals of lossy codecs, which belong to its gradients, become zero.
+        """
         for bucket in self.buckets:
             bucket.wait()
             bucket.take_changed()
-        self._sparse.complete()
-        self._sparse.clear()
+            for residual in bucket.message.residuals.values():
+                residual.zero_()
+        self.sparse.complete()
+        self.sparse.clear()
         self._as_dense.clear()
-        self._frozen.clear()
-        self._ready = [False] * len(self._parameters)
+        self.frozen.clear()
         self.completed = []
 
     def complete(self) -> None:
-        """Block until `values` are here; sends nothing, and leaves `wait` to be called.
+        """Block until all gradients are here; sends nothing, and leaves `wait` to be called.
 
         Raises:
             HvdPipeError: Ranks have yet to agree on a sparse gradient.
         """
         self.complete_buckets()
-        self._sparse.complete()
+        self.sparse.complete()
         sent = ControlFlags(*map(float, self.buckets[-1].control.tolist()))
-        if self._sparse.known is not None and sent.sparse != 0.0:
+        if self.sparse.known is not None and sent.sparse != 0.0:
             raise HvdPipeError(
                 "the first sparse gradients are on their way: save a state two steps later, or "
                 "after optimizer.synchronize()."
@@ -300,91 +352,47 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.message.wait()
 
-    # What users see as ``p.grad``.
-
     def bind_gradients(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""
-        for index, (_, view) in self._slots.items():
+        for index, (_, view) in self.slots.items():
             gradient: torch.Tensor | None = view
             if index in self._as_dense:
                 gradient = view.to_sparse()
-            elif index in self._frozen:
+            elif index in self.frozen:
                 gradient = None  # a frozen parameter must not move: no decay, no momentum
-            self._parameters[index].grad = gradient
-        for index, gathered in self._sparse.gathered.items():
-            self._parameters[index].grad = gathered
+            self.parameters[index].grad = gradient
+        for index, gathered in self.sparse.gathered.items():
+            self.parameters[index].grad = gathered
         self._as_dense.clear()
-        self._frozen.clear()
-        self._sparse.gathered = {}
+        self.frozen.clear()
+        self.sparse.gathered = {}
 
-    def zero(self) -> None:
-        """Set every gradient to zero."""
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+    def forget_flags(self) -> None:
+        """Forget what was told in a round that is undone: other gradients take its place."""
+        self.buckets[-1].control.zero_()
+        self._own, self._restored = ControlFlags(), True
 
     def copy_in(self) -> None:
         """Take dense gradients over from wherever they are, their values unchanged."""
-        for index, (_, view) in self._slots.items():
-            gradient = self._parameters[index].grad
+        for index, (_, view) in self.slots.items():
+            gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
-                copy_in(self._parameters[index], view)
+                copy_in(self.parameters[index], view)
 
-    # Checkpoints: what the last round has left, by index.
 
-    def values(self) -> list[torch.Tensor | None]:
-        """Return a copy of each gradient as the last `wait` has left it, by index."""
-        found: list[torch.Tensor | None] = [None] * len(self._parameters)
-        for index, (_, view) in self._slots.items():
-            found[index] = None if index in self._frozen else view.clone()
-        for index, gathered in self._sparse.gathered.items():
-            found[index] = gathered.clone()
-        return found
+def copy_in(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """Put the parameter's gradient into ``view`` and make it the view, copying only if it is not.
 
-    def local(self) -> list[torch.Tensor | None]:
-        """Return this rank's own gradients of the round in flight, where they are kept."""
-        found: list[torch.Tensor | None] = [None] * len(self._parameters)
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            for index, own in zip(group, bucket.local, strict=False):
-                found[index] = own
-        return found
-
-    def restore(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Make these the result of the last round, as `values` returned them."""
-        self.buckets[-1].control.zero_()  # what was told in a round that is undone
-        self._own, self._restored = ControlFlags(), True
-        for index, gradient in enumerate(gradients):
-            if gradient is not None and gradient.is_sparse and self._sparse.known is not None:
-                self._sparse.gathered[index] = gradient
-            elif index in self._slots:
-                view = self._slots[index][1]
-                if gradient is None:
-                    view.zero_()
-                    self._frozen.add(index)
-                else:
-                    view.copy_(gradient)
-
-    def residuals(self) -> dict[str, list[torch.Tensor | None]]:
-        """Return the residuals of lossy codecs, by label and index."""
-        found: dict[str, list[torch.Tensor | None]] = {}
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            for label, flat in bucket.message.residuals.items():
-                whole = found.setdefault(label, [None] * len(self._parameters))
-                for index, view in zip(group, bucket.views_of(flat), strict=True):
-                    whole[index] = view.clone()
-        return found
-
-    def restore_residuals(self, residuals: Mapping[str, Sequence[torch.Tensor | None]]) -> None:
-        """Take up what `residuals` returned, in these buckets or in others of the same ranks."""
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            for label, flat in bucket.message.residuals.items():
-                for index, view in zip(group, bucket.views_of(flat), strict=True):
-                    saved = residuals[label][index] if label in residuals else None
-                    if saved is not None:
-                        view.copy_(saved)
-            bucket.message.drop_foreign_residuals()
-
-    def forget_residuals(self) -> None:
-        """Set all residuals to zero: the gradients that they belong to were undone."""
-        for bucket in self.buckets:
-            for flat in bucket.message.residuals.values():
-                flat.zero_()
+    After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes the
+    place of adding it to zeros, so a step moves no more bytes than with gradients kept in place.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        view.zero_()
+    elif gradient.is_sparse:
+        view.copy_(gradient.detach().to_dense())
+    elif gradient.data_ptr() == view.data_ptr():
+        return
+    else:
+        view.copy_(gradient.detach())
+    parameter.grad = view

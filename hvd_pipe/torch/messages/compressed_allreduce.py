@@ -43,7 +43,7 @@ from hvd_pipe.torch.messages.allreduce import (
     Scaled,
 )
 from hvd_pipe.torch.messages.communication_thread import communication_thread
-from hvd_pipe.torch.messages.streams import follow_horovod, side_stream
+from hvd_pipe.torch.messages.pending import follow_horovod, side_stream
 
 __all__ = ["CompressedAllReduce", "message_for"]
 

@@ -47,10 +47,6 @@ class SparseGradients:
         self.gathered: dict[int, torch.Tensor] = {}
         """The reduced gradients, by index."""
 
-    def takes(self, index: int) -> bool:
-        """Whether this round's gradient of a parameter travels by itself."""
-        return index in self.found or index in self._gathers
-
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Take a gradient of this rank; send it if the others know of it."""
         if index in (self.known or ()):

@@ -15,7 +15,6 @@ from horovod.torch.mpi_ops import Adasum, allreduce_async_
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Message
-from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import Settings, State
@@ -31,10 +30,6 @@ class AdasumEngine(Engine):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.build()
-
-    @property
-    def current(self) -> BucketSet | None:
-        return None
 
     @property
     def next_message(self) -> Message:

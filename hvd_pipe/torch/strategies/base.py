@@ -14,6 +14,7 @@ import abc
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from horovod.torch.compression import Compression
@@ -28,33 +29,15 @@ from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
-from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.residuals import of_all_ranks
+from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import are_finite, check_parameter
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
-__all__ = ["Engine", "all_joined", "make_buckets", "refuse_join"]
+if TYPE_CHECKING:
+    from hvd_pipe.torch.measuring.step_times import ReadyTimes
+    from hvd_pipe.torch.messages.buckets import BucketSet
 
-
-def make_buckets(
-    settings: Settings,
-    groups: Sequence[Sequence[int]],
-    suffix: str,
-    keep_local: bool = False,
-    like: BucketSet | None = None,
-) -> BucketSet:
-    """Return the buckets of a plan; ``suffix`` ends the tag of their messages."""
-    return BucketSet(
-        settings.parameters,
-        settings.names,
-        groups,
-        settings.reduction,
-        f"{settings.tag}.{suffix}",
-        None if settings.sparse_as_dense else settings.sparse,
-        settings.frozen,
-        keep_local,
-        like,
-    )
+__all__ = ["Engine", "all_joined", "refuse_join"]
 
 
 class Engine(abc.ABC):
@@ -68,6 +51,10 @@ class Engine(abc.ABC):
     """Whether gradients may have another loss scale than the step's, or stay local."""
     plan: Plan | None = None
     """The buckets in use."""
+    current: BucketSet | None = None
+    """The buckets that take this step's gradients; None while gradients stay local."""
+    ready_times: ReadyTimes | None = None
+    """Where the moments at which gradients become ready are recorded, if they are."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -78,6 +65,8 @@ class Engine(abc.ABC):
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
         """Whether the gradients of the coming step() are prepared."""
+        self.stepped = False
+        """Whether step() was called since gradients were prepared the last time."""
         self.known: set[int] = set()
         """Identities of the parameters that take part."""
         self.held: dict[str, dict[int, torch.Tensor]] = {}
@@ -133,11 +122,6 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def current(self) -> BucketSet | None:
-        """The buckets that take this step's gradients; None while gradients stay local."""
-
-    @property
-    @abc.abstractmethod
     def next_message(self) -> Message:
         """A message that every rank sends in this step or in a coming one."""
 
@@ -183,7 +167,6 @@ class Engine(abc.ABC):
         self._passes_done = [0] * len(self._passes_done)
         if self.current is not None:
             self.current.discard()
-            self.current.forget_residuals()
 
     def after_update(self) -> None:
         """Do what follows an update."""
@@ -221,6 +204,8 @@ class Engine(abc.ABC):
             )
         if done == self.passes:
             self.current.ready(index)
+        if self.ready_times is not None:
+            self.ready_times.mark(index)
 
     def compare_replicas(self) -> None:
         """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
@@ -230,21 +215,15 @@ class Engine(abc.ABC):
         if self._uncompared_steps < check_mode.COMPARE_STEPS or not self.is_equal_everywhere:
             return
         self._uncompared_steps = 0
-        gradients = [parameter.grad for parameter in self.settings.parameters]
-        compare_replicas(
-            self.settings.names,
-            self.weights(),
-            gradients,
-            f"after step {self.rounds}",
-            self.reduction.process_set,
-            self.settings.tag,
-        )
+        settings, when = self.settings, f"after step {self.rounds}"
+        gradients, process_set = [p.grad for p in settings.parameters], self.reduction.process_set
+        names, weights = settings.names, self.weights()
+        compare_replicas(names, weights, gradients, when, process_set, settings.tag)
 
     def before_update(self) -> bool:
         """Return whether the user's optimizer shall update now."""
-        if not self.synchronized:
-            self._prepare()
-        self.synchronized = False
+        self.prepare_now()
+        self.synchronized, self.stepped = False, True
         return self._has_update
 
     def synchronize(self, by_hand: bool = False) -> None:
@@ -289,8 +268,8 @@ class Engine(abc.ABC):
             RanksDisagreeError: They have loaded different states, or one has loaded none.
         """
         if not self.reduction.alone:
-            tag, process_set = self.settings.tag, self.reduction.process_set
-            check_alike(self.position(), f"{tag}.position", process_set)
+            name = f"{self.settings.tag}.position"
+            check_alike(self.position(), name, self.reduction.process_set)
 
     def _begin_step(self) -> None:
         self._agree_on_load()
@@ -314,9 +293,17 @@ class Engine(abc.ABC):
 
     def prepare_now(self) -> None:
         """Prepare the coming update, if that has not been done."""
-        if not self.synchronized:
-            self._prepare()
-            self.synchronized = True
+        if self.synchronized:
+            return
+        if timeline.active is not None:
+            timeline.active.end_backward()
+        if not self.has_new_gradients:
+            self._begin_step()
+        self._passes_done = [0] * len(self._passes_done)
+        self._has_update = self.prepare()
+        self.synchronized = True
+        self.rounds += 1
+        _live.add(self)  # also one that another has replaced, and that is used all the same
 
     def abandon(self) -> None:
         """Forget gradients that were prepared and are not to be applied."""
@@ -369,16 +356,6 @@ class Engine(abc.ABC):
         if largest([float(not finite)], tag, process_set) == [1.0]:
             for gradient in gradients:
                 gradient.mul_(torch.inf)
-
-    def _prepare(self) -> None:
-        if timeline.active is not None:
-            timeline.active.end_backward()
-        if not self.has_new_gradients:
-            self._begin_step()
-        self._passes_done = [0] * len(self._passes_done)
-        self._has_update = self.prepare()
-        self.rounds += 1
-        _live.add(self)  # also one that another has replaced, and that is used all the same
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from horovod.torch.mpi_ops import Adasum
@@ -36,7 +37,6 @@ from hvd_pipe.planning.choice import (
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import found_by_first, largest
-from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
 from hvd_pipe.torch.strategies.adasum import AdasumEngine
@@ -45,6 +45,9 @@ from hvd_pipe.torch.strategies.cocod import CoCoDEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.pipe_sgd import PipeSGDEngine
 from hvd_pipe.torch.strategies.settings import Owner, Settings, State
+
+if TYPE_CHECKING:
+    from hvd_pipe.torch.arguments import Checked
 
 __all__ = ["AutoChoice", "make_engine", "switch"]
 

@@ -22,8 +22,9 @@ from hvd_pipe.torch.agree import Description, check_alike, gather
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction
 from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
 from hvd_pipe.torch.model_buffers import ModelBuffers
-from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors
 from hvd_pipe.torch.strategies.settings import (
     Settings,
@@ -87,19 +88,15 @@ class CoCoDEngine(Engine):
         self.build()
 
     @property
-    def current(self) -> BucketSet | None:
-        return self._warmup
-
-    @property
     def next_message(self) -> Message:
-        if self._warmup is not None:
-            return self._warmup.last_message
+        if self.current is not None:
+            return self.current.last_message
         return self._models[0].next_message
 
     def build(self) -> None:
         settings, strategy = self.settings, self._strategy
         reduction = replace(settings.reduction, weights=strategy.weights or ())
-        self._warmup: BucketSet | None = None
+        self.current = None
         self._warm_up()
         follow = strategy.momentum == "average"
         self._indices = settings.index.dtype_groups(range(len(settings.names)))
@@ -123,29 +120,29 @@ class CoCoDEngine(Engine):
     def _warm_up(self) -> None:
         """Have buckets while gradients are averaged, before the first round."""
         settings, strategy = self.settings, self._strategy
-        if self._warmup is None and self.rounds < strategy.warmup_steps:
+        if self.current is None and self.rounds < strategy.warmup_steps:
             groups = settings.index.default_groups(range(len(settings.names)))
             reduction = replace(settings.reduction, weights=strategy.weights or ())
-            self._warmup = _warmup_buckets(settings, reduction, groups)
+            self.current = _warmup_buckets(settings, reduction, groups)
 
     def position(self) -> Description:
         return [*super().position(), ("local steps of the round", str(self._local_steps))]
 
     def prepare(self) -> bool:
         self._buffers.step()
-        if self._warmup is not None:
-            self._warmup.flush()
-            self._warmup.wait()
-            self._warmup.bind_gradients()
+        if self.current is not None:
+            self.current.flush()
+            self.current.wait()
+            self.current.bind_gradients()
         elif not self._started:
             self._start()
         return True
 
     def after_update(self) -> None:
         super().after_update()
-        if self._warmup is not None:
+        if self.current is not None:
             if self.rounds >= self._strategy.warmup_steps:
-                self._warmup = None
+                self.current = None
             return
         self._local_steps += 1
         if self._local_steps >= self._strategy.period:
@@ -182,7 +179,7 @@ class CoCoDEngine(Engine):
 
     def after_join(self) -> None:
         self._end_rounds()
-        self._warmup = None
+        self.current = None
         self.rounds = self._strategy.warmup_steps
 
     def discard(self) -> None:
@@ -206,8 +203,8 @@ class CoCoDEngine(Engine):
                 whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
                 for index, value in zip(indices, values, strict=True):
                     whole[index] = value
-        if self._warmup is not None:
-            tensors |= self._warmup.residuals()  # the models' own are zero until then
+        if self.current is not None:
+            tensors |= residuals_of(self.current)  # the models' own are zero until then
         if self._momenta is not None:
             unheard = bool(self._models[0].words) if self._started else False
             return CoCoDState(
@@ -224,10 +221,10 @@ class CoCoDEngine(Engine):
         saved = CoCoDState.from_state(state)
         self.rounds = saved.rounds
         if self.rounds >= self._strategy.warmup_steps:
-            self._warmup = None
+            self.current = None
         models = saved.models
-        if self._warmup is not None:
-            self._warmup.restore_residuals(models)
+        if self.current is not None:
+            restore_residuals(self.current, models)
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
         for indices, average in zip(self._indices, self._models, strict=True):
             average.load(
@@ -265,7 +262,7 @@ def _warmup_buckets(
     # Sparse gradients that travel by themselves know no weights: with them, they go as dense ones.
     as_dense = settings.sparse_as_dense or bool(reduction.weights)
     settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
-    return make_buckets(settings, groups, "warmup")
+    return BucketSet(settings, groups, "warmup")
 
 
 def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:

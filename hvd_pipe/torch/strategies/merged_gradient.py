@@ -34,8 +34,13 @@ from hvd_pipe.torch.measuring.step_times import ReadyTimes
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
-from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
-from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.messages.saved import (
+    Residuals,
+    of_all_ranks,
+    residuals_of,
+    restore_residuals,
+)
+from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import Settings, State
 
 __all__ = ["MergedGradientEngine"]
@@ -54,9 +59,7 @@ class Measuring:
     """Ready times are recorded from a round on; the buckets are those of the plan before."""
 
     begin: int
-    """The round (see `Engine.rounds`) after which recording starts."""
-    times: ReadyTimes | None = None
-    """What has been recorded; None before it starts."""
+    """The round (see `Engine.rounds`) after which recording starts, in `Engine.ready_times`."""
 
 
 @dataclass
@@ -104,7 +107,7 @@ class MergedGradientEngine(Engine):
 
     name = MergedGradient.name
     needs_loss_scale = False
-    _buckets: BucketSet
+    current: BucketSet
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class MergedGradientEngine(Engine):
         self._flags = ControlFlags()
         self._all_updated = True
         """Whether all ranks have made the same round, and are about to make the same update."""
-        self._drains = self._stepped = self._adopted = False
+        self._drains = self._adopted = False
         if plan is None:
             every = range(len(settings.names))
             plan = settings.index.first_plan(strategy, settings.groups, every)
@@ -136,12 +139,8 @@ class MergedGradientEngine(Engine):
         self.build()
 
     @property
-    def current(self) -> BucketSet:
-        return self._buckets
-
-    @property
     def next_message(self) -> Message:
-        return self._buckets.last_message
+        return self.current.last_message
 
     def build(self) -> None:
         """Parameters that have joined get buckets behind the plan's, and it is made anew."""
@@ -157,30 +156,28 @@ class MergedGradientEngine(Engine):
 
     def _measure_anew(self) -> None:
         if self._method is not None:
-            self._phase = Measuring(self.rounds + SKIP_STEPS)
+            self._enter(Measuring(self.rounds + SKIP_STEPS))
 
-    def on_gradient(self, index: int) -> None:
-        super().on_gradient(index)
-        if isinstance(self._phase, Measuring) and self._phase.times is not None:
-            self._phase.times.mark(index)
+    def _enter(self, phase: Phase) -> None:
+        self._phase, self.ready_times = phase, None
 
     def prepare(self) -> bool:
-        if isinstance(self._phase, Measuring) and self._phase.times is not None:
-            self._phase.times.end_step()
+        if self.ready_times is not None:
+            self.ready_times.end_step()
         reordered = self._note_order()
-        stepped, self._stepped = self._stepped, False
-        self._buckets.flush(
+        stepped, self.stepped = self.stepped, False
+        self.current.flush(
             ControlFlags(float(reordered), drains=float(self._drains), stepped=float(stepped))
         )
-        self._buckets.wait()
-        flags, workers = self._buckets.flags, self.reduction.workers
+        self.current.wait()
+        flags, workers = self.current.flags, self.reduction.workers
         self._flags = flags
         if flags.some_stepped(workers):
             raise HvdPipeError(_APART)
         # A rank that drains alone makes no update after this, and so no plan.
         self._all_updated = flags.all_present(workers) and not flags.some_drained(workers)
-        self._buckets.bind_gradients()
-        if self._buckets.stale:
+        self.current.bind_gradients()
+        if self.current.stale:
             assert self.plan is not None
             self._replace_buckets(self.plan)  # without room for what turned out to be sparse
         return True
@@ -189,16 +186,11 @@ class MergedGradientEngine(Engine):
     def is_equal_everywhere(self) -> bool:
         return self._all_updated
 
-    def before_update(self) -> bool:
-        has_update = super().before_update()
-        self._stepped = True
-        return has_update
-
     def drain(self) -> None:
         # A rank without a gradient still takes part, as in Horovod: others may have one.
         self._drains = True
         try:
-            self._prepare()
+            self.prepare_now()
         finally:
             self._drains = False
         # Where no rank had a gradient, the next ones, which may be set by hand, are to be sent.
@@ -206,28 +198,29 @@ class MergedGradientEngine(Engine):
 
     def state(self) -> State:
         plan = self.plan if self._measured else None
-        return MergedGradientState(plan, self._buckets.residuals()).to_state()
+        return MergedGradientState(plan, residuals_of(self.current)).to_state()
 
     def load(self, state: State) -> None:
         """Take a plan that was measured: the same buckets add up in the same order."""
         saved = MergedGradientState.from_state(state)
         plan = None if self._method is None else saved.plan
         if plan is not None and set(plan.names) == set(self.settings.names):
-            self._measured, self._phase = True, Planned()
+            self._measured = True
+            self._enter(Planned())
             self._adopt(plan)
-        self._buckets.restore_residuals(saved.residuals)
+        restore_residuals(self.current, saved.residuals)
 
     def discard(self) -> None:
         super().discard()
-        self._stepped = False
+        self.stepped = False
 
     def after_join(self) -> None:
         self.rounds = 0
-        self._stepped = False
+        self.stepped = False
         if not self._measured:  # planning needs all ranks: either all have done it or none has
             self._measure_anew()
         elif isinstance(self._phase, Measuring):
-            self._phase = Planned()
+            self._enter(Planned())
 
     def after_update(self) -> None:
         super().after_update()
@@ -237,22 +230,23 @@ class MergedGradientEngine(Engine):
         if isinstance(phase, Planned) and self._flags.reordered != 0.0:
             _log.info("gradients come in another order: measuring again for a new plan")
             self._patience *= 2  # a model whose order never settles must not measure for ever
-            self._phase = phase = Measuring(self.rounds)
+            phase = Measuring(self.rounds)
+            self._enter(phase)
         if not isinstance(phase, Measuring):
             return
-        if phase.times is None:
+        if self.ready_times is None:
             if self.rounds >= phase.begin:
                 parameters = self.settings.parameters
-                phase.times = ReadyTimes(len(parameters), parameters[0].device)
-        elif phase.times.steps >= self._record_steps:
-            self._plan_anew(phase.times.seconds())
+                self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
+        elif self.ready_times.steps >= self._record_steps:
+            self._plan_anew(self.ready_times.seconds())
 
     def _note_order(self) -> bool:
         """Return whether buckets have filled in another order than planned for some steps."""
         if isinstance(self._phase, Fixed):
             return False
         sparse = self.settings.sparse
-        filled = [self._bucket_of[i] for i in self._buckets.completed if i not in sparse]
+        filled = [self._bucket_of[i] for i in self.current.completed if i not in sparse]
         self._count = len(filled)
         if isinstance(self._phase, Measuring):
             return False
@@ -278,10 +272,11 @@ class MergedGradientEngine(Engine):
             self.plan = plan
         else:
             self._replace_buckets(plan)
-        self._measured, self._phase = True, Planned()
+        self._measured = True
         self._usual_count = self._count  # some parameters may never get a gradient
+        self._enter(Fixed() if self._method == _GIVEN else Planned())
         if self._method == _GIVEN:
-            self._method, self._phase = None, Fixed()
+            self._method = None
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
     def _best(self, ready: FloatArray) -> Plan:
@@ -303,19 +298,19 @@ class MergedGradientEngine(Engine):
     def _replace_buckets(self, plan: Plan) -> None:
         """Take other buckets in mid-run, residuals along; all ranks call this."""
         name = f"{self.settings.tag}.residuals"
-        residuals = of_all_ranks(self._buckets.residuals(), self.reduction, name)
+        residuals = of_all_ranks(residuals_of(self.current), self.reduction, name)
         self._adopt(plan)
-        self._buckets.restore_residuals(residuals)
+        restore_residuals(self.current, residuals)
 
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""
         groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
         # Under the same names: ranks with different plans must meet, to be told.
-        buckets = make_buckets(self.settings, groups, "gradients")
+        buckets = BucketSet(self.settings, groups, "gradients")
         if self._adopted:
             buckets.copy_in()
         self._adopted = True
-        self._buckets, self.plan = buckets, plan
+        self.current, self.plan = buckets, plan
         self._bucket_of = {index: i for i, group in enumerate(groups) for index in group}
 
 

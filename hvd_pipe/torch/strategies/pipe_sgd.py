@@ -24,9 +24,17 @@ from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.residuals import Residuals, of_all_ranks
+from hvd_pipe.torch.messages.saved import (
+    Residuals,
+    gradients_of,
+    of_all_ranks,
+    own_gradients_of,
+    residuals_of,
+    restore_gradients,
+    restore_residuals,
+)
 from hvd_pipe.torch.parameters import are_finite, unscale
-from hvd_pipe.torch.strategies.base import Engine, make_buckets
+from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import (
     Owner,
     Settings,
@@ -79,6 +87,7 @@ class PipeSGDEngine(Engine):
 
     name = PipeSGD.name
     has_state_in_flight = True
+    current: BucketSet
 
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
         super().__init__(settings)
@@ -96,7 +105,7 @@ class PipeSGDEngine(Engine):
         self._groups = groups
         even = self._make("even")
         self._sets = [even, self._make("odd", like=even)]
-        self._filling = self._sets[0]
+        self.current = self._sets[0]
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
@@ -104,16 +113,11 @@ class PipeSGDEngine(Engine):
         self._applied: list[torch.Tensor | None] = []
 
     def _make(self, suffix: str, like: BucketSet | None = None) -> BucketSet:
-        keep_local = self._predict == "local"
-        return make_buckets(self.settings, self._groups, suffix, keep_local, like)
-
-    @property
-    def current(self) -> BucketSet:
-        return self._filling
+        return BucketSet(self.settings, self._groups, suffix, self._predict == "local", like)
 
     @property
     def next_message(self) -> Message:
-        return self._filling.last_message
+        return self.current.last_message
 
     @property
     def gradient_scale(self) -> float | None:
@@ -129,7 +133,7 @@ class PipeSGDEngine(Engine):
         return [weight for weight in self._ahead.weights() if weight is not None]
 
     def note_scale(self, scale: float) -> None:
-        self._scales[self._pending or self._filling] = scale
+        self._scales[self._pending or self.current] = scale
 
     def position(self) -> Description:
         pending = "nothing" if self._pending is None else "a gradient"
@@ -137,21 +141,22 @@ class PipeSGDEngine(Engine):
 
     def prepare(self) -> bool:
         self._ahead.restore()
-        self._scales.pop(self._filling, None)
-        self._filling.flush()
+        self._scales.pop(self.current, None)
+        self.current.flush()
         if self.rounds < self._warmup_steps:
-            self._wait(self._filling)
+            self._wait(self.current)
             return True
-        due, self._pending = self._pending, self._filling
+        due, self._pending = self._pending, self.current
         if due is None:
             # Nothing to apply yet. What was just sent is on its way: p.grad must not lead to it.
-            self._filling = self._sets[self._filling is self._sets[0]]
-            self._filling.zero()
-            self._filling.bind_gradients()
+            self.current = self._sets[self.current is self._sets[0]]
+            for bucket in self.current.buckets:
+                bucket.flat.zero_()
+            self.current.bind_gradients()
             self._shown = None
             return False
         self._wait(due)
-        self._filling = due
+        self.current = due
         self._leave_sparse_out()
         return True
 
@@ -169,7 +174,7 @@ class PipeSGDEngine(Engine):
         if self._predict == "previous":
             guess, self._applied = self._applied, []
         else:
-            guess, scale = self._pending.local(), self._scales.get(self._pending)
+            guess, scale = own_gradients_of(self._pending), self._scales.get(self._pending)
             if self.reduction.op == Sum:
                 scale = (scale or 1.0) / self.reduction.workers
         present = [gradient for gradient in guess if gradient is not None]
@@ -205,7 +210,7 @@ class PipeSGDEngine(Engine):
         self._ahead.restore()
         self._apply_pending()
         self.settings.owner.note_old()
-        self._filling = self._sets[0]
+        self.current = self._sets[0]
         self.rounds = self._warmup_steps
 
     def state(self) -> State:
@@ -214,8 +219,8 @@ class PipeSGDEngine(Engine):
             due.complete()
         return PipeSGDState(
             self.rounds,
-            self._sets[0].residuals(),
-            pending=None if due is None else due.values(),
+            residuals_of(self._sets[0]),
+            pending=None if due is None else gradients_of(due),
             scale=None if due is None else self._scales.get(due),
             weights=self._ahead.weights() if self._ahead.is_ahead else None,
         ).to_state()
@@ -223,14 +228,14 @@ class PipeSGDEngine(Engine):
     def load(self, state: State) -> None:
         saved = PipeSGDState.from_state(state)
         self.rounds = saved.rounds
-        self._filling = self._sets[0]
-        self._sets[0].restore_residuals(saved.residuals)
+        self.current = self._sets[0]
+        restore_residuals(self._sets[0], saved.residuals)
         if saved.weights is not None:
             self._ahead.load(saved.weights)
         if saved.pending is not None:
-            self._pending, self._filling = self._sets
-            self._filling.copy_in()  # p.grad must not lead to the pending gradient
-            self._pending.restore(saved.pending)
+            self._pending, self.current = self._sets
+            self.current.copy_in()  # p.grad must not lead to the pending gradient
+            restore_gradients(self._pending, saved.pending)
             if saved.scale is not None:
                 self._scales[self._pending] = saved.scale
 
@@ -239,10 +244,9 @@ class PipeSGDEngine(Engine):
         self._ahead.forget()
         for buckets in self._sets:
             buckets.discard()
-            buckets.forget_residuals()
         self._pending = self._shown = None
         self._scales.clear()
-        self._filling, self.rounds = self._sets[0], 0
+        self.current, self.rounds = self._sets[0], 0
 
     def _wait(self, due: BucketSet) -> None:
         """Wait for an average and make it the gradient."""
@@ -252,7 +256,7 @@ class PipeSGDEngine(Engine):
 
     def _leave_sparse_out(self) -> None:
         """Make the free set anew, without room for what turned out to be sparse."""
-        if not self._filling.stale:
+        if not self.current.stale:
             return
         if self._predict != "none":
             name = self.settings.names[min(self.settings.sparse)]
@@ -260,7 +264,7 @@ class PipeSGDEngine(Engine):
                 f"prediction={self._predict!r} needs dense gradients, but that of {name!r} is "
                 "sparse: pass sparse_as_dense=True, or prediction='none'."
             )
-        before = self._filling
+        before = self.current
         index = self._sets.index(before)
         other = self._sets[1 - index]
         renewed = self._make(("even", "odd")[index], like=None if other.stale else other)
@@ -268,10 +272,11 @@ class PipeSGDEngine(Engine):
         if other.stale and self.remembers_residuals:
             other.complete_buckets()  # both sets share them
             name = f"{self.settings.tag}.residuals"
-            renewed.restore_residuals(of_all_ranks(before.residuals(), self.reduction, name))
+            left = of_all_ranks(residuals_of(before), self.reduction, name)
+            restore_residuals(renewed, left)
         if before in self._scales:
             self._scales[renewed] = self._scales.pop(before)
-        self._sets[index] = self._filling = self._shown = renewed
+        self._sets[index] = self.current = self._shown = renewed
 
 
 class Prediction:
