@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.messages.allreduce import AllReduce, CheckedMessage, Reduction
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
 from hvd_pipe.torch.strategies.settings import Settings
@@ -170,3 +170,17 @@ def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) ->
     buckets.flush(ControlFlags(reordered=1.0))
     buckets.wait()
     assert buckets.flags.reordered == 1.0
+
+
+def test_a_checked_message_drops_the_residuals_of_others() -> None:
+    """With checks on, buckets that changed kept residuals of sums that other ranks encode."""
+
+    class Inner(AllReduce):
+        dropped = False
+
+        def drop_foreign_residuals(self) -> None:
+            self.dropped = True
+
+    inner = Inner(Reduction(), torch.zeros(4), "inner")
+    CheckedMessage(torch.zeros(4), 0, lambda _: inner).drop_foreign_residuals()
+    assert inner.dropped

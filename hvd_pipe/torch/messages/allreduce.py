@@ -244,7 +244,23 @@ class AllReduce(Message):
         self._wire = self._context = None
 
 
-class CheckedMessage(Message):
+class _Wrapped(Message):
+    """A message that another one carries, under its name."""
+
+    def __init__(self, inner: Message) -> None:
+        self._inner, self.feedback = inner, inner.feedback
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def drop_foreign_residuals(self) -> None:
+        self._inner.drop_foreign_residuals()
+
+    def meet(self) -> None:
+        self._inner.meet()
+
+
+class CheckedMessage(_Wrapped):
     """A message whose buffer is compared with what was sent, before the result takes its place.
 
     Args:
@@ -258,8 +274,7 @@ class CheckedMessage(Message):
     ) -> None:
         self._flat, self._wire = flat.data, torch.zeros_like(flat)
         self._values = self._flat[: flat.numel() - exact]
-        self._inner = inner(self._wire)
-        self.feedback = self._inner.feedback
+        super().__init__(inner(self._wire))
         self._kept: torch.Tensor | None = None
         self._launched = False
         self._changed: int | None = None
@@ -284,9 +299,6 @@ class CheckedMessage(Message):
         self._kept = None
         self._flat.copy_(self._wire)
         spoil(self._wire)
-
-    def meet(self) -> None:
-        self._inner.meet()
 
     def take_changed(self) -> int | None:
         """Return the first element that was changed since `keep`; a round ends with this."""
@@ -322,22 +334,13 @@ class InTwo(Message):
         self._values.meet()
 
 
-class Scaled(Message):
+class Scaled(_Wrapped):
     """A message whose values are multiplied by a factor as they leave."""
 
     def __init__(self, inner: Message, values: torch.Tensor, factor: float) -> None:
-        self._inner, self._values, self._factor = inner, values, factor
-        self.feedback = inner.feedback
+        super().__init__(inner)
+        self._values, self._factor = values, factor
 
     def launch(self) -> None:
         self._values.mul_(self._factor)
         self._inner.launch()
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def drop_foreign_residuals(self) -> None:
-        self._inner.drop_foreign_residuals()
-
-    def meet(self) -> None:
-        self._inner.meet()
