@@ -148,23 +148,25 @@ class DistributedMixin(EngineHolder):
 
     def _step_of_lbfgs(self, engine: Engine, closure: Callable[[], Any] | None) -> Any:
         """Let LBFGS step; each of its calls gets the mean of the ranks' losses and gradients."""
-        spans = _Updates()
-        found = super().step(self._averaged(engine, closure, spans))
-        spans.end()
+        with contextlib.ExitStack() as updates:
+            found = super().step(self._averaged(engine, closure, updates))
         self._note_old()
         if timeline.active is not None:
             timeline.active.end_step()
         return found
 
     def _averaged(
-        self, engine: Engine, closure: Callable[[], Any] | None, spans: _Updates
+        self, engine: Engine, closure: Callable[[], Any] | None, updates: contextlib.ExitStack
     ) -> Callable[[], Any]:
-        """Return the closure with its loss and gradients averaged, so that ranks decide alike."""
+        """Return the closure with its loss and gradients averaged, so that ranks decide alike.
+
+        The timeline shows as updates what LBFGS does between two calls of it.
+        """
         if closure is None:
             raise TypeError("LBFGS needs a closure that computes the loss: step(closure).")
 
         def averaged() -> Any:
-            spans.end()
+            updates.close()
             with torch.enable_grad():
                 loss = closure()
             mean = torch.as_tensor(loss).detach().clone().double().reshape(1)
@@ -172,7 +174,7 @@ class DistributedMixin(EngineHolder):
             engine.after_update()
             if not engine.reduction.alone:
                 engine.reduction.reduce(mean, f"{engine.settings.tag}.loss")
-            spans.begin()
+            updates.enter_context(timeline.updating())
             return mean[0]
 
         return averaged
@@ -332,22 +334,6 @@ class DistributedMixin(EngineHolder):
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         saved = None if in_flight is None else in_flight.to_dict()
         return _revive, (base, self.__getstate__(), arguments, names, saved)
-
-
-class _Updates:
-    """The timeline's updates of an optimizer that calls its closure in between."""
-
-    def __init__(self) -> None:
-        self._begun: timeline.Moment | None = None
-
-    def begin(self) -> None:
-        if timeline.active is not None:
-            self._begun = timeline.active.moment()
-
-    def end(self) -> None:
-        if timeline.active is not None and self._begun is not None:
-            timeline.active.update(self._begun)
-        self._begun = None
 
 
 def twin(

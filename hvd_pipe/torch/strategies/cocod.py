@@ -233,8 +233,7 @@ class CoCoDEngine(Engine):
         self._started = all(average.due for average in self._models)
         self._local_steps = saved.local_steps if self._started else 0
         if self._momenta is not None:
-            self._momenta.load(saved.momenta)
-            self._momenta.unsettled = _UNSETTLED if saved.unsettled is None else saved.unsettled
+            self._momenta.load(saved.momenta, saved.unsettled)
             self._models[0].words.fill_(saved.news or 0)
 
     def _averages(self) -> Iterator[ModelAverage]:
@@ -325,8 +324,9 @@ class _Momenta:
                     tensors.setdefault(f"{_MOMENTA}{label}.{key}", nobody)[index] = value
         return tensors
 
-    def load(self, tensors: Tensors) -> None:
+    def load(self, tensors: Tensors, unsettled: int | None) -> None:
         """Go on from a `state`, which may have other entries as well."""
+        self.unsettled = _UNSETTLED if unsettled is None else unsettled
         found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
         for name, values in tensors.items():
             if name.startswith(_MOMENTA):
@@ -384,15 +384,5 @@ _UNSETTLED = 2
 _SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
 
 # What torch's optimizers take a root of, or bound steps with.
-_NONNEGATIVE = frozenset(
-    {
-        "acc_delta",
-        "exp_avg_sq",
-        "exp_inf",
-        "max_exp_avg_sq",
-        "square_avg",
-        "step_size",
-        "sum",
-        "variance",
-    }
-)
+_NONNEGATIVE = frozenset({"acc_delta", "exp_avg_sq", "exp_inf", "max_exp_avg_sq"})
+_NONNEGATIVE |= {"square_avg", "step_size", "sum", "variance"}
