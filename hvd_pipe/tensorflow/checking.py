@@ -62,7 +62,7 @@ class Replicas:
         """Compare, at once or in the graph of a step, if that is due; on all ranks.
 
         Args:
-            gradients: What was due in this step, dense, by place.
+            gradients: What was due in this step, dense, by index.
         """
         steps = self._steps.assign_add(1)
         due = tf.equal(steps % check_mode.COMPARE_STEPS, 0)
@@ -82,13 +82,13 @@ class Replicas:
 
     def _check(self, everyone: Array, steps: Any) -> Array:
         """Raise unless all ranks have the same checksums; takes a row of them for each rank."""
-        place = check_mode.first_difference(everyone[..., 0].tolist())
-        if place is not None:
+        index = check_mode.first_difference(everyone[..., 0].tolist())
+        if index is not None:
             sides = [
-                f"checksum {int(crc):08x}, norm {norm:.9g}" for crc, norm in everyone[:, place]
+                f"checksum {int(crc):08x}, norm {norm:.9g}" for crc, norm in everyone[:, index]
             ]
-            what = "weight" if place < len(self._names) else "gradient"
-            label = f"the {what} of {self._names[place % len(self._names)]!r}"
+            what = "weight" if index < len(self._names) else "gradient"
+            label = f"the {what} of {self._names[index % len(self._names)]!r}"
             ranks = members(self._process_set)
             raise RanksDisagreeError(
                 check_mode.disagreement(f"in step {int(steps)}", label, sides, ranks)

@@ -136,11 +136,13 @@ def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> lis
         args, options: As Horovod's.
     """
     found = list(tensors)
-    for kind in (False, True):
-        places = [i for i, x in enumerate(tensors) if isinstance(x, tf.IndexedSlices) == kind]
-        arrived = _horovod.grouped_allreduce([tensors[i] for i in places], *args, **options)
-        for place, tensor in zip(places, arrived, strict=True):
-            found[place] = tensor
+    for is_sparse in (False, True):
+        indices = [
+            i for i, x in enumerate(tensors) if isinstance(x, tf.IndexedSlices) == is_sparse
+        ]
+        arrived = _horovod.grouped_allreduce([tensors[i] for i in indices], *args, **options)
+        for index, tensor in zip(indices, arrived, strict=True):
+            found[index] = tensor
     return found
 
 

@@ -65,9 +65,9 @@ class Session:
         self.variables = list(variables)
         self._arguments, self.tag, self._momenta = arguments, tag, momenta
         self._shapes = shapes_of(variables)
-        shared = [place for place, each in enumerate(variables) if identity(each) not in local]
+        shared = [index for index, each in enumerate(variables) if identity(each) not in local]
         self._agreed, self.has_local = self._agree(shared, gradients)
-        self._sent = [place for place in shared if self._agreed[place] != _NONE]
+        self._sent = [index for index in shared if self._agreed[index] != _NONE]
         self._kept = sorted(set(range(len(self.variables))) - set(self._sent))
         self.adopt(method)
 
@@ -75,14 +75,14 @@ class Session:
         """Let an engine of this method distribute the gradients; nothing is in flight."""
         arguments = self._arguments
         sparse_travels = isinstance(method, MergedGradient) and not arguments.sparse_as_dense
-        self._kinds = {
-            place: _DENSE if kind == _SPARSE and not sparse_travels else kind
-            for place, kind in self._agreed.items()
+        self._layouts = {
+            index: _DENSE if layout == _SPARSE and not sparse_travels else layout
+            for index, layout in self._agreed.items()
         }
         sparse = frozenset(
-            i for i, place in enumerate(self._sent) if self._kinds[place] == _SPARSE
+            i for i, index in enumerate(self._sent) if self._layouts[index] == _SPARSE
         )
-        mine = [self.variables[place] for place in self._sent]
+        mine = [self.variables[index] for index in self._sent]
         shapes = shapes_of(mine)
         dense = [i for i in range(len(mine)) if i not in sparse]
         groups = None
@@ -121,17 +121,17 @@ class Session:
             HvdPipeError: There is a gradient where no rank had one at first.
         """
         found: dict[int, Any] = {}
-        for i, place in enumerate(self._sent):
-            gradient = gradients[place]
-            if not isinstance(gradient, tf.Tensor) or self._kinds[place] == _SPARSE:
-                gradient = self._as_agreed(place, gradient)
+        for i, index in enumerate(self._sent):
+            gradient = gradients[index]
+            if not isinstance(gradient, tf.Tensor) or self._layouts[index] == _SPARSE:
+                gradient = self._as_agreed(index, gradient)
             found[i] = gradient
         if check_mode.active.on:
             found = {i: delayed(each) for i, each in found.items()}
-        for place in self._kept:
-            if self._kinds.get(place) == _NONE and gradients[place] is not None:
+        for index in self._kept:
+            if self._layouts.get(index) == _NONE and gradients[index] is not None:
                 raise HvdPipeError(
-                    f"{self._shapes.names[place]!r} has a gradient now, and had none on any rank "
+                    f"{self._shapes.names[index]!r} has a gradient now, and had none on any rank "
                     "when training began: compile the model with a new DistributedOptimizer when "
                     "other layers are trained."
                 )
@@ -141,12 +141,12 @@ class Session:
         """Return one gradient a variable: what is due, and this rank's own for local ones."""
         found = list(gradients)
         if self._arguments.scale_local_gradients:
-            for place in self._kept:
-                if found[place] is not None:
+            for index in self._kept:
+                if found[index] is not None:
                     workers = self.engine.settings.reduction.workers
-                    found[place] = _scaled(found[place], 1.0 / workers)
-        for i, place in enumerate(self._sent):
-            found[place] = due[i]
+                    found[index] = _scaled(found[index], 1.0 / workers)
+        for i, index in enumerate(self._sent):
+            found[index] = due[i]
         return found
 
     @property
@@ -167,8 +167,8 @@ class Session:
             self._compare_replicas()
             return
         crc = 0
-        for place in self._sent:
-            crc = zlib.crc32(raw(self.variables[place]).numpy().tobytes(), crc)
+        for index in self._sent:
+            crc = zlib.crc32(raw(self.variables[index]).numpy().tobytes(), crc)
         everyone = gather(crc, f"{self.tag}.replicas", process_set)
         if len(set(everyone)) > 1 and process_set.rank() == 0:
             _log.warning(
@@ -180,13 +180,13 @@ class Session:
             )
 
     def _compare_replicas(self) -> None:
-        values = [np.asarray(raw(self.variables[place])) for place in self._sent]
-        names = [self._shapes.names[place] for place in self._sent]
+        values = [np.asarray(raw(self.variables[index])) for index in self._sent]
+        names = [self._shapes.names[index] for index in self._sent]
         sums = [check_mode.checksum(value.tobytes()) for value in values]
 
-        def detail(place: int) -> str:
-            norm = float(np.linalg.norm(values[place].astype(np.float64)))
-            return f"checksum {sums[place]}, norm {norm:.9g}"
+        def detail(index: int) -> str:
+            norm = float(np.linalg.norm(values[index].astype(np.float64)))
+            return f"checksum {sums[index]}, norm {norm:.9g}"
 
         lines = [(f"the weight of {name!r}", crc) for name, crc in zip(names, sums, strict=True)]
         name, process_set = f"{self.tag}.checked", self._arguments.process_set
@@ -201,10 +201,10 @@ class Session:
         total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self.tag}.finite")
         return tf.equal(total[0], float(reduction.workers))
 
-    def _as_agreed(self, place: int, gradient: Any) -> Any:
-        shape, dtype = self._shapes.shapes[place], self._shapes.dtypes[place]
+    def _as_agreed(self, index: int, gradient: Any) -> Any:
+        shape, dtype = self._shapes.shapes[index], self._shapes.dtypes[index]
         is_sparse = isinstance(gradient, tf.IndexedSlices)
-        if self._kinds[place] == _DENSE:
+        if self._layouts[index] == _DENSE:
             if gradient is None:
                 return tf.zeros(shape, dtype)
             return tf.convert_to_tensor(gradient) if is_sparse else gradient
@@ -227,23 +227,23 @@ class Session:
         Variables that are local do not travel, so each rank may have its own.
 
         Args:
-            shared: The places of the variables that are not local.
+            shared: The indices of the variables that are not local.
             gradients: One for each variable.
 
         Returns:
-            What all ranks know of each gradient that is shared, by place; and whether any rank has
+            What all ranks know of each gradient that is shared, by index; and whether any rank has
             local variables.
 
         Raises:
             RanksDisagreeError: Two ranks share unlike variables.
         """
         process_set = self._arguments.process_set
-        variables = [self.variables[place] for place in shared]
+        variables = [self.variables[index] for index in shared]
         shapes = shapes_of(variables)
         by_hand = self._arguments.groups
         if isinstance(by_hand, list):
-            index = {id(each): i for i, each in enumerate(variables)}
-            by_hand = [[index.get(id(each)) for each in group] for group in by_hand]
+            index_of = {id(each): i for i, each in enumerate(variables)}
+            by_hand = [[index_of.get(id(each)) for each in group] for group in by_hand]
 
         def check() -> tuple[None, Description]:
             count = ("the number of variables that are not local", str(len(variables)))
@@ -254,17 +254,19 @@ class Session:
             return None, [
                 count,
                 *named,
-                ("groups (by the places of their variables)", str(by_hand)),
+                ("groups (by the indices of their variables)", str(by_hand)),
             ]
 
         checked(check, f"{self.tag}.variables", process_set)
-        mine = [_kind(gradients[place]) for place in shared]
+        mine = [_layout_of(gradients[index]) for index in shared]
         has_local = len(shared) < len(self.variables)
         if not process_set.included():
             return dict(zip(shared, mine, strict=True)), has_local
-        everyone = gather([has_local, mine], f"{self.tag}.gradients.kinds", process_set)
-        kinds = [_together(each) for each in zip(*(kinds for _, kinds in everyone), strict=True)]
-        return dict(zip(shared, kinds, strict=True)), any(each for each, _ in everyone)
+        everyone = gather([has_local, mine], f"{self.tag}.gradients.layouts", process_set)
+        layouts = [
+            _together(each) for each in zip(*(layouts for _, layouts in everyone), strict=True)
+        ]
+        return dict(zip(shared, layouts, strict=True)), any(each for each, _ in everyone)
 
 
 def _make_engine(settings: Settings, strategy: Method) -> Engine:
@@ -276,19 +278,19 @@ def _make_engine(settings: Settings, strategy: Method) -> Engine:
     return CoCoDEngine(settings, strategy)
 
 
-def _kind(gradient: Any) -> str:
+def _layout_of(gradient: Any) -> str:
     if gradient is None:
         return _NONE
     return _SPARSE if isinstance(gradient, tf.IndexedSlices) else _DENSE
 
 
-def _together(kinds: Sequence[str]) -> str:
+def _together(layouts: Sequence[str]) -> str:
     """Return what a gradient is on all ranks together.
 
     >>> _together(("none", "sparse")), _together(("sparse", "dense")), _together(("none", "none"))
     ('sparse', 'dense', 'none')
     """
-    there = {kind for kind in kinds if kind != _NONE}
+    there = {layout for layout in layouts if layout != _NONE}
     if not there:
         return _NONE
     return _SPARSE if there == {_SPARSE} else _DENSE

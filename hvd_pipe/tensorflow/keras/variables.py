@@ -43,13 +43,13 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """
     own = {id(each) for each in optimizer.variables}
     count = len(optimizer._trainable_variables)
-    places = [optimizer._get_variable_index(each) for each in variables]
+    indices = [optimizer._get_variable_index(each) for each in variables]
     return [
-        slots[place]
+        slots[index]
         for name, slots in vars(optimizer).items()
         if name not in _OTHER and isinstance(slots, list) and len(slots) == count
-        for place in places
-        if id(slots[place]) in own
+        for index in indices
+        if id(slots[index]) in own
     ]
 
 
@@ -61,14 +61,14 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
         variables: Some of those that it was built with.
     """
     own = {id(each) for each in optimizer.variables}
-    places = [optimizer._get_variable_index(each) for each in variables]
+    indices = [optimizer._get_variable_index(each) for each in variables]
     found: list[Momentum] = []
     for name, slots in sorted(vars(optimizer).items()):
         if name in _NO_MOMENTA or not isinstance(slots, list):
             continue
         label = name.lstrip("_")
-        for place, reference in zip(places, variables, strict=True):
-            slot = slots[place] if place < len(slots) else None
+        for index, reference in zip(indices, variables, strict=True):
+            slot = slots[index] if index < len(slots) else None
             if slot is None or id(slot) not in own or tuple(slot.shape) != tuple(reference.shape):
                 continue
             if tf.as_dtype(slot.dtype).is_floating:

@@ -38,13 +38,13 @@ class ReadyTimes:
     """Moments at which gradients become ready, over some steps of a graph.
 
     Args:
-        places: How many gradients there are.
+        count: How many gradients there are.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, count: int) -> None:
         self._moments: dict[int, float] = {}
         self._seconds_by_step: list[list[float]] = []
-        self._places = places
+        self._count = count
 
     @property
     def steps(self) -> int:
@@ -54,17 +54,17 @@ class ReadyTimes:
     def watched(self, gradients: Mapping[int, Any]) -> dict[int, Any]:
         """Return the gradients, each behind an operation that notes when it is there."""
         return {
-            place: gradient
+            index: gradient
             if isinstance(gradient, tf.IndexedSlices)
-            else self._mark(place, gradient)
-            for place, gradient in gradients.items()
+            else self._mark(index, gradient)
+            for index, gradient in gradients.items()
         }
 
-    def _mark(self, place: int, gradient: tf.Tensor) -> tf.Tensor:
-        return noted([gradient], partial(self._note, place))[0]
+    def _mark(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
+        return noted([gradient], partial(self._note, index))[0]
 
-    def _note(self, place: int) -> None:
-        self._moments[place] = time.perf_counter()
+    def _note(self, index: int) -> None:
+        self._moments[index] = time.perf_counter()
 
     def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return the averages, which are of no interest here."""
@@ -80,7 +80,7 @@ class ReadyTimes:
         moments, self._moments = self._moments, {}
         first, last = min(moments.values()), max(moments.values())
         self._seconds_by_step.append(
-            [moments.get(place, last) - first for place in range(self._places)]
+            [moments.get(index, last) - first for index in range(self._count)]
         )
 
     def seconds(self) -> list[float]:
@@ -170,11 +170,11 @@ class JobTimes(ReadyTimes):
     (``steps_per_execution``), and passes that only accumulate, are counted as they are.
 
     Args:
-        places: How many gradients there are.
+        count: How many gradients there are.
     """
 
-    def __init__(self, places: int) -> None:
-        super().__init__(places)
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
         self._previous: float | None = None
         self._averaged: float | None = None
         self._around: list[tuple[float, float]] = []
@@ -182,8 +182,8 @@ class JobTimes(ReadyTimes):
     def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return the averages, none of which is there before the last one."""
         dense = {
-            place: each
-            for place, each in gradients.items()
+            index: each
+            for index, each in gradients.items()
             if not isinstance(each, tf.IndexedSlices)
         }
         if not dense:

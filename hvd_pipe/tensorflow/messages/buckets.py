@@ -1,6 +1,6 @@
 """Which gradients share a message, how they lie in it, and the residuals of each.
 
-gradients   [ a b ]  [ c ]  [ d e f ]          places 0, 1, 2
+gradients   [ a b ]  [ c ]  [ d e f ]          indices 0, 1, 2
 groups      (2, 1), (0,)
 flats       [ d e f c ], [ a b ]               one message each
 """
@@ -39,7 +39,7 @@ class Packing:
 
     Args:
         shapes: All gradients.
-        groups: The places of the gradients of each buffer, in the order in which they lie there;
+        groups: The indices of the gradients of each buffer, in the order in which they lie there;
             one dtype in each.
     """
 
@@ -49,7 +49,7 @@ class Packing:
     @property
     def sizes(self) -> list[int]:
         """How many elements each buffer has."""
-        return [sum(self.shapes.numel[place] for place in group) for group in self.groups]
+        return [sum(self.shapes.numel[index] for index in group) for group in self.groups]
 
     @property
     def dtypes(self) -> list[tf.DType]:
@@ -57,21 +57,21 @@ class Packing:
         return [self.shapes.dtypes[group[0]] for group in self.groups]
 
     def pack(self, values: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
-        """Return the buffers that hold ``values``, by place."""
+        """Return the buffers that hold ``values``, by index."""
         flats = []
         for group in self.groups:
-            parts = [tf.reshape(values[place], [-1]) for place in group]
+            parts = [tf.reshape(values[index], [-1]) for index in group]
             flats.append(parts[0] if len(parts) == 1 else tf.concat(parts, axis=0))
         return flats
 
     def unpack(self, flats: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """Return the values that lie in the buffers, by place."""
+        """Return the values that lie in the buffers, by index."""
         values: dict[int, tf.Tensor] = {}
         for group, flat in zip(self.groups, flats, strict=True):
-            sizes = [self.shapes.numel[place] for place in group]
+            sizes = [self.shapes.numel[index] for index in group]
             parts = [flat] if len(group) == 1 else tf.split(flat, sizes)
-            for place, part in zip(group, parts, strict=True):
-                values[place] = tf.reshape(part, self.shapes.shapes[place])
+            for index, part in zip(group, parts, strict=True):
+                values[index] = tf.reshape(part, self.shapes.shapes[index])
         return values
 
 

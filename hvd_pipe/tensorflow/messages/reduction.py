@@ -185,11 +185,11 @@ class Reduction:
         parts = [
             mpi_ops.allgather(
                 part,
-                f"HorovodAllgather.{name}.{kind}",
+                f"HorovodAllgather.{name}.{label}",
                 ignore_name_scope=True,
                 process_set=self.process_set,
             )
-            for kind, part in (("values", sparse.values), ("indices", sparse.indices))
+            for label, part in (("values", sparse.values), ("indices", sparse.indices))
         ]
         if step is not None and message is not None:
             step.land(message, parts[0])

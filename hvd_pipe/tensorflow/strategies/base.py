@@ -27,7 +27,7 @@ from hvd_pipe.tensorflow.messages.reduction import Reduction
 __all__ = ["Due", "Engine", "Gradients", "Momentum", "OptimizerAccess", "Settings"]
 
 Gradients = Mapping[int, Any]
-"""Dense tensors, or ``tf.IndexedSlices``, by place."""
+"""Dense tensors, or ``tf.IndexedSlices``, by index."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' places.
+    """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' indices.
 
     Args:
         shapes: Names, shapes and dtypes of all variables, in an order that all ranks share.
@@ -55,7 +55,7 @@ class Settings:
         reduction: How gradients are reduced.
         tag: Begins the names of all messages.
         sparse: Places of the gradients that travel as they are, sparse.
-        groups: Gradients that the user groups by hand (places), or None.
+        groups: Gradients that the user groups by hand (indices), or None.
         momenta: The owner's momenta of these variables; none for a tape.
     """
 
@@ -69,8 +69,8 @@ class Settings:
 
     @property
     def dense(self) -> list[int]:
-        """The places whose gradients travel in buckets."""
-        return [place for place in range(len(self.shapes)) if place not in self.sparse]
+        """The indices of the gradients that travel in buckets."""
+        return [index for index in range(len(self.shapes)) if index not in self.sparse]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class OptimizerAccess:
 
     Args:
         state: Its variables.
-        update: Applies gradients, by place.
+        update: Applies gradients, by index.
     """
 
     state: Sequence[tf.Variable]
@@ -91,7 +91,7 @@ class Due:
     """What the optimizer may apply in this step.
 
     Args:
-        gradients: By place.
+        gradients: By index.
         when: A bool tensor, the same on all ranks; None where there always is an update.
     """
 
@@ -130,7 +130,7 @@ class Engine(abc.ABC):
         if self.replicas is None or self.is_local or not self.keeps_equal:
             return
         # What is sparse is equal where the weights are.
-        dense = [due[place] for place in self.settings.dense]
+        dense = [due[index] for index in self.settings.dense]
         self.replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
 
     @abc.abstractmethod

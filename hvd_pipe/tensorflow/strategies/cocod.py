@@ -214,7 +214,7 @@ class _Part:
 
     Args:
         label: Begins the names of its state.
-        variables: By place.
+        variables: By index.
         packing: How they lie in flat vectors.
         average: What becomes of these.
     """
@@ -230,8 +230,8 @@ class _Part:
     def assign(self, flats: Sequence[tf.Tensor]) -> None:
         for flat, size in zip(flats, self.packing.sizes, strict=True):
             flat.set_shape([size])
-        for place, value in self.packing.unpack(flats).items():
-            self.variables[place].assign(value)
+        for index, value in self.packing.unpack(flats).items():
+            self.variables[index].assign(value)
 
 
 def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
@@ -244,10 +244,10 @@ def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
     shapes = shapes_of(variables)
     groups, clamped = [], []
     for nonnegative in (False, True):
-        places = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
-        kinds = shapes.dtype_groups(places)
-        groups += kinds
-        clamped += [nonnegative] * len(kinds)
+        indices = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
+        same = shapes.dtype_groups(indices)
+        groups += same
+        clamped += [nonnegative] * len(same)
     packing = Packing(shapes, groups)
     average = ModelAverage(
         settings.reduction.lossless(),

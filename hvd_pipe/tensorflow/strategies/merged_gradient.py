@@ -56,8 +56,8 @@ class MergedGradientEngine(Engine):
             for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
         ]
         found = dict(self._packing.unpack(reduced))
-        for place in self.settings.sparse:
-            found[place] = reduction.gather(gradients[place], f"{tag}.sparse.{place}")
+        for index in self.settings.sparse:
+            found[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
         return Due(found if self.times is None else self.times.arrived(found))
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:

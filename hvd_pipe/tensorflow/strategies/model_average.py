@@ -28,7 +28,7 @@ __all__ = ["ModelAverage", "wide"]
 
 Flats = Sequence[tf.Tensor]
 
-_KINDS = ("start", "sent", "base", "anchor", "velocity")
+_LABELS = ("start", "sent", "base", "anchor", "velocity")
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -155,7 +155,7 @@ class ModelAverage:
 
     def state(self) -> Arrays:
         """Return copies of what the coming rounds need; waits for what has been sent."""
-        kinds = {
+        flats_of = {
             "start": self._start,
             "sent": self._sent.result() if self._sent is not None else [],
             "base": self._base,
@@ -163,8 +163,8 @@ class ModelAverage:
             "velocity": self._velocity,
         }
         found = {
-            f"{kind}.{i}": np.array(flat)
-            for kind, flats in kinds.items()
+            f"{label}.{i}": np.array(flat)
+            for label, flats in flats_of.items()
             for i, flat in enumerate(flats)
         }
         return {**found, **{name: each.numpy() for name, each in self._residuals().items()}}
@@ -174,16 +174,16 @@ class ModelAverage:
         self.settle()
         sizes = {f".{i}": size for i, size in enumerate(self._sizes)}
         if any(
-            each.size != sizes.get(name.removeprefix(kind))
+            each.size != sizes.get(name.removeprefix(label))
             for name, each in state.items()
-            for kind in _KINDS
-            if name.startswith(f"{kind}.")
+            for label in _LABELS
+            if name.startswith(f"{label}.")
         ):
             state = {}
 
-        def flats(kind: str) -> list[tf.Tensor]:
-            count = sum(name.startswith(f"{kind}.") for name in state)
-            return [tf.constant(state[f"{kind}.{i}"]) for i in range(count)]
+        def flats(label: str) -> list[tf.Tensor]:
+            count = sum(name.startswith(f"{label}.") for name in state)
+            return [tf.constant(state[f"{label}.{i}"]) for i in range(count)]
 
         self._start, self._base = flats("start"), flats("base")
         self._anchor, self._velocity = flats("anchor"), flats("velocity")
@@ -228,7 +228,7 @@ class ModelAverage:
         return means
 
     def _averaging(
-        self, kind: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]
+        self, name: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]
     ) -> Any:
         """Return a function that averages flats.
 
@@ -239,7 +239,7 @@ class ModelAverage:
         @tf.function  # type: ignore[untyped-decorator]
         def average(*flats: tf.Tensor) -> list[tf.Tensor]:
             return [
-                reduction.reduce(self.weigh(flat), f"{kind}.{i}", feedback)
+                reduction.reduce(self.weigh(flat), f"{name}.{i}", feedback)
                 for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
             ]
 
@@ -249,7 +249,7 @@ class ModelAverage:
                 return average(*flats)
             average.get_concrete_function(*flats)  # traced before the message leaves
             flights = [
-                trace.launched(f"{kind}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
+                trace.launched(f"{name}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
                 for i, flat in enumerate(flats)
             ]
             found = average(*flats)

@@ -101,7 +101,7 @@ class PipeSGDEngine(Engine):
             guess, wanted = due.gradients, tf.logical_and(wanted, due.when)
         else:
             factor = self.settings.reduction.workers if self.settings.reduction.op == Sum else 1
-            guess = {place: factor * gradient for place, gradient in gradients.items()}
+            guess = {index: factor * gradient for index, gradient in gradients.items()}
         prediction = self._prediction
         # A guess that is not finite would ruin the next gradient, and with it the next guess.
         wanted = tf.logical_and(wanted, all_finite(guess.values()))
@@ -147,7 +147,7 @@ class PipeSGDEngine(Engine):
         """Return what is in flight: the gradient by variable, so that other buckets take it."""
         gradients = self._packing.unpack([each.read_value() for each in self._pending])
         return {
-            **{f"gradient.{place}": each.numpy() for place, each in gradients.items()},
+            **{f"gradient.{index}": each.numpy() for index, each in gradients.items()},
             **{name: each.numpy() for name, each in self._named().items()},
         }
 
@@ -168,13 +168,13 @@ class PipeSGDEngine(Engine):
         """Return a state's gradient in the buckets of here; None where it does not fit."""
         shapes = self.settings.shapes
         found = {
-            place: state[name]
-            for place, shape in enumerate(shapes.shapes)
-            if (name := f"gradient.{place}") in state and list(state[name].shape) == shape
+            index: state[name]
+            for index, shape in enumerate(shapes.shapes)
+            if (name := f"gradient.{index}") in state and list(state[name].shape) == shape
         }
         if len(found) == len(shapes):
             return [
-                np.concatenate([found[place].ravel() for place in group]).astype(
+                np.concatenate([found[index].ravel() for index in group]).astype(
                     shapes.dtypes[group[0]].as_numpy_dtype
                 )
                 for group in self._packing.groups

@@ -148,8 +148,8 @@ class Replan:
         ready = np.array(slowest)
         sizes = np.array(
             [
-                settings.shapes.nbytes[place] * reduction.ratio(settings.shapes.dtypes[place])
-                for place in range(len(settings.shapes))
+                settings.shapes.nbytes[index] * reduction.ratio(settings.shapes.dtypes[index])
+                for index in range(len(settings.shapes))
             ]
         )
         comm = measure_comm(int(sizes[dense].sum()), process_set, f"{settings.tag}.measure")
@@ -206,9 +206,9 @@ def _choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:
         # plan; other methods than merged-gradient send it as a dense one.
         dense = settings.dense
         planned = profile_of(
-            OwnTimes(before, [ready[place] for place in dense], update),
-            [shapes.names[place] for place in dense],
-            [sizes[place] for place in dense],
+            OwnTimes(before, [ready[index] for index in dense], update),
+            [shapes.names[index] for index in dense],
+            [sizes[index] for index in dense],
         )
         whole = profile_of(OwnTimes(before, ready, update), shapes.names, sizes)
         cost = reduction.cost(shapes.dtypes[dense[0]])
