@@ -13,17 +13,22 @@ What Horovod 0.28.1 cannot do twice in a process is found before it crashes:
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from horovod.common.elastic import run_fn
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvd_pipe.errors import HvdPipeError
 
 __all__ = [
     "YIELD",
+    "elastic_run",
     "is_elastic",
     "note_end",
     "observe",
@@ -49,6 +54,36 @@ _begun_by_script = False
 def is_elastic() -> bool:
     """Whether workers may come and go: Horovod's launchers say so to each."""
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")
+
+
+def elastic_run(
+    func: Callable[..., Any],
+    finish: Callable[[Any], None],
+    restart: Callable[[], None],
+    translated: Around = nullcontext,
+) -> Callable[..., Any]:
+    """Return a training function ``func(state, ...)`` that starts anew when workers change.
+
+    Args:
+        func: The user's function.
+        finish: Leaves nothing in flight and saves the state; all ranks call it between two steps.
+        restart: Ends Horovod and starts it on the new workers.
+        translated: A context in which a failed message raises Horovod's own error.
+    """
+
+    @functools.wraps(func)
+    def finishing(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with translated():
+                return func(state, *args, **kwargs)
+        except HostsUpdatedInterrupt:
+            # All ranks raise this at one step, those that have to leave as well.
+            finish(state)
+            # Horovod goes without sync() if hosts have only gone. A host that comes a moment
+            # later would wait in sync() alone, and optimizers start in it.
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    return run_fn(finishing, restart)  # type: ignore[no-any-return]
 
 
 def observe(horovod: Any, start: Around, end: Around) -> None:

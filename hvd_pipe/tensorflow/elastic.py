@@ -13,7 +13,6 @@ workers; the residuals of error feedback are dropped on all ranks.
 
 from __future__ import annotations
 
-import functools
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import broadcast, rank
 
+from hvd_pipe.runtime.restarts import elastic_run
 from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.graphs import raw
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables, init, shutdown
@@ -146,25 +146,16 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     elastic job optimizers and tapes send none before their first step, where ranks compare their
     arguments.
     """
-
-    @functools.wraps(func)
-    def guarded(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with _failures():
-                return func(state, *args, **kwargs)
-        except HostsUpdatedInterrupt:
-            # All ranks raise this at one step, those that have to leave as well.
-            with _failures():
-                share()
-            state.save()
-            # Horovod goes without sync() if hosts have only gone. A host that comes a moment
-            # later would wait in sync() alone.
-            raise HostsUpdatedInterrupt(skip_sync=False) from None
-
-    return run_fn(guarded, _reset)  # type: ignore[no-any-return]
+    return elastic_run(func, _finish, _restart, _failures)
 
 
-def _reset() -> None:
+def _finish(state: Any) -> None:
+    with _failures():
+        share()
+    state.save()
+
+
+def _restart() -> None:
     shutdown()
     init()
 

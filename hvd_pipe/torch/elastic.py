@@ -14,17 +14,15 @@ residuals of error feedback are dropped on all ranks.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from horovod.common.elastic import run_fn
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import state as _horovod
 from horovod.torch.elastic.sampler import ElasticSampler
 
+from hvd_pipe.runtime.restarts import elastic_run
 from hvd_pipe.torch.distributed import DistributedMixin
 from hvd_pipe.torch.horovod_api import (
     broadcast_optimizer_state,
@@ -76,23 +74,15 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
     elastic job `DistributedOptimizer` sends none: ranks compare their arguments when this starts.
     """
-
-    @functools.wraps(func)
-    def finishing(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(state, *args, **kwargs)
-        except HostsUpdatedInterrupt:
-            # All ranks raise this at one step, those that have to leave as well.
-            if isinstance(state, TorchState):
-                state._finish()
-            # Horovod goes without sync() if hosts have only gone. A host that comes a moment
-            # later would wait in sync() alone, and optimizers start in it.
-            raise HostsUpdatedInterrupt(skip_sync=False) from None
-
-    return run_fn(finishing, _reset)  # type: ignore[no-any-return]
+    return elastic_run(func, _finish, _restart)
 
 
-def _reset() -> None:
+def _finish(state: Any) -> None:
+    if isinstance(state, TorchState):
+        state._finish()
+
+
+def _restart() -> None:
     shutdown()
     init()
 

@@ -24,14 +24,13 @@ from horovod.torch.mpi_ops import ProcessSet
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.choice import OwnTimes, profile_of
+from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS
 from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
 __all__ = ["ENVIRONMENT_VARIABLE", "JobProfile", "JobTimes", "ReadyTimes", "profile_job"]
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_PROFILE"
 
-SKIP_STEPS = 3
-RECORD_STEPS = 10
 MOST_STEPS = 64
 
 _log = logging.getLogger("hvd_pipe")

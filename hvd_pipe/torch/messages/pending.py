@@ -38,7 +38,7 @@ from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.runtime.watch.waits import waiting_for
+from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 
 __all__ = [
     "before_shutdown",
@@ -58,8 +58,6 @@ __all__ = [
 ]
 
 PATIENCE_S = 30.0
-PAUSE = 0.1
-LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 5e-4
 
 _handles: set[int] = set()
 _operations: set[threading.Event] = set()
@@ -122,7 +120,7 @@ def _sleep_until_arrived(handle: int) -> None:
         return
     begun = time.monotonic()
     while handle in mpi_ops._handle_map and not poll(handle):
-        time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
+        sleep_between_polls(begun)
 
 
 def known() -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hvd_pipe.pipeline.messages import Messages, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.pipeline.wire import Bytes, Part
+from hvd_pipe.runtime.watch.waits import sleep_between_polls
 
 __all__ = ["Broadcast", "TorchMessages", "split", "start"]
 
@@ -114,10 +115,6 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-PAUSE = 0.1  # of the wait so far
-LEAST_PAUSE_S, MOST_PAUSE_S = 2e-5, 5e-4
-
-
 class Broadcast:
     """One that is on its way."""
 
@@ -128,7 +125,7 @@ class Broadcast:
         """Block until it is done; Horovod's own wait would take a core."""
         begun = time.monotonic()
         while not poll(self._handle):
-            time.sleep(min(max(PAUSE * (time.monotonic() - begun), LEAST_PAUSE_S), MOST_PAUSE_S))
+            sleep_between_polls(begun)
         synchronize(self._handle)
 
 
