@@ -16,24 +16,33 @@ import gc
 import itertools
 import logging
 import os
+import re
+import sys
+import threading
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.agreement import answer_with
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch import threads, watchdog
+from hvd_pipe.runtime.watch.waits import Wait, of_thread
+from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
+from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.graphs import trace_anew
-from hvd_pipe.tensorflow.waiting import JOB, missed_start, starting_to_communicate
 
 __all__ = [
+    "JOB",
     "begin",
     "count",
     "generation",
@@ -41,6 +50,7 @@ __all__ = [
     "note",
     "running",
     "settle",
+    "waits_for",
     "watch",
 ]
 
@@ -67,7 +77,7 @@ def begin() -> None:
         _begun = True
         runs = mpi_ops.is_initialized
         if runs():
-            missed_start()
+            _miss_start()
             restarts.warn_of_missed_settings(
                 mpi_ops, not mpi_ops.cuda_built(), "hvd_pipe.tensorflow"
             )
@@ -163,7 +173,7 @@ def _starting() -> Iterator[None]:
     restarts.prepare(mpi_ops)
     if not mpi_ops.cuda_built():
         os.environ.setdefault(restarts.YIELD, "1")
-    with starting_to_communicate():
+    with _starting_to_communicate():
         yield
     _settle_at_exit()
 
@@ -213,3 +223,120 @@ def _part() -> None:
     _counts.clear()
     _generation += 1
     _watching = False
+
+
+# How the watch sees that this rank waits for others inside TensorFlow, which does not say so. A
+# step is one call, in which TensorFlow computes and waits in threads of its own. A rank waits if:
+#
+# 1. its main thread stays inside one call of TensorFlow's or Horovod's;
+# 2. no thread runs, is about to run, or reads a disk, except those that communicate: they poll;
+# 3. TensorFlow does not run Python code of the user's, such as a generator of samples.
+#
+# Waits in Python code are registered (`hvd_pipe.runtime.watch.waits`), and count at once. A call
+# on a GPU looks like waiting, systems without /proc show no threads, and which threads communicate
+# is unknown where a script started Horovod before us. There, only a call that has lasted
+# HVD_PIPE_TIMEOUT counts, so a longer computation is ended while another rank is lost.
+
+_INSIDE = ("tensorflow.", "horovod.")
+_CALLS_BACK = "tensorflow.python.ops.script_ops"
+_AT_WORK = "RD"  # runs, or would, and sleeps without a chance to be woken: a disk
+
+_communicating: set[int] = set()
+_missed = False
+
+
+@contextmanager
+def _starting_to_communicate() -> Iterator[None]:
+    """Take the threads that appear within this for those that communicate."""
+    global _missed  # noqa: PLW0603 - one a process, as Horovod itself
+    before = threads.threads(os.getpid())
+    yield
+    _missed = False
+    _communicating.clear()
+    _communicating.update(threads.threads(os.getpid()) - before)
+
+
+def _miss_start() -> None:
+    """Note that nobody has seen which threads communicate."""
+    global _missed  # noqa: PLW0603
+    _missed = True
+
+
+def waits_for(frames: Frames) -> Wait | None:
+    """Return what the main thread, or one that it waits for, is inside of while nothing works.
+
+    It changes whenever that thread has run.
+    """
+    thread = threading.main_thread()
+    registered = of_thread(thread.ident or 0)
+    if registered is not None:
+        return registered
+    frame = _python(frames.get(thread.ident or 0))
+    if frame is not None and module_of(frame) == "threading":  # it waits for another
+        for other in threading.enumerate():
+            found = _python(frames.get(other.ident or 0))
+            if found is not None and _is_inside(found):
+                thread, frame = other, found
+                break
+    if frame is None or not _is_inside(frame):
+        return None
+    if any(map(_calls_back, frames.values())) or _is_at_work():
+        return None
+    names = horovod_call(frame)
+    activity = threads.activity(os.getpid(), thread.native_id or 0)
+    pauses = None if activity is None else activity.pauses
+    return Wait((thread.native_id, pauses, *names), "join" in names)
+
+
+def _python(frame: FrameType | None) -> FrameType | None:
+    """Leave out the functions that TensorFlow makes for operations from C++."""
+    while frame is not None and frame.f_code.co_filename.startswith("<"):
+        frame = frame.f_back
+    return frame
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return module_of(frame).startswith(_INSIDE)
+
+
+def _calls_back(frame: FrameType | None) -> bool:
+    """Whether a thread runs the user's Python code for an operation of TensorFlow's."""
+    users = False
+    while frame is not None:
+        if module_of(frame) == _CALLS_BACK:
+            return users
+        users = users or not is_library(frame)
+        frame = frame.f_back
+    return False
+
+
+def _is_at_work() -> bool:
+    if _missed:  # a thread that polls would count as one that computes
+        return False
+    others = threads.threads(os.getpid()) - _communicating - {threading.get_native_id()}
+    activities = (threads.activity(os.getpid(), number) for number in others)
+    return any(found is not None and found.state in _AT_WORK for found in activities)
+
+
+def _is_sure() -> bool:
+    return sys.platform == "linux" and not _missed and not tf.config.list_logical_devices("GPU")
+
+
+def _failed_elsewhere(error: BaseException) -> bool:
+    """Whether an operation of Horovod's has failed; TensorFlow has no class for that.
+
+    >>> _failed_elsewhere(tf.errors.UnknownError(None, None, "Horovod has been shut down. This"))
+    True
+    >>> _failed_elsewhere(tf.errors.InvalidArgumentError(None, None, "{{node horovod.py}} shapes"))
+    False
+    """
+    if isinstance(error, HorovodInternalError):
+        return True
+    return isinstance(error, tf.errors.OpError) and bool(_OF_HOROVOD.search(error.message))
+
+
+_OF_HOROVOD = re.compile(
+    r"Horovod has been shut down|\{\{(?:function_)?node [^}]*(?:hvd_pipe\.|Horovod)"
+)
+
+JOB = Job(global_process_set, agreement, waits_for, _failed_elsewhere, _is_sure)

@@ -322,7 +322,7 @@ def main(folder: Path, transport: str, wrong: str = "") -> None:
     framework, _, name = transport.rpartition(":")
     job = Job(framework or "torch")
     if framework == "tensorflow":  # begins to watch when it makes an optimizer
-        watchdog.start(importlib.import_module("hvd_pipe.tensorflow.waiting").JOB)
+        watchdog.start(importlib.import_module("hvd_pipe.tensorflow.workers").JOB)
     rank, last = job.rank, job.hvd.size() - 1
     forth, back = Kind.ACTIVATION, Kind.GRADIENT
     channels = []

@@ -14,18 +14,18 @@ import tensorflow as tf
 
 from hvd_pipe.runtime.watch.waits import Wait, waiting_for
 from hvd_pipe.runtime.watch.watchdog import _Process
-from hvd_pipe.tensorflow import waiting
+from hvd_pipe.tensorflow import workers
 
 SOON_S = 60.0  # for what takes a moment on a quiet machine
 LONG_S = 0.5
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(waiting).failed == 0
+    assert doctest.testmod(workers).failed == 0
 
 
 def look() -> Wait | None:
-    return waiting.waits_for(sys._current_frames())
+    return workers.waits_for(sys._current_frames())
 
 
 class Queue:
@@ -180,10 +180,10 @@ def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
 
 def test_a_start_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of Open MPI's that polls counted as one that computes: no rank ever waited."""
-    monkeypatch.setattr(waiting, "_is_at_work", lambda: pytest.fail("asked"))
-    monkeypatch.setattr(waiting, "_missed", False)
-    waiting.missed_start()
-    assert not waiting._is_sure()
-    with waiting.starting_to_communicate():
+    monkeypatch.setattr(workers, "_is_at_work", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(workers, "_missed", False)
+    workers._miss_start()
+    assert not workers._is_sure()
+    with workers._starting_to_communicate():
         pass
-    assert not waiting._missed
+    assert not workers._missed
