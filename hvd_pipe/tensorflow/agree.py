@@ -42,6 +42,6 @@ gather = agreement.gather
 
 
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:
-    """Return, place by place, the largest of all ranks' ``values``."""
+    """Return, element by element, the largest of all ranks' ``values``."""
     rows = np.array(gather(list(values), name, process_set))
     return [float(value) for value in rows.max(axis=0)]

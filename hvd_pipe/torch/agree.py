@@ -42,7 +42,7 @@ gather = agreement.gather
 
 
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:
-    """Return, place by place, the largest of all ranks' ``values``."""
+    """Return, element by element, the largest of all ranks' ``values``."""
     tensor = torch.tensor(values, dtype=torch.float64)
     if process_set.size() > 1:
         allreduce_(tensor, name=name, op=_Max, process_set=process_set)
