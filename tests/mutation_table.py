@@ -192,7 +192,7 @@ _TORCH = [
     ),
     Mutation(
         "the plan of the last rank is used, not that of the first",
-        "runtime/agreement.py",
+        "runtime/consensus.py",
         "self.gather(value if first else None, name, process_set)[0]",
         "self.gather(value if first else None, name, process_set)[-1]",
         _ids("parallel/test_plans", "test_all_ranks_have_the_same_plan_at_the_same_step[even]"),
@@ -616,8 +616,8 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: an update overwrites weights that are still needed",
         "pipeline/executor.py",
-        "keep = self._last_use.get(self._newest, -1) > at",
-        "keep = False",
+        "if last_uses.get(newest, -1) > at:",
+        "if False:",
         _piped("1-1-1 stash momentum"),
         "^1-1-1 stash momentum$",
     ),
@@ -640,8 +640,8 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: the average counts replicas that had no minibatch",
         "torch/pipedream/weights.py",
-        "self._scale(self._replicas.size() / contributors)",
-        "pass",
+        "factor = self._replicas.size() / contributors",
+        "factor = 1.0",
         _piped("2-1 stash momentum"),
         "^2-1 stash momentum$",
     ),
@@ -659,7 +659,7 @@ _PIPEDREAM = [
     Mutation(
         "PipeDream: bfloat16 is asked for, and float32 travels",
         "torch/pipedream/tensors.py",
-        'device="cpu", dtype=_dtype(dtype))',
+        'device="cpu", dtype=dtype)',
         'device="cpu")',
         _ids(
             "parallel/test_pipedream_options",
@@ -680,23 +680,23 @@ _PIPEDREAM = [
     ),
     Mutation(
         "PipeDream: a microbatch in the place of another goes unnoticed",
-        "pipeline/wire.py",
-        "if (self.minibatch, self.microbatch) != tuple(index):",
+        "pipeline/messages.py",
+        "if (header.minibatch, header.microbatch) != index:",
         "if False:",
         _ids("parallel/test_keras_pipedream", "test_a_message_of_another_microbatch_is_refused"),
     ),
     Mutation(
         "PipeDream: norms of other stages do not travel",
         "pipeline/wire.py",
-        "        norms[:] = header.squared_norms\n",
-        "        norms[:] = 0.0\n",
+        '.view("<f8")[:] = header.squared_norms\n',
+        '.view("<f8")[:] = 0.0\n',
         _ids("single/test_pipeline_wire", "test_what_is_packed_is_unpacked"),
     ),
     Mutation(
         "PipeDream: norms are heard of the wrong side",
         "pipeline/norms.py",
-        "slice(0, self.stage) if from_before else slice(self.stage + 1, None)",
-        "slice(self.stage + 1, None) if from_before else slice(0, self.stage)",
+        "(squared, self.squared) if from_before else (self.squared, squared)",
+        "(self.squared, squared) if from_before else (squared, self.squared)",
         _ids(
             "parallel/test_pipedream_clipping",
             "test_stages_clip_by_the_newest_norms_that_they_have_heard_of",

@@ -15,24 +15,23 @@ from typing import Any, Protocol, TypeVar
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.executor import PipelineSpans
 from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
 from hvd_pipe.pipeline.norms import Add, Clipping, Norms
 from hvd_pipe.pipeline.plans import Assignment
-from hvd_pipe.pipeline.process_sets import ProcessSetTransport, make_process_sets
+from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start, make_process_sets
 from hvd_pipe.pipeline.runner import PipelineRunner
 from hvd_pipe.pipeline.stage import Stage
 from hvd_pipe.pipeline.transport import (
     Channel,
     Kind,
-    Start,
     Transport,
     channels_of,
     check_channels,
     chosen,
 )
 from hvd_pipe.planning.schedule import schedule
-from hvd_pipe.runtime.agreement import Agreement, Description
+from hvd_pipe.runtime.consensus import Agreement, Description
+from hvd_pipe.runtime.timeline.recorder import Recorder
 
 __all__ = [
     "BuiltPipeline",
@@ -72,14 +71,14 @@ class BuiltPipeline(ABC):
         runner: Runs epochs.
         stage: The worker's layers.
         most_samples: Of the largest microbatch: what messages have room for.
-        spans: What notes passes for a timeline; None without one.
+        recorder: Where passes are noted for a timeline.
     """
 
     assignment: Assignment
     runner: PipelineRunner
     stage: Stage
     most_samples: int
-    spans: PipelineSpans | None
+    recorder: Recorder
 
     @abstractmethod
     def average_statistics(self) -> None:

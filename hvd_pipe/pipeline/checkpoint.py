@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.build import BuiltPipeline
 from hvd_pipe.planning.stages import Partition
 
 __all__ = [
     "NEW",
     "digest",
-    "norms_of",
     "read_checkpoint",
+    "resume",
     "same_stages",
     "write_checkpoint",
     "write_together",
@@ -84,10 +85,8 @@ def write_checkpoint(
     files: Mapping[str, Callable[[Path], object]],
     *,
     schema: str,
-    mode: str,
+    built: BuiltPipeline,
     epoch: int,
-    partition: Partition,
-    squared_norms: Sequence[float],
     layers: Iterable[str],
     **more: Any,
 ) -> None:
@@ -97,15 +96,14 @@ def write_checkpoint(
         directory: Is made if need be.
         files: What writes each of the framework's files to a path, by its name.
         schema: Names these files, and their version.
-        mode: When weights were updated.
+        built: The pipeline, on rank 0.
         epoch: How many epochs were trained.
-        partition: The stages.
-        squared_norms: Of the newest gradient of each; nan where it is not known.
         layers: All that the stages may have, in order.
         more: What else the framework wants to know.
     """
-    stages = json.loads(partition.to_json())
-    norms = [None if math.isnan(norm) else norm for norm in squared_norms]
+    stages = json.loads(built.assignment.partition.to_json())
+    norms = [None if math.isnan(norm) else norm for norm in built.stage.norms.squared]
+    mode = built.assignment.mode.name
     document = {"schema": schema, "mode": mode, "epoch": epoch, "partition": stages}
     document |= {"squared_norms": norms, "layers": list(layers), **more}
 
@@ -144,14 +142,19 @@ def read_checkpoint(
         ) from error
 
 
-def norms_of(found: dict[str, Any]) -> list[float]:
-    """Return the squared norms that a checkpoint has, by its own stages.
+def resume(built: BuiltPipeline, found: dict[str, Any], layers: Iterable[str]) -> bool:
+    """Take the norms of gradients that a checkpoint has; return whether its stages are these.
 
-    Example:
-        >>> norms_of({"squared_norms": [0.25, None]})
-        [0.25, nan]
+    Args:
+        built: The pipeline; its norms stay where the stages are others.
+        found: What the checkpoint says.
+        layers: All that the stages may have, in order.
     """
-    return [math.nan if norm is None else norm for norm in found["squared_norms"]]
+    same = same_stages(found, built.assignment.partition, layers)
+    if same:
+        norms = (math.nan if norm is None else norm for norm in found["squared_norms"])
+        built.stage.norms.set_all(tuple(norms))
+    return same
 
 
 def same_stages(found: dict[str, Any], partition: Partition, layers: Iterable[str]) -> bool:

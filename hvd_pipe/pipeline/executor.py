@@ -16,9 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from hvd_pipe.pipeline.stage import Buffer, MicrobatchIndex, Stage
+from hvd_pipe.pipeline.stage import MicrobatchIndex, Stage
 from hvd_pipe.pipeline.transport import Kind, Layout, Transport
 from hvd_pipe.planning.instructions import (
     AllReduce,
@@ -32,47 +31,9 @@ from hvd_pipe.planning.instructions import (
     Update,
     Worker,
 )
-from hvd_pipe.runtime.timeline.recorder import COMPUTE, SENDS
+from hvd_pipe.runtime.timeline.recorder import OFF, Recorder
 
-if TYPE_CHECKING:
-    from hvd_pipe.runtime.timeline.recorder import Recorder
-
-__all__ = ["PipelineSpans", "Times", "evaluation_program", "execute"]
-
-
-class PipelineSpans:
-    """Notes a pipeline's runs in a recorder, which finds out nothing about passes meanwhile.
-
-    A stage's replicas have a distributed optimizer, by whose hooks a recorder would find the same
-    passes once more.
-
-    Args:
-        recorder: This process's.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> PipelineSpans:
-        self._recorder.told = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._recorder.told = False
-        self._recorder.file.flush()
-
-    def now(self) -> float:
-        """Return this moment, in seconds."""
-        return self._recorder.now()
-
-    def span(self, category: str, name: str, start: float, end: float, /) -> None:
-        """Note what lasted from ``start`` to ``end``; both are moments of `now`."""
-        lane = SENDS if category == "send" else COMPUTE
-        if category == "wait":
-            lane = self._recorder.wait_lane
-        self._recorder.span(category, name, start, end, lane)
-        if category == "update":
-            self._recorder.next_step()
+__all__ = ["Times", "evaluation_program", "execute"]
 
 
 @dataclass
@@ -103,7 +64,7 @@ def execute(
     layout: Layout,
     *,
     cut: bool,
-    spans: PipelineSpans | None = None,
+    recorder: Recorder = OFF,
     progress: Callable[[], object] | None = None,
 ) -> Times:
     """Carry out a worker's program; all workers do this at the same time.
@@ -114,7 +75,7 @@ def execute(
         transport: What carries messages to and from the neighbours.
         layout: Which rank is who.
         cut: Whether minibatches have microbatches, for the names in a timeline.
-        spans: Where to note what happens when.
+        recorder: Where to note what happens when.
         progress: Called after each backward pass.
 
     Returns:
@@ -132,25 +93,22 @@ def execute(
 
     for at, step in enumerate(program):
         begun = clock()
-        shown = 0.0 if spans is None else spans.now()
         if at == first_backward:
             steady = begun, times.compute_s
         category = worker.carry_out(at, step)
         ended = clock()
         if category in {"forward", "backward", "update"}:
             times.compute_s += ended - begun
-        if isinstance(step, Forward | Backward):
-            worker.release_after(at, step.version)
-            if at == last_forward and steady is not None:
-                times.steady_s = ended - steady[0]
-                times.steady_compute_s = times.compute_s - steady[1]
+        if at == last_forward and steady is not None:
+            times.steady_s = ended - steady[0]
+            times.steady_compute_s = times.compute_s - steady[1]
         if isinstance(step, Backward):
             times.backward_ends.append(ended - began)
             if progress is not None:
                 progress()
-        if spans is not None:
+        if recorder.is_on:
             name = f"{_WORDS.get(type(step), category)} {_name(step, cut)}"
-            spans.span(category, name, shown, spans.now())
+            recorder.told(category, name, begun)
     transport.flush()
     times.total_s = clock() - began
     return times
@@ -167,63 +125,46 @@ class _Worker:
         layout: Layout,
         times: Times,
     ) -> None:
-        self._stage, self._transport, self._layout = stage, transport, layout
-        self._times = times
-        self._last_use = _last_uses(program)
-        self._newest = 0
+        self._stage, self._transport, self._times = stage, transport, times
+        self._ranks = {layout.worker(rank): rank for rank in range(layout.size)}
+        self._keeping, self._releasing = _lifetimes(program)
 
     def carry_out(self, at: int, step: Instruction) -> str:
         """Carry out one instruction, and return its category in a timeline."""
-        stage = self._stage
+        stage, begun = self._stage, time.perf_counter()
         match step:
-            case RecvActivation():
-                stage.take_input(_index(step), self._receive(step, Kind.ACTIVATION))
+            case RecvActivation(minibatch, microbatch, peer):
+                message = self._transport.receive(self._ranks[peer], Kind.ACTIVATION)
+                self._times.wait_s += time.perf_counter() - begun
+                stage.take_input(MicrobatchIndex(minibatch, microbatch), message)
                 return "wait"
-            case RecvGradient():
-                stage.take_gradient(_index(step), self._receive(step, Kind.GRADIENT))
+            case RecvGradient(minibatch, microbatch, peer):
+                message = self._transport.receive(self._ranks[peer], Kind.GRADIENT)
+                self._times.wait_s += time.perf_counter() - begun
+                stage.take_gradient(MicrobatchIndex(minibatch, microbatch), message)
                 return "wait"
-            case Forward():
-                stage.forward(_index(step), step.version)
-                return "forward"
-            case Backward():
-                stage.backward(_index(step), step.version)
-                return "backward"
-            case SendActivation():
-                data = stage.output(_index(step))
-                self._transport.send(self._layout.rank(step.peer), Kind.ACTIVATION, data)
+            case Forward(minibatch, microbatch, version):
+                stage.forward(MicrobatchIndex(minibatch, microbatch), version)
+            case Backward(minibatch, microbatch, version):
+                stage.backward(MicrobatchIndex(minibatch, microbatch), version)
+            case SendActivation(minibatch, microbatch, peer):
+                data = stage.output(MicrobatchIndex(minibatch, microbatch))
+                self._transport.send(self._ranks[peer], Kind.ACTIVATION, data)
                 return "send"
-            case SendGradient():
-                data = stage.input_gradient(_index(step))
-                self._transport.send(self._layout.rank(step.peer), Kind.GRADIENT, data)
+            case SendGradient(minibatch, microbatch, peer):
+                data = stage.input_gradient(MicrobatchIndex(minibatch, microbatch))
+                self._transport.send(self._ranks[peer], Kind.GRADIENT, data)
                 return "send"
             case AllReduce():
-                begun = time.perf_counter()
                 stage.average(step.contributors)
                 self._times.wait_s += time.perf_counter() - begun
                 return "wait"
             case Update():
-                keep = self._last_use.get(self._newest, -1) > at
-                stage.update(step.version, keep)
-                self._newest = step.version
+                stage.update(step.version, at in self._keeping)
                 return "update"
-
-    def release_after(self, at: int, version: int) -> None:
-        """Forget a version of the weights after its last pass, but for the newest."""
-        if self._last_use[version] == at and version != self._newest:
-            self._stage.release(version)
-
-    def _receive(self, step: RecvActivation | RecvGradient, kind: Kind) -> Buffer:
-        begun = time.perf_counter()
-        message = self._transport.receive(self._layout.rank(step.peer), kind)
-        self._times.wait_s += time.perf_counter() - begun
-        return message
-
-
-def _index(step: _OfMicrobatch) -> MicrobatchIndex:
-    return MicrobatchIndex(step.minibatch, step.microbatch)
-
-
-_OfMicrobatch = Forward | Backward | SendActivation | SendGradient | RecvActivation | RecvGradient
+        if at in self._releasing:
+            stage.release(step.version)
+        return "forward" if isinstance(step, Forward) else "backward"
 
 
 def evaluation_program(
@@ -265,11 +206,24 @@ def _announce(program: Sequence[Instruction], transport: Transport, layout: Layo
         transport.expect(peer, kind, count)
 
 
-def _last_uses(program: Sequence[Instruction]) -> dict[int, int]:
-    """Return the place of the last instruction that names a version of the weights."""
-    return {
-        step.version: at for at, step in enumerate(program) if isinstance(step, Forward | Backward)
-    }
+def _lifetimes(program: Sequence[Instruction]) -> tuple[set[int], set[int]]:
+    """Return which updates keep the weights of before, and after which passes weights go.
+
+    Both are places in the program. Weights are released after their last pass, unless they are
+    the newest then.
+    """
+    passes = Forward | Backward
+    last_uses = {step.version: at for at, step in enumerate(program) if isinstance(step, passes)}
+    lasts = set(last_uses.values())
+    keeping, releasing, newest = set(), set(), 0
+    for at, step in enumerate(program):
+        if isinstance(step, Update):
+            if last_uses.get(newest, -1) > at:
+                keeping.add(at)
+            newest = step.version
+        elif last_uses.get(newest) != at and at in lasts:
+            releasing.add(at)
+    return keeping, releasing
 
 
 _WORDS: dict[type, str] = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.stage import Buffer, MicrobatchIndex
 from hvd_pipe.pipeline.wire import Format, Header, Part
 
@@ -120,8 +121,6 @@ class TensorSpec:
                 )
 
 
-T = TypeVar("T")
-
 _SHORTENED = {"float32", "float64"}
 
 
@@ -129,6 +128,7 @@ class Messages(ABC):
     """Messages of one kind over one cut: its activations, or its gradients.
 
     Args:
+        dtypes: The framework's, by their plain names.
         specs: What each carries.
         stages: How many the pipeline has.
         where: Who packs and unpacks, for errors: "stage 1 replica 0".
@@ -136,8 +136,14 @@ class Messages(ABC):
     """
 
     def __init__(
-        self, specs: Sequence[TensorSpec], stages: int, where: str, short: bool = False
+        self,
+        dtypes: Mapping[str, Any],
+        specs: Sequence[TensorSpec],
+        stages: int,
+        where: str,
+        short: bool = False,
     ) -> None:
+        self._dtypes, self._names = dtypes, {dtype: name for name, dtype in dtypes.items()}
         self._specs, self._where = tuple(specs), where
         self._sent = [
             replace(spec, dtype="bfloat16") if short and spec.dtype in _SHORTENED else spec
@@ -169,8 +175,9 @@ class Messages(ABC):
         parts, shapes = [], []
         for spec, sent, tensor in zip(self._specs, self._sent, tensors, strict=True):
             shapes.append(tuple(tensor.shape))
-            spec.check(shapes[-1], self._name(tensor), self._where)
-            parts.append(self._bytes(tensor, sent.dtype))
+            dtype = self._names.get(tensor.dtype) or str(tensor.dtype)
+            spec.check(shapes[-1], dtype, self._where)
+            parts.append(self._bytes(tensor, self._dtypes[sent.dtype]))
         return self._format.pack(Header(*index, digest, squared_norms, tuple(shapes)), parts)
 
     def unpack(self, index: MicrobatchIndex, message: Buffer) -> tuple[Header, list[Any]]:
@@ -181,25 +188,27 @@ class Messages(ABC):
             ValueError: A tensor is not as planned; names it, and the stage.
         """
         header, parts = self._format.unpack(message)
-        header.check_index(index, self._where)
+        if (header.minibatch, header.microbatch) != index:
+            raise HvdPipeError(
+                f"{self._where} waits for microbatch {index.microbatch} of minibatch "
+                f"{index.minibatch}, and got {header.microbatch} of {header.minibatch}: the "
+                "neighbour runs another schedule."
+            )
         tensors = []
         for spec, sent, shape, part in zip(
             self._specs, self._sent, header.shapes, parts, strict=True
         ):
             spec.check(shape, spec.dtype, self._where)
-            tensors.append(self._tensor(part, sent.dtype, shape, spec.dtype))
+            dtypes = self._dtypes[sent.dtype], self._dtypes[spec.dtype]
+            tensors.append(self._tensor(part, shape, *dtypes))
         return header, tensors
 
     @abstractmethod
-    def _name(self, tensor: Any) -> str:
-        """Return the plain name of a tensor's dtype."""
-
-    @abstractmethod
-    def _bytes(self, tensor: Any, dtype: str) -> Part:
+    def _bytes(self, tensor: Any, dtype: Any) -> Part:
         """Return a tensor's elements as this dtype."""
 
     @abstractmethod
-    def _tensor(self, part: Buffer, dtype: str, shape: tuple[int, ...], wanted: str) -> Any:
+    def _tensor(self, part: Buffer, shape: tuple[int, ...], dtype: Any, wanted: Any) -> Any:
         """Return the tensor of dtype ``wanted`` whose elements, as another dtype, are these."""
 
 
@@ -214,16 +223,12 @@ class Boundary:
     def __init__(
         self, specs: Sequence[TensorSpec], make: Callable[[Sequence[TensorSpec]], Messages]
     ) -> None:
-        self._specs = tuple(specs)
+        self.differentiated = tuple(at for at, spec in enumerate(specs) if spec.gradient)
+        """Places of the tensors that a gradient comes back for."""
         self.activations = make(specs)
-        self.gradients = make(self.with_gradient(specs))
+        self.gradients = make([specs[at] for at in self.differentiated])
 
     @property
     def capacities(self) -> tuple[int, int]:
         """Bytes of the largest activation, and of the largest gradient."""
         return self.activations.capacity, self.gradients.capacity
-
-    def with_gradient(self, values: Sequence[T]) -> list[T]:
-        """Return those of the values, one a tensor, that a gradient comes back for."""
-        pairs = zip(self._specs, values, strict=True)
-        return [value for spec, value in pairs if spec.gradient]

@@ -1,10 +1,10 @@
 """Messages over MPI, by mpi4py: non-blocking sends, and receives posted before they are needed.
 
 MPI moves a large message only while someone is inside one of its functions. The main thread
-computes meanwhile, so a thread of the transport's own, the courier, asks how the messages are::
+computes meanwhile, so a communication thread asks how the messages are::
 
-    main      send(3) ...... compute ...... receive(4) waits ...... compute
-    courier     test . test .. test ... test    test -> it is here
+    main            send(3) ...... compute ...... receive(4) waits ...... compute
+    communication     test . test .. test ... test    test -> it is here
 
 It sleeps between two looks for a tenth of the time since something last happened, within
 `LEAST_PAUSE_S` and `MOST_PAUSE_S`, and for good while nothing is on its way.
@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.transport import (
     DEPTH,
     WINDOW,
     Channel,
+    Incoming,
     Kind,
     Transport,
-    channel_of,
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
@@ -46,8 +46,6 @@ __all__ = ["MpiTransport", "check"]
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 1e-4, 1e-3
 PAUSE = 0.1
-
-_abandoned: list[object] = []  # what MPI may still write to or read from after a close
 
 
 def check(rank: int, size: int) -> None:
@@ -76,53 +74,19 @@ def check(rank: int, size: int) -> None:
         )
 
 
-class _Incoming:
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.unposted = 0
-        self.posted: deque[tuple[MPI.Request, Bytes]] = deque()
-        self.arrived: deque[tuple[Bytes, Bytes]] = deque()  # a message, and its buffer
-        self.received = 0
-        self.free: list[Bytes] = []
-
-
-class _Outgoing:
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.unsent: deque[tuple[MPI.Request, Any]] = deque()
-        self.sent = 0
-
-
 class MpiTransport(Transport):
     """A transport over MPI; all ranks make it at the same time.
 
     Args:
         channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
         meet: Waits until all ranks are there, without MPI as far as this module is concerned.
-        depth: Messages of a channel that have arrived or may do so before anyone asks for them.
-        window: Messages of a channel that may be on their way before `send` waits.
     """
 
-    def __init__(
-        self,
-        channels: Sequence[Channel],
-        meet: Callable[[], object],
-        depth: int = DEPTH,
-        window: int = WINDOW,
-    ) -> None:
-        self.sent_bytes = 0
-        self._meet, self._depth, self._window = meet, depth, window
-        self._incoming = {
-            (one.peer, one.kind): _Incoming(one) for one in channels if not one.outgoing
-        }
-        self._outgoing = {(one.peer, one.kind): _Outgoing(one) for one in channels if one.outgoing}
-        self._lent: dict[int, tuple[Bytes, Bytes, _Incoming]] = {}
-        self._changed = threading.Condition()
+    def __init__(self, channels: Sequence[Channel], meet: Callable[[], object]) -> None:
+        super().__init__(channels, meet)
         self._happened = time.monotonic()
-        self._error: Exception | None = None
         self._halting = False
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="hvd_pipe mpi", daemon=True)
         # Horovod finalises MPI in its own thread as soon as some rank has left, by an exception,
         # say. A thread that is inside MPI then ends the process with an abort, and nobody is told
         # why. What hangs on MPI_COMM_SELF is deleted first of all, while MPI can still be used.
@@ -135,57 +99,38 @@ class MpiTransport(Transport):
         with self._changed:
             self._check()
             self._comm.Set_errhandler(MPI.ERRORS_RETURN)
-
-    def expect(self, peer: int, kind: Kind, count: int) -> None:
-        incoming = channel_of(self._incoming, peer, kind)
-        if count < 0:
-            raise ValueError(f"count must be at least 0, got {count}")
-        with self._changed:
-            self._check()
-            incoming.unposted += count
-            self._post(incoming)
-            self._wake()
+            self._thread.start()
 
     def receive(self, peer: int, kind: Kind) -> Bytes:
-        incoming = channel_of(self._incoming, peer, kind)
-        with self._changed, waiting_for(str(incoming.channel)):
+        incoming = self._incoming[peer, kind]
+        with self._changed, waiting_for(incoming.name):
             while not incoming.arrived:
                 self._check()
                 if not incoming.posted:
-                    raise HvdPipeError(
-                        f"no {incoming.channel} are expected after {incoming.received}: "
-                        "call expect() with how many will come."
-                    )
+                    raise incoming.unexpected()
                 self._changed.wait()
             message, buffer = incoming.arrived.popleft()
             incoming.received += 1
             self._lent[id(message)] = message, buffer, incoming
             self._post(incoming)
-            self._wake()
         return message
 
-    def recycle(self, buffer: Bytes) -> None:
-        lent = self._lent.pop(id(buffer), None)
-        if lent is None:
-            raise ValueError("only a buffer that receive() has returned can be recycled, and once")
-        _, whole, incoming = lent
-        with self._changed:
-            incoming.free.append(whole)
-
     def send(self, peer: int, kind: Kind, data: Any) -> None:
-        outgoing = channel_of(self._outgoing, peer, kind)
+        outgoing = self._outgoing[peer, kind]
         size = checked_size(data, outgoing.channel)
         with self._changed:
             self._check()
-            with waiting_for(str(outgoing.channel)):
-                while len(outgoing.unsent) >= self._window:
-                    self._changed.wait()
-                    self._check()
+            if len(outgoing.unsent) >= WINDOW:
+                with waiting_for(outgoing.name):
+                    while len(outgoing.unsent) >= WINDOW:
+                        self._changed.wait()
+                        self._check()
             request = self._comm.Isend([data, size, MPI.BYTE], peer, int(kind))
             outgoing.unsent.append((request, data))
             outgoing.sent += 1
             self.sent_bytes += size
-            self._wake()
+            self._happened = time.monotonic()
+            self._changed.notify_all()
 
     def flush(self) -> None:
         with self._changed:
@@ -196,42 +141,14 @@ class MpiTransport(Transport):
                     self._changed.wait()
                 self._check()
 
-    def close(self, meet: bool = True) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._halt()
-        self._give_up()
-        if meet and self._error is None and not is_failing():
-            # The others may still be about to receive what this rank has sent.
-            self._meet()
-        self._lent.clear()
-        for incoming in self._incoming.values():  # MPI_COMM_SELF keeps this transport
-            incoming.free.clear()
-            incoming.arrived.clear()
-
     def _give_up(self) -> None:
+        self._halt()
         with self._changed:
-            for incoming in self._incoming.values():
-                self._abandon(incoming.posted)
-            for outgoing in self._outgoing.values():
-                self._abandon(outgoing.unsent)
-
-    def _abandon(self, requests: deque[tuple[MPI.Request, Any]]) -> None:
-        for request, buffer in requests:
             if self._error is None:
-                with suppress(MPI.Exception):
-                    request.Cancel()
-            _abandoned.append((request, buffer))
-        requests.clear()
-
-    def _check(self) -> None:
-        if isinstance(self._error, HorovodInternalError):
-            raise HorovodInternalError(str(self._error)) from self._error
-        if self._error is not None:
-            raise HvdPipeError(str(self._error)) from self._error
-        if self._closed:
-            raise HvdPipeError("this transport is closed.")
+                for request, _ in chain(*self._queues()):
+                    with suppress(MPI.Exception):
+                        request.Cancel()
+        super()._give_up()
 
     def _finalize(self) -> None:
         """Use MPI no more; in whatever thread finalises it."""
@@ -239,40 +156,28 @@ class MpiTransport(Transport):
             self._error = self._error or HorovodInternalError(
                 "Horovod has been shut down, here or on another rank, and this pipeline with it."
             )
-        self._halt()
         self._give_up()  # MPI still writes to the buffers, and MPI_COMM_SELF drops this object
 
-    def _post(self, incoming: _Incoming) -> None:
-        channel = incoming.channel
+    def _post(self, incoming: Incoming) -> None:
         if self._error is not None:  # what has arrived is still the caller's
             return
-        while incoming.unposted and len(incoming.posted) + len(incoming.arrived) < self._depth:
+        channel = incoming.channel
+        while incoming.unposted and len(incoming.posted) + len(incoming.arrived) < DEPTH:
             buffer = incoming.free.pop() if incoming.free else empty(channel.capacity)
             request = self._comm.Irecv([buffer, MPI.BYTE], channel.peer, int(channel.kind))
             incoming.posted.append((request, buffer))
             incoming.unposted -= 1
-
-    # The courier.
-
-    def _wake(self) -> None:
         self._happened = time.monotonic()
-        if self._thread is None and self._is_busy():
-            self._thread = threading.Thread(target=self._run, name="hvd_pipe mpi", daemon=True)
-            self._thread.start()
         self._changed.notify_all()
 
-    def _is_busy(self) -> bool:
-        return any(one.posted for one in self._incoming.values()) or any(
-            one.unsent for one in self._outgoing.values()
-        )
+    # The communication thread.
 
     def _halt(self) -> None:
         with self._changed:
             self._halting = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         with self._changed:
@@ -288,19 +193,26 @@ class MpiTransport(Transport):
                     self._happened = now
                     self._changed.notify_all()
                 pause = min(max(PAUSE * (now - self._happened), LEAST_PAUSE_S), MOST_PAUSE_S)
-                self._changed.wait(pause if self._is_busy() else None)
+                is_busy = any(one.posted for one in self._incoming.values()) or any(
+                    one.unsent for one in self._outgoing.values()
+                )
+                self._changed.wait(pause if is_busy else None)
 
     def _look(self) -> bool:
         """Return whether something has arrived or gone; messages of a channel do so in order."""
-        moved = False
+        moved, status = False, MPI.Status()
         for incoming in self._incoming.values():
             while incoming.posted:
                 request, buffer = incoming.posted[0]
-                size = _arrived(request, incoming.channel)
-                if size is None:
-                    break
+                try:
+                    if not request.Test(status):
+                        break
+                except MPI.Exception as error:
+                    if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                        raise
+                    raise _too_long(incoming, status) from error
                 incoming.posted.popleft()
-                incoming.arrived.append((buffer[:size], buffer))
+                incoming.arrived.append((buffer[: status.Get_count(MPI.BYTE)], buffer))
                 moved = True
         for outgoing in self._outgoing.values():
             while outgoing.unsent and outgoing.unsent[0][0].Test():
@@ -309,21 +221,12 @@ class MpiTransport(Transport):
         return moved
 
 
-def _arrived(request: MPI.Request, channel: Channel) -> int | None:
-    """Return the bytes of a message that has arrived."""
-    status = MPI.Status()
-    try:
-        if not request.Test(status):
-            return None
-    except MPI.Exception as error:
-        if error.Get_error_class() != MPI.ERR_TRUNCATE:
-            raise
-        raise HvdPipeError(
-            f"{channel} have at most {channel.capacity} bytes by the plan, and one of "
-            f"{status.Get_count(MPI.BYTE)} has come. Every rank must make the same plan from the "
-            "same model."
-        ) from error
-    return int(status.Get_count(MPI.BYTE))
+def _too_long(incoming: Incoming, status: MPI.Status) -> HvdPipeError:
+    return HvdPipeError(
+        f"{incoming.name} have at most {incoming.channel.capacity} bytes by the plan, and one of "
+        f"{status.Get_count(MPI.BYTE)} has come. Every rank must make the same plan from the "
+        "same model."
+    )
 
 
 def _on_delete(_communicator: MPI.Comm, _keyval: int, transport: MpiTransport) -> None:

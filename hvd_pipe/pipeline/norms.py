@@ -38,25 +38,23 @@ class Norms:
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage = stage
-        self._squared = [math.nan] * stages
-
-    @property
-    def squared(self) -> tuple[float, ...]:
+        self.squared = (math.nan,) * stages
         """By stage; nan for none."""
-        return tuple(self._squared)
 
     def heard(self, squared: Sequence[float], from_before: bool) -> None:
         """Take what a neighbour knows of the stages on its side."""
-        side = slice(0, self.stage) if from_before else slice(self.stage + 1, None)
-        self._squared[side] = squared[side]
+        own = self.squared[self.stage]
+        before, behind = (squared, self.squared) if from_before else (self.squared, squared)
+        self.squared = (*before[: self.stage], own, *behind[self.stage + 1 :])
 
     def set_own(self, squared: float) -> None:
         """Note the own gradient's."""
-        self._squared[self.stage] = squared
+        before, behind = self.squared[: self.stage], self.squared[self.stage + 1 :]
+        self.squared = (*before, squared, *behind)
 
     def set_all(self, squared: Sequence[float]) -> None:
         """Note those of all stages, as between epochs, when nothing is on its way."""
-        self._squared[:] = squared
+        self.squared = tuple(squared)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hvd_pipe.pipeline.transport import check_transport
 from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, parse_replicas
-from hvd_pipe.runtime.agreement import Description
+from hvd_pipe.runtime.consensus import Description
 
 __all__ = [
     "Options",

@@ -14,7 +14,7 @@ from hvd_pipe.pipeline.options import Options
 from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.pipeline.stage import Feed, Split, filled_up, length_of, open_feed
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.agreement import Description
+from hvd_pipe.runtime.consensus import Description
 
 __all__ = ["Loader", "PipeDreamBase"]
 
@@ -94,7 +94,7 @@ class PipeDreamBase(ABC, Generic[B]):
         built.stage.feed = feed
         with self._running():
             stats = runner.train(
-                built.stage, feed.count, built.spans, progress=self._options.progress
+                built.stage, feed.count, built.recorder, progress=self._options.progress
             )
         self.epoch += 1
         return stats
@@ -115,7 +115,9 @@ class PipeDreamBase(ABC, Generic[B]):
         )
         built.stage.feed = feed
         with self._running():
-            return built.runner.evaluate(built.stage, feed.count, feed.microbatches, built.spans)
+            return built.runner.evaluate(
+                built.stage, feed.count, feed.microbatches, built.recorder
+            )
 
     @abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:

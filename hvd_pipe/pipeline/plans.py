@@ -24,7 +24,7 @@ from hvd_pipe.planning.pipeline_cost import (
 )
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.consensus import Agreement
 
 __all__ = [
     "Assignment",

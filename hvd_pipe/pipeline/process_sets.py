@@ -13,36 +13,33 @@ ranks in step, so that broadcasts over sets that overlap do not wait for each ot
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.transport import (
     DEPTH,
     WINDOW,
     Channel,
-    Handle,
+    Incoming,
     Kind,
-    Start,
+    Outgoing,
     Transport,
-    channel_of,
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
-from hvd_pipe.runtime.agreement import members
+from hvd_pipe.runtime.consensus import members
 from hvd_pipe.runtime.watch.waits import waiting_for
 
-__all__ = ["ProcessSetTransport", "make_process_sets"]
+__all__ = ["Handle", "ProcessSetTransport", "Start", "make_process_sets"]
 
 _serials = itertools.count()  # ranks make transports together, so they count alike
 _GONE = "Process set provided does not exist"  # Horovod removes all sets when it shuts down
-_abandoned: list[object] = []  # what Horovod may still write to or read from after a close
 
 
 def make_process_sets(
@@ -90,27 +87,35 @@ def _added(group: tuple[int, ...]) -> ProcessSet:
         ) from error
 
 
-class _Incoming:
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.unposted = self.posted_so_far = 0
-        self.posted: deque[tuple[Handle, Bytes]] = deque()
-        self.received = 0
-        self.free: list[Bytes] = []
+class Handle(Protocol):
+    """A broadcast that is on its way."""
+
+    def wait(self) -> None:
+        """Block until it is done."""
 
 
-class _Outgoing:
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.unsent: deque[tuple[Handle, Bytes]] = deque()
-        self.sent = 0
+class Start(Protocol):
+    """Starts a broadcast of Horovod's, in place, and returns at once: a framework's own."""
+
+    def __call__(
+        self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet
+    ) -> Handle:
+        """Start it.
+
+        Args:
+            buffer: What the root sends, or room for it.
+            root_rank: Its number in the job.
+            name: The channel's, a dot, and a number.
+            process_set: The ranks that take part.
+        """
 
 
 class ProcessSetTransport(Transport):
     """A transport over process sets; all ranks make it together.
 
     What `receive` returns is as long as the largest message of its channel:
-    :mod:`hvd_pipe.pipeline.wire` knows where it ends.
+    :mod:`hvd_pipe.pipeline.wire` knows where it ends. Horovod takes no broadcast back: one that
+    has begun on one side alone when a transport is closed ends with Horovod.
 
     Args:
         channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
@@ -128,49 +133,26 @@ class ProcessSetTransport(Transport):
         start: Start,
         meet: Callable[[], object],
     ) -> None:
-        self.sent_bytes = 0
-        self._rank, self._sets, self._start, self._meet = rank, sets, start, meet
+        super().__init__(channels, meet)
+        self._rank, self._sets, self._start = rank, sets, start
         self._serial = next(_serials)
-        self._incoming = {
-            (one.peer, one.kind): _Incoming(one) for one in channels if not one.outgoing
-        }
-        self._outgoing = {(one.peer, one.kind): _Outgoing(one) for one in channels if one.outgoing}
-        self._lent: dict[int, tuple[Bytes, _Incoming]] = {}
-        self._closed = False
-
-    def expect(self, peer: int, kind: Kind, count: int) -> None:
-        self._check()
-        incoming = channel_of(self._incoming, peer, kind)
-        if count < 0:
-            raise ValueError(f"count must be at least 0, got {count}")
-        incoming.unposted += count
-        self._post(incoming)
 
     def receive(self, peer: int, kind: Kind) -> Bytes:
         self._check()
-        incoming = channel_of(self._incoming, peer, kind)
+        incoming = self._incoming[peer, kind]
         if not incoming.posted:
-            raise HvdPipeError(
-                f"no {incoming.channel} are expected after {incoming.received}: "
-                "call expect() with how many will come."
-            )
+            raise incoming.unexpected()
         arriving, buffer = incoming.posted[0]
-        _wait(arriving, incoming.channel)
+        _wait(arriving, incoming)
         incoming.posted.popleft()
         incoming.received += 1
-        self._lent[id(buffer)] = buffer, incoming
+        self._lent[id(buffer)] = buffer, buffer, incoming
         self._post(incoming)
         return buffer
 
-    def recycle(self, buffer: Bytes) -> None:
-        lent = self._lent.pop(id(buffer), None)
-        if lent is None:
-            raise ValueError("only a buffer that receive() has returned can be recycled, and once")
-        lent[1].free.append(lent[0])
-
     def send(self, peer: int, kind: Kind, data: Any) -> None:
         self._check()
-        outgoing = channel_of(self._outgoing, peer, kind)
+        outgoing = self._outgoing[peer, kind]
         size = checked_size(data, outgoing.channel)
         if len(outgoing.unsent) >= WINDOW:
             self._settle_one(outgoing)
@@ -188,26 +170,6 @@ class ProcessSetTransport(Transport):
             while outgoing.unsent:
                 self._settle_one(outgoing)
 
-    def close(self, meet: bool = True) -> None:
-        """Give up what is still on its way, and wait for all ranks to do so.
-
-        Horovod takes no broadcast back: one that has begun on one side alone ends with Horovod.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        for incoming in self._incoming.values():
-            _abandoned.extend(incoming.posted)
-        for outgoing in self._outgoing.values():
-            _abandoned.extend(outgoing.unsent)
-        if meet and not is_failing():
-            # The others may still be about to receive what this rank has sent.
-            self._meet()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise HvdPipeError("this transport is closed.")
-
     def _begin(self, buffer: Bytes, channel: Channel, number: int) -> Handle:
         root, other = (
             (self._rank, channel.peer) if channel.outgoing else (channel.peer, self._rank)
@@ -224,7 +186,7 @@ class ProcessSetTransport(Transport):
                 "Horovod has been shut down, here or on another rank, and this pipeline with it."
             ) from error
 
-    def _post(self, incoming: _Incoming) -> None:
+    def _post(self, incoming: Incoming) -> None:
         while incoming.unposted and len(incoming.posted) < DEPTH:
             buffer = incoming.free.pop() if incoming.free else empty(incoming.channel.capacity)
             started = self._begin(buffer, incoming.channel, incoming.posted_so_far)
@@ -232,9 +194,9 @@ class ProcessSetTransport(Transport):
             incoming.posted_so_far += 1
             incoming.unposted -= 1
 
-    def _settle_one(self, outgoing: _Outgoing) -> None:
+    def _settle_one(self, outgoing: Outgoing) -> None:
         going, _ = outgoing.unsent[0]
-        _wait(going, outgoing.channel)
+        _wait(going, outgoing)
         outgoing.unsent.popleft()
 
 
@@ -245,9 +207,10 @@ def _padded(message: Bytes, size: int) -> Bytes:
     return buffer
 
 
-def _wait(handle: Handle, channel: Channel) -> None:
+def _wait(handle: Handle, messages: Incoming | Outgoing) -> None:
+    channel = messages.channel
     try:
-        with waiting_for(str(channel)):
+        with waiting_for(messages.name):
             handle.wait()
     except HorovodInternalError as error:
         if "ismatched" not in str(error):

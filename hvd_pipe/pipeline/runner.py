@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from hvd_pipe.pipeline.executor import PipelineSpans, Times, evaluation_program, execute
+from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
 from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.stage import Stage, Tally
 from hvd_pipe.pipeline.transport import Transport
 from hvd_pipe.planning.instructions import Backward, Instruction, Worker
 from hvd_pipe.planning.schedule import program
-from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.consensus import Agreement
+from hvd_pipe.runtime.timeline.recorder import OFF, Recorder
 
 __all__ = ["EpochStats", "PipelineRunner"]
 
@@ -89,7 +90,7 @@ class PipelineRunner:
         self,
         stage: Stage,
         minibatches: int,
-        spans: PipelineSpans | None = None,
+        recorder: Recorder = OFF,
         progress: bool = False,
     ) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
@@ -100,33 +101,33 @@ class PipelineRunner:
         # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
         shown = progress and self.worker == (0, 0) and sys.stderr.isatty()
         with _bar(minibatches, passes, shown) as advance:
-            times = self._execute(steps, stage, spans, advance)
+            times = self._execute(steps, stage, recorder, advance)
         return self._stats(stage, times, minibatches, training=True)
 
     def evaluate(
-        self, stage: Stage, minibatches: int, microbatches: int, spans: PipelineSpans | None = None
+        self, stage: Stage, minibatches: int, microbatches: int, recorder: Recorder = OFF
     ) -> EpochStats:
         """Run all minibatches forward, each in so many microbatches, with the newest weights."""
         steps = evaluation_program(self.layout, self.worker, minibatches, microbatches)
         stage.begin(training=False)
-        times = self._execute(steps, stage, spans, None)
+        times = self._execute(steps, stage, recorder, None)
         return self._stats(stage, times, minibatches, training=False)
 
     def _execute(
         self,
         steps: Sequence[Instruction],
         stage: Stage,
-        spans: PipelineSpans | None,
+        recorder: Recorder,
         advance: Callable[[], object] | None,
     ) -> Times:
-        with spans or nullcontext():
+        with recorder.telling():
             return execute(
                 steps,
                 stage,
                 self.transport,
                 self.layout,
                 cut=self.microbatches > 1,
-                spans=spans,
+                recorder=recorder,
                 progress=advance,
             )
 

@@ -13,7 +13,7 @@ from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.pipeline.norms import Norms
-from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.consensus import Agreement
 
 __all__ = [
     "Buffer",
@@ -71,9 +71,8 @@ class Stage(Protocol):
     feed: Feed | None
     """Where the first and the last stage read; to be set before each run."""
 
-    @property
-    def norms(self) -> Norms:
-        """What it knows of the gradients of all stages."""
+    norms: Norms
+    """What it knows of the gradients of all stages."""
 
     def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
         """Take what the stage before has sent."""

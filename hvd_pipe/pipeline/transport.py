@@ -7,20 +7,21 @@ transport            needs                       a message is
 ``"process-sets"``   dynamic process sets        a broadcast over the two ranks, padded to the
                                                  largest message of its channel
 ===================  ==========================  ================================================
-
-``"auto"`` takes MPI where Horovod runs over MPI, and process sets elsewhere (a Gloo launch).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from horovod.common.process_sets import ProcessSet
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.pipeline.wire import Bytes
 from hvd_pipe.planning.instructions import Worker
 
@@ -29,12 +30,11 @@ __all__ = [
     "TRANSPORTS",
     "WINDOW",
     "Channel",
-    "Handle",
+    "Incoming",
     "Kind",
     "Layout",
-    "Start",
+    "Outgoing",
     "Transport",
-    "channel_of",
     "channels_of",
     "check_channels",
     "check_transport",
@@ -45,10 +45,8 @@ __all__ = [
 T = TypeVar("T")
 
 TRANSPORTS = ("auto", "mpi", "process-sets")
-DEPTH = 2
-"""Messages of a channel that have arrived or may do so, before anyone asks for them."""
-WINDOW = 4
-"""Messages of a channel that may be on their way before `Transport.send` waits."""
+DEPTH = 2  # messages of a channel that may arrive before anyone asks for them
+WINDOW = 4  # messages of a channel that may be on their way before `Transport.send` waits
 MOST_BYTES = (1 << 31) - 1  # MPI and Horovod count bytes in a C int
 
 
@@ -143,27 +141,97 @@ class Channel:
         return f"{self.kind.name.lower()} messages {way} rank {self.peer}"
 
 
-class Transport(Protocol):
+class Incoming:
+    """Messages of a channel that this rank receives."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.name = channel, str(channel)
+        self.unposted = self.posted_so_far = self.received = 0
+        self.posted: deque[tuple[Any, Bytes]] = deque()  # a request, and the buffer it fills
+        self.arrived: deque[tuple[Bytes, Bytes]] = deque()  # a message, and its buffer
+        self.free: list[Bytes] = []
+
+    def unexpected(self) -> HvdPipeError:
+        """Return the error of a message that nobody has announced."""
+        return HvdPipeError(
+            f"no {self.name} are expected after {self.received}: "
+            "call expect() with how many will come."
+        )
+
+
+class Outgoing:
+    """Messages of a channel that this rank sends."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.name = channel, str(channel)
+        self.unsent: deque[tuple[Any, Any]] = deque()  # a request, and what it sends
+        self.sent = 0
+
+
+class _ByPeer(dict[tuple[int, Kind], T]):
+    """The channels of one direction, by peer and kind."""
+
+    def __missing__(self, key: tuple[int, Kind]) -> T:
+        known = [f"{kind.name.lower()} with rank {rank}" for rank, kind in self]
+        raise ValueError(
+            f"there is no channel of {Kind(key[1]).name.lower()} messages with rank {key[0]} in "
+            f"this direction; those there are: {', '.join(known) or 'none'}"
+        )
+
+
+class Transport(ABC):
     """Carries whole messages between ranks; those of a channel arrive in the order of their sends.
 
     All methods are for the main thread. Whatever goes wrong behind it is raised by the next call.
+
+    Args:
+        channels: This rank's, as `check_channels` wants them.
+        meet: Waits until all ranks are there.
     """
 
-    sent_bytes: int
-    """Bytes of all messages that `send` has taken so far."""
+    def __init__(self, channels: Sequence[Channel], meet: Callable[[], object]) -> None:
+        self.sent_bytes = 0
+        """Bytes of all messages that `send` has taken so far."""
+        self._meet = meet
+        self._incoming = _ByPeer(
+            {(one.peer, one.kind): Incoming(one) for one in channels if not one.outgoing}
+        )
+        self._outgoing = _ByPeer(
+            {(one.peer, one.kind): Outgoing(one) for one in channels if one.outgoing}
+        )
+        self._lent: dict[int, tuple[Bytes, Bytes, Incoming]] = {}
+        self._changed = threading.Condition()  # guards all of this, where there is a thread
+        self._error: Exception | None = None
+        self._closed = False
 
     def expect(self, peer: int, kind: Kind, count: int) -> None:
         """Say that so many more messages will come; the first `DEPTH` may do so at once."""
+        incoming = self._incoming[peer, kind]
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
+        with self._changed:
+            self._check()
+            incoming.unposted += count
+            self._post(incoming)
 
+    @abstractmethod
     def receive(self, peer: int, kind: Kind) -> Bytes:
         """Wait for the oldest expected message; its buffer is the caller's until `recycle`."""
 
     def recycle(self, buffer: Bytes) -> None:
         """Take back, for further messages, a buffer that `receive` has returned."""
+        lent = self._lent.pop(id(buffer), None)
+        if lent is None:
+            raise ValueError("only a buffer that receive() has returned can be recycled, and once")
+        _, whole, incoming = lent
+        with self._changed:
+            incoming.free.append(whole)
 
+    @abstractmethod
     def send(self, peer: int, kind: Kind, data: Any) -> None:
         """Send a message, which must not change any more; waits only for one `WINDOW` ago."""
 
+    @abstractmethod
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
 
@@ -175,29 +243,44 @@ class Transport(Protocol):
         Args:
             meet: False where another rank may never come.
         """
+        if self._closed:
+            return
+        self._closed = True
+        self._give_up()
+        if meet and self._error is None and not is_failing():
+            # The others may still be about to receive what this rank has sent.
+            self._meet()
+        self._lent.clear()
+        for incoming in self._incoming.values():
+            incoming.free.clear()
+            incoming.arrived.clear()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            is_horovod = isinstance(self._error, HorovodInternalError)
+            kind = HorovodInternalError if is_horovod else HvdPipeError
+            raise kind(str(self._error)) from self._error
+        if self._closed:
+            raise HvdPipeError("this transport is closed.")
+
+    @abstractmethod
+    def _post(self, incoming: Incoming) -> None:
+        """Receive ahead what is announced, up to `DEPTH` messages."""
+
+    def _give_up(self) -> None:
+        """Keep the memory of all that is on its way, which may still be written to or read."""
+        with self._changed:
+            for queue in self._queues():
+                _abandoned.extend(queue)
+                queue.clear()
+
+    def _queues(self) -> list[deque[tuple[Any, Any]]]:
+        """Return what is on its way, by channel."""
+        incoming = [one.posted for one in self._incoming.values()]
+        return incoming + [one.unsent for one in self._outgoing.values()]
 
 
-class Handle(Protocol):
-    """A broadcast that is on its way."""
-
-    def wait(self) -> None:
-        """Block until it is done."""
-
-
-class Start(Protocol):
-    """Starts a broadcast of Horovod's, in place, and returns at once: a framework's own."""
-
-    def __call__(
-        self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet
-    ) -> Handle:
-        """Start it.
-
-        Args:
-            buffer: What the root sends, or room for it.
-            root_rank: Its number in the job.
-            name: The channel's, a dot, and a number.
-            process_set: The ranks that take part.
-        """
+_abandoned: list[object] = []
 
 
 def chosen(transport: str, mpi_enabled: bool) -> str:
@@ -307,10 +390,6 @@ def checked_size(data: Any, channel: Channel) -> int:
 
     Raises:
         HvdPipeError: It is larger than the plan says.
-
-    Example:
-        >>> checked_size(b"four", Channel(1, Kind.ACTIVATION, True, capacity=8))
-        4
     """
     size = int(data.nbytes if hasattr(data, "nbytes") else memoryview(data).nbytes)
     if size > channel.capacity:
@@ -319,18 +398,3 @@ def checked_size(data: Any, channel: Channel) -> int:
             "profile and plan with the largest minibatch."
         )
     return size
-
-
-def channel_of(channels: Mapping[tuple[int, Kind], T], peer: int, kind: Kind) -> T:
-    """Return the channel of a peer and a kind, among those of one direction.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if (peer, kind) not in channels:
-        known = [f"{one.name.lower()} with rank {rank}" for rank, one in channels]
-        raise ValueError(
-            f"there is no channel of {Kind(kind).name.lower()} messages with rank {peer} in this "
-            f"direction; those there are: {', '.join(known) or 'none'}"
-        )
-    return channels[peer, kind]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -67,22 +68,6 @@ class Header:
     squared_norms: tuple[float, ...]
     shapes: tuple[tuple[int, ...], ...]
 
-    def check_index(self, index: tuple[int, int], where: str) -> None:
-        """Check that the message is of the microbatch that is waited for.
-
-        Args:
-            index: Minibatch and microbatch.
-            where: Who waits, for the message: "stage 1 replica 0".
-
-        Raises:
-            HvdPipeError: It is of another one.
-        """
-        if (self.minibatch, self.microbatch) != tuple(index):
-            raise HvdPipeError(
-                f"{where} waits for microbatch {index[1]} of minibatch {index[0]}, and got "
-                f"{self.microbatch} of {self.minibatch}: the neighbour runs another schedule."
-            )
-
 
 @dataclass(frozen=True)
 class Format:
@@ -130,10 +115,10 @@ class Format:
                     f"least 1, got {shape} of {itemsize} bytes"
                 )
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Bytes of the largest message: that of the planned shapes."""
-        return self._length(self.most_shapes)
+        return self._places(Header(0, 0, 0, (math.nan,) * self.stages, self.most_shapes))[1]
 
     def pack(self, header: Header, parts: Sequence[Part]) -> Bytes:
         """Return the message of these tensors: their bytes are copied once.
@@ -145,23 +130,20 @@ class Format:
         Raises:
             ValueError: The header or a part is not as planned; the message says which.
         """
-        self._check(header)
+        places, length = self._places(header)
         if len(parts) != len(header.shapes):
             raise ValueError(
                 f"the header has shapes of {len(header.shapes)} tensors, got {len(parts)} parts"
             )
-        message = empty(self._length(header.shapes))
+        message = empty(length)
         fixed = (header.minibatch, header.microbatch, header.digest)
         _FIXED.pack_into(
             message.data, 0, _MAGIC, message.size, *fixed, self.stages, len(self.most_shapes)
         )
-        norms, dims = self._numbers(message)
-        norms[:] = header.squared_norms
-        dims[:] = [dim for shape in header.shapes for dim in shape]
-        message[self._numbers_end : self._first] = 0
-        for number, (place, part) in enumerate(
-            zip(self._places(header.shapes), parts, strict=True)
-        ):
+        message[self._norms].view("<f8")[:] = header.squared_norms
+        message[self._dims].view("<i8")[:] = [dim for shape in header.shapes for dim in shape]
+        message[self._dims.stop : self._first] = 0
+        for number, (place, part) in enumerate(zip(places, parts, strict=True)):
             array = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
             if array.nbytes != place.stop - place.start:
                 raise ValueError(
@@ -171,7 +153,8 @@ class Format:
                 )
             # Through a view of the part's own shape, so that strides cost no second copy.
             np.copyto(message[place].view(array.dtype).reshape(array.shape), array)
-            message[place.stop : _aligned(place.stop)] = 0  # nothing else of memory travels along
+            # Nothing else of this process's memory travels along.
+            message[place.stop : place.stop + -place.stop % ALIGNMENT] = 0
         return message
 
     def unpack(self, buffer: Bytes) -> tuple[Header, list[Bytes]]:
@@ -200,47 +183,39 @@ class Format:
         ):
             if found != planned:
                 raise _malformed(f"it has {found} {what}, the plan {planned}")
-        norms, dims = self._numbers(buffer)
-        left = iter(dims.tolist())
-        shapes = tuple(tuple(next(left) for _ in most) for most in self.most_shapes)
-        header = Header(minibatch, microbatch, digest, tuple(norms.tolist()), shapes)
+        norms = tuple(buffer[self._norms].view("<f8").tolist())
+        dims = iter(buffer[self._dims].view("<i8").tolist())
+        shapes = tuple(tuple(next(dims) for _ in most) for most in self.most_shapes)
+        header = Header(minibatch, microbatch, digest, norms, shapes)
         try:
-            self._check(header)
+            places, expected = self._places(header)
         except ValueError as error:
             raise _malformed(str(error)) from error
-        if length != self._length(shapes):
-            raise _malformed(
-                f"it says that it has {length} bytes, and its shapes make {self._length(shapes)}"
-            )
+        if length != expected:
+            raise _malformed(f"it says that it has {length} bytes, and its shapes make {expected}")
         if buffer.size < length:
             raise _malformed(f"{buffer.size} of its {length} bytes have come")
-        return header, [buffer[place] for place in self._places(shapes)]
+        return header, [buffer[place] for place in places]
 
-    @property
-    def _numbers_end(self) -> int:
-        return _FIXED.size + 8 * (self.stages + sum(map(len, self.most_shapes)))
+    @cached_property
+    def _norms(self) -> slice:
+        """Where the squared norms are."""
+        return slice(_FIXED.size, _FIXED.size + 8 * self.stages)
 
-    @property
+    @cached_property
+    def _dims(self) -> slice:
+        """Where the shapes are."""
+        first = self._norms.stop
+        return slice(first, first + 8 * sum(map(len, self.most_shapes)))
+
+    @cached_property
     def _first(self) -> int:
         """Where the first tensor begins."""
-        return _aligned(self._numbers_end)
+        end: int = self._dims.stop
+        return end + -end % ALIGNMENT
 
-    def _numbers(self, message: Bytes) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        middle = _FIXED.size + 8 * self.stages
-        norms = message[_FIXED.size : middle].view("<f8")
-        return norms, message[middle : self._numbers_end].view("<i8")
-
-    def _places(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
-        first = self._first
-        for shape, itemsize in zip(shapes, self.itemsizes, strict=True):
-            end = first + math.prod(shape) * itemsize
-            yield slice(first, end)
-            first = _aligned(end)
-
-    def _length(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        return max((_aligned(place.stop) for place in self._places(shapes)), default=self._first)
-
-    def _check(self, header: Header) -> None:
+    def _places(self, header: Header) -> tuple[list[slice], int]:
+        """Check a header, and return where each tensor's bytes are, and the message's length."""
         if len(header.squared_norms) != self.stages:
             raise ValueError(
                 f"squared_norms must be one a stage, {self.stages}, got "
@@ -254,6 +229,7 @@ class Format:
             raise ValueError(
                 f"the plan has {len(self.most_shapes)} tensors, got {len(header.shapes)} shapes"
             )
+        places, end = [], self._first
         for number, (shape, most) in enumerate(zip(header.shapes, self.most_shapes, strict=True)):
             if len(shape) != len(most) or any(
                 not 0 <= dim <= largest for dim, largest in zip(shape, most, strict=True)
@@ -261,10 +237,10 @@ class Format:
                 raise ValueError(
                     f"tensor {number} has shape {shape}; the plan allows {most} and smaller"
                 )
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+            place = slice(end, end + math.prod(shape) * self.itemsizes[number])
+            places.append(place)
+            end = place.stop + -place.stop % ALIGNMENT
+        return places, end
 
 
 def _malformed(what: str) -> HvdPipeError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.runtime.agreement import members
+from hvd_pipe.runtime.consensus import members
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 
 __all__ = [

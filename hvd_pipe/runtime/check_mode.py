@@ -22,7 +22,7 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.runtime.agreement import members
+from hvd_pipe.runtime.consensus import members
 
 __all__ = [
     "CHECK",
@@ -142,7 +142,7 @@ def compare(
         lines: What must be equal, and its checksum.
         detail: Says more of a line.
         when: Begins the message.
-        gather: `hvd_pipe.runtime.agreement.Agreement.gather`.
+        gather: `hvd_pipe.runtime.consensus.Agreement.gather`.
         name: Of the messages.
         process_set: The ranks that compare.
 

@@ -84,8 +84,8 @@ _EAGER = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
 _BOTH = ("torch", "tensorflow")
 
 ROWS = (
-    *(PrivateName(a, "horovod.common.process_sets", "_setup", "runtime.agreement") for a in _BOTH),
-    *(PrivateName(a, f"horovod.{a}.mpi_ops", "_basics", "runtime.agreement") for a in _BOTH),
+    *(PrivateName(a, "horovod.common.process_sets", "_setup", "runtime.consensus") for a in _BOTH),
+    *(PrivateName(a, f"horovod.{a}.mpi_ops", "_basics", "runtime.consensus") for a in _BOTH),
     *(
         PrivateName(a, "horovod.common.process_sets", "_basics", "pipeline.process_sets")
         for a in _BOTH

@@ -1,4 +1,4 @@
-"""Every rank decides alike: `hvd_pipe.runtime.agreement` by way of TensorFlow's Horovod."""
+"""Every rank decides alike: `hvd_pipe.runtime.consensus` by way of TensorFlow's Horovod."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import ProcessSet, allgather
 
-from hvd_pipe.runtime.agreement import Agreement, Description, failed, members
+from hvd_pipe.runtime.consensus import Agreement, Description, failed, members
 
 __all__ = [
     "Description",

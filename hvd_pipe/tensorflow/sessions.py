@@ -17,7 +17,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
 
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
 from hvd_pipe.tensorflow import keras_patches, workers

@@ -34,8 +34,8 @@ from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
-from hvd_pipe.runtime.agreement import answer_with
-from hvd_pipe.runtime.watch import threads, watchdog
+from hvd_pipe.runtime.consensus import answer_with
+from hvd_pipe.runtime.watch import waits, watchdog
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 from hvd_pipe.tensorflow.agree import agreement
@@ -249,11 +249,11 @@ _missed = False
 def _starting_to_communicate() -> Iterator[None]:
     """Take the threads that appear within this for those that communicate."""
     global _missed  # noqa: PLW0603 - one a process, as Horovod itself
-    before = threads.threads(os.getpid())
+    before = waits.threads(os.getpid())
     yield
     _missed = False
     _communicating.clear()
-    _communicating.update(threads.threads(os.getpid()) - before)
+    _communicating.update(waits.threads(os.getpid()) - before)
 
 
 def _miss_start() -> None:
@@ -283,7 +283,7 @@ def waits_for(frames: Frames) -> Wait | None:
     if any(map(_calls_back, frames.values())) or _is_at_work():
         return None
     names = horovod_call(frame)
-    activity = threads.activity(os.getpid(), thread.native_id or 0)
+    activity = waits.activity(os.getpid(), thread.native_id or 0)
     pauses = None if activity is None else activity.pauses
     return Wait((thread.native_id, pauses, *names), "join" in names)
 
@@ -313,8 +313,8 @@ def _calls_back(frame: FrameType | None) -> bool:
 def _is_at_work() -> bool:
     if _missed:  # a thread that polls would count as one that computes
         return False
-    others = threads.threads(os.getpid()) - _communicating - {threading.get_native_id()}
-    activities = (threads.activity(os.getpid(), number) for number in others)
+    others = waits.threads(os.getpid()) - _communicating - {threading.get_native_id()}
+    activities = (waits.activity(os.getpid(), number) for number in others)
     return any(found is not None and found.state in _AT_WORK for found in activities)
 
 

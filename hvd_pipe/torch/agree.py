@@ -1,4 +1,4 @@
-"""Every rank decides alike: `hvd_pipe.runtime.agreement` by way of torch's Horovod."""
+"""Every rank decides alike: `hvd_pipe.runtime.consensus` by way of torch's Horovod."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
-from hvd_pipe.runtime.agreement import Agreement, Description, failed, members
+from hvd_pipe.runtime.consensus import Agreement, Description, failed, members
 from hvd_pipe.runtime.timeline import clock
 from hvd_pipe.runtime.timeline.clock import Clock
 

@@ -87,8 +87,7 @@ class DistributedMixin(EngineHolder):
         result = self._apply(engine) if updating else None
         engine.after_update()
         engine.compare_replicas()
-        if timeline.active is not None:
-            timeline.active.end_step()
+        timeline.active.end_step()
         if self._hvd_pipe_profile is not None and not self._hvd_pipe_profile.end_step():
             self._hvd_pipe_profile = None
         if self._hvd_pipe_auto is not None:
@@ -151,8 +150,7 @@ class DistributedMixin(EngineHolder):
         with contextlib.ExitStack() as updates:
             found = super().step(self._averaged(engine, closure, updates))
         self._note_old()
-        if timeline.active is not None:
-            timeline.active.end_step()
+        timeline.active.end_step()
         return found
 
     def _averaged(

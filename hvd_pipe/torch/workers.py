@@ -30,7 +30,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
 from hvd_pipe.runtime import restarts
-from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of

@@ -10,7 +10,9 @@ import workers_pipedream
 from cases import of_case
 from pipeline_problem import make_model, squared
 from ranks import once, run_ranks
-from workers_pipedream import CASES, EPOCHS, GLOO, PROCESS_SETS, Result, expected
+from workers_pipedream import CASES, EPOCHS, GLOO, HOPS, PROCESS_SETS, Result, expected
+
+MAX_FUNCTIONS, MAX_FILES = 36, 10  # that a minibatch passes through on a middle stage
 
 results = once(
     lambda workers, transport="auto": run_ranks(
@@ -90,3 +92,12 @@ def test_a_flushed_pipeline_is_one_worker(config: str, mode: str) -> None:
             np.testing.assert_allclose(
                 rank.states[-1][key], p.detach().numpy(), rtol=1e-12, atol=1e-12, err_msg=key
             )
+
+
+def test_a_minibatch_passes_few_functions() -> None:
+    """From one update of the middle stage to the next; docs/architecture.md draws them."""
+    _, hops, _ = of_case(results(3), HOPS)
+    functions = "\n".join(f"{hop.file} {hop.function} ({hop.thread})" for hop in hops)
+    assert {hop.thread for hop in hops} == {"MainThread", "hvd_pipe mpi"}, functions
+    assert len(hops) <= MAX_FUNCTIONS, functions
+    assert len({hop.file for hop in hops}) <= MAX_FILES, functions

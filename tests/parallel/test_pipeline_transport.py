@@ -131,7 +131,7 @@ def test_what_has_arrived_is_received_after_the_end_of_mpi() -> None:
     assert "Horovod has been shut down, here or on another rank" in said
 
 
-def test_the_courier_sleeps_while_nothing_is_on_its_way() -> None:
+def test_the_communication_thread_sleeps_while_nothing_is_on_its_way() -> None:
     for without, under in run_torch(2, workers.idle):
         assert without == 0
         assert under >= 0

@@ -22,7 +22,7 @@ from problem import OPTIMIZERS, loss_of, make_model
 from publish import publish
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.runtime.watch.threads import activity
+from hvd_pipe.runtime.watch.waits import activity
 
 DEADLINE_S = 120  # no rank outlives its test
 STEPS = 1_000_000

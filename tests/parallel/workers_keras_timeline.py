@@ -19,7 +19,7 @@ from keras_problem import BATCH, batch, loss_of, make_model
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe.runtime.timeline.recorder import DIRECTORY, MEGABYTES
+from hvd_pipe.runtime.timeline.recorder import DIRECTORY, MEGABYTES, OFF, TraceRecorder
 from hvd_pipe.tensorflow import tape
 from hvd_pipe.tensorflow.measuring import timeline
 
@@ -42,9 +42,9 @@ WARM_COCOD = f"cocod:period={PERIOD},warmup_steps={WARMUP}"
 
 def _begin(**environment: str) -> None:
     """Be as a new process with this environment; what was written is on the disk."""
-    if timeline.active is not None:
+    if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
-    timeline.active = None
+    timeline.active = OFF
     tape._kept.clear()
     for name in (DIRECTORY, MEGABYTES):
         os.environ.pop(name, None)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 import torch
 from cases import Raised, run_cases
+from hops import Hop, hops_between
 from pipeline_problem import (
     OPTIMIZERS,
     SKIPPING_CUTS,
@@ -28,7 +29,7 @@ from torch import nn
 from hvd_pipe.planning.schedule import warm_up
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.torch import pipedream
-from hvd_pipe.torch.pipedream import graph
+from hvd_pipe.torch.pipedream import graph, stage
 
 EPOCHS = 2
 MICROBATCHES = {"2-1": 4, "1-2": 4, "3-1": 6, "1-2-1": 4}  # else 3 or the stages, if more
@@ -127,6 +128,7 @@ GLOO = {name: CASES[name] for name in ("1-1-1 stash momentum", "2-1 stash moment
     "2-1 2bw momentum": CASES["2-1 2bw momentum"],
     "paired 1-1-1 stash": CASES["paired 1-1-1 stash"],
 }
+HOPS = "hops of a minibatch"
 PROCESS_SETS = ("1-1 stash momentum", "2-1 stash momentum", "1-2-1 2bw momentum")
 """Those that also run under MPI with the transport of process sets."""
 
@@ -207,13 +209,25 @@ def cases_of(workers: int) -> dict[str, Case]:
     return {name: case for name, case in CASES.items() if case.plan.workers == workers}
 
 
-def run(workers: int, transport: str = "auto") -> dict[str, Result | Raised]:
+def run(workers: int, transport: str = "auto") -> dict[str, Any]:
     """Under MPI: all cases of so many workers, or those of process sets alone."""
     pipedream.init()
     chosen = cases_of(workers)
     if transport == "process-sets":
         chosen = {name: chosen[name] for name in PROCESS_SETS if name in chosen}
-    return run_cases({name: _trains(case, transport) for name, case in chosen.items()})
+    cases = {name: _trains(case, transport) for name, case in chosen.items()}
+    if workers == 3 and transport == "auto":
+        cases[HOPS] = _hops
+    return run_cases(cases)
+
+
+def _hops() -> list[Hop]:
+    """What a minibatch passes through in the steady state, from one update to the next."""
+    border = stage.TorchStage.update.__code__
+    with hops_between(border, first=2, last=5) as hops:
+        engine = make_engine(CASES["1-1-1 stash momentum"])
+        engine.train_epoch(CASES["1-1-1 stash momentum"].data(0))
+    return hops
 
 
 def run_gloo() -> dict[str, Result | Raised]:

@@ -11,6 +11,7 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.runtime.timeline.recorder import OFF, TraceRecorder
 from hvd_pipe.torch import pipedream
 from hvd_pipe.torch.measuring import timeline
 
@@ -56,9 +57,9 @@ def loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def begin(directory: Path) -> None:
     """Be as a new process that writes there; what was written is on the disk."""
-    if timeline.active is not None:
+    if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
-    timeline.active = None
+    timeline.active = OFF
     os.environ[timeline.DIRECTORY] = str(directory)
 
 
@@ -67,7 +68,7 @@ def run(directory: Path, plan: str, mode: str, microbatches: int | None) -> tupl
     begin(directory)
     engine = make_engine(plan, mode, microbatches)
     engine.train_epoch(loader())
-    assert timeline.active is not None
+    assert isinstance(timeline.active, TraceRecorder)
     return engine.stage, timeline.active._step
 
 
@@ -114,6 +115,6 @@ def written(directory: Path) -> dict[str, object | Raised]:
         "refused": partial(refused, directory / "refused"),
     }
     results = run_cases({**cases, **more})
-    if timeline.active is not None:
+    if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
     return results

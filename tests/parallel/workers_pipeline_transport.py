@@ -274,7 +274,7 @@ def finalised() -> tuple[int, str]:
 
 
 def idle() -> tuple[int, int]:
-    """Return how often the courier looks while nothing is on its way, and while something is."""
+    """Return how often the thread looks while nothing is on its way, and while something is."""
     job = Job()
     wire: Any = job.open([Channel(1 - job.rank, Kind.GRADIENT, job.rank == 0, 64)], "mpi")
     used = []

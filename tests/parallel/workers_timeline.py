@@ -14,6 +14,7 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.runtime.timeline.recorder import OFF, TraceRecorder
 from hvd_pipe.torch.measuring import timeline
 
 WIDTH = 256
@@ -52,9 +53,9 @@ def wrap(model: nn.Module, strategy: str, compression: str = "none") -> torch.op
 
 def _begin(**environment: str) -> None:
     """Be as a new process with this environment; what was written is on the disk."""
-    if timeline.active is not None:
+    if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
-    timeline.active = None
+    timeline.active = OFF
     for name in (timeline.DIRECTORY, timeline.MEGABYTES):
         os.environ.pop(name, None)
     os.environ.update(environment)
@@ -81,7 +82,7 @@ def written(directory: Path) -> None:
 def untraced() -> None:
     hvd.init()
     _train("pipe-sgd", "int8")
-    assert timeline.active is None
+    assert timeline.active is OFF
 
 
 class _Fails(nn.Module):

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from hvd_pipe.runtime.timeline import clock
 from hvd_pipe.runtime.timeline.clock import bound_offset
-from hvd_pipe.runtime.timeline.flights import Flights
+from hvd_pipe.runtime.timeline.pending import PendingOperations
 
 DELAYS = st.integers(0, 1000)
 
 
 def test_a_halted_observer_asks_no_more() -> None:
     before = set(threading.enumerate())
-    observer = Flights(time.perf_counter, lambda flight: None, lambda handle: False)
+    observer = PendingOperations(time.perf_counter, lambda _: None, lambda handle: False)
     observer.launch("a message", 4, 0.0, handle=0)
     (thread,) = set(threading.enumerate()) - before
     observer.halt()

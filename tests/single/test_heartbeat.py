@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from hvd_pipe.runtime.watch import rendezvous
-from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat, Peer, Status
+from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat
+from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.pipeline.build import Framework
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
 from hvd_pipe.pipeline.stage import Microbatch
-from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.consensus import Agreement
+from hvd_pipe.runtime.timeline.recorder import OFF
 
 ALONE = ProcessSet([0])
 ALONE.size, ALONE.rank, ALONE.included = lambda: 1, lambda: 0, lambda: True
@@ -39,7 +40,7 @@ class Alone(PipeDreamBase[Any]):
         super().__init__(options, framework, list, None)
         self.transport, self.made = Transport(), 0
         runner = SimpleNamespace(microbatches=1, train=train, transport=self.transport)
-        self._parts = SimpleNamespace(runner=runner, stage=SimpleNamespace(), spans=None)
+        self._parts = SimpleNamespace(runner=runner, stage=SimpleNamespace(), recorder=OFF)
 
     def save(self, directory: Any) -> None: ...
 

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from hvd_pipe.runtime.watch import child
-from hvd_pipe.runtime.watch.heartbeat import Peer, Status
+from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.reporter import Reporter
-from hvd_pipe.runtime.watch.threads import activity
+from hvd_pipe.runtime.watch.waits import activity
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ LIMIT_S = 4.0
 
 RANK = """
 import ctypes, os, socket, sys, time
-from hvd_pipe.runtime.watch.heartbeat import Status, Peer
+from hvd_pipe.runtime.watch.link import Status, Peer
 from hvd_pipe.runtime.watch.reporter import Reporter
 
 class Process:

@@ -20,11 +20,10 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
 from hvd_pipe.runtime.watch import heartbeat, waits, watchdog
-from hvd_pipe.runtime.watch.heartbeat import Peer, Status
+from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import connect
 from hvd_pipe.runtime.watch.reporter import Reporter
-from hvd_pipe.runtime.watch.threads import OtherThreads
-from hvd_pipe.runtime.watch.waits import waiting_for
+from hvd_pipe.runtime.watch.waits import OtherThreads, waiting_for
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.messages import compressed_allreduce, pending

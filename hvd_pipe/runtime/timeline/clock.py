@@ -41,7 +41,7 @@ def agree_on_clock(
 
     Args:
         meet: Makes a small all-reduce over the process set.
-        gather: Of the framework's `hvd_pipe.runtime.agreement.Agreement`.
+        gather: Of the framework's `hvd_pipe.runtime.consensus.Agreement`.
         name: Begins the names of the messages that ``gather`` sends.
         process_set: The ranks that take part.
     """

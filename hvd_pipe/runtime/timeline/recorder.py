@@ -10,17 +10,28 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.runtime.timeline.clock import Clock
-from hvd_pipe.runtime.timeline.flights import Flight, Flights
+from hvd_pipe.runtime.timeline.pending import NOT_SHOWN, PendingOperation, PendingOperations
 from hvd_pipe.runtime.timeline.trace_file import TraceFile
 from hvd_pipe.timeline import CLOCK, MARK
 
-__all__ = ["DIRECTORY", "MEGABYTES", "Recorder", "open_recorder"]
+__all__ = [
+    "COMPUTE",
+    "DIRECTORY",
+    "HOST",
+    "MEGABYTES",
+    "OFF",
+    "Recorder",
+    "TraceRecorder",
+    "open_recorder",
+]
 
 DIRECTORY = "HVD_PIPE_TIMELINE"
 MEGABYTES = "HVD_PIPE_TIMELINE_MB"
@@ -31,7 +42,74 @@ _LANES = {COMPUTE: "compute", HOST: "host", CODEC: "codec", SENDS: "network 0"}
 
 
 class Recorder:
-    """Takes down what this process does; one a process, whatever its optimizers.
+    """Notes what this process does, for a timeline.
+
+    This one notes nothing: it stands where no timeline is asked for, so that callers note without
+    asking. `TraceRecorder` writes a file.
+    """
+
+    is_on = False
+    """Whether anything is noted, for what costs much to find out."""
+
+    def now(self) -> float:
+        """Return the host's seconds since zero."""
+        return 0.0
+
+    def moment(self) -> Any:
+        """Return this moment, as `span` takes it."""
+        return 0.0
+
+    def ready(self, message: str) -> None:
+        """Note that what a message carries is complete."""
+
+    def launched(
+        self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
+    ) -> PendingOperation:
+        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
+
+        Its end is when it is completed, or when Horovod says so.
+        """
+        return NOT_SHOWN
+
+    def waited(self, begun: float, message: str) -> None:
+        """Note that the host was blocked from ``begun`` until now."""
+
+    def begin_backward(self) -> None:
+        """Note that gradients are computed from here on."""
+
+    def gradient(self) -> None:
+        """Note that a gradient is complete."""
+
+    def end_backward(self) -> None:
+        """Note that the last gradient was the last one."""
+
+    def update(self, begun: Any) -> None:
+        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
+
+    def codec(self, begun: float, message: str) -> None:
+        """Note that a message was worked on, from ``begun`` until now."""
+
+    def end_step(self) -> None:
+        """Close a step that an optimizer has made, and bring it to the disk."""
+
+    def telling(self) -> AbstractContextManager[object]:
+        """Return a context in which passes, waits and updates are told by `told` alone.
+
+        A pipeline tells them. A stage's replicas have a distributed optimizer, by whose hooks the
+        same passes would be found once more.
+        """
+        return nullcontext()
+
+    def told(self, category: str, name: str, start: float) -> None:
+        """Note what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
+
+
+OFF = Recorder()
+"""Notes nothing."""
+
+
+class TraceRecorder(Recorder):
+    """Writes what this process does to a file; one a process, whatever its optimizers.
 
     Args:
         path: The file.
@@ -39,10 +117,12 @@ class Recorder:
         worker: This rank.
     """
 
+    is_on = True
+
     wait_lane = COMPUTE
     """Where the host's waits are drawn."""
 
-    told = False
+    is_told = False
     """Whether passes, waits and updates are told, as a pipeline does, and not found by hooks."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
@@ -52,10 +132,10 @@ class Recorder:
         self._step = 0
         self._named: set[int] = set()
         self._texts: dict[str, tuple[str, str]] = {}
-        self._flights = self._make_flights()
+        self._operations = PendingOperations(self.now, self._completed, self._poll)
 
-    def _make_flights(self) -> Flights:
-        return Flights(self.now, self._landed)
+    _poll: Callable[[int], bool] | None = None
+    """Says whether the message of a handle has arrived, in a framework that has handles."""
 
     def set_clock(self, clock: Clock) -> None:
         """Take the first clock that is agreed on; later ones are of other optimizers."""
@@ -67,49 +147,49 @@ class Recorder:
         about = {"zero_unix_ns": clock.zero_unix_ns, "clock_error_s": clock.error_s}
         self.file.add(_metadata(CLOCK, self.worker, 0, **about))
 
-    # Moments.
-
     def now(self) -> float:
-        """Return the host's seconds since zero."""
         return time.perf_counter() - (self._zero or 0.0)
 
     def moment(self) -> Any:
-        """Return this moment, as `span` takes it."""
         return self.now()
 
-    # What happens.
-
     def ready(self, message: str) -> None:
-        """Note that what a message carries is complete."""
         self.span("ready", message, self.moment(), None)
 
     def launched(
         self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
-    ) -> Flight:
-        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
-
-        Its end is when it lands, or when Horovod says so.
-        """
+    ) -> PendingOperation:
         start = self.moment() if begun is None else begun
-        return self._flights.launch(message, nbytes, start, handle)
+        return self._operations.launch(message, nbytes, start, handle)
 
     def waited(self, begun: float, message: str) -> None:
-        """Note that the host was blocked from ``begun`` until now."""
-        if not self.told:
+        if not self.is_told:
             self.span("wait", message, begun, self.now(), self.wait_lane)
 
     def update(self, begun: Any) -> None:
-        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-        if not self.told:
+        if not self.is_told:
             self.span("update", "update", begun, self.moment())
 
     def codec(self, begun: float, message: str) -> None:
-        """Note that a message was worked on, from ``begun`` until now."""
         self.span("codec", message, begun, self.now(), CODEC)
 
     def end_step(self) -> None:
-        """Close a step that an optimizer has made, and bring it to the disk."""
-        if not self.told:
+        if not self.is_told:
+            self.next_step()
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        self.is_told = True
+        try:
+            yield
+        finally:
+            self.is_told = False
+            self.file.flush()
+
+    def told(self, category: str, name: str, start: float) -> None:
+        lane = {"send": SENDS, "wait": self.wait_lane}.get(category, COMPUTE)
+        self.span(category, name, start - (self._zero or 0.0), self.now(), lane)
+        if category == "update":
             self.next_step()
 
     def next_step(self) -> None:
@@ -169,9 +249,9 @@ class Recorder:
             text = self._texts[name] = json.dumps(short), whole
         return text
 
-    def _landed(self, flight: Flight) -> None:
-        name, tid, size = flight.message, NETWORK + flight.slot, f',"bytes":{flight.nbytes}'
-        self.span("allreduce", name, flight.start, flight.end_s, tid, size)
+    def _completed(self, operation: PendingOperation) -> None:
+        tid, size = NETWORK + operation.slot, f',"bytes":{operation.nbytes}'
+        self.span("allreduce", operation.message, operation.start, operation.end_s, tid, size)
 
     def _marker(self) -> str:
         """Return the event that ends a full file."""
@@ -182,24 +262,30 @@ class Recorder:
         )
 
 
-R = TypeVar("R")
-
-
-def open_recorder(make: Callable[[Path, int, int], R], rank: int, size: int) -> R | None:
-    """Open this rank's file, if that is asked for, and return what ``make`` makes for it.
+def open_recorder(
+    active: Recorder, make: Callable[[Path, int, int], Recorder], rank: int, size: int
+) -> tuple[Recorder, Description]:
+    """Open this rank's file, if that is asked for, and return what all ranks must have alike.
 
     Args:
+        active: The recorder so far.
         make: Takes the file's path, its limit in bytes, and the rank.
         rank: This one's.
         size: How many ranks there are.
+
+    Returns:
+        The recorder from now on, and whether there is one.
 
     Raises:
         HvdPipeError: The directory cannot be written.
         ValueError: The limit is not a number of megabytes.
     """
+    alike = [(DIRECTORY, "set")]
+    if active.is_on:
+        return active, alike
     name = os.environ.get(DIRECTORY)
     if not name:
-        return None
+        return active, []
     directory = Path(name)
     text = os.environ.get(MEGABYTES, DEFAULT_MEGABYTES)
     try:
@@ -214,7 +300,7 @@ def open_recorder(make: Callable[[Path, int, int], R], rank: int, size: int) -> 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_older(directory, size)
-        return make(path, limit, rank)
+        return make(path, limit, rank), alike
     except OSError as error:
         raise HvdPipeError(
             f"{DIRECTORY}={directory}: {path} cannot be written ({error.strerror}): name a "

@@ -33,8 +33,9 @@ from typing import Any
 if __name__ == "__main__":  # started by this file's path: let the package be found, and that alone
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from hvd_pipe.runtime.watch.heartbeat import Heartbeat, Peer, Status
-from hvd_pipe.runtime.watch.threads import Activity, activity
+from hvd_pipe.runtime.watch.heartbeat import Heartbeat
+from hvd_pipe.runtime.watch.link import Peer, Status
+from hvd_pipe.runtime.watch.waits import Activity, activity
 
 __all__ = ["READY", "Rank", "main"]
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_pipe.runtime.watch import child
-from hvd_pipe.runtime.watch.heartbeat import Peer, Process, beat_s
+from hvd_pipe.runtime.watch.heartbeat import Process, beat_s
+from hvd_pipe.runtime.watch.link import Peer
 
 __all__ = ["Reporter"]
 

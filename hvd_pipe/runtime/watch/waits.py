@@ -1,4 +1,4 @@
-"""What the threads of this process wait for, when that is another rank: a registry.
+"""What the threads of this process do: which wait for other ranks, and which work.
 
 Whoever waits says so, around the call that does::
 
@@ -6,18 +6,35 @@ Whoever waits says so, around the call that does::
         done.wait()
 
 A rank ends itself for a lost one only while it waits, so a wait that is not registered lets a job
-hang, and a computation that is registered may be ended. It costs a microsecond.
+hang, and a computation that is registered may be ended. It costs two microseconds.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Wait", "of_thread", "sleep_between_polls", "waiting_for"]
+__all__ = [
+    "Activity",
+    "OtherThreads",
+    "Wait",
+    "activity",
+    "of_thread",
+    "sleep_between_polls",
+    "threads",
+    "waiting_for",
+]
+
+_PROC = Path("/proc")  # other systems have none
+QUIET_S = 5.0  # a thread that has not run for so long is idle: one of a pool, say
+_AT_WORK = "RD"  # runs or is about to, and waits for a disk
+_OURS = "hvd_pipe"  # what our own threads' names begin with: they wait for other ranks
 
 
 class Wait(NamedTuple):
@@ -36,7 +53,8 @@ _numbers = itertools.count()
 _waits: dict[int, list[Wait]] = {}  # by thread; each changes its own entry alone
 
 
-class waiting_for:  # noqa: N801 - reads as what it is: `with waiting_for(...)`
+@contextmanager
+def waiting_for(what: str, joined: bool = False) -> Iterator[None]:
     """Register that this thread waits for other ranks.
 
     Args:
@@ -50,25 +68,13 @@ class waiting_for:  # noqa: N801 - reads as what it is: `with waiting_for(...)`
         >>> of_thread(threading.get_ident()) is None
         True
     """
-
-    __slots__ = ("_wait",)
-
-    def __init__(self, what: str, joined: bool = False) -> None:
-        self._wait = Wait((what, next(_numbers)), joined)
-
-    def __enter__(self) -> None:
-        _waits.setdefault(threading.get_ident(), []).append(self._wait)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        thread = threading.get_ident()
-        stack = _waits[thread]
-        stack.remove(self._wait)
-        if not stack:
+    thread, wait = threading.get_ident(), Wait((what, next(_numbers)), joined)
+    _waits.setdefault(thread, []).append(wait)
+    try:
+        yield
+    finally:
+        _waits[thread].remove(wait)
+        if not _waits[thread]:
             del _waits[thread]
 
 
@@ -87,3 +93,71 @@ def sleep_between_polls(begun: float) -> None:
         begun: ``time.monotonic()`` when the wait began.
     """
     time.sleep(min(max(0.1 * (time.monotonic() - begun), 2e-5), 5e-4))
+
+
+class Activity(NamedTuple):
+    """What a thread does, and what changes whenever it has run.
+
+    Args:
+        state: One letter: R runs or is about to, D waits for a disk, S sleeps, T is stopped by a
+            signal, t by a debugger.
+        ticks: The processor time that it has had.
+        pauses: How often it has gone to sleep.
+    """
+
+    state: str
+    ticks: int
+    pauses: int
+
+
+def activity(pid: int, thread: int) -> Activity | None:
+    """Return what a thread of a process does; None where that is not known, or it has ended."""
+    folder = _PROC / str(pid) / "task" / str(thread)
+    with suppress(OSError, ValueError, IndexError):
+        # The name comes before the last parenthesis, and may have any characters.
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        status = (folder / "status").read_text()
+        pauses = status.partition("\nvoluntary_ctxt_switches:")[2].partition("\n")[0]
+        return Activity(fields[0], int(fields[11]) + int(fields[12]), int(pauses))
+    return None
+
+
+def threads(pid: int) -> set[int]:
+    """Return the numbers of a process's threads; empty where they are not known."""
+    with suppress(OSError):
+        return {int(each.name) for each in (_PROC / str(pid) / "task").iterdir()}
+    return set()
+
+
+class OtherThreads:
+    """Threads that Python would wait for at its end, such as one that writes a checkpoint."""
+
+    def __init__(self) -> None:
+        self._seen: dict[threading.Thread, tuple[Activity, float]] = {}
+
+    def are_busy(self) -> bool:
+        """Return whether one of them has run of late; where nobody knows, whether there is one."""
+        now, seen, busy = time.monotonic(), self._seen, False
+        self._seen = {}
+        for thread in threading.enumerate():
+            if not _counts(thread):
+                continue
+            found = activity(os.getpid(), thread.native_id or 0)
+            if found is None:
+                busy = True
+                continue
+            last, ran = seen.get(thread, (None, now))
+            if found != last or found.state in _AT_WORK:
+                ran = now
+            self._seen[thread] = found, ran
+            busy = busy or now - ran < QUIET_S
+        return busy
+
+
+def _counts(thread: threading.Thread) -> bool:
+    return not (
+        thread.daemon
+        or thread is threading.main_thread()
+        or thread.name.startswith(_OURS)
+        or of_thread(thread.ident or 0) is not None
+    )

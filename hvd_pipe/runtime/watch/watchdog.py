@@ -33,13 +33,13 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 
 import hvd_pipe
-from hvd_pipe.runtime.agreement import Agreement
+from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.runtime.watch.heartbeat import FIRST, Peer, Status
+from hvd_pipe.runtime.watch.heartbeat import FIRST
+from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 from hvd_pipe.runtime.watch.reporter import Reporter
-from hvd_pipe.runtime.watch.threads import OtherThreads
-from hvd_pipe.runtime.watch.waits import Wait
+from hvd_pipe.runtime.watch.waits import OtherThreads, Wait
 
 __all__ = ["Frames", "Job", "horovod_call", "is_library", "leave", "module_of", "start", "stop"]
 

@@ -25,7 +25,7 @@ from horovod.tensorflow import mpi_ops
 from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.runtime.agreement import answer_with
+from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
@@ -88,7 +88,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._hvd_pipe_local,
             functools.partial(momenta_of, self),
         )
-        with nullcontext() if timeline.active is None else timeline.step() as step:
+        with timeline.step() if timeline.active.is_on else nullcontext() as step:
             if step is not None:
                 step.gradients(gradients)
             if self._hvd_pipe_accumulation.passes == 1:
@@ -119,7 +119,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         else:  # what does not travel is due at once; ranks that have none of it vote
             local = session.own(incoming)
             tf.cond(due.when, branch(update, incoming, variables), branch(own, local, variables))
-        step = None if timeline.active is None else timeline.current()
+        step = timeline.current() if timeline.active.is_on else None
         changed = [raw(each) for each in session.variables] if step is not None else []
         with nullcontext() if step is None else step.end(changed, due.when):
             engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)

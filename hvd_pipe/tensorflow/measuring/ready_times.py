@@ -28,7 +28,7 @@ from horovod.tensorflow.mpi_ops import ProcessSet, Sum
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import comm_probe
-from hvd_pipe.runtime.agreement import allocated_everywhere
+from hvd_pipe.runtime.consensus import allocated_everywhere
 from hvd_pipe.tensorflow.agree import largest
 
 __all__ = ["JobTimes", "ReadyTimes", "measure_comm", "noted"]

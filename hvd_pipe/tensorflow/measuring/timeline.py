@@ -8,7 +8,7 @@
     update      from then until the optimizer has changed the variables
 
 TensorFlow tells of none of these, so the step's graph has operations that note the time, where it
-is traced while the variable is set; else `active` is None and the graph is as ever::
+is traced while the variable is set; else `active` notes nothing and the graph is as ever::
 
     begin -+-> first -> last -----------------------.     first: the gradient of the last variable
            +-> launched (a bucket) -> arrived ------+--> end     last: all gradients
@@ -44,15 +44,24 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, rank, size
 
-from hvd_pipe.runtime.timeline import clock, recorder
-from hvd_pipe.runtime.timeline.flights import Flight
-from hvd_pipe.runtime.timeline.recorder import DIRECTORY, open_recorder
+from hvd_pipe.runtime.timeline import clock
+from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
+from hvd_pipe.runtime.timeline.recorder import OFF, Recorder, TraceRecorder, open_recorder
 from hvd_pipe.tensorflow.agree import Description, gather
 
-__all__ = ["Message", "Recorder", "Step", "active", "current", "describe", "start", "step"]
+__all__ = [
+    "Message",
+    "Step",
+    "TensorFlowRecorder",
+    "active",
+    "current",
+    "describe",
+    "start",
+    "step",
+]
 
 
-class Recorder(recorder.Recorder):
+class TensorFlowRecorder(TraceRecorder):
     """`hvd_pipe.runtime.timeline.recorder` for TensorFlow: all moments are the host's."""
 
     _over = False
@@ -87,7 +96,7 @@ class Step(AbstractContextManager["Step"]):
     Executed eagerly, a note is taken at once.
     """
 
-    def __init__(self, recorder: Recorder, is_backward: bool = False) -> None:
+    def __init__(self, recorder: TensorFlowRecorder, is_backward: bool = False) -> None:
         self._recorder, self._is_backward = recorder, is_backward
         self.is_eager = tf.executing_eagerly()
         self._outer: Step | None = None
@@ -260,22 +269,21 @@ class Message:
 
     token: Any = None
 
-    def __init__(self, recorder: Recorder, name: str, fresh: bool) -> None:
+    def __init__(self, recorder: TensorFlowRecorder, name: str, fresh: bool) -> None:
         self._recorder, self._name, self._fresh = recorder, name, fresh
-        self._flight: Flight | None = None
+        self._operation = NOT_SHOWN
 
     def launched(self, nbytes: Any, *_: Any) -> None:
         """Take the moment down at which it left."""
         if self._fresh:
             self._recorder.ready(self._name)
-        self._flight = self._recorder.launched(self._name, int(nbytes))
+        self._operation = self._recorder.launched(self._name, int(nbytes))
 
     def landed(self) -> float:
         """Take down that it has arrived, and return when."""
-        assert self._flight is not None
-        self._flight.land()
-        assert self._flight.end_s is not None
-        return self._flight.end_s
+        self._operation.complete()
+        assert self._operation.end_s is not None
+        return self._operation.end_s
 
 
 def _dense(gradient: Any) -> tf.Tensor:
@@ -284,8 +292,8 @@ def _dense(gradient: Any) -> tf.Tensor:
 
 _open = threading.local()
 
-active: Recorder | None = None
-"""The process's recorder; None where `DIRECTORY` is not set."""
+active: Recorder = OFF
+"""The process's recorder; `OFF` where ``HVD_PIPE_TIMELINE`` is not set."""
 
 
 def step(is_backward: bool = False) -> AbstractContextManager[Step | None]:
@@ -294,7 +302,7 @@ def step(is_backward: bool = False) -> AbstractContextManager[Step | None]:
     Args:
         is_backward: Whether, executed eagerly, the backward pass begins with the context.
     """
-    return nullcontext() if active is None else Step(active, is_backward)
+    return Step(active, is_backward) if isinstance(active, TensorFlowRecorder) else nullcontext()
 
 
 def current() -> Step | None:
@@ -307,19 +315,13 @@ def current() -> Step | None:
 
 
 def describe() -> Description:
-    """Open this rank's file if that is asked for, and return what all ranks must have alike.
-
-    Raises:
-        HvdPipeError: The directory cannot be written.
-        ValueError: The limit is not a number of megabytes.
-    """
-    global active  # noqa: PLW0603 - one a process, as Horovod itself
-    if active is None:
-        active = open_recorder(Recorder, rank(), size())
-    return [] if active is None else [(DIRECTORY, "set")]
+    """Open this rank's file if that is asked for, and return what all ranks must have alike."""
+    global active
+    active, alike = open_recorder(active, TensorFlowRecorder, rank(), size())
+    return alike
 
 
 def start(process_set: ProcessSet) -> None:
     """Take an optimizer or tape in, where a timeline is asked for; all its ranks do this."""
-    if active is not None:
+    if isinstance(active, TensorFlowRecorder):
         active.join(process_set)

@@ -136,7 +136,7 @@ class Reduction:
         if self.alone:
             return tf.identity(flat)
         name = call_name(name)
-        if check_mode.active.on or timeline.active is not None:
+        if check_mode.active.on or timeline.active.is_on:
             return self._observed(flat, name, feedback, fresh)
         return self._allreduce(flat, name, feedback)
 

@@ -15,7 +15,6 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
 from hvd_pipe.pipeline.build import BuiltPipeline, Framework, connect, cut_together
-from hvd_pipe.pipeline.executor import PipelineSpans
 from hvd_pipe.pipeline.options import Options
 from hvd_pipe.pipeline.plans import assign, plan_together
 from hvd_pipe.planning.comm import CommModel
@@ -194,6 +193,7 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
         (own.inputs, own.outputs),
         lambda specs: KerasMessages(specs, stages, where, options.wire_dtype is not None),
     )
+    timeline.start(global_process_set)
     ranks, weights = connections.replicas, [each for each in own.variables if each.trainable]
     replicas = None if ranks is None else Replicas(ranks, stage, weights)
     return KerasPipeline(
@@ -212,7 +212,7 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
             connections.transport.recycle,
         ),
         most_samples=samples,
-        spans=_spans(),
+        recorder=timeline.active,
         options=options,
         parts=parts,
         replicas=replicas,
@@ -241,9 +241,3 @@ def _state_ratio(options: KerasOptions) -> float:
     trial, optimizer = keras.Variable(tf.zeros(64)), options.optimizer_fn()
     optimizer.build([trial])
     return sum(1.0 for each in optimizer.variables if tuple(each.shape) == (64,))
-
-
-def _spans() -> PipelineSpans | None:
-    """Join the timeline, where one is asked for."""
-    timeline.start(global_process_set)
-    return None if timeline.active is None else PipelineSpans(timeline.active)

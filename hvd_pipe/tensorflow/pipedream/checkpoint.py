@@ -21,12 +21,7 @@ import numpy.typing as npt
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.checkpoint import (
-    norms_of,
-    read_checkpoint,
-    same_stages,
-    write_checkpoint,
-)
+from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoint
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import allgather_object, broadcast_object, broadcast_variables
 from hvd_pipe.tensorflow.pipedream.build import KerasPipeline
@@ -65,10 +60,8 @@ def save(built: KerasPipeline, directory: Path, epoch: int) -> None:
             directory,
             writers,
             schema=SCHEMA,
-            mode=built.options.mode,
+            built=built,
             epoch=epoch,
-            partition=built.assignment.partition,
-            squared_norms=built.stage.norms.squared,
             layers=blocks_of(built.options.graph),
             variables=_variables(built),
         )
@@ -102,12 +95,10 @@ def load(built: KerasPipeline, directory: Path) -> tuple[int, bool]:
         lambda: model.load_weights(directory / _WEIGHTS), f"{_NAME}.weights", global_process_set
     )
     broadcast_variables(model.variables, 0)
-    same = same_stages(found, built.assignment.partition, blocks_of(built.options.graph))
+    same = resume(built, found, blocks_of(built.options.graph))
     _load_state(built, arrays, same)
     for slot, value in optimizer:
         slot.assign(value)
-    if same:
-        built.stage.norms.set_all(norms_of(found))
     return int(found["epoch"]), same
 
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import MPI_LIB, ProcessSet, rank
 
-from hvd_pipe.pipeline.messages import Messages
+from hvd_pipe.pipeline.messages import ITEM_BYTES, Messages, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.tensorflow.pipedream.graph import Graph
@@ -81,6 +81,9 @@ def _digest(targets: Any) -> int:
     return digest
 
 
+_DTYPES = {name: tf.as_dtype(name) for name in ITEM_BYTES}
+
+
 class KerasMessages(Messages):
     """See :class:`hvd_pipe.pipeline.messages.Messages`; received tensors are copies.
 
@@ -95,15 +98,19 @@ class KerasMessages(Messages):
         (7, TensorShape([5, 2]))
     """
 
-    def _name(self, tensor: Any) -> str:
-        return str(tensor.dtype.name)
+    def __init__(
+        self, specs: Sequence[TensorSpec], stages: int, where: str, short: bool = False
+    ) -> None:
+        super().__init__(_DTYPES, specs, stages, where, short)
 
-    def _bytes(self, tensor: Any, dtype: str) -> Part:
+    def _bytes(self, tensor: Any, dtype: tf.DType) -> Part:
         data: Part = tf.cast(tensor, dtype).numpy()
         return data
 
-    def _tensor(self, part: Buffer, dtype: str, shape: tuple[int, ...], wanted: str) -> Any:
-        array = part.view(tf.as_dtype(dtype).as_numpy_dtype).reshape(shape)
+    def _tensor(
+        self, part: Buffer, shape: tuple[int, ...], dtype: tf.DType, wanted: tf.DType
+    ) -> Any:
+        array = part.view(dtype.as_numpy_dtype).reshape(shape)
         return tf.cast(tf.constant(array), wanted)
 
 
@@ -144,7 +151,7 @@ class Broadcast:
 
 
 def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
-    """Start a broadcast; see :class:`hvd_pipe.pipeline.transport.Start`."""
+    """Start a broadcast; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
     return Broadcast(buffer, root_rank, name, process_set)
 
 

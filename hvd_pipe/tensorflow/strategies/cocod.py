@@ -173,7 +173,7 @@ class CoCoDEngine(Engine):
         dtypes = [dtype for part in self._parts for dtype in part.packing.dtypes]
         flats = self._flats()
         asked = []
-        if timeline.active is not None:
+        if timeline.active.is_on:
             with tf.control_dependencies(flats):
                 asked = [tf.py_function(_weakly(self._ask), [], tf.int32)]
         with tf.control_dependencies([*flats, *asked]):

@@ -91,16 +91,14 @@ class ModelAverage:
             outgoing = [flat - base for flat, base in zip(outgoing, self._base, strict=True)]
         elif self._is_lossy:
             average = self._average_exactly
-        if timeline.active is not None:
-            timeline.active.ready(self._name)
+        timeline.active.ready(self._name)
         self._leave()
         self._sent = self._thread.submit(average, *outgoing)
         self._sent.add_done_callback(self._announce)
 
     def ask(self) -> None:
         """Note, for a timeline, that the round's end waits from now on."""
-        if timeline.active is not None:
-            self._asked = timeline.active.now()
+        self._asked = timeline.active.now()
 
     def arrival(self) -> tf.Tensor:
         """Wait, as an operation of a graph, until what `start` has sent is there for `finish`.
@@ -219,8 +217,7 @@ class ModelAverage:
     def _arrive(self) -> list[tf.Tensor]:
         assert self._sent is not None
         means, self._sent = self._sent.result(), None
-        if timeline.active is not None:
-            timeline.active.waited(self._asked, self._name)
+        timeline.active.waited(self._asked, self._name)
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
         if self._is_lossy:
@@ -245,16 +242,16 @@ class ModelAverage:
 
         def shown(*flats: tf.Tensor) -> Any:
             trace = timeline.active
-            if trace is None or reduction.alone:
+            if not trace.is_on or reduction.alone:
                 return average(*flats)
             average.get_concrete_function(*flats)  # traced before the message leaves
-            flights = [
+            operations = [
                 trace.launched(f"{name}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
                 for i, flat in enumerate(flats)
             ]
             found = average(*flats)
-            for flight in flights:
-                flight.land()
+            for operation in operations:
+                operation.complete()
             return found
 
         return shown

@@ -18,8 +18,8 @@ from horovod.torch.mpi_ops import (
 
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import comm_probe
-from hvd_pipe.runtime.agreement import allocated_everywhere
 from hvd_pipe.runtime.comm_probe import BUDGET_S, Progress
+from hvd_pipe.runtime.consensus import allocated_everywhere
 from hvd_pipe.torch.agree import gather, largest
 
 __all__ = ["measure_allreduce", "measure_comm", "worker_speeds"]

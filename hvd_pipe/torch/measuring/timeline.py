@@ -12,13 +12,13 @@ A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.
 
 *Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
 they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
-2 % of its time, 0.2 ms at best; see `runtime.timeline.flights`.
+2 % of its time, 0.2 ms at best; see `runtime.timeline.pending`.
 
 *One clock.* Zero is the same moment for all ranks that made their first optimizer together:
 exactly so on one host, between hosts to ``clock_error_s``, which each file states; see
 `runtime.timeline.clock`.
 
-Where the variable is not set, `active` is None and each place that is traced asks for no more.
+Where the variable is not set, `active` is a recorder that notes nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,17 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
 
-from hvd_pipe.runtime.timeline import recorder
 from hvd_pipe.runtime.timeline.clock import own_clock
-from hvd_pipe.runtime.timeline.flights import Flight, Flights
-from hvd_pipe.runtime.timeline.recorder import COMPUTE, DIRECTORY, HOST, MEGABYTES, open_recorder
+from hvd_pipe.runtime.timeline.recorder import (
+    COMPUTE,
+    DIRECTORY,
+    HOST,
+    MEGABYTES,
+    OFF,
+    Recorder,
+    TraceRecorder,
+    open_recorder,
+)
 from hvd_pipe.torch.agree import Description, agree_on_clock
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment
 from hvd_pipe.torch.messages import pending
@@ -46,9 +53,8 @@ from hvd_pipe.torch.parameters import ModelFinder
 __all__ = [
     "DIRECTORY",
     "MEGABYTES",
-    "Flight",
     "Moment",
-    "Recorder",
+    "TorchRecorder",
     "active",
     "describe",
     "start",
@@ -58,7 +64,7 @@ __all__ = [
 _LOOK_STEPS = 20
 
 
-class Recorder(recorder.Recorder):
+class TorchRecorder(TraceRecorder):
     """`runtime.timeline.recorder` for torch: the host's moments, and those of a CUDA stream."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
@@ -67,10 +73,10 @@ class Recorder(recorder.Recorder):
         self._started: Moment | None = None
         self._last: Moment | None = None
         self._device: DeviceClock | None = None
-        pending.before_shutdown(self._flights.halt)
+        pending.before_shutdown(self._operations.halt)
 
-    def _make_flights(self) -> Flights:
-        return Flights(self.now, self._landed, lambda handle: bool(poll(handle)))
+    def _poll(self, handle: int) -> bool:
+        return bool(poll(handle))
 
     def join(self, parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
         """Take an optimizer in; all ranks do this, those of its process set together."""
@@ -84,19 +90,17 @@ class Recorder(recorder.Recorder):
             self.forwards.finder.look_for(parameters)
 
     def moment(self) -> Moment:
-        """Return the moment at which the device will have done what it was given so far."""
+        """The moment at which the device will have done what it was given so far."""
         return self.now() if self._device is None else self._device.mark()
 
     # What happens.
 
     def begin_backward(self) -> None:
-        """Note that gradients are computed from here on."""
-        if self._last is None and not self.told:
+        if self._last is None and not self.is_told:
             self._started = self.moment()
 
     def gradient(self) -> None:
-        """Note that a gradient is complete."""
-        if self.told:
+        if self.is_told:
             return
         if self._started is None:
             self._started = self.moment()
@@ -106,7 +110,6 @@ class Recorder(recorder.Recorder):
             self._last = self.moment()
 
     def end_backward(self) -> None:
-        """Note that the last gradient was the last one."""
         if self._started is not None and self._last is not None:
             self.span("backward", "backward", self._started, self._last)
             self._started = self._last = None
@@ -120,7 +123,7 @@ class Recorder(recorder.Recorder):
 
     def forward(self, begun: Moment) -> None:
         """Note that a model has run, from ``begun`` until now."""
-        if self.told:
+        if self.is_told:
             return
         name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
         self.span("forward", name, begun, self.moment())
@@ -149,7 +152,7 @@ class _Forwards:
     Only these have hooks, which leave ``torch.compile`` of what is inside as it is.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TorchRecorder) -> None:
         self._recorder = recorder
         self.finder = ModelFinder(self._take, _LOOK_STEPS, through_graph=False)
         self._depth = 0
@@ -191,48 +194,39 @@ class _Forwards:
 
 
 def _enter(_module: torch.nn.Module, _inputs: Any) -> None:
-    if active is not None:
+    if isinstance(active, TorchRecorder):
         active.forwards.enter()
 
 
 def _leave(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-    if active is not None:
+    if isinstance(active, TorchRecorder):
         active.forwards.leave(output)
 
 
 def _begin_backward(_gradients: Any) -> None:
-    if active is not None:
-        active.begin_backward()
+    active.begin_backward()
 
 
-active: Recorder | None = None
-"""The process's recorder; None where `DIRECTORY` is not set."""
+active: Recorder = OFF
+"""The process's recorder; `OFF` where ``HVD_PIPE_TIMELINE`` is not set."""
 
 
 def describe() -> Description:
-    """Open this rank's file if that is asked for, and return what all ranks must have alike.
-
-    Raises:
-        HvdPipeError: The directory cannot be written.
-        ValueError: The limit is not a number of megabytes.
-    """
-    global active  # noqa: PLW0603 - one a process, as Horovod itself
-    if active is None:
-        active = open_recorder(Recorder, rank(), size())
-    return [] if active is None else [(DIRECTORY, "set")]
+    """Open this rank's file if that is asked for, and return what all ranks must have alike."""
+    global active
+    active, alike = open_recorder(active, TorchRecorder, rank(), size())
+    return alike
 
 
 def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
     """Take an optimizer in, where a timeline is asked for; all its ranks do this together."""
-    if active is not None:
+    if isinstance(active, TorchRecorder):
         active.join(parameters, process_set)
 
 
 @contextmanager
 def updating() -> Iterator[None]:
     """Show what is done within this as an update of the user's optimizer, unless it fails."""
-    trace = active
-    begun = None if trace is None else trace.moment()
+    begun = active.moment()
     yield
-    if trace is not None and begun is not None:
-        trace.update(begun)
+    active.update(begun)

@@ -21,6 +21,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Compression, Int8, codec_for
 from hvd_pipe.torch.measuring import timeline
@@ -212,17 +213,16 @@ class AllReduce(Message):
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._handle: int | None = None
-        self._flight: timeline.Flight | None = None
+        self._operation = NOT_SHOWN
 
     def launch(self) -> None:
         if self._reduction.alone:
             return
         self._wire, self._context = self._reduction.compression.compress(self._flat)
         trace = timeline.active
-        begun = None if trace is None else trace.moment()  # it may be over when launch() returns
+        begun = trace.moment()  # it may be over when launch() returns
         self._handle = self._reduction.launch(self._wire, self._name)
-        if trace is not None:
-            self._flight = trace.launched(self._name, self._wire.nbytes, self._handle, begun=begun)
+        self._operation = trace.launched(self._name, self._wire.nbytes, self._handle, begun=begun)
 
     def meet(self) -> None:
         if not self._reduction.alone:
@@ -234,8 +234,7 @@ class AllReduce(Message):
         check_mode.active.delay()
         handle, self._handle = self._handle, None
         pending.wait(handle)
-        if self._flight is not None:
-            self._flight.land()
+        self._operation.complete()
         assert self._wire is not None
         follow_horovod(self._wire)
         self.settled = self._wire is self._flat

@@ -223,8 +223,7 @@ class BucketSet:
                 self._as_dense.add(index)
             copy_in(parameter, view)
         if bucket.fill():
-            if timeline.active is not None:
-                timeline.active.ready(bucket.name)
+            timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
                 bucket.launch()
 
@@ -284,13 +283,11 @@ class BucketSet:
 
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
-        trace = timeline.active
-        begun = 0.0 if trace is None else trace.now()
+        begun = timeline.active.now()
         # The last one first: if ranks have gone apart, it is the one that is sure to say so.
         for bucket in reversed(self.buckets):
             bucket.wait()
-        if trace is not None:
-            trace.waited(begun, self._tag)
+        timeline.active.waited(begun, self._tag)
         self.flags = self._mean_flags()
         if self.flags.sparse != 0.0:
             self.sparse.agree()

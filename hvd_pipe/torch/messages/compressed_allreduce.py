@@ -29,6 +29,7 @@ from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async,
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
 from hvd_pipe.runtime.watch.waits import waiting_for
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods
@@ -99,7 +100,7 @@ class CompressedAllReduce(Message):
         self._phases: Generator[int, Any, None] | None = None
         self._handle: int | None = None
         self._error: Exception | None = None
-        self._flight: timeline.Flight | None = None
+        self._operation = NOT_SHOWN
         self._filled: torch.cuda.Event | None = None
         self._reduced: torch.cuda.Event | None = None
         self.done = threading.Event()
@@ -122,9 +123,7 @@ class CompressedAllReduce(Message):
         workers = self._reduction.workers
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
-        if timeline.active is not None:
-            nbytes = workers * self._row_bytes
-            self._flight = timeline.active.launched(self._name, nbytes)
+        self._operation = timeline.active.launched(self._name, workers * self._row_bytes)
         pending.follow(self.done)
         communication_thread.take(self)
 
@@ -177,8 +176,7 @@ class CompressedAllReduce(Message):
         """Work up to the next phase on the wire; return whether there is one."""
         assert self._phases is not None
         check_mode.active.delay()
-        trace = timeline.active
-        begun = 0.0 if trace is None else trace.now()
+        begun = timeline.active.now()
         try:
             handle, self._handle = self._handle, None
             with self._stream():
@@ -190,15 +188,13 @@ class CompressedAllReduce(Message):
         except Exception as error:
             self.end(self._explained(error))
         finally:
-            if trace is not None:
-                trace.codec(begun, self._name)
+            timeline.active.codec(begun, self._name)
         return False
 
     def end(self, error: Exception | None) -> None:
         """Let `wait` return, or raise ``error``."""
         self._error, self._phases, self._handle = error, None, None
-        if self._flight is not None:
-            self._flight.land()
+        self._operation.complete()
         self.done.set()
 
     def _explained(self, error: Exception) -> Exception:

@@ -13,6 +13,7 @@ import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
 from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -115,12 +116,11 @@ class SparseGather:
         self._reduction = reduction
         self._parts = [own.indices().t().contiguous(), own.values().contiguous()]
         self._handles: list[int] = []
-        self._flight: timeline.Flight | None = None
+        self._operation = NOT_SHOWN
         if reduction.alone:
             return
         check_mode.active.delay()
-        trace = timeline.active
-        begun = None if trace is None else trace.moment()
+        begun = timeline.active.moment()
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
             handle = allgather_async(
                 sendable(part), f"{name}.{what}", process_set=reduction.process_set
@@ -128,9 +128,8 @@ class SparseGather:
             self._handles.append(pending.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
-        if trace is not None:
-            nbytes = sum(part.nbytes for part in self._parts)
-            self._flight = trace.launched(name, nbytes, self._handles[-1], begun=begun)
+        nbytes = sum(part.nbytes for part in self._parts)
+        self._operation = timeline.active.launched(name, nbytes, self._handles[-1], begun=begun)
 
     def wait(self) -> torch.Tensor:
         """Block until all entries are here; return the reduced gradient."""
@@ -138,8 +137,7 @@ class SparseGather:
             check_mode.active.delay()
             self._parts = [pending.wait(handle) for handle in self._handles]
             self._handles.clear()
-            if self._flight is not None:
-                self._flight.land()
+            self._operation.complete()
         indices, values = self._parts
         if values.dtype != self._dtype:
             values = values.view(self._dtype)

@@ -24,13 +24,13 @@ from hvd_pipe.pipeline.build import (
     connect,
     cut_together,
 )
-from hvd_pipe.pipeline.executor import PipelineSpans
 from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.pipeline.options import Options, check_function
 from hvd_pipe.pipeline.plans import Assignment, assign, plan_together
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.runtime.timeline.recorder import Recorder
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import Description, agree_on_clock, agreement
 from hvd_pipe.torch.horovod_api import broadcast_parameters
@@ -195,7 +195,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         (divided.arriving, divided.own.outputs),
         lambda specs: TorchMessages(specs, stages, where, options.wire_dtype is not None, device),
     )
-    spans = _spans()
+    recorder = _recorder()
     by_minibatch = options.schedule_by == "minibatch"
     updates = _updates(
         options, optimizer, scheduler if by_minibatch else None, module, connections
@@ -205,7 +205,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         runner=connections.runner(options.metric_fn is not None),
         stage=_stage(options, divided.own, updates, connections, device),
         most_samples=divided.samples,
-        spans=spans,
+        recorder=recorder,
         options=options,
         updates=updates,
         scheduler=None if by_minibatch else scheduler,
@@ -388,10 +388,8 @@ def _forget(modules: Sequence[nn.Module], kept: nn.Module) -> None:
                 setattr(module, name, buffer.to("meta"))
 
 
-def _spans() -> PipelineSpans | None:
+def _recorder() -> Recorder:
     """Join the timeline, where one is asked for, before an optimizer of some ranks does."""
-    recorder = timeline.active
-    if recorder is None:
-        return None
-    recorder.set_clock(agree_on_clock(global_process_set))
-    return PipelineSpans(recorder)
+    if isinstance(timeline.active, timeline.TorchRecorder):
+        timeline.active.set_clock(agree_on_clock(global_process_set))
+    return timeline.active

@@ -22,12 +22,7 @@ from horovod.torch.functions import allgather_object
 from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.checkpoint import (
-    norms_of,
-    read_checkpoint,
-    same_stages,
-    write_checkpoint,
-)
+from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoint
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.horovod_api import broadcast_tensors
@@ -75,10 +70,8 @@ def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
             directory,
             writers,
             schema=SCHEMA,
-            mode=built.options.mode,
+            built=built,
             epoch=epoch,
-            partition=built.assignment.partition,
-            squared_norms=built.stage.norms.squared,
             layers=built.layers,
         )
 
@@ -106,13 +99,12 @@ def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
     built.unused.update({name: state[name] for name in built.unused})
     worker = built.assignment.worker
     _load_training(built, [one["training"] for one in stages])
-    same = same_stages(found, built.assignment.partition, built.layers)
+    same = resume(built, found, built.layers)
     if same:
         mine = stages[worker.stage]["replicas"][worker.replica]
         for name, value in mine["buffers"].items():
             built.stage.module.get_buffer(name).copy_(value)
         _restore_random_state(mine["random"])
-        built.stage.norms.set_all(norms_of(found))
     return int(found["epoch"]), same
 
 

@@ -294,22 +294,17 @@ class ActivationMeter:
     def __init__(self) -> None:
         self.most_bytes = 0
         self._kept: dict[int, torch.UntypedStorage] = {}  # which live on, so addresses are theirs
-        self._done = False
+        self.is_done = False
 
     @contextmanager
-    def noting(
-        self, inputs: tuple[object, ...], weights: list[torch.nn.Parameter]
-    ) -> Iterator[None]:
+    def noting(self, inputs: tuple[object, ...], module: torch.nn.Module) -> Iterator[None]:
         """Note what a forward pass keeps, but for its weights.
 
         Args:
             inputs: What it is called with.
-            weights: The stage's parameters.
+            module: The stage.
         """
-        if self._done:
-            yield
-            return
-        own = {x.untyped_storage().data_ptr() for x in weights}
+        own = {x.untyped_storage().data_ptr() for x in module.parameters()}
         # Inputs may be parts of a message, or of a whole data set.
         for x in inputs:
             if isinstance(x, torch.Tensor):
@@ -326,9 +321,8 @@ class ActivationMeter:
 
     def note(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Note results, which live until their gradients come."""
-        if not self._done:
-            for x in outputs:
-                self._count(x)
+        for x in outputs:
+            self._count(x)
 
     def _count(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
@@ -338,5 +332,5 @@ class ActivationMeter:
 
     def end(self) -> None:
         """Measure no more."""
-        self._done = True
+        self.is_done = True
         self._kept.clear()

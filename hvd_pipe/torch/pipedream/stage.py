@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
-from hvd_pipe.pipeline.norms import Norms
 from hvd_pipe.pipeline.stage import Buffer, Feed, Microbatch, MicrobatchIndex, Tally
 from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
@@ -88,6 +87,8 @@ class TorchStage:
         self.versions = WeightVersions(p for p in self.module.parameters() if p.requires_grad)
         self.feed: Feed | None = None
         """Where the first and the last stage read; to be set before each run."""
+        self.norms = updates.norms
+        self.average, self.release = updates.average, self.versions.release
         self._losses, self._updates = losses, updates
         self._before, self._after = before, after
         self._recompute, self._recycle, self._device = recompute, recycle, device
@@ -97,11 +98,6 @@ class TorchStage:
         self._weight, self._samples = 0.0, 0
         self._meter = ActivationMeter()
         self._key = torch.zeros((), requires_grad=True, device=device)
-
-    @property
-    def norms(self) -> Norms:
-        """What it knows of the gradients of all stages."""
-        return self._updates.norms
 
     # A run.
 
@@ -140,11 +136,13 @@ class TorchStage:
             assert microbatch is not None
             _check_digest(pending.digest, microbatch.digest, index)
         self.versions.use(version)
-        with torch.set_grad_enabled(self._training), self._noting(pending):
+        measures = self._training and not self._meter.is_done
+        noting = self._meter.noting(pending.inputs, self.module) if measures else nullcontext()
+        with torch.set_grad_enabled(self._training), noting:
             output = self._run(pending)
             if self._losses is None:
                 pending.outputs = tuple(output)
-                if self._training:
+                if measures:
                     self._meter.note(pending.outputs)
             else:
                 assert microbatch is not None
@@ -171,7 +169,8 @@ class TorchStage:
         self.norms.heard(header.squared_norms, from_before=False)
 
     def backward(self, index: MicrobatchIndex, version: int) -> None:
-        self._meter.end()
+        if not self._meter.is_done:
+            self._meter.end()
         pending = self._pending[index]
         self.versions.use(version)
         if pending.loss is not None:
@@ -179,7 +178,7 @@ class TorchStage:
                 pending.loss.backward()  # type: ignore[no-untyped-call]
         else:
             assert self._after is not None
-            outputs = self._after.with_gradient(pending.outputs)
+            outputs = [pending.outputs[at] for at in self._after.differentiated]
             pairs = zip(outputs, pending.gradients, strict=True)
             # One that was computed without a gradient, against what was planned, takes none.
             wanted = [(x, gradient) for x, gradient in pairs if x.requires_grad]
@@ -193,10 +192,9 @@ class TorchStage:
     def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         assert self._before is not None
         pending = self._pending[index]
-        wanted = self._before.with_gradient(tuple(range(len(pending.inputs))))
         gradients = [
             pending.entered[at] if at in pending.entered else torch.zeros_like(pending.inputs[at])
-            for at in wanted
+            for at in self._before.differentiated
         ]
         message = self._before.gradients.pack(index, gradients, pending.digest, self.norms.squared)
         self._complete(index)
@@ -204,15 +202,9 @@ class TorchStage:
 
     # Weights.
 
-    def average(self, contributors: int) -> None:
-        self._updates.average(contributors)
-
     def update(self, version: int, keep: bool) -> None:
         with self.versions.updating(version, keep):
             self._updates.apply()
-
-    def release(self, version: int) -> None:
-        self.versions.release(version)
 
     def memory(self) -> StageMemory:
         """Return what this worker has held at the most since it was made."""
@@ -236,17 +228,12 @@ class TorchStage:
             if p.grad is not None and p.grad.untyped_storage().data_ptr() in theirs:
                 p.grad = p.grad.clone()
 
-    def _noting(self, pending: _Pending) -> AbstractContextManager[None]:
-        if not self._training:
-            return nullcontext()
-        return self._meter.noting(pending.inputs, list(self.module.parameters()))
-
     def _run(self, pending: _Pending) -> Any:
         inputs = pending.inputs
         if not self._training:
             return self.module(*inputs)
         if self._before is not None:
-            wanted = set(self._before.with_gradient(tuple(range(len(inputs)))))
+            wanted = self._before.differentiated
             inputs = tuple(
                 _Enter.apply(self._key, pending.entered, at, x)  # type: ignore[no-untyped-call]
                 if at in wanted

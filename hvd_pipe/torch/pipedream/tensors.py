@@ -11,7 +11,7 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, broadcast_async_, poll, synchronize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.pipeline.messages import Messages, TensorSpec
+from hvd_pipe.pipeline.messages import ITEM_BYTES, Messages, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
@@ -78,6 +78,9 @@ def _digest(targets: Any) -> int:
     return digest
 
 
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+
+
 class TorchMessages(Messages):
     """See :class:`hvd_pipe.pipeline.messages.Messages`.
 
@@ -94,25 +97,18 @@ class TorchMessages(Messages):
         short: bool,
         device: torch.device,
     ) -> None:
-        super().__init__(specs, stages, where, short)
+        super().__init__(_DTYPES, specs, stages, where, short)
         self._device = device
 
-    def _name(self, tensor: torch.Tensor) -> str:
-        return str(tensor.dtype).removeprefix("torch.")
-
-    def _bytes(self, tensor: torch.Tensor, dtype: str) -> Part:
-        data = tensor.detach().to(device="cpu", dtype=_dtype(dtype)).contiguous()
+    def _bytes(self, tensor: torch.Tensor, dtype: torch.dtype) -> Part:
+        data = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
         return data.view(-1).view(torch.uint8).numpy()
 
     def _tensor(
-        self, part: Buffer, dtype: str, shape: tuple[int, ...], wanted: str
+        self, part: Buffer, shape: tuple[int, ...], dtype: torch.dtype, wanted: torch.dtype
     ) -> torch.Tensor:
-        tensor = torch.from_numpy(part).view(_dtype(dtype)).view(shape)
-        return tensor.to(device=self._device, dtype=_dtype(wanted))
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]
+        tensor = torch.from_numpy(part).view(dtype).view(shape)
+        return tensor.to(device=self._device, dtype=wanted)
 
 
 class Broadcast:
@@ -130,6 +126,6 @@ class Broadcast:
 
 
 def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
-    """Start a broadcast; see :class:`hvd_pipe.pipeline.transport.Start`."""
+    """Start a broadcast; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
     tensor = torch.from_numpy(buffer)
     return Broadcast(broadcast_async_(tensor, root_rank, name=name, process_set=process_set))

@@ -155,7 +155,9 @@ class Updates:
             self.optimizer.synchronize()
             if self._mean:
                 self._minibatches = contributors
-                self._scale(self._replicas.size() / contributors)
+                if contributors != self._replicas.size():
+                    factor = self._replicas.size() / contributors
+                    torch._foreach_mul_(self._gradients(), factor)
 
     def apply(self) -> None:
         """Clip the gradient, make the update, and clear the gradient."""
@@ -164,7 +166,8 @@ class Updates:
         if optimizer is None:
             return
         with nullcontext() if self._replicas is None else optimizer.skip_synchronize():
-            self._scale(factor)
+            if factor != 1.0:
+                torch._foreach_mul_(self._gradients(), factor)
             optimizer.step()
         optimizer.zero_grad()
         if self.scheduler is not None:
@@ -174,10 +177,6 @@ class Updates:
     def _gradients(self) -> list[torch.Tensor]:
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]
-
-    def _scale(self, factor: float) -> None:
-        if factor != 1.0:
-            torch._foreach_mul_(self._gradients(), factor)
 
     def _squared_norm(self) -> float:
         gradients = self._gradients()

@@ -47,26 +47,22 @@ class AdasumEngine(Engine):
         if self.reduction.alone:
             return
         compression, deltas = self.reduction.compression, []
-        trace, flights = timeline.active, []
+        trace, operations = timeline.active, []
         for index, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
-            begun = None if trace is None else trace.moment()
-            handle = allreduce_async_(wire, name=self._name_of(index), op=Adasum)
+            name, begun = self._name_of(index), trace.moment()
+            handle = allreduce_async_(wire, name=name, op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((pending.sent(handle), context))
-            if trace is not None:
-                flights.append(
-                    trace.launched(self._name_of(index), wire.nbytes, handle, begun=begun)
-                )
-        waiting = 0.0 if trace is None else trace.now()
+            operations.append(trace.launched(name, wire.nbytes, handle, begun=begun))
+        waiting = trace.now()
         for value, start, (handle, context) in zip(
             self._values(), self._start, deltas, strict=True
         ):
             value.copy_(start + compression.decompress(pending.wait(handle), context))
-        if trace is not None:
-            for flight in flights:
-                flight.land()
-            trace.waited(waiting, f"{self.settings.tag}.deltas")
+        for operation in operations:
+            operation.complete()
+        trace.waited(waiting, f"{self.settings.tag}.deltas")
 
     def drain(self) -> None:
         """Nothing is in flight between steps."""

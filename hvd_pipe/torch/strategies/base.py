@@ -185,8 +185,7 @@ class Engine(abc.ABC):
     def on_gradient(self, index: int) -> None:
         """Take a gradient that backward has just completed."""
         check_mode.active.delay()
-        if timeline.active is not None:
-            timeline.active.gradient()
+        timeline.active.gradient()
         if not self.has_new_gradients:
             self._begin_step()
         self.has_new_gradients = True
@@ -295,8 +294,7 @@ class Engine(abc.ABC):
         """Prepare the coming update, if that has not been done."""
         if self.synchronized:
             return
-        if timeline.active is not None:
-            timeline.active.end_backward()
+        timeline.active.end_backward()
         if not self.has_new_gradients:
             self._begin_step()
         self._passes_done = [0] * len(self._passes_done)

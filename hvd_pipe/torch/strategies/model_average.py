@@ -122,11 +122,9 @@ class ModelAverage:
         if self._sent is None:
             return
         message, self._sent = self._sent, None
-        trace = timeline.active
-        begun = 0.0 if trace is None else trace.now()
+        begun = timeline.active.now()
         message.wait()
-        if trace is not None:
-            trace.waited(begun, self._name)
+        timeline.active.waited(begun, self._name)
         if self._reduction.alone:
             return
         size = self._reduction.workers
@@ -233,8 +231,7 @@ class ModelAverage:
         mine = self._reduction.process_set.rank() if weights and not self._reduction.alone else 0
         self._present[mine] = 1.0
         self._sent = message
-        if timeline.active is not None:
-            timeline.active.ready(self._name)
+        timeline.active.ready(self._name)
         message.launch()
 
     def _move_anchor(self) -> None:
