@@ -21,5 +21,4 @@ def bench(*arguments: str) -> Outcome:
 
 def bench_by_rank(*arguments: tuple[str, ...]) -> Outcome:
     """Run it with other options on each rank."""
-    variable = "OMPI_COMM_WORLD_RANK"
-    return bench(*arguments[int(os.environ[variable])])
+    return bench(*arguments[int(os.environ["HOROVOD_RANK"])])
