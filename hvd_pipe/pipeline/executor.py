@@ -57,6 +57,7 @@ class Times:
         return self.steady_compute_s / self.steady_s if self.steady_s else 0.0
 
 
+# Architecture: D1
 def execute(
     program: Sequence[Instruction],
     stage: Stage,
@@ -129,6 +130,7 @@ class _Worker:
         self._ranks = {layout.worker(rank): rank for rank in range(layout.size)}
         self._keeping, self._releasing = _lifetimes(program)
 
+    # Architecture: D2
     def carry_out(self, at: int, step: Instruction) -> str:
         """Carry out one instruction, and return its category in a timeline."""
         stage, begun = self._stage, time.perf_counter()

@@ -101,6 +101,7 @@ class MpiTransport(Transport):
             self._comm.Set_errhandler(MPI.ERRORS_RETURN)
             self._thread.start()
 
+    # Architecture: D3
     def receive(self, peer: int, kind: Kind) -> Bytes:
         incoming = self._incoming[peer, kind]
         with self._changed, waiting_for(incoming.name):
@@ -115,6 +116,7 @@ class MpiTransport(Transport):
             self._post(incoming)
         return message
 
+    # Architecture: D8
     def send(self, peer: int, kind: Kind, data: Any) -> None:
         outgoing = self._outgoing[peer, kind]
         size = checked_size(data, outgoing.channel)

@@ -114,6 +114,7 @@ class Session:
         travels_apart = reduction.codec is not None or bool(self.engine.settings.sparse)
         return travels_apart or self.engine.is_local
 
+    # Architecture: K3
     def outgoing(self, gradients: Sequence[Any]) -> Gradients:
         """Return what the engine is given: one gradient for each variable that is sent.
 
@@ -137,6 +138,7 @@ class Session:
                 )
         return found
 
+    # Architecture: K7
     def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
         """Return one gradient a variable: what is due, and this rank's own for local ones."""
         found = list(gradients)

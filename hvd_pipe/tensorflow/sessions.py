@@ -135,6 +135,7 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._found.values()))
 
+    # Architecture: K2
     def of(
         self,
         key: Hashable,

@@ -135,6 +135,7 @@ class DistributedMixin(EngineHolder):
                 "that are written in place count as cleared: write p.grad = g."
             )
 
+    # Architecture: G11
     def _apply(self, engine: Engine) -> Any:
         """Let the user's optimizer apply the gradients."""
         with timeline.updating():

@@ -69,6 +69,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
 
+    # Architecture: K1
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
         self._hvd_pipe_apply(grads, trainable_variables, None)

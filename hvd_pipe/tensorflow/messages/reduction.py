@@ -117,6 +117,7 @@ class Reduction:
             return round(numel * int(dtype.size) * self.ratio(dtype))
         return self.workers * self.codec.nbytes(_slice(numel, self.workers, self.codec.chunk))
 
+    # Architecture: K6
     def reduce(
         self,
         flat: tf.Tensor,

@@ -176,6 +176,7 @@ class Reduction:
         seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
         return replace(known, ratio=ratio, seconds_per_byte=seconds)
 
+    # Architecture: G4
     def launch(self, tensor: torch.Tensor, name: str) -> int:
         """Start an all-reduce in place and return its handle."""
         check_mode.active.delay()

@@ -114,6 +114,7 @@ class Bucket:
         ends = itertools.accumulate(parameter.numel() for parameter in self._parameters)
         return bisect.bisect_right(list(ends), element)
 
+    # Architecture: G3
     def launch(self) -> None:
         """Send the bucket; its buffer belongs to the network until `wait`."""
         self.launched = True
@@ -196,6 +197,7 @@ class BucketSet:
 
     # A round: gradients become ready, the rest is flushed, all is waited for.
 
+    # Architecture: G2
     def ready(self, index: int) -> None:
         """Take the gradient of ``parameters[index]``; send its bucket if that was the last one.
 
@@ -236,6 +238,7 @@ class BucketSet:
             if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
                 spoil(view)
 
+    # Architecture: G7
     def flush(self, flags: ControlFlags | None = None) -> None:
         """Send what has not left; a gradient that was not computed counts as zero, as in Horovod.
 
@@ -281,6 +284,7 @@ class BucketSet:
             if did:
                 raise touched_error(self._names[index], did)
 
+    # Architecture: G8
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
         begun = timeline.active.now()
@@ -349,6 +353,7 @@ class BucketSet:
         for bucket in self.buckets:
             bucket.message.wait()
 
+    # Architecture: G10
     def bind_gradients(self) -> None:
         """Make every gradient the view into its bucket (sparse again where it came sparse)."""
         for index, (_, view) in self.slots.items():

@@ -70,6 +70,7 @@ def sent(handle: int) -> int:
     return handle
 
 
+# Architecture: G9
 def wait(handle: int) -> Any:
     """Block until the message has arrived and return it.
 

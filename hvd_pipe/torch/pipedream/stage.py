@@ -123,6 +123,7 @@ class TorchStage:
         self._pending[index] = _Pending(header.digest, tuple(tensors), messages=[message])
         self.norms.heard(header.squared_norms, from_before=True)
 
+    # Architecture: D5
     def forward(self, index: MicrobatchIndex, version: int) -> None:
         microbatch: Microbatch | None = None
         if self.feed is not None and (self._before is None or self._losses is not None):
@@ -150,6 +151,7 @@ class TorchStage:
         if not self._training and self._losses is not None:
             self._complete(index)
 
+    # Architecture: D7
     def output(self, index: MicrobatchIndex) -> Buffer:
         assert self._after is not None
         pending = self._pending[index]
@@ -168,6 +170,7 @@ class TorchStage:
         pending.messages.append(message)
         self.norms.heard(header.squared_norms, from_before=False)
 
+    # Architecture: D9
     def backward(self, index: MicrobatchIndex, version: int) -> None:
         if not self._meter.is_done:
             self._meter.end()
@@ -189,6 +192,7 @@ class TorchStage:
         if self._before is None:
             self._complete(index)
 
+    # Architecture: D10
     def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         assert self._before is not None
         pending = self._pending[index]
@@ -202,6 +206,7 @@ class TorchStage:
 
     # Weights.
 
+    # Architecture: D11
     def update(self, version: int, keep: bool) -> None:
         with self.versions.updating(version, keep):
             self._updates.apply()

@@ -72,6 +72,7 @@ class WeightVersions:
         self._spare.extend(self._values.values())  # none: each has been released
         self._values, self._newest, self._shown = {0: values}, 0, 0
 
+    # Architecture: D6
     def use(self, version: int) -> None:
         """Put a version's values into the parameters."""
         if version == self._shown:

@@ -182,6 +182,7 @@ class Engine(abc.ABC):
 
     # What the optimizer calls.
 
+    # Architecture: G1
     def on_gradient(self, index: int) -> None:
         """Take a gradient that backward has just completed."""
         check_mode.active.delay()
@@ -219,6 +220,7 @@ class Engine(abc.ABC):
         names, weights = settings.names, self.weights()
         compare_replicas(names, weights, gradients, when, process_set, settings.tag)
 
+    # Architecture: G5
     def before_update(self) -> bool:
         """Return whether the user's optimizer shall update now."""
         self.prepare_now()

@@ -161,6 +161,7 @@ class MergedGradientEngine(Engine):
     def _enter(self, phase: Phase) -> None:
         self._phase, self.ready_times = phase, None
 
+    # Architecture: G6
     def prepare(self) -> bool:
         if self.ready_times is not None:
             self.ready_times.end_step()
@@ -222,6 +223,7 @@ class MergedGradientEngine(Engine):
         elif isinstance(self._phase, Measuring):
             self._enter(Planned())
 
+    # Architecture: G12
     def after_update(self) -> None:
         super().after_update()
         if self.reduction.alone or not self._all_updated:

@@ -139,6 +139,7 @@ class PipeSGDEngine(Engine):
         pending = "nothing" if self._pending is None else "a gradient"
         return [*super().position(), ("what is in flight", pending)]
 
+    # Architecture: P1
     def prepare(self) -> bool:
         self._ahead.restore()
         self._scales.pop(self.current, None)
@@ -166,6 +167,7 @@ class PipeSGDEngine(Engine):
             gradients = (p.grad for p in self.settings.parameters)
             self._applied = [None if g is None else g.detach().clone() for g in gradients]
 
+    # Architecture: P3
     def after_update(self) -> None:
         super().after_update()
         if self._pending is None or self._predict == "none":
@@ -181,6 +183,7 @@ class PipeSGDEngine(Engine):
         if present and (not self._scales or are_finite(present)):
             self._ahead.predict(guess, scale or 1.0)
 
+    # Architecture: P4
     def drain(self) -> None:
         """Apply the pending gradient.
 
@@ -248,6 +251,7 @@ class PipeSGDEngine(Engine):
         self._scales.clear()
         self.current, self.rounds = self._sets[0], 0
 
+    # Architecture: P2
     def _wait(self, due: BucketSet) -> None:
         """Wait for an average and make it the gradient."""
         due.wait()
