@@ -12,6 +12,7 @@ import pytest
 from hvd_pipe.planning import codec
 from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.runtime.bucket_planner import GradientIndex
 
 
 def test_doctests() -> None:
@@ -91,6 +92,7 @@ def test_a_plan_counts_both_messages_of_a_codec_and_its_time() -> None:
             parameters=[torch.zeros(8), torch.zeros(8)],
             reduction=reduction,
             wire_bytes=lambda: [60_000, 60_000],
+            index=GradientIndex(["b", "a"], [32, 32], ["float32", "float32"]),
         )
         engine.comm, engine.plan = CommModel.linear(1e-3, 1e-8), None
         engine._method, engine._bucket_bytes = "exact", None

@@ -106,7 +106,7 @@ class Step(AbstractContextManager["Step"]):
         self._begun: float | None = None
         self._first: float | None = None
         self._last: float | None = None
-        self._arrived = 0.0
+        self._arrivals: list[float] = []  # from several of TensorFlow's threads
 
     def __enter__(self) -> Step:
         self._outer, _open.step = getattr(_open, "step", None), self
@@ -154,7 +154,7 @@ class Step(AbstractContextManager["Step"]):
         """Note that a message has arrived."""
 
         def landed(*_: Any) -> None:
-            self._arrived = max(self._arrived, message.landed())
+            self._arrivals.append(message.landed())
 
         self._mark(landed, values, message.token)
 
@@ -249,12 +249,13 @@ class Step(AbstractContextManager["Step"]):
     def _note_end(self, updated: bool) -> None:
         now = self._recorder.now()
         free = now if self._last is None else self._last
-        if self._arrived > free:
-            self._recorder.span("wait", "messages", free, self._arrived)
-            free = self._arrived
+        arrived = max(self._arrivals, default=0.0)
+        if arrived > free:
+            self._recorder.span("wait", "messages", free, arrived)
+            free = arrived
         if updated:
             self._recorder.span("update", "update", free, now)
-        self._last, self._arrived = None, 0.0
+        self._last, self._arrivals = None, []
         self._recorder.end_step()
 
 
