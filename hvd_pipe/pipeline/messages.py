@@ -180,7 +180,7 @@ class Messages(ABC):
             parts.append(self._bytes(tensor, self._dtypes[sent.dtype]))
         return self._format.pack(Header(*index, digest, squared_norms, tuple(shapes)), parts)
 
-    # Architecture: D4
+    # Architecture: D5
     def unpack(self, index: MicrobatchIndex, message: Buffer) -> tuple[Header, list[Any]]:
         """Return what a message holds; tensors may be views of it.
 

@@ -116,7 +116,7 @@ class MpiTransport(Transport):
             self._post(incoming)
         return message
 
-    # Architecture: D8
+    # Architecture: D9
     def send(self, peer: int, kind: Kind, data: Any) -> None:
         outgoing = self._outgoing[peer, kind]
         size = checked_size(data, outgoing.channel)

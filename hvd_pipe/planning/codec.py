@@ -68,7 +68,7 @@ NONE = CodecCost("none", 1.0)
 """Gradients travel as they are."""
 
 
-def _exchanged(name: str, ratio: float, encode_s: float, decode_s: float) -> CodecCost:
+def _in_two_phases(name: str, ratio: float, encode_s: float, decode_s: float) -> CodecCost:
     """A codec whose bytes cannot be summed: ``1 + 1/n`` encodings, two decodings (n = 4 here)."""
     return CodecCost(name, ratio, (1.25 * encode_s + 2.0 * decode_s) / _MEASURED_BYTES, phases=2)
 
@@ -82,9 +82,9 @@ CODECS = MappingProxyType(
             NONE,
             # Horovod casts into new tensors, whose memory costs more than the cast.
             CodecCost("fp16", 0.5, 45e-3 / _MEASURED_BYTES),
-            _exchanged("bf16", 0.5, encode_s=6.6e-3, decode_s=9.6e-3),
+            _in_two_phases("bf16", 0.5, encode_s=6.6e-3, decode_s=9.6e-3),
             # 256 values share a float32 scale: 260 bytes for 1024.
-            _exchanged("int8", 260 / 1024, encode_s=20.9e-3, decode_s=13.3e-3),
+            _in_two_phases("int8", 260 / 1024, encode_s=20.9e-3, decode_s=13.3e-3),
         )
     }
 )

@@ -61,6 +61,8 @@ class BF16Format:
         TypeError: ``error_feedback`` is no bool.
     """
 
+    name: ClassVar[str] = "bf16"
+    """Its name in `hvd_pipe.planning.codec.CODECS`."""
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class Int8Format:
         ValueError: ``chunk`` is less than 1.
     """
 
+    name: ClassVar[str] = "int8"
+    """Its name in `hvd_pipe.planning.codec.CODECS`."""
     chunk: int = 256
     error_feedback: bool = False
 

@@ -29,6 +29,7 @@ class Codec(NoCompressor, abc.ABC):
     """Turns rows of float32 numbers into rows that Horovod can carry, and back, at a loss."""
 
     belongs_to = "hvd_pipe.tensorflow's DistributedOptimizer or DistributedGradientTape"
+    name: str
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
 

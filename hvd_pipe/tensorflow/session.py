@@ -114,7 +114,7 @@ class Session:
         travels_apart = reduction.codec is not None or bool(self.engine.settings.sparse)
         return travels_apart or self.engine.is_local
 
-    # Architecture: K3
+    # Architecture: K5
     def outgoing(self, gradients: Sequence[Any]) -> Gradients:
         """Return what the engine is given: one gradient for each variable that is sent.
 
@@ -138,7 +138,7 @@ class Session:
                 )
         return found
 
-    # Architecture: K7
+    # Architecture: K9
     def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
         """Return one gradient a variable: what is due, and this rank's own for local ones."""
         found = list(gradients)
@@ -221,6 +221,7 @@ class Session:
             gradient.values, tf.cast(gradient.indices, tf.int64), gradient.dense_shape
         )
 
+    # Architecture: K3
     def _agree(
         self, shared: Sequence[int], gradients: Sequence[Any]
     ) -> tuple[dict[int, str], bool]:

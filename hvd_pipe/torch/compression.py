@@ -44,6 +44,7 @@ class Codec(NoCompressor, abc.ABC):
     """
 
     belongs_to = "hvd_pipe.torch.DistributedOptimizer(compression=...)"
+    name: str
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
 

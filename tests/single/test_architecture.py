@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 
-STEP = re.compile(r"^ *([GPKD]\d+) +(\S+\.py) +([\w.]+)", re.MULTILINE)
+STEP = re.compile(r"^[ |]*([GPKD]\d+) +(\S+\.py) +([\w.]+)", re.MULTILINE)
 CITATION = re.compile(r"^ *# Architecture: ([GPKD]\d+(?:, [GPKD]\d+)*)$")
 
 Steps = set[tuple[str, str, str]]

@@ -69,11 +69,11 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
 
-    # Architecture: K1
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
         self._hvd_pipe_apply(grads, trainable_variables, None)
 
+    # Architecture: K1
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _hvd_pipe_apply(self, grads: Sequence[Any], variables: Any, scaler: Any) -> None:
         """Apply gradients; ``scaler`` is the LossScaleOptimizer that has unscaled them, if any."""
@@ -102,6 +102,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                     lambda sums: self._hvd_pipe_step(session, sums, scaler),
                 )
 
+    # Architecture: K4
     def _hvd_pipe_step(self, session: Session, gradients: list[Any], scaler: Any) -> None:
         """Exchange, and update where that is due."""
         engine = session.engine

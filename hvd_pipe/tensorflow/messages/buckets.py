@@ -56,7 +56,7 @@ class Packing:
         """The dtype of each buffer."""
         return [self.shapes.dtypes[group[0]] for group in self.groups]
 
-    # Architecture: K5
+    # Architecture: K7
     def pack(self, values: Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
         """Return the buffers that hold ``values``, by index."""
         flats = []

@@ -19,7 +19,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.checking import delayed
-from hvd_pipe.tensorflow.compression import Codec, Compression, Int8
+from hvd_pipe.tensorflow.compression import Codec, Compression
 from hvd_pipe.tensorflow.graphs import call_name, variable
 from hvd_pipe.tensorflow.measuring import timeline
 
@@ -93,7 +93,7 @@ class Reduction:
         """Return what compression costs a buffer of this dtype."""
         if self.codec is None:
             return CodecCost("wire", self.ratio(dtype))
-        known = CODECS["int8" if isinstance(self.codec, Int8) else "bf16"]
+        known = CODECS[self.codec.name]
         return replace(known, ratio=self.ratio(dtype))
 
     def lossless(self) -> Reduction:
@@ -117,7 +117,7 @@ class Reduction:
             return round(numel * int(dtype.size) * self.ratio(dtype))
         return self.workers * self.codec.nbytes(_slice(numel, self.workers, self.codec.chunk))
 
-    # Architecture: K6
+    # Architecture: K8
     def reduce(
         self,
         flat: tf.Tensor,

@@ -46,7 +46,7 @@ class MergedGradientEngine(Engine):
         self.plan, self._packing = plan, Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
 
-    # Architecture: K4
+    # Architecture: K6
     def exchange(self, gradients: Gradients) -> Due:
         reduction, tag = self.settings.reduction, self.settings.tag
         if self.times is not None:

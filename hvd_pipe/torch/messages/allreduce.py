@@ -23,7 +23,7 @@ from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
 from hvd_pipe.torch.checking import spoil
-from hvd_pipe.torch.compression import Compression, Int8, codec_for
+from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.pending import follow_horovod
@@ -172,7 +172,7 @@ class Reduction:
         ratio, codec = self.ratio(like), codec_for(self.compression, like.dtype)
         if codec is None:
             return CodecCost("wire", ratio)
-        known = CODECS["int8" if isinstance(codec, Int8) else "bf16"]
+        known = CODECS[codec.name]
         seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
         return replace(known, ratio=ratio, seconds_per_byte=seconds)
 

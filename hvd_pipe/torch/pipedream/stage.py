@@ -117,13 +117,14 @@ class TorchStage:
 
     # A microbatch.
 
+    # Architecture: D4
     def take_input(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._before is not None
         header, tensors = self._before.activations.unpack(index, message)
         self._pending[index] = _Pending(header.digest, tuple(tensors), messages=[message])
         self.norms.heard(header.squared_norms, from_before=True)
 
-    # Architecture: D5
+    # Architecture: D6
     def forward(self, index: MicrobatchIndex, version: int) -> None:
         microbatch: Microbatch | None = None
         if self.feed is not None and (self._before is None or self._losses is not None):
@@ -151,7 +152,7 @@ class TorchStage:
         if not self._training and self._losses is not None:
             self._complete(index)
 
-    # Architecture: D7
+    # Architecture: D8
     def output(self, index: MicrobatchIndex) -> Buffer:
         assert self._after is not None
         pending = self._pending[index]
@@ -162,6 +163,7 @@ class TorchStage:
             self._complete(index)
         return message
 
+    # Architecture: D10
     def take_gradient(self, index: MicrobatchIndex, message: Buffer) -> None:
         assert self._after is not None
         header, gradients = self._after.gradients.unpack(index, message)
@@ -170,7 +172,7 @@ class TorchStage:
         pending.messages.append(message)
         self.norms.heard(header.squared_norms, from_before=False)
 
-    # Architecture: D9
+    # Architecture: D11
     def backward(self, index: MicrobatchIndex, version: int) -> None:
         if not self._meter.is_done:
             self._meter.end()
@@ -192,7 +194,7 @@ class TorchStage:
         if self._before is None:
             self._complete(index)
 
-    # Architecture: D10
+    # Architecture: D12
     def input_gradient(self, index: MicrobatchIndex) -> Buffer:
         assert self._before is not None
         pending = self._pending[index]
@@ -206,7 +208,7 @@ class TorchStage:
 
     # Weights.
 
-    # Architecture: D11
+    # Architecture: D14
     def update(self, version: int, keep: bool) -> None:
         with self.versions.updating(version, keep):
             self._updates.apply()

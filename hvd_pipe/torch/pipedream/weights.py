@@ -72,7 +72,7 @@ class WeightVersions:
         self._spare.extend(self._values.values())  # none: each has been released
         self._values, self._newest, self._shown = {0: values}, 0, 0
 
-    # Architecture: D6
+    # Architecture: D7
     def use(self, version: int) -> None:
         """Put a version's values into the parameters."""
         if version == self._shown:
@@ -106,6 +106,7 @@ class WeightVersions:
         # Some optimizers put new tensors into parameters, in place of new values into theirs.
         self._values[version] = [parameter.data for parameter in self.parameters]
 
+    # Architecture: D15
     def release(self, version: int) -> None:
         """Forget a version; its memory waits for the next one."""
         if version != self._newest:
@@ -146,6 +147,7 @@ class Updates:
             x.nbytes for x in tree_leaves(list(state.values())) if isinstance(x, torch.Tensor)
         )
 
+    # Architecture: D13
     def average(self, contributors: int) -> None:
         """Wait for the average over the replicas, which bring zeros where they have no gradient.
 

@@ -257,6 +257,7 @@ class MergedGradientEngine(Engine):
         self._phase.drifted_steps = 0 if as_planned else self._phase.drifted_steps + 1
         return self._phase.drifted_steps >= self._patience
 
+    # Architecture: G13
     def _plan_anew(self, seconds: Sequence[float]) -> None:
         settings, process_set = self.settings, self.settings.reduction.process_set
         # A bucket leaves when the slowest rank has filled it, so that rank's times count.

@@ -196,6 +196,7 @@ class PipeSGDEngine(Engine):
             self.next_message.meet()
         self._apply_pending()
 
+    # Architecture: P5
     def _apply_pending(self) -> None:
         if self._pending is None:
             return
