@@ -206,6 +206,13 @@ _TORCH = [
         "^merged-gradient:plan=wfbp, momentum$",
     ),
     Mutation(
+        "a rank that waits takes a core",
+        "torch/messages/pending.py",
+        "            _sleep_until_arrived(handle)\n",
+        "",
+        _ids("parallel/test_waiting", "test_waiting_takes_no_processor[gloo]"),
+    ),
+    Mutation(
         "the last bucket is not waited for",
         "torch/messages/buckets.py",
         "for bucket in reversed(self.buckets):\n            bucket.wait()",

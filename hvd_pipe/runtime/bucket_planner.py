@@ -63,19 +63,23 @@ class GradientIndex:
     def default_groups(
         self, indices: Sequence[int], bucket_bytes: int | None = DEFAULT_BUCKET_BYTES
     ) -> list[list[int]]:
-        """Fill buckets in reverse order, about the order in which backward computes gradients.
+        """Fill buckets with descending indices, about the order of the backward pass.
 
         Args:
-            indices: The gradients that are sent.
+            indices: The gradients that are sent; their dtype groups follow each other as they do
+                here.
             bucket_bytes: The most bytes of a bucket; 1 for one tensor a bucket, None for one
                 bucket a dtype.
 
         Example:
             >>> GradientIndex("abc", [4, 4, 4], ["float"] * 3).default_groups([0, 1, 2], 8)
             [[2, 1], [0]]
+            >>> GradientIndex("abc", [4] * 3, ["half", "float", "half"]).default_groups([0, 1, 2])
+            [[2, 0], [1]]
         """
         groups: list[list[int]] = []
-        for order in self.dtype_groups(list(reversed(indices))):
+        for group in self.dtype_groups(indices):
+            order = sorted(group, reverse=True)
             sizes = [self.nbytes[index] for index in order]
             start = 0
             for count in merge.by_bytes(sizes, bucket_bytes or max(sum(sizes), 1)).tolist():

@@ -246,6 +246,7 @@ ROWS = (
             "_iterations",
             "_model_variables_moving_average",
             "_trainable_variables",
+            "_var_key",
         )
     ),
     PrivateName(

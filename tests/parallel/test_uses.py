@@ -31,13 +31,11 @@ COMPILED = (  # see tests/single/test_compiled.py
 
 results = once(lambda n: run_ranks(n, workers_uses.run, n))
 # Horovod has Adasum over MPI only.
-over_mpi = once(
-    lambda n: run_ranks(n, workers_uses.run, n, launcher="mpi", env={"ONLY_CASES": "Adasum"})
-)
+over_mpi = once(lambda n: run_ranks(n, workers_uses.run_adasum, n, launcher="mpi"))
 
 
 def ranks_of(use: Use, strategy: str) -> list[Any]:
-    job = over_mpi if "Adasum" in use.name else results
+    job = over_mpi if workers_uses.ADASUM in use.name else results
     return of_case(job(use.ranks), (use.name, strategy))
 
 

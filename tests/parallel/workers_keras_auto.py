@@ -106,8 +106,8 @@ def forced(seconds: float, others: float | None = None) -> Iterator[None]:
     mine = seconds if hvd.rank() == 0 or others is None else others
 
     def ready(times: ReadyTimes) -> list[float]:
-        places = times._places
-        return [compute / 2 * (places - 1 - place) / (places - 1) for place in range(places)]
+        last = times._count - 1
+        return [compute / 2 * (last - index) / last for index in range(times._count)]
 
     def own(times: JobTimes) -> OwnTimes:
         return OwnTimes(compute / 2, ready(times), 0.0)

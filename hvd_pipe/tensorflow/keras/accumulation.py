@@ -57,15 +57,17 @@ class Accumulation:
 
     def __init__(self, optimizer: Any, arguments: Arguments) -> None:
         self._optimizer = optimizer
-        self._averages = arguments.average_aggregated_gradients
-        self.passes = int(
-            optimizer.gradient_accumulation_steps or arguments.backward_passes_per_step
-        )
-        """How many passes make a gradient."""
+        self._arguments = arguments
         self._windows: dict[int, _Window] = {}
         self._resumed: Arrays = {}
         self.applying: int | None = None
         """Keras' accumulation steps, while an accumulated gradient is applied."""
+
+    @property
+    def passes(self) -> int:
+        """How many passes make a gradient; users may set Keras' number at any time."""
+        steps = self._optimizer.gradient_accumulation_steps
+        return int(steps or self._arguments.backward_passes_per_step)
 
     def add(
         self,
@@ -76,7 +78,9 @@ class Accumulation:
     ) -> None:
         """Add the gradients of a pass; ``step`` is given their sum where it is complete."""
         passes, optimizer = self.passes, self._optimizer
-        is_mean = optimizer.gradient_accumulation_steps or self._averages
+        is_mean = (
+            optimizer.gradient_accumulation_steps or self._arguments.average_aggregated_gradients
+        )
         share = 1.0 / passes if is_mean else 1.0
         window = self._window(session, variables)
         sums = window.sums

@@ -83,7 +83,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         variables = self._hvd_pipe_variables(variables)
         gradients = list(grads)
         session = self._hvd_pipe.of(
-            tuple(map(id, variables)),
+            (tuple(map(self._var_key, variables)), frozenset(self._hvd_pipe_local)),
             variables,
             gradients,
             self._hvd_pipe_local,
@@ -92,7 +92,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         with timeline.step() if timeline.active.is_on else nullcontext() as step:
             if step is not None:
                 step.gradients(gradients)
-            if self._hvd_pipe_accumulation.passes == 1:
+            passes = self._hvd_pipe.arguments.backward_passes_per_step
+            if (self.gradient_accumulation_steps or passes) == 1:
                 self._hvd_pipe_step(session, gradients, scaler)
             else:
                 self._hvd_pipe_accumulation.add(

@@ -33,7 +33,7 @@ class Replicas:
             [each.shape for each in weights],
             [each.dtype for each in weights],
         )
-        self._packing = Packing(shapes, shapes.default_groups(range(len(shapes)), None))
+        self._packing = Packing(shapes, shapes.default_groups(range(len(shapes))[::-1], None))
         self._sum = tf.function(self._summed, autograph=False)
 
     def add(self, gradient: list[Any]) -> list[Any]:

@@ -54,7 +54,7 @@ class Settings:
         variables: These variables.
         reduction: How gradients are reduced.
         tag: Begins the names of all messages.
-        sparse: Places of the gradients that travel as they are, sparse.
+        sparse: Indices of the gradients that travel as they are, sparse.
         groups: Gradients that the user groups by hand (indices), or None.
         momenta: The owner's momenta of these variables; none for a tape.
     """

@@ -49,7 +49,7 @@ class CoCoDEngine(Engine):
             _check_momenta(settings)
             if settings.momenta:
                 self._parts.append(_momenta(settings, strategy))
-        self._warmup = Packing(shapes, shapes.default_groups(settings.dense))
+        self._warmup = Packing(shapes, shapes.default_groups(settings.dense[::-1]))
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._local_steps = variable([], tf.int64, f"{settings.tag}.local_steps")
 

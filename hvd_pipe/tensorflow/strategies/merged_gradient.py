@@ -31,7 +31,7 @@ class MergedGradientEngine(Engine):
         """Set while times are recorded; graphs that are traced meanwhile note them."""
         if plan is None and len(settings.shapes):
             sent = settings.dense or [0]  # a plan has one name at least
-            plan = settings.shapes.first_plan(strategy, settings.groups, sent)
+            plan = settings.shapes.first_plan(strategy, settings.groups, sent[::-1])
         self.adopt(plan)
 
     def adopt(self, plan: Plan | None) -> None:

@@ -42,7 +42,7 @@ class PipeSGDEngine(Engine):
         groups = settings.groups
         if groups is None:
             limit = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
-            groups = settings.shapes.default_groups(settings.dense, limit)
+            groups = settings.shapes.default_groups(settings.dense[::-1], limit)
         self._warmup_steps = strategy.warmup_steps
         self._packing = Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)

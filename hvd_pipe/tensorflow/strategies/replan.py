@@ -18,12 +18,14 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+from horovod.tensorflow import mpi_ops
 
 from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profile_of, report
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS, measured_method
+from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, largest
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes, measure_comm
@@ -84,6 +86,7 @@ class Replan:
         """
         sessions = self._sessions
         process_set = sessions.arguments.process_set
+        answer_with(mpi_ops)
         if isinstance(sessions.strategy, Auto) and process_set.included():
             chosen = "nothing yet" if sessions.chosen is None else spell(sessions.chosen)
             check_alike([("what auto has chosen", chosen)], f"{sessions.tag}.resumed", process_set)
@@ -112,6 +115,7 @@ class Replan:
         if self._batches < self._last:
             return self._stale()
         self._open = False
+        answer_with(mpi_ops)  # another framework may have been imported since the first step
         recorded = [(engine, engine.times) for engine in merged]
         measured = [self._finish(engine) for engine in merged]
         if self._chooses:

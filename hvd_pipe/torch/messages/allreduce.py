@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
@@ -181,7 +180,7 @@ class Reduction:
         """Start an all-reduce in place and return its handle."""
         check_mode.active.delay()
         factor = self.gradient_predivide_factor if self.op == Average else 1.0
-        try:
+        with pending.explaining():
             handle = allreduce_async_(
                 tensor,
                 name=name,
@@ -190,9 +189,6 @@ class Reduction:
                 postscale_factor=factor,
                 process_set=self.process_set,
             )
-        except HorovodInternalError as error:
-            pending.explain(error)
-            raise
         self.traffic.add(tensor.nbytes, self.workers)
         return pending.sent(handle)
 

@@ -287,11 +287,11 @@ class BucketSet:
     # Architecture: G8
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
-        begun = timeline.active.now()
+        trace, begun = timeline.active, timeline.active.now()
         # The last one first: if ranks have gone apart, it is the one that is sure to say so.
         for bucket in reversed(self.buckets):
             bucket.wait()
-        timeline.active.waited(begun, self._tag)
+        trace.waited(begun, self._tag)
         self.flags = self._mean_flags()
         if self.flags.sparse != 0.0:
             self.sparse.agree()

@@ -176,7 +176,7 @@ class CompressedAllReduce(Message):
         """Work up to the next phase on the wire; return whether there is one."""
         assert self._phases is not None
         check_mode.active.delay()
-        begun = timeline.active.now()
+        trace, begun = timeline.active, timeline.active.now()
         try:
             handle, self._handle = self._handle, None
             with self._stream():
@@ -188,7 +188,7 @@ class CompressedAllReduce(Message):
         except Exception as error:
             self.end(self._explained(error))
         finally:
-            timeline.active.codec(begun, self._name)
+            trace.codec(begun, self._name)
         return False
 
     def end(self, error: Exception | None) -> None:

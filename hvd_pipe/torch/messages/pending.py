@@ -27,7 +27,8 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ __all__ = [
     "before_shutdown",
     "complete_all",
     "done_is_done",
-    "explain",
+    "explaining",
     "finished",
     "follow",
     "follow_horovod",
@@ -94,21 +95,27 @@ def wait(handle: int) -> Any:
         ) from error
 
 
-def explain(error: HorovodInternalError) -> None:
-    """Raise what is known of why a message could not be sent; return if nothing is.
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Say why a message cannot be sent where this rank has been told so, and has not heard it yet.
 
     Each rank hears that ranks have sent different things when it waits for the message. The one
     that hears it first leaves, and Horovod shuts down under one that is about to send the next.
+    Not in an elastic job, where `HorovodInternalError` alone makes workers start anew.
 
     Raises:
         HvdPipeError: A message that was sent before has failed so, and nobody has waited for it.
     """
-    for handle in tuple(_handles):
-        if poll(handle):
-            try:
-                wait(handle)
-            except HorovodInternalError:
-                raise error from None
+    try:
+        yield
+    except HorovodInternalError as error:
+        for handle in () if is_elastic() else tuple(_handles):
+            if poll(handle):
+                try:
+                    wait(handle)
+                except HorovodInternalError:
+                    raise error from None
+        raise
 
 
 def _sleep_until_arrived(handle: int) -> None:

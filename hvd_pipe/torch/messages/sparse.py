@@ -122,9 +122,10 @@ class SparseGather:
         check_mode.active.delay()
         begun = timeline.active.moment()
         for part, what in zip(self._parts, ("indices", "values"), strict=True):
-            handle = allgather_async(
-                sendable(part), f"{name}.{what}", process_set=reduction.process_set
-            )
+            with pending.explaining():
+                handle = allgather_async(
+                    sendable(part), f"{name}.{what}", process_set=reduction.process_set
+                )
             self._handles.append(pending.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)

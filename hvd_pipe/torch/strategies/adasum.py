@@ -51,7 +51,8 @@ class AdasumEngine(Engine):
         for index, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
             name, begun = self._name_of(index), trace.moment()
-            handle = allreduce_async_(wire, name=name, op=Adasum)
+            with pending.explaining():
+                handle = allreduce_async_(wire, name=name, op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
             deltas.append((pending.sent(handle), context))
             operations.append(trace.launched(name, wire.nbytes, handle, begun=begun))

@@ -360,7 +360,7 @@ class _Momenta:
         parameters = self._settings.parameters
         self._keys = keys
         groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
-        self._keys_of = [[key for key in keys if key[0] in set(group)] for group in groups]
+        self._keys_of = [[key for key in keys if key[0] in group] for group in map(set, groups)]
         self.averages = [
             ModelAverage(
                 [parameters[index] for index, _ in same],

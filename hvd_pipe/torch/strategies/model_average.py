@@ -122,9 +122,9 @@ class ModelAverage:
         if self._sent is None:
             return
         message, self._sent = self._sent, None
-        begun = timeline.active.now()
+        trace, begun = timeline.active, timeline.active.now()
         message.wait()
-        timeline.active.waited(begun, self._name)
+        trace.waited(begun, self._name)
         if self._reduction.alone:
             return
         size = self._reduction.workers
