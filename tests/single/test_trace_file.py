@@ -187,7 +187,9 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
         assert writer.stdout is not None
         with writer, writer.stdout:
             writer.stdout.readline()
-            time.sleep(rng.uniform(0.01, 0.1))
+            while path.stat().st_size < 4000:  # more than ten events, however busy the machine
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0.0, 0.05))
             writer.send_signal(signal.SIGKILL)
         found = events(path)
         assert [event["i"] for event in found] == list(range(len(found)))
