@@ -240,7 +240,7 @@ TABLE = [
           _foreign_group),
     Wrong("groups and bucket_bytes", ValueError, "both say what to merge",
           given(groups=2, strategy="merged-gradient:bucket_bytes=100")),
-    Wrong("a plan of another model", ValueError, "names 'nobody/kernel', no variable",
+    Wrong("a plan of another model", ValueError, "names 'nobody/kernel', no gradient",
           _plan_of_another_model),
     Wrong("a local variable too late", HvdPipeError, "after training has begun: call it before",
           _late_local_variable),
