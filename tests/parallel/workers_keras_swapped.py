@@ -215,7 +215,7 @@ def tensorflow_state() -> Found:
 
 def observations() -> dict[str, Any | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME", None)  # Horovod crashes at a second start with it
+    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     cases: dict[str, Any] = {
         **{f"resumed {each}": functools.partial(resumed, each) for each in STRATEGIES},

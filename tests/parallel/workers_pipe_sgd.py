@@ -308,6 +308,6 @@ def run() -> dict[Any, Any | Raised]:
 
 def run_started_again() -> dict[str, Weights | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME", None)  # Horovod crashes at a second start with it
+    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     return run_cases({strategy: partial(started_again, strategy) for strategy in BY_HAND})
