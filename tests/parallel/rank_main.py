@@ -13,9 +13,7 @@ from pathlib import Path
 
 from publish import publish
 
-STOCK_WAIT = "RANKS_STOCK_WAIT"  # set where a test is about how ranks wait
 PATIENCE = 3.0  # seconds a failed rank gives the others to report as well
-PAUSE_S = 1e-4  # between two looks whether a message has arrived
 
 
 def main(directory: Path) -> None:
@@ -25,8 +23,6 @@ def main(directory: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     module, name, args, timeout = pickle.loads((directory / "call.pickle").read_bytes())
-    if "horovod.torch" in sys.modules and STOCK_WAIT not in os.environ:
-        _wait_with_pauses()
     faulthandler.dump_traceback_later(timeout, exit=True)
     try:
         outcome = True, getattr(importlib.import_module(module), name)(*args)
@@ -41,19 +37,6 @@ def main(directory: Path) -> None:
             time.sleep(0.05)
         sys.stderr.flush()
         os._exit(1)
-
-
-def _wait_with_pauses() -> None:
-    """Have torch's Horovod sleep while it waits: it polls, which takes a core from other ranks."""
-    mpi_lib = sys.modules["horovod.torch.mpi_lib_v2"]
-    wait_and_clear = mpi_lib.horovod_torch_wait_and_clear
-
-    def wait(handle: int) -> object:
-        while not mpi_lib.horovod_torch_poll(handle):
-            time.sleep(PAUSE_S)
-        return wait_and_clear(handle)
-
-    mpi_lib.horovod_torch_wait_and_clear = wait
 
 
 if __name__ == "__main__":

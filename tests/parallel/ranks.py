@@ -1,6 +1,6 @@
 """Run a function on n ranks from inside one pytest process.
 
-    pytest --- launch_gloo.py (or mpirun) --- python rank_main.py DIRECTORY     once a rank
+    pytest --- mpirun (or horovodrun) --- python rank_main.py DIRECTORY     once a rank
        |                                      |
        +--- DIRECTORY: call.pickle ---------->|    what to run
                        log.R        <---------+    what rank R printed
@@ -41,7 +41,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOROVODRUN = [sys.executable, str(Path(__file__).with_name("launch.py"))]
-GLOO = Path(__file__).with_name("launch_gloo.py")
 ENTRY = Path(__file__).with_name("rank_main.py")
 GRACE = 5.0  # seconds that ranks get to end by themselves after their deadline
 LONGEST = 420.0  # seconds; a job's own limit must come before pytest's, and say where ranks hang
@@ -55,52 +54,13 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # Containers forbid process_vm_readv, Open MPI's way to copy between processes.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+    # The cycle is how long Horovod gathers messages, 1 ms by default: most of a small all-reduce.
+    "HOROVOD_CYCLE_TIME": "0.1",
     # A collective that some rank never joins raises on the ranks that wait in it, so that the
     # failure names the test's own line instead of a deadline.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "20",
 }
-
-
-# Ranks that wait in MPI poll, which makes jobs that run side by side several times slower. Ranks
-# that wait in Gloo sleep. So a job runs over MPI only where its module is listed here.
-OVER_MPI = frozenset(
-    {
-        "workers_auto",
-        "workers_elastic",
-        "workers_faults",
-        "workers_growth",
-        "workers_keras_elastic",
-        "workers_keras_equations",
-        "workers_keras_faults",
-        "workers_keras_local",
-        "workers_keras_mending",
-        "workers_keras_names",
-        "workers_keras_pages",
-        "workers_keras_saved",
-        "workers_keras_states",
-        "workers_keras_swapped",
-        "workers_keras_tapes",
-        "workers_keras_timeline",
-        "workers_keras_unlike_ranks",
-        "workers_keras_wrong_calls",
-        "workers_measuring",
-        "workers_overrides",
-        "workers_pages",
-        "workers_pipedream",
-        "workers_pipedream_clipping",
-        "workers_pipedream_memory",
-        "workers_pipedream_options",
-        "workers_pipedream_timeline",
-        "workers_pipedream_wrong",
-        "workers_regressions",
-        "workers_saved",
-        "workers_sync_batch_norm",
-        "workers_timeline",
-        "workers_waiting",
-        "workers_wrapping",
-    }
-)
 
 
 def run_ranks(
@@ -109,7 +69,7 @@ def run_ranks(
     *args: object,
     env: Mapping[str, str] | None = None,
     timeout: float = 180.0,
-    launcher: str = "auto",
+    launcher: str = "mpi",
     framework: str | None = "auto",
 ) -> list[R]:
     """Call ``function(*args)`` on n ranks and return what each returned, in the order of ranks.
@@ -120,8 +80,7 @@ def run_ranks(
         args: Its arguments; they and the results travel as pickles.
         env: Environment variables for the ranks, over `ENVIRONMENT`.
         timeout: Seconds until a rank is ended; `LONGEST` at most.
-        launcher: ``"gloo"`` (`launch_gloo`), ``"mpi"`` (mpirun) or ``"horovodrun"`` (with
-            ``--gloo``). ``"auto"`` is MPI for the modules in `OVER_MPI`, Gloo for all others.
+        launcher: ``"mpi"`` (mpirun) or ``"gloo"`` (horovodrun --gloo).
         framework: One of `rank_server.FRAMEWORKS`, which all ranks find imported, as they are
             forked. With None they are new interpreters, where ``env`` is there before any import.
             ``"auto"`` is the framework that the function's module imports, None if both or none.
@@ -137,8 +96,6 @@ def run_ranks(
         if framework == "auto":
             framework = _framework(function.__module__)
         entry = _forked(framework, n) if framework else [sys.executable, str(ENTRY)]
-        if launcher == "auto":
-            launcher = "mpi" if function.__module__ in OVER_MPI else "gloo"
         command = [*_launch(launcher, n), *entry, name]
         code = _run(command, directory, dict(env or {}), timeout + GRACE)
         outcomes = [_outcome(directory, rank) for rank in range(n)]
@@ -204,10 +161,8 @@ def _launch(launcher: str, n: int) -> list[str]:
     if launcher == "mpi":
         options = ["--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
         return ["mpirun", "-np", str(n), *options]
-    if launcher == "horovodrun":
-        return [*HOROVODRUN, "-np", str(n), "--gloo"]
     assert launcher == "gloo", launcher
-    return [sys.executable, str(GLOO), str(n)]
+    return [*HOROVODRUN, "-np", str(n), "--gloo"]
 
 
 def _framework(module: str) -> str | None:

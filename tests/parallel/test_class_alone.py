@@ -9,8 +9,8 @@ from cases import of_case
 from ranks import once, run_ranks
 from workers_resume import Case
 
-results = once(lambda: run_ranks(2, job.run, timeout=150, launcher="mpi"))
-restarts = once(lambda: run_ranks(2, job.run_restarts, timeout=120, launcher="mpi"))
+results = once(lambda: run_ranks(2, job.run, timeout=150))
+restarts = once(lambda: run_ranks(2, job.run_restarts, timeout=120))
 
 
 def assert_equal(one: list[job.Array], other: list[job.Array]) -> None:

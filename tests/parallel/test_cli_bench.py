@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -35,8 +34,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(directory: Path) -> Any:
     """What each of two ranks printed, asked for a document, a cluster and a picture."""
     written = [x for n in ("cluster.json", "comm.png") for x in ("-o", str(directory / n))]
-    job = functools.partial(run_ranks, 2, workers_cli.bench, *SHORT, *written, "--json")
-    return once(lambda: job(launcher="mpi"))
+    return once(lambda: run_ranks(2, workers_cli.bench, *SHORT, *written, "--json"))
 
 
 def test_rank_0_alone_reports(outcomes: Any, directory: Path) -> None:

@@ -29,7 +29,7 @@ from workers_pipe_sgd import (
 )
 
 results = once(lambda: run_ranks(2, workers_pipe_sgd.run))
-restarted = once(lambda: run_ranks(2, workers_pipe_sgd.run_started_again, launcher="mpi"))
+restarted = once(lambda: run_ranks(2, workers_pipe_sgd.run_started_again))
 
 
 def test_each_gradient_is_applied_exactly_once() -> None:

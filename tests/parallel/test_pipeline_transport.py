@@ -26,7 +26,7 @@ CLASSES = {"mpi": "MpiTransport", "process-sets": "ProcessSetTransport"}
 TIMEOUT_S = 6.0
 NEVER_S = 1000.0
 
-run_torch = functools.partial(run_ranks, framework="torch", launcher="mpi")
+run_torch = functools.partial(run_ranks, framework="torch")
 wrong = once(run_torch)
 
 

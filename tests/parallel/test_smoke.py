@@ -29,8 +29,7 @@ FEW_STAGES = keras_job.Case("stash", (1, 1), "momentum")
 def results(function: Callable[..., Any], *args: object) -> Any:
     """Of a function that runs many cases, those of this file alone."""
     names = [re.escape(str(case)) for case in (*CELLS, *FITS, *PIPELINES, FEW_STAGES)]
-    only = {"ONLY_CASES": f"^({'|'.join(names)})$"}
-    return run_ranks(2, function, *args, env=only, launcher="mpi")  # most other tests: over Gloo
+    return run_ranks(2, function, *args, env={"ONLY_CASES": f"^({'|'.join(names)})$"})
 
 
 def assert_close(found: Iterable[Any], wanted: Iterable[Any]) -> None:

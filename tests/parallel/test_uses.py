@@ -9,7 +9,6 @@ import re
 import sys
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +29,6 @@ COMPILED = (  # see tests/single/test_compiled.py
 )
 
 results = once(lambda n: run_ranks(n, workers_uses.run, n))
-# Horovod has Adasum over MPI only.
-over_mpi = once(lambda n: run_ranks(n, workers_uses.run_adasum, n, launcher="mpi"))
-
-
-def ranks_of(use: Use, strategy: str) -> list[Any]:
-    job = over_mpi if workers_uses.ADASUM in use.name else results
-    return of_case(job(use.ranks), (use.name, strategy))
 
 
 def test_names_tell_uses_apart() -> None:
@@ -47,7 +39,7 @@ def test_names_tell_uses_apart() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
 def test_cell(use: Use, strategy: str) -> None:
-    actual = ranks_of(use, strategy)
+    actual = of_case(results(use.ranks), (use.name, strategy))
     if strategy in use.refused:
         for rank in actual:
             assert isinstance(rank, Refused), "it was not refused"
@@ -114,7 +106,7 @@ def page() -> str:
 
 
 def _refusal(use: Use, strategy: str) -> str:
-    refused = ranks_of(use, strategy)[0]
+    refused = of_case(results(use.ranks), (use.name, strategy))[0]
     assert isinstance(refused, Refused), f"{use.name} under {strategy} was not refused"
     return _first_sentence(refused.message)
 

@@ -21,4 +21,5 @@ def bench(*arguments: str) -> Outcome:
 
 def bench_by_rank(*arguments: tuple[str, ...]) -> Outcome:
     """Run it with other options on each rank."""
-    return bench(*arguments[int(os.environ["HOROVOD_RANK"])])
+    variable = "OMPI_COMM_WORLD_RANK"
+    return bench(*arguments[int(os.environ[variable])])

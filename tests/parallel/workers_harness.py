@@ -11,7 +11,7 @@ from publish import publish
 
 
 def rank() -> int:
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["HOROVOD_RANK"])
+    return int(os.environ["OMPI_COMM_WORLD_RANK"])
 
 
 def ten_times_rank(addend: int) -> int:

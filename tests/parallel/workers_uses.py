@@ -16,7 +16,6 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
 
 USES = [*uses_training.USES, *uses_state.USES]
-ADASUM = "Adasum"
 
 Cell = tuple[str, str]  # the use's name, the strategy
 
@@ -29,21 +28,12 @@ class Refused:
 
 
 def run(ranks: int) -> dict[Cell, Any | Raised]:
-    """What became of all cells that are for this number of ranks, but for those of Adasum."""
-    return _run(ranks, [use for use in USES if ADASUM not in use.name])
-
-
-def run_adasum(ranks: int) -> dict[Cell, Any | Raised]:
-    """What became of the cells of Adasum, which Horovod has over MPI only."""
-    return _run(ranks, [use for use in USES if ADASUM in use.name])
-
-
-def _run(ranks: int, uses: list[Use]) -> dict[Cell, Any | Raised]:
+    """What became of all cells that are for this number of ranks."""
     hvd.init(process_sets=uses_common.PROCESS_SETS[ranks])
     return run_cases(
         {
             (use.name, strategy): partial(attempt, use, strategy)
-            for use in uses
+            for use in USES
             if use.ranks == ranks
             for strategy in STRATEGIES
         }
