@@ -38,7 +38,7 @@ SCENARIOS = {
         30,
         Scenario(36, 5, "localhost:1\nLOCALHOST:1\n", 20, "hosts", "localhost:1\n127.0.0.1:1\n"),
     ),
-    "killed": (3, 5, Scenario(24, 5, THREE, 12, "kill")),
+    "killed": (3, 20, Scenario(24, 5, THREE, 12, "kill")),
     "raised": (2, 30, Scenario(24, 5, "localhost:1\nLOCALHOST:1\n", 12, "raise")),
     "added, stock": (
         1,
@@ -50,7 +50,7 @@ SCENARIOS = {
         30,
         Scenario(24, 5, THREE, 12, "hosts", "localhost:1\nLOCALHOST:1\n", stock=True),
     ),
-    "killed, stock": (3, 5, Scenario(24, 5, THREE, 12, "kill", stock=True)),
+    "killed, stock": (3, 20, Scenario(24, 5, THREE, 12, "kill", stock=True)),
 }
 
 
