@@ -67,7 +67,13 @@ class Layer(nn.Module):
         # No buffer: PyTorch's DDP would broadcast it in every step.
         self.gradient = torch.full((count,), 1e-3) if count else None
 
+    def __call__(self, x: torch.Tensor) -> Any:
+        self._called = time.perf_counter()
+        return super().__call__(x)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if time.perf_counter() - self._called > LEAST_SLEEP_S:
+            self.device.begin()  # a hook has waited for a message, and nothing was launched before
         return _Layer.apply(x, self.weight, self)  # type: ignore[no-any-return]
 
 

@@ -64,7 +64,7 @@ RING = {
 }
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
-PLANNING_STEPS = 16  # merged-gradient and auto measure and plan within 14
+PLANNING_STEPS = 20  # merged-gradient and auto measure and plan within 14, overlap in 17
 MOST_S = 600.0  # for one answer
 SCRIPT = Path(__file__).with_name("throughput_rank.py")
 
@@ -181,7 +181,8 @@ class Team:
 def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the names of each team's contestants in a cell."""
     k = max(2, math.ceil(ratio))
-    ours = ["merged-gradient", "merged-gradient+bf16", "merged-gradient+int8"]
+    ours = ["merged-gradient", "merged-gradient:overlap=forward"]
+    ours += ["merged-gradient+bf16", "merged-gradient+int8"]
     ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
     teams = {"stock": ["conventional", "horovod"], "ours": ours}
@@ -192,7 +193,9 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     if options.tensorflow:
         teams["tf-stock"] = ["tf:single", "tf:horovod"]
         teams["tf-ours"] = [
-            f"tf:{name}" for name in ours if not name.startswith("merged-gradient+")
+            f"tf:{name}"
+            for name in ours
+            if not name.startswith(("merged-gradient+", "merged-gradient:"))
         ]
     if options.only:
         known = {name for names in teams.values() for name in names}

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from hvd_pipe.errors import require_int
 from hvd_pipe.planning.plan import Plan
 
 __all__ = [
@@ -42,14 +43,7 @@ ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
 _PLANS = ("auto", "greedy", "wfbp", "single")
 _PREDICTIONS = ("none", "local", "previous")
 _MOMENTA = ("local", "average")
-
-
-def _require_int(owner: object, field: str, least: int) -> None:
-    value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(owner).__name__}: {field} must be an int, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{type(owner).__name__}: {field} must be >= {least}, got {value}.")
+_OVERLAPS = ("backward", "forward")
 
 
 def _require_one_of(owner: object, field: str, known: tuple[str, ...]) -> None:
@@ -73,29 +67,34 @@ class MergedGradient:
             rule instead; ``"wfbp"`` sends one message a tensor; ``"single"`` one message in all; a
             `Plan` or the path of a saved one is used as it is.
         bucket_bytes: Fill buckets up to this many bytes instead of planning.
+        overlap: ``"backward"``: all gradients have arrived when ``step()`` returns. ``"forward"``
+            (PyTorch): they travel behind the next forward pass, too, each until its layer runs.
 
     Raises:
         TypeError, ValueError: An argument of the wrong kind or range, or both given.
 
     Example:
         >>> MergedGradient(plan="wfbp")
-        MergedGradient(plan='wfbp', bucket_bytes=None)
+        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='backward')
 
-    Source: Shi, Chu, Li, "MG-WFBP" (INFOCOM 2019, TPDS 2021).
+    Source: Shi, Chu, Li, "MG-WFBP" (INFOCOM 2019, TPDS 2021); for ``overlap="forward"``,
+    Jayarajan et al., "Priority-based Parameter Propagation" (MLSys 2019, arXiv 1905.03960).
     """
 
     name: ClassVar[str] = "merged-gradient"
     plan: str | Path | Plan = "auto"
     bucket_bytes: int | None = None
+    overlap: str = "backward"
 
     def __post_init__(self) -> None:
+        _require_one_of(self, "overlap", _OVERLAPS)
         if not isinstance(self.plan, (str, Path, Plan)):
             raise TypeError(
                 f"MergedGradient: plan must be one of {', '.join(map(repr, _PLANS))}, a Plan or "
                 f"the path of a saved plan, got {self.plan!r}."
             )
         if self.bucket_bytes is not None:
-            _require_int(self, "bucket_bytes", 1)
+            require_int(self, "bucket_bytes", 1)
             if self.plan != "auto":
                 raise ValueError(
                     f"MergedGradient: plan={self.plan!r} and bucket_bytes={self.bucket_bytes} "
@@ -106,6 +105,11 @@ class MergedGradient:
                 f"MergedGradient: unknown plan {self.plan!r}{_nearest(self.plan, _PLANS)}: use "
                 f"one of {', '.join(map(repr, _PLANS))}, a Plan, or a saved plan's path (*.json)."
             )
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether messages may travel behind the next forward pass."""
+        return self.overlap == "forward"
 
     def load_plan(self) -> Plan | None:
         """Return the plan that was given (read from its file), None when one is to be made."""
@@ -154,9 +158,9 @@ class PipeSGD:
     prediction: str = "none"
 
     def __post_init__(self) -> None:
-        _require_int(self, "warmup_steps", 0)
+        require_int(self, "warmup_steps", 0)
         if self.bucket_bytes is not None:
-            _require_int(self, "bucket_bytes", 1)
+            require_int(self, "bucket_bytes", 1)
         _require_one_of(self, "prediction", _PREDICTIONS)
 
 
@@ -215,8 +219,8 @@ class CoCoD:
     anchor_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_int(self, "period", 1)
-        _require_int(self, "warmup_steps", 0)
+        require_int(self, "period", 1)
+        require_int(self, "warmup_steps", 0)
         if self.weights is not None:
             if not isinstance(self.weights, tuple) or not all(map(_is_number, self.weights)):
                 raise TypeError(
@@ -298,7 +302,7 @@ class Auto:
                     f"Auto: allow has {allowed!r}, no method{_nearest(allowed, _METHODS)}: use "
                     f"some of {', '.join(map(repr, _METHODS))}, without options."
                 )
-        _require_int(self, "steps", 1)
+        require_int(self, "steps", 1)
 
 
 Strategy = Method | Auto

@@ -225,7 +225,7 @@ _TORCH = [
     ),
     Mutation(
         "a gradient that was not computed keeps its old value",
-        "torch/messages/buckets.py",
+        "torch/messages/allreduce.py",
         "    if gradient is None:\n        view.zero_()\n    elif",
         "    if gradient is None:\n        pass\n    elif",
         _merged("a head that only some ranks use"),

@@ -102,7 +102,7 @@ def candidates(
         >>> model = ModelProfile((LayerProfile("fc", 1000, backward_s=0.01),))
         >>> for method in candidates(model, CommModel.linear(0.035, 0.0)):
         ...     print(method)
-        MergedGradient(plan='auto', bucket_bytes=None)
+        MergedGradient(plan='auto', bucket_bytes=None, overlap='backward')
         PipeSGD(warmup_steps=0, bucket_bytes=None, prediction='none')
         CoCoD(period=4, warmup_steps=0, weights=None, momentum='local', pull_back=None, \
 anchor_momentum=0.0)

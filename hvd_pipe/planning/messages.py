@@ -21,7 +21,15 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
-__all__ = ["Messages", "gradient_messages", "least_seconds", "model_messages", "synchronous_limit"]
+__all__ = [
+    "Messages",
+    "gradient_messages",
+    "least_busy_s",
+    "least_seconds",
+    "merged_sizes",
+    "model_messages",
+    "synchronous_limit",
+]
 
 
 FloatArray = npt.NDArray[np.float64]
@@ -95,7 +103,7 @@ def gradient_messages(
         plan = method.load_plan()
         if plan is not None:
             return _planned(plan, profile, comm)
-        sizes = _merged(method, ready, bytes, comm)
+        sizes = merged_sizes(method, ready, bytes, comm)
     elif isinstance(method, Conventional):
         sizes = merge.wfbp(ready, bytes, comm)
     else:
@@ -128,9 +136,10 @@ def model_messages(
     return Messages(np.zeros(len(carried)), np.array(carried), np.array(seconds), coded.delay)
 
 
-def _merged(
+def merged_sizes(
     method: MergedGradient, ready: FloatArray, bytes: FloatArray, comm: CommModel
 ) -> IntArray:
+    """How many gradients each bucket has, where no plan is given."""
     if method.bucket_bytes is not None:
         return merge.by_bytes(bytes, method.bucket_bytes)
     rule = "exact" if method.plan == "auto" else str(method.plan)
@@ -186,6 +195,12 @@ def least_seconds(comm: CommModel, bytes: float | FloatArray) -> float | FloatAr
     passed = np.searchsorted(ends, sizes, side="right")
     best = np.minimum(comm(sizes), rates[passed] * sizes)
     return best if isinstance(bytes, np.ndarray) else float(best)
+
+
+def least_busy_s(profile: ModelProfile, comm: CommModel) -> float:
+    """A lower bound of the seconds in which the link carries a step's gradients."""
+    total = float(profile.gradient_bytes().sum())
+    return least_seconds(comm, total) if total else 0.0
 
 
 def synchronous_limit(profile: ModelProfile, comm: CommModel) -> float:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvd_pipe import strategy, units
+from hvd_pipe.errors import require_int
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
 __all__ = [
@@ -42,14 +43,6 @@ DEFAULT_BUCKET_BYTES = 8 * 2**20
 """What the job fills Pipe-SGD's buckets to (``torch.strategies.settings`` has the same number)."""
 
 _WIDEST = 64  # each step in flight holds a gradient, and is waited for in the simulation
-
-
-def _require_int(owner: object, field: str, least: int) -> None:
-    value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{type(owner).__name__}: {field} must be an int, got {value!r}.")
-    if value < least:
-        raise ValueError(f"{type(owner).__name__}: {field} must be >= {least}, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class HorovodFusion:
     cycle_s: float = 1e-3
 
     def __post_init__(self) -> None:
-        _require_int(self, "threshold_bytes", 0)
+        require_int(self, "threshold_bytes", 0)
         if isinstance(self.cycle_s, bool) or not isinstance(self.cycle_s, int | float):
             raise TypeError(f"HorovodFusion: cycle_s must be seconds, got {self.cycle_s!r}.")
         if not 0.0 <= self.cycle_s < math.inf:
@@ -119,7 +112,7 @@ class LocalSGD:
     period: int = 4
 
     def __post_init__(self) -> None:
-        _require_int(self, "period", 1)
+        require_int(self, "period", 1)
 
 
 @dataclass(frozen=True)
@@ -148,13 +141,13 @@ class WidePipeSGD:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        _require_int(self, "width", 1)
+        require_int(self, "width", 1)
         if self.width > _WIDEST:
             raise ValueError(
                 f"WidePipeSGD: width must be <= {_WIDEST}, got {self.width}: gradients that many "
                 "steps old train nothing."
             )
-        _require_int(self, "bucket_bytes", 1)
+        require_int(self, "bucket_bytes", 1)
 
 
 Baseline = Conventional | HorovodFusion | LocalSGD | WidePipeSGD
@@ -186,7 +179,7 @@ def parse(text: str | Method) -> Method:
 
     Example:
         >>> parse("wfbp")
-        MergedGradient(plan='wfbp', bucket_bytes=None)
+        MergedGradient(plan='wfbp', bucket_bytes=None, overlap='backward')
         >>> parse("cocod:period=8").period
         8
     """

@@ -25,9 +25,13 @@ class Plan:
         method: what made the plan: a method of :func:`hvd_pipe.planning.merge.plan`, or "given".
         predicted_s: finish of the last message, seconds after backward starts.
         exposed_s: the part of it after the last gradient is ready.
+        order: where messages may travel behind the next forward pass, the numbers of the buckets
+            in the order of sending; a bucket that stands there k times travels in k pieces. None:
+            each bucket in one message, in their order, all of them before the update.
 
     Raises:
-        ValueError: no buckets, an empty one, a name twice, or a negative time.
+        ValueError: no buckets, an empty one, a name twice, a negative time, or an order that
+            leaves out a bucket.
 
     Example:
         >>> print(Plan((("fc",), ("conv2", "conv1")), "exact", predicted_s=0.01, exposed_s=0.002))
@@ -41,6 +45,7 @@ class Plan:
     method: str
     predicted_s: float | None = None
     exposed_s: float | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
@@ -56,6 +61,13 @@ class Plan:
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{field} must be finite and at least 0 seconds, got {value}")
+        if self.order is not None:
+            object.__setattr__(self, "order", tuple(self.order))
+            if set(self.order) != set(range(len(self.buckets))):
+                raise ValueError(
+                    f"order must have the number of each of the {len(self.buckets)} buckets at "
+                    f"least once, and no other, got {list(self.order)}"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,11 +84,16 @@ class Plan:
         for number, bucket in enumerate(self.buckets):
             names = bucket[0] if len(bucket) == 1 else f"{bucket[0]} .. {bucket[-1]}"
             lines.append(f"{number:6d}  {len(bucket):7d}  {names}")
+        if self.order is not None:
+            lines.append(f"sent as {' '.join(map(str, self.order))}, behind the next forward pass")
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """A JSON document; :meth:`from_json` reads it back exactly."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        data = {"schema": SCHEMA, **asdict(self)}
+        if self.order is None:  # as plans were written before there was one
+            del data["order"]
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -87,7 +104,8 @@ class Plan:
             >>> Plan.from_json(plan.to_json()) == plan
             True
         """
-        data = read_object(text, SCHEMA, {"buckets", "method", "predicted_s", "exposed_s"})
+        keys = {"buckets", "method", "predicted_s", "exposed_s"}
+        data = read_object(text, SCHEMA, keys, optional={"order"})
         buckets, method = data["buckets"], data["method"]
         if not (
             isinstance(buckets, list)
@@ -100,7 +118,13 @@ class Plan:
         for key in ("predicted_s", "exposed_s"):
             if not (data[key] is None or isinstance(data[key], int | float)):
                 raise ValueError(f'"{key}" is a number of seconds or null, got {data[key]!r}')
-        return cls(tuple(map(tuple, buckets)), method, data["predicted_s"], data["exposed_s"])
+        order = data.get("order")
+        if order is not None:
+            if not (isinstance(order, list) and all(type(number) is int for number in order)):
+                raise ValueError(f'"order" is a list of bucket numbers or null, got {order!r}')
+            order = tuple(order)
+        times = data["predicted_s"], data["exposed_s"]
+        return cls(tuple(map(tuple, buckets)), method, *times, order)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes :meth:`to_json` to a file."""

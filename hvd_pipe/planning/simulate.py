@@ -41,7 +41,7 @@ from hvd_pipe.planning.methods import (
 )
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import TICK
-from hvd_pipe.strategy import CoCoD, PipeSGD
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.timeline import Timeline
 
 __all__ = ["MAX_EVENTS", "Simulation", "simulate"]
@@ -97,8 +97,8 @@ def simulate(
         trace_workers: whose events the timeline has.
 
     Raises:
-        TypeError, ValueError: an unknown method, a plan of another model, weights of another
-            number of workers, no iterations, or a worker that there is not.
+        TypeError, ValueError: an unknown method, ``overlap="forward"``, a plan of another model,
+            weights of another number of workers, no iterations, or a worker that there is not.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network
@@ -111,6 +111,11 @@ def simulate(
         0.0
     """
     method = parse(method)
+    if isinstance(method, MergedGradient) and method.overlaps_forward:
+        raise ValueError(
+            "the simulation has no messages behind the next forward pass: leave overlap='forward' "
+            "out; `hvd-pipe advise` has a formula for it, where there is no jitter"
+        )
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations must be an int of at least 1, got {iterations!r}")
     period = method.period if isinstance(method, LocalSGD | CoCoD) else 1

@@ -9,6 +9,7 @@ starts::
 
     conventional     c + m + d                       no overlap, a message a tensor
     merged-gradient  f + max(b, last) + u
+                     c + what gates wait     overlap=forward: `overlap.overlapped_step`
     horovod          f + max(b, last) + u            buckets made at cycle ticks
     pipe-sgd         max(c, m, (f + last + u) / K)   K = 2; wider is as fast while all keep step
     local-sgd        (k c + m + d) / k               m: of one average of the model
@@ -30,7 +31,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.messages import (
     Messages,
     gradient_messages,
-    least_seconds,
+    least_busy_s,
     model_messages,
     synchronous_limit,
 )
@@ -43,6 +44,7 @@ from hvd_pipe.planning.methods import (
     label,
     parse,
 )
+from hvd_pipe.planning.overlap import overlapped_step
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
@@ -346,7 +348,10 @@ def cocod(
 def _overlapped(
     method: MergedGradient, profile: ModelProfile, comm: CommModel, codec: CodecCost
 ) -> StepTime:
-    net = comm.compressed(codec)
+    net, compute = comm.compressed(codec), profile.compute_s
+    if method.overlaps_forward:
+        total, sent = overlapped_step(method, profile, net)
+        return _result(method, compute, sent, total, max(compute, least_busy_s(profile, net)))
     sent = gradient_messages(method, profile, net)
     total = profile.forward_s + max(profile.backward_s, sent.arrival_s) + profile.update_s
     return _result(method, profile.compute_s, sent, total, synchronous_limit(profile, net))
@@ -366,7 +371,7 @@ def _pipelined(
     if width == 1:
         chain = compute + sent.total_s + sent.delay_s
     total = max(compute, sent.total_s, chain / width)
-    limit = max(compute, _least(profile, net), synchronous_limit(profile, net) / width)
+    limit = max(compute, least_busy_s(profile, net), synchronous_limit(profile, net) / width)
     return _result(method, compute, sent, total, limit)
 
 
@@ -375,16 +380,11 @@ def _averaged_behind(
 ) -> StepTime:
     sent = model_messages(method, profile, comm, codec)
     compute, period = profile.compute_s, method.period
-    least = _least(profile, comm.compressed(codec))
+    least = least_busy_s(profile, comm.compressed(codec))
     if method.momentum == "average":
-        least += _least(profile, comm)
+        least += least_busy_s(profile, comm)
     total, limit = max(compute, sent.arrival_s / period), max(compute, least / period)
     return _result(method, compute, sent, total, limit, period)
-
-
-def _least(profile: ModelProfile, comm: CommModel) -> float:
-    total = float(profile.gradient_bytes().sum())
-    return least_seconds(comm, total) if total else 0.0
 
 
 def _result(

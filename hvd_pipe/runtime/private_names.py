@@ -136,6 +136,21 @@ ROWS = (
     PrivateName(
         "torch", "torch.nn", "Module._non_persistent_buffers_set", "torch.pipedream.graph"
     ),
+    PrivateName("torch", "torch.nn", "Module._parameters", "torch.measuring.first_uses"),
+    PrivateName("torch", "torch.nn", "Module._state_dict_pre_hooks", "torch.module_hooks"),
+    PrivateName("torch", "torch.nn", "Module._compiled_call_impl", "torch.measuring.first_uses"),
+    *(
+        PrivateName("torch", "torch.overrides", name, "torch.measuring.first_uses")
+        for name in ("_get_current_function_mode_stack", "_pop_mode", "_push_mode")
+    ),
+    *(
+        PrivateName("torch", "torch.optim", f"Optimizer.{name}", "torch.partial_updates")
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    ),
+    *(
+        PrivateName("torch", "torch.optim.optimizer", name, "torch.partial_updates")
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    ),
     PrivateName("torch", "torch.fx", "Graph._codegen", "torch.pipedream.graph"),
     PrivateName(
         "torch",

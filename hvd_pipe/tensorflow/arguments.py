@@ -118,6 +118,11 @@ class Arguments:
         return allowed(auto, self._check_strategy)
 
     def _check_strategy(self, strategy: Method) -> None:
+        if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
+            raise ValueError(
+                "overlap='forward' is for PyTorch, whose modules wait for their own parameters: "
+                "leave it out; 'pipe-sgd' hides messages here, with gradients one step old."
+            )
         if isinstance(strategy, CoCoD):
             refuse_for_cocod(
                 strategy,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +128,12 @@ class Arguments:
                 has_groups=groups is not None,
                 process_set=self.process_set,
             )
+        forward = isinstance(strategy, MergedGradient) and strategy.overlaps_forward
+        if isinstance(optimizer, torch.optim.LBFGS) and forward:
+            raise ValueError(
+                "LBFGS updates all parameters at once, several times a step: leave "
+                "overlap='forward' out, or use another optimizer."
+            )
         check_buckets(strategy, groups is not None)
 
     def _check_reduction(self) -> None:
@@ -180,7 +186,11 @@ class Checked:
         settings, reduction = self.settings, self.settings.reduction
         strategy: object = self.strategy
         if self.plan is not None:
-            strategy = f"MergedGradient(plan={self.plan.buckets})"
+            assert isinstance(self.strategy, MergedGradient)
+            overlap = self.strategy.overlap
+            strategy = f"MergedGradient(plan={self.plan.buckets}, overlap={overlap!r})"
+            if self.plan.order is not None:
+                strategy += f", sent as {self.plan.order}"
         compression = reduction.compression
         lines = [
             ("strategy", str(strategy)),
@@ -254,6 +264,19 @@ class _Nobody:
     def update(self) -> None: ...
 
     def predict(self) -> None: ...
+
+    def updates_quietly(self) -> bool:
+        return True
+
+    def is_separable(self) -> bool:
+        return True
+
+    def options(self) -> list[dict[str, Any]]:
+        return []
+
+    def update_some(
+        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None: ...
 
     def note_old(self) -> None: ...
 

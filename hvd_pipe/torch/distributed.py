@@ -260,6 +260,7 @@ class DistributedMixin(EngineHolder):
             raise HvdPipeError(
                 "add_param_group() after backward() and before step(): call it after step()."
             )
+        self._finish_deferred()
         super().add_param_group(param_group)
         names = self._hvd_pipe_names
         names += [f"param.joined.{i}" for i in range(len(names), len(self._owned()))]
@@ -270,6 +271,7 @@ class DistributedMixin(EngineHolder):
         The rest has the plain layout: torch and Horovod load it and ignore the key. Any one rank
         may call this alone; it waits for what that rank has sent.
         """
+        self._finish_deferred()
         root_rank = root_of_horovods(sys._getframe(1))
         if root_rank is not None:
             self._receive_from_root(root_rank)
@@ -308,6 +310,7 @@ class DistributedMixin(EngineHolder):
             self._hvd_pipe_saved = in_flight
             return
         before = self._hvd_pipe
+        before.finish()
         message, had_begun = before.others_message, before.rounds > 0
         before.discard()
         super().load_state_dict(state_dict)
@@ -329,6 +332,7 @@ class DistributedMixin(EngineHolder):
         return True
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._finish_deferred()
         base, in_flight = type(self).__bases__[1], self._state_in_flight()
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         saved = None if in_flight is None else in_flight.to_dict()

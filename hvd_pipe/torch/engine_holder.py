@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import logging
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +19,22 @@ from horovod.torch import mpi_ops
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.strategy import Auto
+from hvd_pipe.strategy import Auto, MergedGradient
 from hvd_pipe.torch import checkpoint, workers
 from hvd_pipe.torch.amp import LossScale
 from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.parameters import NewGradients, owned_by
+from hvd_pipe.torch.partial_updates import (
+    is_separable,
+    options_of,
+    update_quietly,
+    updates_quietly,
+)
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.choose import AutoChoice, make_engine
+from hvd_pipe.torch.strategies.overlap_start import OverlapStart
 
 __all__ = ["EngineHolder"]
 
@@ -42,7 +50,8 @@ class EngineHolder(torch.optim.Optimizer):
     _hvd_pipe_gradients: NewGradients
     _hvd_pipe_scale: LossScale
     _hvd_pipe_saved: SavedState | None = None
-    _hvd_pipe_auto: AutoChoice | None = None
+    _hvd_pipe_auto: AutoChoice | OverlapStart | None = None
+    """What may change the engine after a step."""
     _hvd_pipe_sent = 0.0
 
     def _owned(self) -> list[torch.Tensor]:
@@ -53,6 +62,9 @@ class EngineHolder(torch.optim.Optimizer):
         self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
+        elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
+            is_given = checked.strategy != MergedGradient(overlap="forward")
+            self._hvd_pipe_auto = OverlapStart(is_given or checked.settings.groups is not None)
         return engine
 
     def _resumed(
@@ -116,6 +128,11 @@ class EngineHolder(torch.optim.Optimizer):
             )
         return self._saved_state(engine)
 
+    def _finish_deferred(self) -> None:
+        """Apply what the last step has deferred; sends nothing."""
+        if self._hvd_pipe is not None:
+            self._hvd_pipe.finish()
+
     def _saved_state(self, engine: Engine) -> SavedState:
         found = checkpoint.save(engine, self._owned())
         return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
@@ -138,6 +155,7 @@ class EngineHolder(torch.optim.Optimizer):
         self._hvd_pipe_saved = None
         if keep:
             try:
+                engine.finish()
                 self._hvd_pipe_saved = self._saved_state(engine)
                 self._warn_of_replicas(self._hvd_pipe_saved)
             except Exception as error:  # whatever it is, Horovod must end
@@ -184,6 +202,17 @@ class EngineHolder(torch.optim.Optimizer):
         with timeline.updating():
             super().step()
 
+    def _step_without_hooks(self) -> None:
+        step = super().step
+        plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
+        step() if plain is None else plain(self)
+
+    def _update_some(
+        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        with timeline.updating():
+            update_quietly(self, self._step_without_hooks, parameters, options)
+
     def _predict_update(self) -> None:
         """Make an update that moves the weights only: without hooks, on a copy of the state."""
         kept = dict(self.state)
@@ -192,9 +221,7 @@ class EngineHolder(torch.optim.Optimizer):
         for parameter, state in kept.items():
             self.state[parameter] = {key: _copied(value) for key, value in state.items()}
         try:
-            step = super().step
-            plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
-            step() if plain is None else plain(self)
+            self._step_without_hooks()
         finally:
             self.state.clear()
             self.state.update(kept)
@@ -226,6 +253,21 @@ class _Owner:
 
     def predict(self) -> None:
         self._optimizer()._predict_update()
+
+    def updates_quietly(self) -> bool:
+        return updates_quietly(self._optimizer())
+
+    def is_separable(self) -> bool:
+        optimizer = self._optimizer()
+        return is_separable(optimizer, optimizer._step_without_hooks)
+
+    def options(self) -> list[dict[str, Any]]:
+        return options_of(self._optimizer())
+
+    def update_some(
+        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._optimizer()._update_some(parameters, options)
 
     def note_old(self) -> None:
         self._optimizer()._note_old()

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.messages.allreduce import sendable
-from hvd_pipe.torch.strategies.base import refuse_join
 
 __all__ = [
     "broadcast_optimizer_state",
@@ -73,7 +72,8 @@ def join(device: int = -1) -> int:
         HvdPipeError: An optimizer sends encoded or sparse gradients.
     """
     workers.begin()
-    refuse_join()  # here, too: Horovod makes an error of its own kind of one that is raised inside
+    # Here, too: Horovod makes an error of its own kind of one that is raised inside.
+    workers.refuse_join()
     last: int = mpi_ops.join(device)
     return last
 
@@ -118,6 +118,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``.
         root_rank: The rank whose values count.
     """
+    workers.finish_all()
     pairs = params.items() if isinstance(params, dict) else params
     named = [pair if isinstance(pair, tuple) else (None, pair) for pair in pairs]
     if isinstance(params, dict):

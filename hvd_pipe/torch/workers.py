@@ -29,16 +29,27 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import global_process_set
 
+from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
 from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of
 from hvd_pipe.torch.agree import agreement
+from hvd_pipe.torch.compression import codec_for
 from hvd_pipe.torch.messages import pending
-from hvd_pipe.torch.strategies.base import all_joined, refuse_join
+from hvd_pipe.torch.strategies.base import live_engines
 
-__all__ = ["Distributed", "begin", "count", "note", "waits_for", "watch"]
+__all__ = [
+    "Distributed",
+    "begin",
+    "count",
+    "finish_all",
+    "note",
+    "refuse_join",
+    "waits_for",
+    "watch",
+]
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -90,6 +101,31 @@ def count(process_set_id: object) -> int:
     return next(_counts[process_set_id])
 
 
+def finish_all() -> None:
+    """Apply what this rank's optimizers have deferred; sends nothing."""
+    for engine in live_engines():
+        engine.finish()
+
+
+def refuse_join() -> None:
+    """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
+
+    Raises:
+        HvdPipeError: An optimizer sends encoded or sparse gradients.
+    """
+    for engine in live_engines():
+        reduction = engine.reduction
+        encoded = any(
+            codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
+        )
+        if not reduction.alone and (encoded or engine.settings.sparse):
+            raise HvdPipeError(
+                "hvd.join() needs dense gradients that travel as they are: use Compression.none "
+                "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
+                "every rank the same number of steps."
+            )
+
+
 def _settle_at_exit() -> None:
     atexit.unregister(_leave)
     atexit.register(_leave)  # after Horovod's own, so it is called before it
@@ -99,7 +135,18 @@ def _leave() -> None:
     global _leaving  # noqa: PLW0603
     _leaving = True
     if mpi_ops.is_initialized():
+        _finish_deferred()
         pending.settle()
+
+
+def _finish_deferred() -> None:
+    """Let optimizers apply what has been deferred; not after an exception: others are gone."""
+    if is_failing():
+        return
+    try:
+        finish_all()
+    except Exception as error:  # whatever it is, Horovod must end
+        _log.warning("the last update, which was deferred, is lost: %s", error)
 
 
 @contextmanager
@@ -115,8 +162,10 @@ def _starting() -> Iterator[None]:
 def _joining() -> Iterator[None]:
     """Join when all that this rank has sent has been reduced; see `hvd_pipe.torch.join`."""
     refuse_join()
+    finish_all()
     pending.complete_all()
-    all_joined()
+    for engine in live_engines():  # all have met, after different numbers of steps
+        engine.after_join()
     yield
 
 
@@ -139,6 +188,7 @@ def _ending() -> Iterator[None]:
 def _leave_workers() -> None:
     """Leave these workers: everything starts anew on the next ones."""
     global _watching  # noqa: PLW0603
+    _finish_deferred()
     keep = pending.settle()
     for optimizer in list(_running):
         optimizer._release_engine(keep)

@@ -67,8 +67,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """All parameters in one vector, copied."""
-    vector = torch.cat([p.detach().flatten() for p in model.parameters()])
+    """All parameters in one vector, copied; a state dict waits for updates that were deferred."""
+    state = model.state_dict()
+    vector = torch.cat([state[name].flatten() for name, _ in model.named_parameters()])
     return vector.cpu().numpy().copy()
 
 

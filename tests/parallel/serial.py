@@ -247,6 +247,8 @@ def make_workers(
 ) -> Workers:
     """The workers of a strategy, which is written as users write it."""
     name, _, options = strategy.partition(":")
+    if name == "merged-gradient":  # its options change no equation
+        options = ""
     pairs = (option.split("=") for option in options.split(",") if option)
     given = {key: int(value) if value.isdigit() else value for key, value in pairs}
     return _CLASSES[name](n, make_model, make_optimizer, reduce, **given)

@@ -92,7 +92,8 @@ def test_another_order_of_gradients_leads_to_another_plan(results: Any) -> None:
 
 def test_a_plan_is_printed_saved_and_given_back(results: Any) -> None:
     for rank in of_case(part(results, 2), "saved"):
-        measured, from_file, given = rank
+        measured, from_file, given, ordered, kept = rank
+        assert (kept.buckets, kept.order) == (ordered.buckets, ordered.order)
         assert from_file.buckets == given.buckets == measured.buckets
         text = str(measured)
         assert text.startswith(f"exact: {TENSORS} tensors in {len(measured.buckets)} buckets")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
+FORWARD = "merged-gradient:overlap=forward"
+STRATEGIES = ("merged-gradient", FORWARD, "pipe-sgd", "cocod:period=3")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
-MERGED, PIPE, COCOD = STRATEGIES
+MERGED, FORWARD, PIPE, COCOD = STRATEGIES
 FLOAT32 = 1e-6  # of weights below 1, after some roundings
 make_momentum = OPTIMIZERS["momentum"]
 make_float32 = partial(make_model, torch.float32)

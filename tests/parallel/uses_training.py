@@ -17,6 +17,7 @@ from uses import STRATEGIES, Use
 from uses_common import (
     COCOD,
     FLOAT32,
+    FORWARD,
     MERGED,
     PIPE,
     PROCESS_SETS,
@@ -476,7 +477,8 @@ USES: list[Use] = [
             f"LBFGS{how}",
             run=partial(with_lbfgs, line_search=line_search),
             expected=partial(simulate_lbfgs, line_search=line_search),
-            refused=dict.fromkeys((PIPE, COCOD), "use strategy='merged-gradient'"),
+            refused=dict.fromkeys((PIPE, COCOD), "use strategy='merged-gradient'")
+            | {FORWARD: "leave overlap='forward' out"},
             tolerance=1e-9,
         )
         for how, line_search in ((", no line search", None), (", strong Wolfe", "strong_wolfe"))
@@ -514,7 +516,7 @@ USES: list[Use] = [
         "GradScaler with clipping, without `synchronize()`",
         run=partial(scaled_and_clipped, synchronizes=False),
         expected=simulate_scaling,
-        refused={MERGED: CHANGED, PIPE: CHANGED, COCOD: LOSS_SCALE},
+        refused={MERGED: CHANGED, FORWARD: CHANGED, PIPE: CHANGED, COCOD: LOSS_SCALE},
     ),
     Use("autocast to bfloat16", **same(make=make_float32, loss=autocast_loss), tolerance=FLOAT32),
     Use(
@@ -526,7 +528,9 @@ USES: list[Use] = [
         "two optimizers, as for a GAN; the other model is not frozen",
         run=partial(adversarial, freeze=False),
         expected=simulate_adversarial,
-        refused=dict.fromkeys((MERGED, PIPE), "zero_grad() after backward() and before step()"),
+        refused=dict.fromkeys(
+            (MERGED, FORWARD, PIPE), "zero_grad() after backward() and before step()"
+        ),
     ),
     Use(
         "`process_set`",
@@ -583,7 +587,9 @@ USES: list[Use] = [
         "`op=hvd.Adasum`",
         run=adasum,
         expected=lambda strategy, n: simulate("adasum", n),
-        refused=dict.fromkeys((PIPE, COCOD), "use 'merged-gradient' as it is, or op=hvd.Average"),
+        refused=dict.fromkeys(
+            (FORWARD, PIPE, COCOD), "use 'merged-gradient' as it is, or op=hvd.Average"
+        ),
     ),
     Use(
         "`gradient_predivide_factor`",

@@ -170,6 +170,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "README.md python 0": _changed_line,
     "docs/class-alone.md python 0": _class_alone,
     "docs/elastic.md python 0": _elastic,
+    "docs/overlap-forward.md python 0": _optimizer,
     "docs/pytorch.md python 0": _clipping,
     "docs/pytorch.md python 1": _scaled,
     "docs/pytorch.md python 2": _clipping,

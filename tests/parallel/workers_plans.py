@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -116,7 +117,9 @@ class _PlanEachStep:
 
 
 def saved_and_given_back(path: str) -> list[hvd.Plan]:
-    """The plan that was measured, then those of optimizers that got it as a file and an object."""
+    """The plan that was measured, those of optimizers that got it as a file and an object; and one
+    with an order, before and after training.
+    """
     model = make_model()
     optimizer = wrap(model, hvd.MergedGradient())
     train(model, optimizer, hvd.rank())
@@ -129,7 +132,13 @@ def saved_and_given_back(path: str) -> list[hvd.Plan]:
         optimizer = wrap(model, hvd.MergedGradient(plan=given))
         train(model, optimizer, hvd.rank())
         plans.append(optimizer.plan)
-    return plans
+    # With an order in which one bucket travels in two pieces, once the first steps are over.
+    order = (*range(len(plans[0].buckets)), 0)
+    given = dataclasses.replace(plans[0], order=order)
+    model = make_model()
+    optimizer = wrap(model, hvd.MergedGradient(plan=given, overlap="forward"))
+    train(model, optimizer, hvd.rank())
+    return [*plans, given, optimizer.plan]
 
 
 BUCKETS = [

@@ -98,6 +98,7 @@ def test_the_table() -> None:
         ("conventional", 0, True, True),
         ("wfbp", 0, True, True),
         ("horovod", 0, True, True),
+        ("merged-gradient:overlap=forward", 0, True, True),
         ("pipe-sgd:prediction=local", 1, False, False),
         ("pipe-sgd:prediction=previous", 1, True, False),
         ("wide-pipe-sgd:width=4", 3, True, False),

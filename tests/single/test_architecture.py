@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 
-STEP = re.compile(r"^[ |]*([GPKD]\d+) +(\S+\.py) +([\w.]+)", re.MULTILINE)
-CITATION = re.compile(r"^ *# Architecture: ([GPKD]\d+(?:, [GPKD]\d+)*)$")
+STEP = re.compile(r"^[ |]*([GPFKD]\d+) +(\S+\.py) +([\w.]+)", re.MULTILINE)
+CITATION = re.compile(r"^ *# Architecture: ([GPFKD]\d+(?:, [GPFKD]\d+)*)$")
 
 Steps = set[tuple[str, str, str]]
 
@@ -59,5 +59,5 @@ def test_steps_are_numbered_without_gaps() -> None:
     numbers: dict[str, set[int]] = {}
     for step, _, _ in _drawn():
         numbers.setdefault(step[0], set()).add(int(step[1:]))
-    assert sorted(numbers) == ["D", "G", "K", "P"]
+    assert sorted(numbers) == ["D", "F", "G", "K", "P"]
     assert all(found == set(range(1, len(found) + 1)) for found in numbers.values())

@@ -230,6 +230,10 @@ def test_the_timeline_is_bounded() -> None:
         ({"iterations": 0}, r"iterations must be an int of at least 1, got 0"),
         ({"iterations": 1.5}, r"iterations must be an int of at least 1, got 1.5"),
         ({"method": "magic"}, r"unknown method"),
+        (
+            {"method": "merged-gradient:overlap=forward"},
+            r"leave overlap='forward' out; `hvd-pipe advise`",
+        ),
         ({"trace_workers": (3,)}, r"ranks from 0 to 2, got 3"),
         ({"trace_workers": (-1,)}, r"ranks from 0 to 2, got -1"),
     ],

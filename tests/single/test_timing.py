@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.merge import exact
 from hvd_pipe.planning.messages import least_seconds, synchronous_limit
 from hvd_pipe.planning.methods import HorovodFusion, Method
+from hvd_pipe.planning.overlap import Pass, plan_overlap
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import (
@@ -59,6 +61,10 @@ def test_doctests() -> None:
         ("merged-gradient", 2 + 5 + 1, 4, 2, 8),
         ("merged-gradient:bucket_bytes=12", 2 + 4 + 3.5 + 1, 3.5, 1, 8),
         ("single", 2 + 4 + 3.5 + 1, 3.5, 1, 8),
+        # conv is needed first, and arrives 5 after backward starts, when 4 of it have passed.
+        ("merged-gradient:overlap=forward,plan=wfbp", 7 + 1, 4, 2, 7),
+        ("merged-gradient:overlap=forward,bucket_bytes=11", 7 + 1, 4, 2, 7),
+        ("merged-gradient:overlap=forward,plan=single", 7 + 3.5, 3.5, 1, 7),
         ("horovod:cycle=1s", 2 + 5 + 1, 4, 2, 8),
         ("horovod:cycle=4s", 8 + 1 + 1, 4, 2, 8),  # fc from 4 to 7, conv from 8
         ("horovod:cycle=8s", 8 + 3.5 + 1, 3.5, 1, 8),  # both from 8
@@ -120,6 +126,53 @@ def test_no_method_beats_its_limit(
     assert 0.0 <= time.of_limit <= 1.0
 
 
+FORWARD = st.sampled_from(
+    [MergedGradient(plan=plan, overlap="forward") for plan in ("auto", "greedy", "wfbp", "single")]
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(FORWARD, profiles(), comm_models(), codecs())
+def test_overlap_forward_is_between_its_limit_and_no_overlap(
+    method: MergedGradient, profile: ModelProfile, comm: CommModel, codec: CodecCost
+) -> None:
+    time = step_time(method, profile, comm, codec)
+    assert time.limit_s <= time.total_s * (1 + 1e-9)
+    assert time.compute_s <= time.total_s * (1 + 1e-9)
+    delays = comm.compressed(codec).delay * time.messages
+    assert time.total_s <= (time.compute_s + time.comm_s + delays) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(profiles(), comm_models())
+def test_overlap_forward_takes_what_its_plan_predicts(
+    profile: ModelProfile, comm: CommModel
+) -> None:
+    """Also where that plan, with its order and pieces, is given."""
+    profile, layers = dataclasses.replace(profile, update_s=0.0), profile.layers
+    needed = np.cumsum([0.0, *(layer.forward_s for layer in layers)])[:-1]
+    sends = [layer.gradient_bytes > 0 for layer in layers]
+    if not any(sends):
+        return
+    ready, bytes = profile.ready_times(), profile.gradient_bytes().astype(np.float64)
+    work = Pass(ready, needed[sends][::-1], bytes, profile.forward_s, profile.backward_s)
+    plan = plan_overlap(profile.gradient_order(), work, comm)
+    for given_plan in ("auto", plan):
+        time = step_time(MergedGradient(plan=given_plan, overlap="forward"), profile, comm)
+        assert time.total_s == pytest.approx(plan.predicted_s, rel=1e-9, abs=1e-12)
+        assert time.messages == len(plan.order or ())
+
+
+def test_overlap_forward_updates_layers_one_by_one() -> None:
+    """The update of a layer whose gradient arrives late does not delay those before it."""
+    layers = (LayerProfile("a", 1, 1.0, 1.0), LayerProfile("b", 1, 1.0, 1.0))
+    model = ModelProfile(layers, update_s=4.0)
+    plan = Plan((("b",), ("a",)), "given", order=(1, 0))
+    # a leaves at 2, arrives at 5; b arrives at 8, and is needed after a's update and forward.
+    time = step_time(MergedGradient(plan=plan, overlap="forward"), model, CommModel.linear(3, 0))
+    assert time.total_s == 2 + 3 + (2 + 1) + (2 + 1)
+
+
 @settings(deadline=None, max_examples=300)
 @given(comm_models(), st.lists(st.integers(1, 300), min_size=1, max_size=9))
 def test_no_messages_take_less_than_the_least(comm: CommModel, sizes: list[int]) -> None:
@@ -163,7 +216,7 @@ def test_the_order_of_the_methods(
         assert widths[1] == widths[2] == widths[3]
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", [*ALL, MergedGradient(overlap="forward")])
 def test_one_worker_alone_only_computes(method: Method) -> None:
     time = step_time(method, MODEL, allreduce(1, alpha=1e-3, beta=1e-9))
     slack = 1e-3 if isinstance(method, HorovodFusion) else 0.0  # the cycle it still waits
@@ -171,7 +224,7 @@ def test_one_worker_alone_only_computes(method: Method) -> None:
     assert time.comm_s == 0.0
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", [*ALL, MergedGradient(overlap="forward")])
 def test_a_model_without_gradients_sends_nothing(method: Method) -> None:
     frozen = ModelProfile((LayerProfile("conv", 0, 1.0, 1.0),))
     time = step_time(method, frozen, NET, CODECS["int8"])
@@ -190,10 +243,12 @@ def test_compression_changes_sizes_and_adds_its_own_time() -> None:
 
 def test_a_given_plan_is_carried_out() -> None:
     plan = Plan((("fc",), ("conv",)), "given")
-    time = step_time(MergedGradient(plan=plan), MODEL, NET)
-    assert (time.total_s, time.messages) == (8.0, 2)
-    with pytest.raises(ValueError, match=r"1 names against 2, 'conv' is in one of them only"):
-        step_time(MergedGradient(plan=Plan((("fc",),), "given")), MODEL, NET)
+    for overlap in ("backward", "forward"):
+        time = step_time(MergedGradient(plan=plan, overlap=overlap), MODEL, NET)
+        assert (time.total_s, time.messages) == (8.0, 2)
+        other = MergedGradient(plan=Plan((("fc",),), "given"), overlap=overlap)
+        with pytest.raises(ValueError, match=r"1 names against 2, 'conv' is in one of them only"):
+            step_time(other, MODEL, NET)
 
 
 def test_ticks_follow_the_messages_they_made() -> None:

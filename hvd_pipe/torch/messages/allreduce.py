@@ -38,6 +38,7 @@ __all__ = [
     "Reduction",
     "Scaled",
     "Traffic",
+    "copy_in",
     "sendable",
 ]
 
@@ -98,6 +99,11 @@ class Message(abc.ABC):
     @abc.abstractmethod
     def launch(self) -> None:
         """Send the buffer; it belongs to the network until `wait`."""
+
+    @property
+    @abc.abstractmethod
+    def arrived(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
 
     @abc.abstractmethod
     def wait(self) -> None:
@@ -202,6 +208,24 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
+def copy_in(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """Put the parameter's gradient into ``view`` and make it the view, copying only if it is not.
+
+    After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes the
+    place of adding it to zeros, so a step moves no more bytes than with gradients kept in place.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        view.zero_()
+    elif gradient.is_sparse:
+        view.copy_(gradient.detach().to_dense())
+    elif gradient.data_ptr() == view.data_ptr():
+        return
+    else:
+        view.copy_(gradient.detach())
+    parameter.grad = view
+
+
 class AllReduce(Message):
     """One Horovod all-reduce, with a compressor around it."""
 
@@ -225,6 +249,10 @@ class AllReduce(Message):
         if not self._reduction.alone:
             self._reduction.reduce(torch.zeros(0, device=self._flat.device), self._name)
 
+    @property
+    def arrived(self) -> bool:
+        return self._handle is None or pending.has_arrived(self._handle)
+
     def wait(self) -> None:
         if self._handle is None:
             return
@@ -245,6 +273,10 @@ class _Wrapped(Message):
 
     def __init__(self, inner: Message) -> None:
         self._inner, self.feedback = inner, inner.feedback
+
+    @property
+    def arrived(self) -> bool:
+        return self._inner.arrived
 
     def wait(self) -> None:
         self._inner.wait()
@@ -320,6 +352,10 @@ class InTwo(Message):
     def launch(self) -> None:
         self._words.launch()
         self._values.launch()
+
+    @property
+    def arrived(self) -> bool:
+        return self._values.arrived and self._words.arrived
 
     def wait(self) -> None:
         self._values.wait()

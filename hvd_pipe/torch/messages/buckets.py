@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,7 +28,13 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import refuse_changed, spoil, touched_error
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import CheckedMessage, Feedback, Message, Reduction
+from hvd_pipe.torch.messages.allreduce import (
+    CheckedMessage,
+    Feedback,
+    Message,
+    Reduction,
+    copy_in,
+)
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, ControlFlags
 from hvd_pipe.torch.messages.pending import host_values
@@ -50,6 +56,7 @@ class Bucket:
         extra: How many control flags follow the gradients.
         keep_local: Whether `local` keeps this rank's own gradients.
         feedback: The residuals of a bucket of the same gradients, to be shared.
+        message: Makes its message; arguments as `compressed_allreduce.message_for`.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Bucket:
         extra: int = 0,
         keep_local: bool = False,
         feedback: Feedback | None = None,
+        message: Callable[..., Message] = message_for,
     ) -> None:
         numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0] if parameters else torch.empty(0)  # control flags alone
@@ -73,10 +81,8 @@ class Bucket:
         self.waiting = len(self.views)
         self.launched = False
         self._filled_version: int | None = None
-        made = partial(message_for, reduction, name=name, exact=extra, feedback=feedback)
-        self._checked: CheckedMessage | None = None
-        if check_mode.active.on:
-            self._checked = CheckedMessage(self.flat, extra, made)
+        made = partial(message, reduction, name=name, exact=extra, feedback=feedback)
+        self._checked = CheckedMessage(self.flat, extra, made) if check_mode.active.on else None
         # The network writes through an alias, so that the version tells who else has written.
         self.message: Message = self._checked or made(self.flat.data)
 
@@ -141,6 +147,7 @@ class BucketSet:
         suffix: Ends the tag of the messages: the same on all ranks, unique in these settings.
         keep_local: Whether `local` keeps this rank's own gradients.
         like: A set of the same buckets, which shares the residuals of lossy codecs.
+        message: Makes the message of a bucket, called for one after the other.
     """
 
     def __init__(
@@ -150,6 +157,7 @@ class BucketSet:
         suffix: str,
         keep_local: bool = False,
         like: BucketSet | None = None,
+        message: Callable[..., Message] = message_for,
     ) -> None:
         self.parameters, self._names = settings.parameters, settings.names
         self._reduction, self._last_frozen = settings.reduction, settings.frozen
@@ -163,7 +171,8 @@ class BucketSet:
             name, own = f"{self._tag}.{i}", [self.parameters[index] for index in group]
             extra = COUNT if i == len(dense) - 1 else 0
             feedback = None if like is None else like.buckets[i].message.feedback
-            self.buckets.append(Bucket(name, own, self._reduction, extra, keep_local, feedback))
+            bucket = Bucket(name, own, self._reduction, extra, keep_local, feedback, message)
+            self.buckets.append(bucket)
         self.slots: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view)
             for group, bucket in zip(dense, self.buckets, strict=True)
@@ -329,8 +338,7 @@ class BucketSet:
                 residual.zero_()
         self.sparse.complete()
         self.sparse.clear()
-        self._as_dense.clear()
-        self.frozen.clear()
+        self.end_round()
         self.completed = []
 
     def complete(self) -> None:
@@ -354,17 +362,27 @@ class BucketSet:
             bucket.message.wait()
 
     # Architecture: G10
-    def bind_gradients(self) -> None:
-        """Make every gradient the view into its bucket (sparse again where it came sparse)."""
-        for index, (_, view) in self.slots.items():
-            gradient: torch.Tensor | None = view
+    def bind_gradients(self, indices: Sequence[int] | None = None) -> None:
+        """Make gradients the views into their buckets (sparse again where they came sparse).
+
+        Args:
+            indices: Dense ones whose messages have arrived; None: all, which ends the round.
+        """
+        for index in self.slots if indices is None else indices:
+            gradient: torch.Tensor | None = self.slots[index][1]
             if index in self._as_dense:
-                gradient = view.to_sparse()
+                gradient = self.slots[index][1].to_sparse()
             elif index in self.frozen:
                 gradient = None  # a frozen parameter must not move: no decay, no momentum
             self.parameters[index].grad = gradient
+        if indices is not None:
+            return
         for index, gathered in self.sparse.gathered.items():
             self.parameters[index].grad = gathered
+        self.end_round()
+
+    def end_round(self) -> None:
+        """Forget what was unusual about the gradients of this round: they have been applied."""
         self._as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
@@ -380,21 +398,3 @@ class BucketSet:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
                 copy_in(self.parameters[index], view)
-
-
-def copy_in(parameter: torch.Tensor, view: torch.Tensor) -> None:
-    """Put the parameter's gradient into ``view`` and make it the view, copying only if it is not.
-
-    After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes the
-    place of adding it to zeros, so a step moves no more bytes than with gradients kept in place.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        view.zero_()
-    elif gradient.is_sparse:
-        view.copy_(gradient.detach().to_dense())
-    elif gradient.data_ptr() == view.data_ptr():
-        return
-    else:
-        view.copy_(gradient.detach())
-    parameter.grad = view

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async, poll
+from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
@@ -127,6 +127,10 @@ class CompressedAllReduce(Message):
         pending.follow(self.done)
         communication_thread.take(self)
 
+    @property
+    def arrived(self) -> bool:
+        return not self._launched or self.done.is_set()
+
     def wait(self) -> None:
         """Block until the buffer holds the reduced values; at once if nothing was launched.
 
@@ -167,10 +171,7 @@ class CompressedAllReduce(Message):
 
     def ready(self) -> bool:
         """Return whether the phase that is on the wire is over."""
-        try:
-            return bool(poll(self._handle))
-        except Exception:
-            return True  # Horovod does not know the handle any more; `advance` says so
+        return self._handle is None or pending.has_arrived(self._handle)
 
     def advance(self) -> bool:
         """Work up to the next phase on the wire; return whether there is one."""

@@ -50,6 +50,7 @@ __all__ = [
     "follow",
     "follow_horovod",
     "forget",
+    "has_arrived",
     "host_values",
     "known",
     "sent",
@@ -93,6 +94,14 @@ def wait(handle: int) -> Any:
             "a state was loaded, or all gradients were set to zero in place. Do the same on every "
             f"rank. Horovod says: {error}"
         ) from error
+
+
+def has_arrived(handle: int) -> bool:
+    """Return whether `wait` would return, or raise, at once."""
+    try:
+        return bool(poll(handle))
+    except Exception:
+        return True  # Horovod does not know the handle any more; `wait` says so
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import Description, check_alike, failed, largest
 from hvd_pipe.torch.checking import compare_replicas
-from hvd_pipe.torch.compression import Codec, codec_for
+from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
@@ -34,10 +34,11 @@ from hvd_pipe.torch.parameters import are_finite, check_parameter
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
+    from hvd_pipe.torch.measuring.first_uses import FirstUses
     from hvd_pipe.torch.measuring.step_times import ReadyTimes
     from hvd_pipe.torch.messages.buckets import BucketSet
 
-__all__ = ["Engine", "all_joined", "refuse_join"]
+__all__ = ["Engine", "live_engines"]
 
 
 class Engine(abc.ABC):
@@ -53,7 +54,7 @@ class Engine(abc.ABC):
     """The buckets in use."""
     current: BucketSet | None = None
     """The buckets that take this step's gradients; None while gradients stay local."""
-    ready_times: ReadyTimes | None = None
+    ready_times: ReadyTimes | FirstUses | None = None
     """Where the moments at which gradients become ready are recorded, if they are."""
 
     def __init__(self, settings: Settings) -> None:
@@ -136,6 +137,9 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def drain(self) -> None:
         """Finish what is in flight when no gradient waits to be applied."""
+
+    def finish(self) -> None:  # noqa: B027 - most have nothing pending that they need not wait for
+        """Apply what this rank has deferred; sends nothing, and one rank alone may call it."""
 
     @abc.abstractmethod
     def after_join(self) -> None:
@@ -361,29 +365,9 @@ class Engine(abc.ABC):
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def refuse_join() -> None:
-    """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
-
-    Raises:
-        HvdPipeError: An optimizer sends encoded or sparse gradients.
-    """
-    for engine in list(_live):
-        reduction = engine.reduction
-        encoded = any(
-            codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
-        )
-        if not reduction.alone and (encoded or engine.settings.sparse):
-            raise HvdPipeError(
-                "hvd.join() needs dense gradients that travel as they are: use Compression.none "
-                "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
-                "every rank the same number of steps."
-            )
-
-
-def all_joined() -> None:
-    """Note that all ranks have met in ``hvd.join()``, after different numbers of steps."""
-    for engine in list(_live):
-        engine.after_join()
+def live_engines() -> list[Engine]:
+    """Return the engines that may be in use."""
+    return list(_live)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

@@ -70,7 +70,13 @@ def make_engine(checked: Checked, owner: Owner) -> Engine:
         )
         return engine
     if isinstance(strategy, MergedGradient):
-        return MergedGradientEngine(settings, strategy, checked.plan)
+        plan = checked.plan
+        if strategy.overlaps_forward and strategy.plan == "auto":
+            # It begins with default buckets: plans are tried while updates are deferred.
+            every = range(len(settings.names))
+            plan = settings.index.first_plan(strategy, settings.groups, every)
+            strategy = dataclasses.replace(strategy, plan=plan, bucket_bytes=None)
+        return MergedGradientEngine(settings, strategy, plan)
     return _make(settings, strategy)
 
 

@@ -142,6 +142,11 @@ class MergedGradientEngine(Engine):
     def next_message(self) -> Message:
         return self.current.last_message
 
+    @property
+    def measures(self) -> bool:
+        """Whether a plan is to come from measured times."""
+        return isinstance(self._phase, Measuring)
+
     def build(self) -> None:
         """Parameters that have joined get buckets behind the plan's, and it is made anew."""
         assert self.plan is not None
@@ -149,7 +154,10 @@ class MergedGradientEngine(Engine):
         if planned < len(names):
             index = self.settings.index
             joined = index.as_plan(index.default_groups(range(planned, len(names))), "bytes")
-            self.plan = Plan((*self.plan.buckets, *joined.buckets), self.plan.method)
+            buckets, order = (*self.plan.buckets, *joined.buckets), self.plan.order
+            if order is not None:
+                order = (*order, *range(len(self.plan.buckets), len(buckets)))
+            self.plan = Plan(buckets, self.plan.method, order=order)
             self._measure_anew()
         self._count = self._usual_count = len(names)
         self._adopt(self.plan)
@@ -163,6 +171,16 @@ class MergedGradientEngine(Engine):
 
     # Architecture: G6
     def prepare(self) -> bool:
+        self._send()
+        self._receive()
+        self.current.bind_gradients()
+        if self.current.stale:
+            assert self.plan is not None
+            self._replace_buckets(self.plan)  # without room for what turned out to be sparse
+        return True
+
+    def _send(self) -> None:
+        """Send what of this step's gradients has not left."""
         if self.ready_times is not None:
             self.ready_times.end_step()
         reordered = self._note_order()
@@ -170,6 +188,9 @@ class MergedGradientEngine(Engine):
         self.current.flush(
             ControlFlags(float(reordered), drains=float(self._drains), stepped=float(stepped))
         )
+
+    def _receive(self) -> None:
+        """Wait for the averages, and read the control flags of all ranks."""
         self.current.wait()
         flags, workers = self.current.flags, self.reduction.workers
         self._flags = flags
@@ -177,11 +198,6 @@ class MergedGradientEngine(Engine):
             raise HvdPipeError(_APART)
         # A rank that drains alone makes no update after this, and so no plan.
         self._all_updated = flags.all_present(workers) and not flags.some_drained(workers)
-        self.current.bind_gradients()
-        if self.current.stale:
-            assert self.plan is not None
-            self._replace_buckets(self.plan)  # without room for what turned out to be sparse
-        return True
 
     @property
     def is_equal_everywhere(self) -> bool:
@@ -240,7 +256,9 @@ class MergedGradientEngine(Engine):
             if self.rounds >= phase.begin:
                 parameters = self.settings.parameters
                 self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
-        elif self.ready_times.steps >= self._record_steps:
+            return
+        assert isinstance(self.ready_times, ReadyTimes)  # others watch when nothing is measured
+        if self.ready_times.steps >= self._record_steps:
             self._plan_anew(self.ready_times.seconds())
 
     def _note_order(self) -> bool:
@@ -308,13 +326,16 @@ class MergedGradientEngine(Engine):
     def _adopt(self, plan: Plan) -> None:
         """Take the plan's buckets; gradients that users can see move over with their values."""
         groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
-        # Under the same names: ranks with different plans must meet, to be told.
-        buckets = BucketSet(self.settings, groups, "gradients")
+        self.plan = plan
+        buckets = self._make_buckets(groups)
         if self._adopted:
             buckets.copy_in()
-        self._adopted = True
-        self.current, self.plan = buckets, plan
+        self._adopted, self.current = True, buckets
         self._bucket_of = {index: i for i, group in enumerate(groups) for index in group}
+
+    def _make_buckets(self, groups: Sequence[Sequence[int]]) -> BucketSet:
+        # Under the same names: ranks with different plans must meet, to be told.
+        return BucketSet(self.settings, groups, "gradients")
 
 
 _APART = (

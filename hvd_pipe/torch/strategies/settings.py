@@ -25,6 +25,20 @@ class Owner(Protocol):
     def predict(self) -> None:
         """Move the weights as `update` would, and leave all else as it is."""
 
+    def updates_quietly(self) -> bool:
+        """Return whether nobody but the optimizer takes part in an update: no hook, no scaler."""
+
+    def is_separable(self) -> bool:
+        """Return whether updates of some parameters at a time equal one update of all."""
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return the options of all parameter groups as they are now."""
+
+    def update_some(
+        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Update just these parameters, by the options that `options` has returned."""
+
     def note_old(self) -> None:
         """Take what is in ``p.grad`` for applied: no update is to come of it."""
 

@@ -1,0 +1,146 @@
+"""Updates of some parameters by the user's optimizer, at options that were taken down before.
+
+Most optimizers treat each parameter by itself: SGD, Adam and most others of torch. To update some
+parameters is then to show the optimizer those alone. `is_separable` tries it where that is not
+known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = ["is_separable", "options_of", "update_quietly", "updates_quietly"]
+
+Step = Callable[[], object]
+"""The user's ``step()``, beneath torch's wrapper for hooks."""
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group as they are now."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def updates_quietly(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether no hook and no scaler takes part in an update."""
+    return not (
+        "found_inf" in optimizer.__dict__
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+# Architecture: F8
+def update_quietly(
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    parameters: Sequence[torch.Tensor],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Let an optimizer update some of its parameters, wherever this is called.
+
+    A forward pass may run in inference mode, or with autocast: an update there makes the same
+    state, in the same dtypes, as one outside.
+
+    Args:
+        optimizer: Whose parameters.
+        step: Makes its update.
+        parameters: What to update, by their ``.grad``.
+        options: As `options_of` has returned them.
+    """
+    due, groups = set(map(id, parameters)), optimizer.param_groups
+    shown = [
+        {**group, **taken, "params": [p for p in group["params"] if id(p) in due]}
+        for group, taken in zip(groups, options, strict=False)
+    ]
+    optimizer.param_groups = [group for group in shown if group["params"]]
+    kind = parameters[0].device.type
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
+            step()
+    finally:
+        optimizer.param_groups = groups
+
+
+def is_separable(optimizer: torch.optim.Optimizer, step: Step) -> bool:
+    """Return whether updates of some parameters at a time equal one update of all, bit for bit.
+
+    Optimizers of torch are known. Another one makes an update by the gradients that are there,
+    of all parameters and then of two halves; weights, state and attributes are put back.
+
+    Args:
+        optimizer: Whose ``p.grad`` hold gradients.
+        step: Makes its update.
+    """
+    kind = type(optimizer).__bases__[-1]
+    if kind.__module__.startswith("torch.optim"):
+        return kind is not torch.optim.LBFGS
+    owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    options = options_of(optimizer)
+    halves = [half for half in (owned[::2], owned[1::2]) if half]
+
+    def in_halves() -> None:
+        for half in halves:
+            update_quietly(optimizer, step, half, options)
+
+    try:
+        whole, parts = (_tried(optimizer, owned, each) for each in (step, in_halves))
+    except Exception:  # what cannot be copied, or has no half, cannot be tried
+        return False
+    return len(whole) == len(parts) and all(map(_same_bits, whole, parts))
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, owned: Sequence[torch.Tensor], update: Step
+) -> list[Any]:
+    """What an update makes of weights, gradients, state and options; all of it is put back."""
+    weights = [p.detach().clone() for p in owned]
+    gradients = [p.grad.clone() for p in owned if p.grad is not None]
+    state, groups = dict(optimizer.state), optimizer.param_groups
+    own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k != "state"}
+    copies = {key: copy.deepcopy(own[key]) for key in own.keys() - {"param_groups"}}
+    random = torch.get_rng_state()
+    try:
+        for parameter, values in state.items():
+            optimizer.state[parameter] = copy.deepcopy(values)
+        vars(optimizer).update(copies, param_groups=[dict(group) for group in groups])
+        update()
+        found: list[Any] = [p.detach().clone() for p in owned]
+        for parameter in owned:
+            found += [value for _, value in sorted(optimizer.state[parameter].items(), key=str)]
+        for group in optimizer.param_groups:
+            found += [value for key, value in group.items() if key != "params"]
+        return found
+    finally:
+        torch.set_rng_state(random)
+        vars(optimizer).update(own)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for parameter, weight, gradient in zip(owned, weights, gradients, strict=True):
+            parameter.data.copy_(weight)
+            assert parameter.grad is not None
+            parameter.grad.data.copy_(gradient)
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,256 @@
+"""How ``overlap="forward"`` begins: with the barrier, then with plans that are tried in training.
+
+::
+
+    WATCH_STEPS   merged-gradient with default buckets; `FirstUses` sees where weights are used
+    TRIALS        updates are deferred; plans with few, with many messages: what each takes is seen
+                  the plan that is best for messages as they were, and one with fewer
+    from then on  the plan with the fastest steps, the same on all ranks
+
+A plan or a bucket size that the user gives is taken as it is. A run that goes on from a checkpoint
+sends by its plan from the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from statistics import median
+
+import numpy as np
+
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.overlap import PARTS, Pass, fitted, in_order, plan_overlap
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.torch.agree import found_by_first, largest
+from hvd_pipe.torch.checkpoint import SavedState
+from hvd_pipe.torch.measuring.first_uses import FirstUses, Uses
+from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
+from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+
+__all__ = ["OverlapStart"]
+
+WATCH_STEPS = 3
+SETTLE_STEPS = 2
+TIMED_STEPS = 4
+TRIALS = 4
+FIRST_PARTS = (6, 18)
+FEWER = 0.6  # the messages of the last trial, as a part of what seemed best before
+
+_log = logging.getLogger("hvd_pipe")
+
+
+class OverlapStart:
+    """Watches the steps of one optimizer, and changes its engine once, then its plan.
+
+    Args:
+        is_given: Whether the user has said which gradients share a message.
+    """
+
+    def __init__(self, is_given: bool) -> None:
+        self._is_given = is_given
+        self._watched: FirstUses | None = None
+        self._since = 0
+        self._trials: _Trials | None = None
+        self._over = False
+
+    def after_step(self, engine: Engine) -> Engine:
+        """Return the engine of the next step, at the end of ``step()``."""
+        if self._over or engine.reduction.alone or not isinstance(engine, MergedGradientEngine):
+            return engine
+        if self._trials is not None:
+            assert isinstance(engine, ForwardOverlapEngine)
+            self._over = self._trials.after_step(engine)
+            return engine
+        if engine.measures:
+            return engine
+        watched = self._watched
+        if watched is None or engine.ready_times is not watched:
+            watched = self._watched = engine.ready_times = FirstUses(engine.settings.parameters)
+            self._since = engine.rounds
+        elif engine.rounds >= self._since + WATCH_STEPS and engine.is_equal_everywhere:
+            engine.ready_times = None
+            watched.close()
+            return self._begin(engine, watched.uses() if watched.steps else Uses())
+        watched.begin()
+        return engine
+
+    def close(self) -> None:
+        """Watch no more steps."""
+        if self._watched is not None:
+            self._watched.close()
+
+    def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
+        """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
+        if saved is None or saved.strategy != engine.name or engine.reduction.alone:
+            return engine, saved
+        text = saved.counters.get("plan")
+        if text is None or saved.workers != engine.reduction.workers:
+            return engine, saved
+        plan, settings = Plan.from_json(text), engine.settings
+        if plan.order is None or set(plan.names) != set(settings.names):
+            return engine, saved
+        self._over, self._watched, self._trials = False, None, None
+        return _overlapping(engine, plan, measured=True), saved
+
+    def note(self, saved: SavedState) -> SavedState:
+        """Return a checkpoint, to which nothing is added."""
+        return saved
+
+    def _begin(self, engine: MergedGradientEngine, uses: Uses) -> Engine:
+        """Have all ranks agree on the first plan, or stay as they are."""
+        problem = _problem(engine, uses)
+        if problem:
+            _log.warning("overlap='forward': updates stay in step(), as %s", problem)
+        settings, count = engine.settings, len(engine.settings.parameters)
+        needed = [0.0 if i in uses.outside else each for i, each in enumerate(uses.needed_s)]
+        mine = [1.0] + [0.0] * (2 + 2 * count)
+        if not problem:
+            times = [uses.forward_s, uses.backward_s, *uses.ready_s]
+            mine = [0.0, *times, *(-each for each in needed)]
+        found = largest(mine, f"{settings.tag}.uses", settings.reduction.process_set)
+        self._over = True
+        if found[0]:
+            return engine
+        forward_s, backward_s, *rest = found[1:]
+        work = Pass(
+            np.array(rest[:count]),
+            np.array([-each for each in rest[count:]]),
+            np.array(settings.index.nbytes, dtype=np.float64),
+            forward_s,
+            backward_s,
+        )
+        if not isinstance(engine, ForwardOverlapEngine):
+            assert engine.plan is not None
+            plan = engine.plan
+            if plan.order is None:
+                plan = in_order(plan, settings.names, work)
+            engine = _overlapping(engine, plan, measured=False)
+            if not self._is_given:
+                self._trials, self._over = _Trials(work), False
+                self._trials.begin(engine)
+        assert isinstance(engine, ForwardOverlapEngine)
+        engine.open_gates(uses)
+        if self._over:
+            _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
+        return engine
+
+
+class _Trials:
+    """Tries plans in training, each for some steps, and goes on with the fastest."""
+
+    def __init__(self, work: Pass) -> None:
+        self._work = work
+        self._tried: list[tuple[Plan, float]] = []
+        self._messages: list[tuple[float, float]] = []
+        self._ends: list[float] = []
+
+    def begin(self, engine: ForwardOverlapEngine) -> None:
+        """Let the first plan be tried in the next step."""
+        self._next(engine)
+
+    def after_step(self, engine: ForwardOverlapEngine) -> bool:
+        """Note the end of a step; return whether the trials are over."""
+        if len(engine.settings.names) != len(self._work.bytes):
+            return True  # some have joined, of which nothing was seen
+        self._ends.append(time.perf_counter())
+        if len(self._ends) <= SETTLE_STEPS + TIMED_STEPS:
+            return False
+        engine.finish()
+        if not engine.is_equal_everywhere:  # in other steps of some ranks: not now
+            return False
+        ends = self._ends[SETTLE_STEPS:]
+        mine = median(end - begin for begin, end in itertools.pairwise(ends))
+        tag, process_set = engine.settings.tag, engine.reduction.process_set
+        (seconds,) = largest([mine], f"{tag}.trial", process_set)
+        assert engine.plan is not None
+        self._tried.append((engine.plan, seconds))
+        self._messages += engine.message_seconds()
+        return self._next(engine)
+
+    def _next(self, engine: ForwardOverlapEngine) -> bool:
+        """Take the next plan to try, or the fastest; return whether that was the last."""
+        settings, number = engine.settings, len(self._tried)
+        over = number == TRIALS
+        text = found_by_first(
+            lambda: self._plan(engine, number).to_json(),
+            f"{settings.tag}.overlap",
+            settings.reduction.process_set,
+        )
+        engine.take(Plan.from_json(text))
+        self._ends.clear()
+        if over:
+            engine.is_measured()
+            tried = ", ".join(
+                f"{_count(plan)} messages: {1e3 * s:.1f} ms" for plan, s in self._tried
+            )
+            _log.info(
+                "overlap='forward' after step %d: tried %s; goes on with\n%s",
+                engine.rounds,
+                tried,
+                engine.plan,
+            )
+        return over
+
+    def _plan(self, engine: ForwardOverlapEngine, number: int) -> Plan:
+        """The plan of a trial, or, after the last one, the fastest."""
+        settings, work = engine.settings, self._work
+        kinds = [(each.dtype, each.device) for each in settings.parameters]
+        if number == TRIALS:
+            return min(self._tried, key=lambda each: each[1])[0]
+        if number < len(FIRST_PARTS):
+            busy = (work.forward_s + work.backward_s) / max(float(work.bytes.sum()), 1.0)
+            comm, parts = CommModel.linear(0.0, busy), FIRST_PARTS[number : number + 1]
+        else:
+            comm, parts = fitted(self._messages), PARTS
+            if number > len(FIRST_PARTS):
+                most = _count(self._tried[-1][0])
+                parts = (max(1, round(FEWER * most)),)
+        return plan_overlap(settings.names, work, comm, kinds, parts)
+
+
+def _count(plan: Plan) -> int:
+    return len(plan.order or plan.buckets)
+
+
+def _problem(engine: MergedGradientEngine, uses: Uses) -> str | None:
+    """Why updates cannot be deferred on this rank; None where they can."""
+    settings, count = engine.settings, len(engine.settings.parameters)
+    if not uses.needed_s:
+        return "no backward pass was seen"
+    if settings.sparse:
+        return (
+            f"the gradient of {settings.names[min(settings.sparse)]!r} is sparse "
+            "(sparse_as_dense=True sends it as a dense one)"
+        )
+    frozen = [
+        n for n, p in zip(settings.names, settings.parameters, strict=True) if not p.requires_grad
+    ]
+    if frozen:
+        return f"{frozen[0]!r} is frozen at this step"
+    if uses.compiled:
+        return "a module is compiled: no hook runs inside it"
+    if len(uses.outside) == count:
+        return (
+            "all weights are read between step() and the forward pass, or used outside of any "
+            "module"
+        )
+    if not settings.owner.is_separable():
+        return (
+            "the optimizer does not update each parameter by itself: its update of all differs "
+            "from updates of some at a time"
+        )
+    return None
+
+
+def _overlapping(engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEngine:
+    """Return an engine of this plan, for the same parameters, between two steps."""
+    settings = dataclasses.replace(engine.settings, passes=engine.passes, sparse_as_dense=True)
+    state, rounds, held = engine.state(), engine.rounds, engine.held
+    successor = ForwardOverlapEngine(settings, plan, measured)
+    successor.load(dataclasses.replace(state, counters={}))
+    successor.rounds, successor.held = rounds, held
+    return successor
