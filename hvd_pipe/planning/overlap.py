@@ -80,11 +80,9 @@ class Pass:
             raise ValueError(
                 f"give each gradient a time, a need and a size, got {lengths} of them"
             )
-        least = min(
-            *(float(each.min()) for each in (self.ready_s, self.needed_s, self.bytes)),
-            self.forward_s,
-            self.backward_s,
-        )
+        arrays = (self.ready_s, self.needed_s, self.bytes)
+        # numpy's minimum of NaN and others is NaN.
+        least = np.min([*map(np.min, arrays), self.forward_s, self.backward_s])
         if not least >= 0.0:
             raise ValueError(f"times and sizes must be 0 or more, got {least}")
 
