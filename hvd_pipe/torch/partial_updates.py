@@ -98,9 +98,9 @@ def is_separable(optimizer: torch.optim.Optimizer, step: Step) -> bool:
 
     try:
         whole, parts = (_tried(optimizer, owned, each) for each in (step, in_halves))
-    except Exception:  # what cannot be copied, or has no half, cannot be tried
+        return len(whole) == len(parts) and all(map(_same_bits, whole, parts))
+    except Exception:  # what cannot be copied, has no half, or cannot be compared
         return False
-    return len(whole) == len(parts) and all(map(_same_bits, whole, parts))
 
 
 def _tried(
@@ -109,15 +109,19 @@ def _tried(
     """What an update makes of weights, gradients, state and options; all of it is put back."""
     weights = [p.detach().clone() for p in owned]
     gradients = [p.grad.clone() for p in owned if p.grad is not None]
-    state, groups = dict(optimizer.state), optimizer.param_groups
-    own = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k != "state"}
-    copies = {key: copy.deepcopy(own[key]) for key in own.keys() - {"param_groups"}}
-    random = torch.get_rng_state()
+    state, held = dict(optimizer.state), dict(vars(optimizer))
+    groups = [dict(group) for group in optimizer.param_groups]
+    # A list of parameters that the optimizer keeps beside its groups is of the same parameters.
+    memo: dict[int, Any] = {id(p): p for group in groups for p in group["params"]}
+    memo[id(optimizer)] = optimizer
+    copies = {key: copy.deepcopy(held[key], memo) for key in held if _is_users(key)}
+    devices = sorted({p.get_device() for p in owned if p.is_cuda})
     try:
-        for parameter, values in state.items():
-            optimizer.state[parameter] = copy.deepcopy(values)
-        vars(optimizer).update(copies, param_groups=[dict(group) for group in groups])
-        update()
+        with torch.random.fork_rng(devices):
+            for parameter, values in state.items():
+                optimizer.state[parameter] = copy.deepcopy(values)
+            vars(optimizer).update(copies, param_groups=groups)
+            update()
         found: list[Any] = [p.detach().clone() for p in owned]
         for parameter in owned:
             found += [value for _, value in sorted(optimizer.state[parameter].items(), key=str)]
@@ -125,8 +129,8 @@ def _tried(
             found += [value for key, value in group.items() if key != "params"]
         return found
     finally:
-        torch.set_rng_state(random)
-        vars(optimizer).update(own)
+        vars(optimizer).clear()
+        vars(optimizer).update(held)
         optimizer.state.clear()
         optimizer.state.update(state)
         for parameter, weight, gradient in zip(owned, weights, gradients, strict=True):
@@ -135,7 +139,15 @@ def _tried(
             parameter.grad.data.copy_(gradient)
 
 
+def _is_users(attribute: str) -> bool:
+    """Whether an optimizer's attribute is no part of torch's bookkeeping, or of ours."""
+    kept = attribute in ("state", "param_groups") or attribute.endswith("_hooks")
+    return not (kept or attribute.startswith("_hvd_pipe"))
+
+
 def _same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same_bits, one, other))
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other)
     same = one.dtype == other.dtype and one.shape == other.shape
