@@ -160,7 +160,7 @@ sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
 
 @given(sizes, st.integers(1, 40), st.data())
 def test_partition(bytes: list[int], count: int, data: st.DataObject) -> None:
-    """Each gradient once, dtypes apart, pieces of at most a part, buckets in order of readiness."""
+    """Each gradient once, dtypes apart, pieces of at most a part, buckets as they are ready."""
     length = len(bytes)
     drawn = st.lists(times, min_size=length, max_size=length)
     ready, needed = (np.array(data.draw(drawn)) for _ in range(2))
@@ -187,7 +187,7 @@ def test_partition(bytes: list[int], count: int, data: st.DataObject) -> None:
 
 def test_the_last_bucket_leaves_at_the_end_of_the_step() -> None:
     """It carries the control flags, which are known then."""
-    names, work, comm = layers(3, 1.0)
+    _, work, comm = layers(3, 1.0)
     work = dataclasses.replace(work, backward_s=50.0)
     found = overlap._messages(work, comm, [[0], [1, 2]], [2, 1])
     assert [(m.bucket, m.ready_s, m.needed_s) for m in found] == [

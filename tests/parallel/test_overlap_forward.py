@@ -1,0 +1,151 @@
+"""`overlap="forward"`: the bits of stock Horovod, though weights are updated as they are needed.
+
+At two ranks a sum has one rounding whatever the order of its terms, so equality is exact. Losses
+are recorded in every step: they tell whether each layer had its new weights in time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import workers_overlap_forward as workers
+from cases import of_case
+from ranks import once, run_ranks
+from workers_overlap_forward import (
+    AGAINST_STOCK,
+    ALONE,
+    BARRIER,
+    BEGUN,
+    FALLBACKS,
+    LONG,
+    LOOKS,
+    ODD,
+    PLANNED,
+    REFUSALS,
+    SERIAL,
+    SHORT,
+    UNLIKE,
+    Run,
+)
+
+at_two = once(lambda: run_ranks(2, workers.at_two, timeout=400))
+at_three = once(lambda: run_ranks(3, workers.at_three, timeout=300))
+
+
+def assert_same(one: Run, other: Run) -> None:
+    pairs = zip(one.losses, other.losses, strict=True)
+    different = [step for step, (a, b) in enumerate(pairs) if a != b]
+    assert not different, f"losses differ from step {different[0]} on"
+    for a, b in zip(one.weights, other.weights, strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(a, b)
+    assert not np.array_equal(one.weights[0], one.weights[-1])  # it did learn something
+
+
+def assert_deferred(run: Run, steps: int) -> None:
+    """All steps but the first ones, and those before another plan, leave messages pending."""
+    assert run.deferred, "no step has deferred anything: this shows nothing"
+    assert run.messages >= 1
+    assert run.deferred[0] <= BEGUN
+    assert run.deferred[-1] == steps - 1
+    assert len(run.deferred) >= steps - BEGUN - 5
+
+
+@pytest.mark.parametrize("case", AGAINST_STOCK)
+def test_equal_to_stock_horovod(case: str) -> None:
+    for stock, ours in of_case(at_two(), case):
+        assert not stock.deferred
+        assert_same(stock, ours)
+        assert_deferred(ours, LONG if case.endswith("planned") else SHORT)
+
+
+@pytest.mark.parametrize("strategy", [PLANNED, ALONE])
+@pytest.mark.parametrize("name", SERIAL)
+def test_equal_to_one_process_that_has_all_gradients(name: str, strategy: str) -> None:
+    steps = LONG if strategy == PLANNED else SHORT
+    script = {key: SERIAL[name][key] for key in ("make", "loss") if key in SERIAL[name]}
+    wanted = workers.serial(3, steps=steps, **script)
+    for run in of_case(at_three(), (name, strategy)):
+        assert_deferred(run, steps)
+        np.testing.assert_allclose(run.weights, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_who_looks_early_sees_new_weights(name: str) -> None:
+    for plain, ours in of_case(at_two(), ("look", name)):
+        assert_deferred(ours, SHORT)
+        assert len(ours.looked) == SHORT - BEGUN
+        for wanted, seen in zip(plain.looked, ours.looked, strict=True):
+            assert wanted
+            for a, b in zip(wanted, seen, strict=True):
+                assert a.equal(b)
+        if name != "load_state_dict":  # which goes on from the same weights every time
+            assert not ours.looked[0][0].equal(ours.looked[-1][0])
+            assert_same(plain, ours)
+        else:
+            assert plain.losses == ours.losses
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_where_updates_stay_in_step(name: str) -> None:
+    """Training is right, and a warning names the reason."""
+    for plain, ours, warned in of_case(at_two(), ("fallback", name)):
+        assert_same(plain, ours)
+        assert not ours.deferred
+        said = [line for line in warned if "updates stay in step()" in line]
+        assert len(said) == 1
+        assert FALLBACKS[name][0] in said[0]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str) -> None:
+    for said in of_case(at_two(), ("refusal", name)):
+        assert said.startswith("ValueError: ")
+        assert REFUSALS[name][0] in said
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_differ(name: str) -> None:
+    runs = of_case(at_two(), ("unlike", name))
+    for plain, ours in runs:
+        assert_same(plain, ours)
+        assert ours.deferred
+    first, second = (ours for _, ours in runs)
+    assert np.array_equal(first.weights, second.weights)
+    if name == "clipping":
+        assert {step % 3 for step in first.deferred} == {0, 2}
+    elif name == "one has a hook":
+        assert first.deferred[-1] == SHORT - 1
+        assert second.deferred[-1] == ODD - 1
+    else:
+        assert_deferred(first, SHORT)
+        assert_deferred(second, SHORT)
+
+
+def test_join_with_uneven_steps() -> None:
+    """Weights are read as they are: to join waits for updates."""
+    for (ours, deferred, last), (plain, _, plain_last) in zip(
+        of_case(at_two(), ("join", ALONE)), of_case(at_two(), ("join", BARRIER)), strict=True
+    ):
+        assert np.array_equal(ours, plain)
+        assert deferred >= SHORT - 3 - BEGUN
+        assert last == plain_last == 0  # the last one to join
+
+
+def test_a_use_that_was_not_watched_is_refused() -> None:
+    """On every rank, in the step that has it, by the parameter's name."""
+    for step, said in of_case(at_two(), "wandering"):
+        assert step == ODD
+        assert "'second.weight' was used before its update had arrived" in said
+        assert "optimizer.synchronize()" in said
+
+
+def test_a_script_may_end_with_a_step() -> None:
+    """With updates pending; no rank hangs or fails."""
+    assert run_ranks(2, workers.ends_without_waiting, timeout=60) == [True, True]
+
+
+def test_shutdown_applies_what_is_pending() -> None:
+    for ours, wanted, deferred in run_ranks(2, workers.shut_down, timeout=60):
+        assert deferred
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-12)
