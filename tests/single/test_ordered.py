@@ -1,0 +1,323 @@
+"""Messages that leave in a fixed order, with messages that travel when a test says so."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.torch.messages import ordered
+from hvd_pipe.torch.messages.allreduce import Message, Reduction
+from hvd_pipe.torch.messages.ordered import IN_FLIGHT, OrderedMessages, Sender
+
+LIMIT_S = 60.0  # for an event that comes at once
+
+
+def wait_for(event: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not event():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(1e-4)
+
+
+class Wire:
+    """Notes what leaves; lets arrive what `deliver` names, or all at once."""
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.left: list[int] = []
+        self.there: set[int] = set()
+        self.most = 0
+        self.at_once = at_once
+        self.failing: dict[int, BaseException] = {}
+
+    def leaves(self, number: int) -> None:
+        if number in self.failing:
+            raise self.failing[number]
+        self.left.append(number)
+        self.most = max(self.most, len(self.left) - len(self.there))
+        if self.at_once:
+            self.there.add(number)
+
+    def deliver(self, *numbers: int) -> None:
+        self.there.update(numbers)
+
+    def clear(self) -> None:
+        self.left.clear()
+        self.there.clear()
+
+
+class Fake(Message):
+    """A message that doubles its buffer when it is waited for."""
+
+    def __init__(self, wire: Wire, number: int, flat: torch.Tensor | None = None) -> None:
+        self.wire, self.number, self.flat = wire, number, flat
+        self.waits = 0
+
+    @property
+    def settled(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def arrived(self) -> bool:
+        return self.number in self.wire.there
+
+    def launch(self) -> None:
+        self.wire.leaves(self.number)
+
+    def wait(self) -> None:
+        assert self.arrived
+        self.waits += 1
+        if self.flat is not None:
+            self.flat.mul_(2)
+
+    def meet(self) -> None: ...
+
+
+def sender_of(wire: Wire, count: int) -> Sender:
+    return Sender([Fake(wire, i) for i in range(count)])
+
+
+@pytest.mark.parametrize("readiness", [*itertools.permutations(range(4))])
+def test_the_order_is_fixed_whatever_is_ready_first(readiness: Sequence[int]) -> None:
+    wire = Wire(at_once=True)
+    sender = sender_of(wire, 4)
+    for i in readiness:
+        sender.ready(i)
+    sender.wait(range(4))
+    assert wire.left == [0, 1, 2, 3]
+    sender.close()
+
+
+def test_nothing_overtakes_what_is_not_ready() -> None:
+    wire = Wire(at_once=True)
+    sender = sender_of(wire, 3)
+    sender.ready(2)
+    sender.ready(0)
+    sender.wait([0])
+    assert wire.left == [0]
+    assert sender.arrived([0])
+    assert not sender.arrived([0, 2])
+    sender.ready(1)
+    sender.wait([2])
+    assert wire.left == [0, 1, 2]
+    sender.close()
+
+
+def test_few_are_on_the_wire_at_a_time() -> None:
+    """And each makes room for the next one, in whatever order they arrive."""
+    wire, count = Wire(), 9
+    sender = sender_of(wire, count)
+    for i in range(count):
+        sender.ready(i)
+    draw = random.Random(2)
+    while len(wire.there) < count:
+        wanted = min(len(wire.there) + IN_FLIGHT, count)
+        wait_for(lambda wanted=wanted: len(wire.left) == wanted)  # type: ignore[misc]
+        wire.deliver(draw.choice([i for i in wire.left if i not in wire.there]))
+    sender.wait(range(count))
+    assert wire.left == list(range(count))
+    assert wire.most == IN_FLIGHT
+    assert set(sender.seconds) == set(range(count))
+    assert all(each >= 0.0 for each in sender.seconds.values())
+    sender.close()
+
+
+def test_rounds() -> None:
+    wire = Wire(at_once=True)
+    sender = sender_of(wire, 3)
+    for number in range(20):
+        for i in random.Random(number).sample(range(3), 3):
+            sender.ready(i)
+        sender.wait(range(3))
+        assert wire.left == [0, 1, 2]
+        wire.clear()
+        sender.restart()
+        assert not sender.arrived([0])
+    sender.close()
+
+
+def test_a_message_that_cannot_leave_raises_where_it_is_waited_for() -> None:
+    wire = Wire(at_once=True)
+    wire.failing[1] = RuntimeError("the wire is cut")
+    sender = sender_of(wire, 3)
+    for i in range(3):
+        sender.ready(i)
+    for _ in range(2):  # and whoever asks again is told again
+        with pytest.raises(RuntimeError, match="the wire is cut"):
+            sender.wait([2])
+    assert wire.left == [0]
+    sender.close()
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "hvd_pipe sender"]
+
+
+def test_close_ends_the_thread_and_those_who_wait() -> None:
+    before = set(threads())
+    wire = Wire()
+    sender = sender_of(wire, 2)
+    sender.ready(0)
+    (thread,) = set(threads()) - before
+    said: list[str] = []
+
+    def wait() -> None:
+        try:
+            sender.wait([1])
+        except HvdPipeError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_for(lambda: wire.left == [0])
+    sender.close()
+    waiting.join(LIMIT_S)
+    assert said == ["Horovod was shut down while gradients were in flight."]
+    assert not thread.is_alive()
+    sender.close()  # once more does nothing
+    sender.ready(1)
+    assert set(threads()) <= before
+    assert wire.left == [0]
+
+
+def test_a_sender_that_nobody_has_ends_its_thread() -> None:
+    before = set(threads())
+    wire = Wire(at_once=True)
+    sender = sender_of(wire, 1)
+    sender.ready(0)
+    sender.wait([0])
+    (thread,) = set(threads()) - before
+    reference = weakref.ref(sender)
+    del sender
+    gc.collect()
+    assert reference() is None
+    assert not thread.is_alive()
+
+
+# Buckets and their pieces.
+
+
+class Job:
+    """Buckets of which each counts up from its number times 1000."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, order: Sequence[int], at_once: bool
+    ) -> None:
+        self.wire, self.names = Wire(at_once), list[str]()
+        self.pieces: list[Fake] = []
+        self.exact: list[int] = []
+
+        def message_for(
+            reduction: Reduction, flat: torch.Tensor, name: str, exact: int, own: object
+        ) -> Fake:
+            self.names.append(name)
+            self.exact.append(exact)
+            self.pieces.append(Fake(self.wire, len(self.pieces), flat))
+            return self.pieces[-1]
+
+        monkeypatch.setattr(ordered, "message_for", message_for)
+        self.messages = OrderedMessages(order)
+        self.reduction = Reduction.__new__(Reduction)
+        object.__setattr__(self.reduction, "compression", None)
+        monkeypatch.setattr(ordered, "codec_for", lambda *_: None)
+
+    def bucket(self, numel: int, exact: int = 0) -> tuple[torch.Tensor, ordered.OrderedMessage]:
+        flat = torch.arange(float(numel))
+        name = f"bucket {len(self.messages._made)}"
+        return flat, self.messages.make(self.reduction, flat, name, exact)
+
+
+@pytest.mark.parametrize(
+    ("numel", "exact", "count", "sizes"),
+    [
+        (10, 0, 3, [3, 4, 3]),
+        (10, 2, 3, [3, 2, 5]),
+        (10, 0, 1, [10]),
+        (2, 0, 5, [1, 1]),
+        (5, 5, 3, [5]),
+        (7, 1, 6, [1, 1, 1, 1, 1, 2]),
+    ],
+)
+def test_pieces(
+    monkeypatch: pytest.MonkeyPatch, numel: int, exact: int, count: int, sizes: list[int]
+) -> None:
+    """All elements once, in pieces of nearly one size; what is exact is in the last one."""
+    job = Job(monkeypatch, [0] * count, at_once=True)
+    flat, message = job.bucket(numel, exact)
+    assert [piece.flat.numel() for piece in job.pieces if piece.flat is not None] == sizes
+    assert job.exact == [0] * (len(sizes) - 1) + [exact]
+    assert len(set(job.names)) == len(sizes)
+    assert list(message.sizes) == [4 * size for size in [*sizes[:-1], sizes[-1] - exact]]
+    for rounds in range(1, 4):
+        assert message.arrived  # nothing is on its way
+        message.launch()
+        message.wait()
+        message.wait()  # once is enough
+        assert flat.equal(torch.arange(float(numel)) * 2**rounds)
+        assert job.wire.left == list(range(len(sizes)))
+        job.wire.clear()
+    job.messages.close()
+
+
+def test_buckets_leave_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which the pieces of one are among those of another; a piece too few is left out."""
+    job = Job(monkeypatch, [1, 0, 1, 2, 1, 0, 1], at_once=True)
+    made = [job.bucket(numel) for numel in (4, 3, 5)]
+    assert job.names == [
+        "bucket 0-0",
+        "bucket 0-1",
+        "bucket 1-0",
+        "bucket 1-1",
+        "bucket 1-2",
+        "bucket 2",
+    ]
+    for _ in range(3):
+        for _, message in reversed(made):
+            message.launch()
+        for _, message in made:
+            message.wait()
+        left = [job.names[number] for number in job.wire.left]
+        assert left == [
+            "bucket 1-0",
+            "bucket 0-0",
+            "bucket 1-1",
+            "bucket 2",
+            "bucket 1-2",
+            "bucket 0-1",
+        ]
+        job.wire.clear()
+    sizes = sorted(size for size, _ in job.messages.seconds())
+    assert sizes == [4, 4, 4, 8, 8, 20]
+    job.messages.close()
+
+
+def test_a_bucket_has_arrived_with_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, [0, 1, 0], at_once=False)
+    (_, first), (_, second) = job.bucket(4), job.bucket(4)
+    first.launch()
+    assert not first.arrived
+    second.launch()
+    job.wire.deliver(0)
+    wait_for(lambda: job.wire.left == [0, 2, 1])
+    assert not first.arrived
+    job.wire.deliver(1)
+    wait_for(lambda: first.arrived)
+    assert not second.arrived
+    job.wire.deliver(2)
+    for message in (first, second):
+        message.wait()
+    job.messages.close()
+
+
+def test_nothing_was_sent_yet() -> None:
+    messages = OrderedMessages([0])
+    assert messages.seconds() == []
+    messages.close()
