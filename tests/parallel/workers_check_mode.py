@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from cases import Raised, run_cases
-from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train
+from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weights_of
 from torch import nn
 from workers_merged_gradient import Heads, heads_loss
 
@@ -27,6 +28,7 @@ INT8 = hvd.Int8(chunk=16, error_feedback=True)
 BATTERY: dict[str, tuple[str, int, dict[str, Any]]] = {
     "merged-gradient": ("merged-gradient", PLANNED, {}),
     "merged-gradient, small buckets": ("merged-gradient:bucket_bytes=64", STEPS, {}),
+    "merged-gradient, forward": ("merged-gradient:bucket_bytes=64,overlap=forward", STEPS, {}),
     "pipe-sgd": ("pipe-sgd:bucket_bytes=64", STEPS, {}),
     "pipe-sgd, prediction": ("pipe-sgd:prediction=local,warmup_steps=2", STEPS, {}),
     "pipe-sgd, int8": ("pipe-sgd:bucket_bytes=64", STEPS, {"compression": INT8}),
@@ -165,6 +167,23 @@ def snapshot_not_renewed() -> Weights:
         model_average._copy = plain
 
 
+def weights_read_after_a_step() -> Weights:
+    """Weights as they are right after a ``step()`` whose update waits for the forward pass."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        strategy="merged-gradient:plan=wfbp,overlap=forward",
+    )
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+    found = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
+    assert np.isfinite(weights_of(model)).all()
+    return found
+
+
 FAULTS: dict[str, Callable[[], str]] = {
     "in flight, merged-gradient": partial(changed_in_flight, "merged-gradient"),
     "in flight, small buckets": partial(changed_in_flight, "merged-gradient:bucket_bytes=64"),
@@ -177,6 +196,7 @@ FAULTS: dict[str, Callable[[], str]] = {
 READS: dict[str, Callable[[], Weights]] = {
     "a gradient that is missing": gradients_not_zeroed,
     "CoCoD's snapshot": snapshot_not_renewed,
+    "weights that are not here yet": weights_read_after_a_step,
 }
 
 
