@@ -57,6 +57,11 @@ def _merged(case: str) -> str:
     return _ids("parallel/test_merged_gradient", f"test_equal_to_stock_horovod[{case}]")
 
 
+def _overlapped(*cases: str) -> str:
+    tests = (f"test_equal_to_stock_horovod[{case}]" for case in cases)
+    return _ids("parallel/test_overlap_forward", *tests)
+
+
 def _piped(*names: str) -> str:
     tests = (f"test_pipelines_are_their_equations[{name}]" for name in names)
     return _ids("parallel/test_pipedream", *tests)
@@ -70,6 +75,8 @@ def _exchange(name: str) -> str:
     return _ids("parallel/test_exchange", f"{name}[2_gloo]")
 
 
+_GATED = "plain, wfbp, slow network"
+_LOOK = "parallel/test_overlap_forward", "test_who_looks_early_sees_new_weights"
 _PIPE = "pipe-sgd, momentum"
 _DRAINED = "pipe-sgd, momentum, drained after (13, 14)"
 _K_PIPE = "'fit', 'pipe-sgd', 'momentum'"
@@ -873,4 +880,95 @@ _PLANNER = [
     ),
 ]
 
-MUTATIONS: list[Mutation] = [*_TORCH, *_CODECS, *_TENSORFLOW, *_PIPEDREAM, *_PLANNER]
+_OVERLAP = [
+    Mutation(
+        "overlap: messages leave as they are ready",
+        "torch/messages/ordered.py",
+        "            place = self._left\n",
+        "            place = min(set(self._ready) - set(self._sent) - self._done, default=0)\n",
+        _ids("single/test_ordered", "test_the_order_is_fixed_whatever_is_ready_first"),
+    ),
+    Mutation(
+        "overlap: one message more is on the wire",
+        "torch/messages/ordered.py",
+        "len(self._flying) < IN_FLIGHT",
+        "len(self._flying) <= IN_FLIGHT",
+        _ids("single/test_ordered", "test_few_are_on_the_wire_at_a_time"),
+    ),
+    Mutation(
+        "overlap: a piece ends one element early",
+        "torch/messages/ordered.py",
+        "part = slice(start, end + exact if last else end)",
+        "part = slice(start, end + exact if last else end - 1)",
+        _ids("single/test_ordered", "test_pieces"),
+    ),
+    Mutation(
+        "overlap: updates go by the options of now",
+        "torch/partial_updates.py",
+        "{**group, **taken, ",
+        "{**taken, **group, ",
+        _ids("single/test_partial_updates", "test_updates_of_some_are_one_update_of_all"),
+    ),
+    Mutation(
+        "overlap: a gate lets everything pass",
+        "torch/strategies/forward_overlap.py",
+        "            self._apply({self._bucket_of[index] for index in indices})\n",
+        "            pass\n",
+        _overlapped(_GATED),
+        _GATED,
+    ),
+    Mutation(
+        "overlap: what was applied is applied again",
+        "torch/strategies/forward_overlap.py",
+        "self._pending = [number for number in self._pending if number not in set(due)]",
+        "self._pending = list(self._pending)",
+        _overlapped(_GATED),
+        _GATED,
+    ),
+    Mutation(
+        "overlap: the control flags are not read",
+        "torch/strategies/forward_overlap.py",
+        "            self._receive()\n",
+        "            self.current.wait()\n",
+        _ids("parallel/test_overlap_forward", "test_a_rank_that_synchronizes_alone_is_told"),
+        "apart",
+    ),
+    Mutation(
+        "overlap: a copy of a module does not wait",
+        "torch/strategies/forward_overlap.py",
+        """                vars(module)["_parameters"] = vars(module).pop("_parameters")\n""",
+        "                pass\n",
+        _ids(_LOOK[0], f"{_LOOK[1]}[copy of a part]"),
+        "copy of a part",
+    ),
+    Mutation(
+        "overlap: a use outside of modules is not seen",
+        "torch/measuring/first_uses.py",
+        "            self._outside[index] += 1\n",
+        "            pass\n",
+        _ids("single/test_first_uses", "test_uses_outside_of_modules"),
+    ),
+    Mutation(
+        "overlap: what is needed last is sent first",
+        "planning/overlap.py",
+        "key=lambda i: (needed_s[i], i))",
+        "key=lambda i: (-needed_s[i], i))",
+        _ids("single/test_overlap", "test_what_is_needed_first_beats_first_in_first_out"),
+    ),
+    Mutation(
+        "overlap: the link is free again in each step",
+        "planning/overlap.py",
+        "        waited = 0.0  # at the gates",
+        "        link = waited = 0.0  # at the gates",
+        _ids("single/test_overlap", "test_a_step_is_that_of_a_simulation_of_events"),
+    ),
+]
+
+MUTATIONS: list[Mutation] = [
+    *_TORCH,
+    *_OVERLAP,
+    *_CODECS,
+    *_TENSORFLOW,
+    *_PIPEDREAM,
+    *_PLANNER,
+]

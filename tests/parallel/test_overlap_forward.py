@@ -132,6 +132,13 @@ def test_join_with_uneven_steps() -> None:
         assert last == plain_last == 0  # the last one to join
 
 
+def test_a_rank_that_synchronizes_alone_is_told() -> None:
+    """The control flags say so, which are read when updates are finished."""
+    for step, said in of_case(at_two(), "apart"):
+        assert ODD < step <= ODD + 3
+        assert "ranks have gone apart" in said
+
+
 def test_a_use_that_was_not_watched_is_refused() -> None:
     """On every rank, in the step that has it, by the parameter's name."""
     for step, said in of_case(at_two(), "wandering"):

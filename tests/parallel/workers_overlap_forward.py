@@ -549,6 +549,25 @@ def joined(strategy: str) -> tuple[Weights, int, int]:
     return torch.cat([p.flatten() for p in weights_in(model)]).numpy(), deferred, int(last)
 
 
+def gone_apart() -> tuple[int, str]:
+    """Rank 0 alone calls ``synchronize()`` after a step, as before an evaluation of its own."""
+    torch.manual_seed(1)
+    model = sequential()
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), strategy=ALONE)
+    step = 0
+    try:
+        for step in range(SHORT):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            if (hvd.rank(), step) == (0, ODD):
+                optimizer.synchronize()
+        optimizer.synchronize()
+    except hvd.HvdPipeError as error:
+        return step, str(error)
+    return step, "nothing was raised"
+
+
 # A use that nobody expects.
 
 
@@ -579,7 +598,9 @@ def at_two() -> dict[Any, Any]:
         ("unlike", name): partial(both, ALONE, BARRIER, **each) for name, each in UNLIKE.items()
     }
     joins = {("join", each): partial(joined, each) for each in (ALONE, BARRIER)}
-    return run_cases({**cases, **joins, "wandering": partial(slowly, wandering)})
+    return run_cases(
+        {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}
+    )
 
 
 # At three ranks, against one process.
