@@ -205,6 +205,7 @@ class CoCoDReference(Reference):
 REFERENCES = {
     "merged-gradient": Reference,
     "merged-gradient, bf16": Reference,
+    "merged-gradient, forward": Reference,
     "pipe-sgd": PipeReference,
     "pipe-sgd, int8": PipeReference,
     "pipe-sgd, local": PredictingReference,

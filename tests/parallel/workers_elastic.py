@@ -52,6 +52,7 @@ class Method:
 METHODS = {
     "merged-gradient": Method("merged-gradient"),
     "merged-gradient, bf16": Method("merged-gradient", hvd.BF16(error_feedback=True)),
+    "merged-gradient, forward": Method("merged-gradient:plan=wfbp,overlap=forward"),
     "pipe-sgd": Method("pipe-sgd"),
     "pipe-sgd, int8": Method("pipe-sgd", FEEDBACK),
     "pipe-sgd, local": Method("pipe-sgd:prediction=local"),
