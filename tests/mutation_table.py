@@ -882,11 +882,18 @@ _PLANNER = [
 
 _OVERLAP = [
     Mutation(
+        "overlap: the order of a plan is ignored",
+        "torch/messages/ordered.py",
+        "            for bucket in self._order:\n",
+        "            for bucket in sorted(self._order):\n",
+        _ids("single/test_ordered", "test_buckets_leave_in_the_order_of_the_plan"),
+    ),
+    Mutation(
         "overlap: messages leave as they are ready",
         "torch/messages/ordered.py",
-        "            place = self._left\n",
-        "            place = min(set(self._ready) - set(self._sent) - self._done, default=0)\n",
-        _ids("single/test_ordered", "test_the_order_is_fixed_whatever_is_ready_first"),
+        "leaves = self._left in self._ready and len(",
+        "leaves = bool(self._ready) and len(",
+        _ids("single/test_ordered", "test_nothing_overtakes_what_is_not_ready"),
     ),
     Mutation(
         "overlap: one message more is on the wire",
@@ -920,7 +927,7 @@ _OVERLAP = [
     Mutation(
         "overlap: what was applied is applied again",
         "torch/strategies/forward_overlap.py",
-        "self._pending = [number for number in self._pending if number not in set(due)]",
+        "self._pending = [number for number in self._pending if number not in due]",
         "self._pending = list(self._pending)",
         _overlapped(_GATED),
         _GATED,

@@ -214,6 +214,8 @@ def scripted(
     after: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None,
     schedule: bool = False,
     backward: Callable[[int], bool] = lambda step: True,
+    options: Callable[[ModuleType], dict[str, Any]] = lambda module: {},
+    passes: int = 1,
 ) -> Run:
     """Train; by stock Horovod where no strategy is given.
 
@@ -222,11 +224,15 @@ def scripted(
         before, after: What else the script does before and after each ``step()``.
         schedule: Whether a scheduler changes learning rates after each step.
         backward: Whether a step has a backward pass.
+        options: More arguments of the optimizer.
+        passes: Backward passes a step.
     """
     module: ModuleType = stock if strategy is None else hvd
     torch.manual_seed(1)
     model = make()
-    given = {} if strategy is None else {"strategy": strategy}
+    given = options(module) | ({} if strategy is None else {"strategy": strategy})
+    if passes > 1:
+        given["backward_passes_per_step"] = passes
     optimizer: Any = module.DistributedOptimizer(
         make_optimizer(model), model.named_parameters(), **given
     )
@@ -235,8 +241,8 @@ def scripted(
     losses, weights, looked, deferred = [], [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        if backward(step):
-            found = loss(model, module.rank(), step)
+        for number in range(passes * backward(step)):
+            found = loss(model, module.rank(), passes * step + number)
             losses.append(found.item())
             found.backward()
         before(model, optimizer, step)
@@ -292,6 +298,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "skipping": {"make": Skipping, "loss": numbered_loss},
     "recurrent": {"make": Recurrent},
     "batch norm": {"make": normed},
+    "fp16": {"make": Reader, "options": lambda module: {"compression": module.Compression.fp16}},
+    "sum, two passes": {
+        "make": Tied,
+        "options": lambda module: {"op": module.Sum},
+        "passes": 2,
+    },
     "groups and a scheduler": {
         "make": Attention,
         "make_optimizer": OPTIMIZERS["adamw-groups"],
