@@ -265,6 +265,8 @@ class _Nobody:
 
     def predict(self) -> None: ...
 
+    def itself(self) -> object: ...
+
     def updates_quietly(self) -> bool:
         return True
 

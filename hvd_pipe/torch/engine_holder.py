@@ -254,6 +254,9 @@ class _Owner:
     def predict(self) -> None:
         self._optimizer()._predict_update()
 
+    def itself(self) -> object:
+        return self._optimizer()
+
     def updates_quietly(self) -> bool:
         return updates_quietly(self._optimizer())
 

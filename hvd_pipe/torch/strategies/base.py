@@ -85,6 +85,7 @@ class Engine(abc.ABC):
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in list(_live):
             if other.known == self.known:
+                other.finish()
                 other.retire()
         _live.add(self)
 

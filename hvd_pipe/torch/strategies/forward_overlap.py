@@ -113,6 +113,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._outside.update(range(before, len(self.settings.names)))  # no gate knows of them
 
     def retire(self) -> None:
+        self._forget()
         super().retire()
         self._close_gates()
         if self._ordered is not None:
@@ -152,6 +153,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             return super().prepare()
         self._send()
         self._deferred, self._pending = True, list(range(len(self.current.buckets)))
+        _unfinished[self] = self.settings.owner.itself()
         self._options = self.settings.owner.options()
         self._late = set()
         for parameter in self.settings.parameters:
@@ -173,13 +175,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
         try:
             self.finish()
         except HorovodInternalError:
-            self._deferred, self._pending = False, []
+            self._forget()
 
     # Architecture: F10
     def finish(self) -> None:
         if self._deferred:
             self._apply(self._pending)
-            self._deferred = False
+            self._forget()
             self._receive()
             self.current.end_round()
 
@@ -206,13 +208,18 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().after_join()
 
     def discard(self) -> None:
-        self._deferred, self._pending = False, []
+        self._forget()
         self._show()
         if any(bucket.launched for bucket in self.current.buckets):
             for bucket in self.current.buckets:  # or what waits for its turn would never leave
                 if not bucket.launched:
                     bucket.launch()
         super().discard()
+
+    def _forget(self) -> None:
+        """Take the last step's update for made, or for given up."""
+        self._deferred, self._pending = False, []
+        _unfinished.pop(self, None)
 
     @property
     def is_equal_everywhere(self) -> bool:
@@ -255,6 +262,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
             true = self._true.pop(index, None)
             if true is not None:
                 self.settings.parameters[index].data.copy_(true)
+
+
+_unfinished: dict[ForwardOverlapEngine, object] = {}
+"""Engines with updates to come, and their optimizers: a script may have let them go by then."""
 
 
 def _weakly(
