@@ -949,11 +949,22 @@ _OVERLAP = [
         "copy of a part",
     ),
     Mutation(
-        "overlap: a use outside of modules is not seen",
+        "overlap: an optimizer that goes out of scope takes its last update along",
+        "torch/strategies/forward_overlap.py",
+        "        _unfinished[self] = self.settings.owner.itself()\n",
+        "",
+        _ids(
+            "parallel/test_overlap_forward",
+            "test_an_optimizer_that_goes_out_of_scope_makes_its_last_update",
+        ),
+        "let_go",
+    ),
+    Mutation(
+        "overlap: what most steps use outside of modules is waited for in them",
         "torch/measuring/first_uses.py",
-        "            self._outside[index] += 1\n",
-        "            pass\n",
-        _ids("single/test_first_uses", "test_uses_outside_of_modules"),
+        "if 2 * count > self.steps}",
+        "if count > self.steps}",
+        _ids("single/test_first_uses", "test_what_is_read_now_and_then"),
     ),
     Mutation(
         "overlap: what is needed last is sent first",
@@ -963,10 +974,10 @@ _OVERLAP = [
         _ids("single/test_overlap", "test_what_is_needed_first_beats_first_in_first_out"),
     ),
     Mutation(
-        "overlap: the link is free again in each step",
+        "overlap: the first step, which waits for nothing, stands for all",
         "planning/overlap.py",
-        "        waited = 0.0  # at the gates",
-        "        link = waited = 0.0  # at the gates",
+        "STEPS = 6",
+        "STEPS = 1",
         _ids("single/test_overlap", "test_a_step_is_that_of_a_simulation_of_events"),
     ),
 ]

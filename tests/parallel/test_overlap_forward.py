@@ -132,6 +132,25 @@ def test_join_with_uneven_steps() -> None:
         assert last == plain_last == 0  # the last one to join
 
 
+def test_an_optimizer_that_goes_out_of_scope_makes_its_last_update() -> None:
+    for (ours, deferred), (plain, _) in zip(
+        of_case(at_two(), ("let_go", ALONE)), of_case(at_two(), ("let_go", BARRIER)), strict=True
+    ):
+        assert deferred
+        assert np.array_equal(ours, plain)
+
+
+def test_an_optimizer_that_is_replaced_makes_its_last_update() -> None:
+    for (losses, ours, deferred), (plain_losses, plain, _) in zip(
+        of_case(at_two(), ("replaced", ALONE)),
+        of_case(at_two(), ("replaced", BARRIER)),
+        strict=True,
+    ):
+        assert deferred
+        assert losses == plain_losses
+        assert np.array_equal(ours, plain)
+
+
 def test_a_rank_that_synchronizes_alone_is_told() -> None:
     """The control flags say so, which are read when updates are finished."""
     for step, said in of_case(at_two(), "apart"):

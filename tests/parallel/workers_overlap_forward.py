@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import time
@@ -561,6 +562,48 @@ def joined(strategy: str) -> tuple[Weights, int, int]:
     return torch.cat([p.flatten() for p in weights_in(model)]).numpy(), deferred, int(last)
 
 
+def let_go(strategy: str) -> tuple[Weights, bool]:
+    """The optimizer is gone when its function has returned; another takes the next steps."""
+    torch.manual_seed(1)
+    model = sequential()
+
+    def trained(steps: range, lr: float) -> bool:
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=lr), model.named_parameters(), strategy=strategy
+        )
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+        return bool(pending(optimizer))
+
+    deferred = trained(range(SHORT), 0.1)
+    gc.collect()
+    deferred &= trained(range(SHORT, 2 * SHORT), 0.03) or strategy == BARRIER
+    gc.collect()
+    return weights_of(model), deferred
+
+
+def replaced(strategy: str) -> tuple[list[float], Weights, bool]:
+    """Another optimizer of the same weights is made after a step; the first is kept."""
+    torch.manual_seed(1)
+    model, losses, kept = sequential(), [], []
+    deferred = True
+    for lr in (0.1, 0.03):
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters(), lr=lr), model.named_parameters(), strategy=strategy
+        )
+        kept.append(optimizer)
+        for step in range(SHORT):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), step)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        deferred &= bool(pending(optimizer))
+    return losses, weights_of(model), deferred
+
+
 def gone_apart() -> tuple[int, str]:
     """Rank 0 alone calls ``synchronize()`` after a step, as before an evaluation of its own."""
     torch.manual_seed(1)
@@ -609,7 +652,14 @@ def at_two() -> dict[Any, Any]:
     cases |= {
         ("unlike", name): partial(both, ALONE, BARRIER, **each) for name, each in UNLIKE.items()
     }
-    joins = {("join", each): partial(joined, each) for each in (ALONE, BARRIER)}
+    joins: dict[Any, Callable[[], Any]] = {
+        ("join", each): partial(joined, each) for each in (ALONE, BARRIER)
+    }
+    joins |= {
+        (job.__name__, each): partial(slowly, job, each)
+        for job in (let_go, replaced)
+        for each in (ALONE, BARRIER)
+    }
     return run_cases(
         {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}
     )
