@@ -184,6 +184,42 @@ def weights_read_after_a_step() -> Weights:
     return found
 
 
+class Early(nn.Module):
+    """From some step on, reads a layer's weight before that layer runs, as it did not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.reads = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.reads:
+            inputs = inputs + self.second.weight.sum(0)
+        result: torch.Tensor = self.second(torch.tanh(self.first(inputs)))
+        return result
+
+
+def use_that_was_not_watched() -> Weights:
+    """The losses of a model that reads a weight where it was not read in the watched steps."""
+    model = Early()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        strategy="merged-gradient:plan=wfbp,overlap=forward",
+    )
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model.reads = number == STEPS - 1
+        loss = loss_of(model, hvd.rank(), number)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert np.isfinite(losses[:-1]).all()
+    return np.array(losses)
+
+
 FAULTS: dict[str, Callable[[], str]] = {
     "in flight, merged-gradient": partial(changed_in_flight, "merged-gradient"),
     "in flight, small buckets": partial(changed_in_flight, "merged-gradient:bucket_bytes=64"),
@@ -197,6 +233,7 @@ READS: dict[str, Callable[[], Weights]] = {
     "a gradient that is missing": gradients_not_zeroed,
     "CoCoD's snapshot": snapshot_not_renewed,
     "weights that are not here yet": weights_read_after_a_step,
+    "a use that was not watched": use_that_was_not_watched,
 }
 
 
