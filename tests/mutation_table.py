@@ -943,8 +943,8 @@ _OVERLAP = [
     Mutation(
         "overlap: a copy of a module does not wait",
         "torch/strategies/forward_overlap.py",
-        """                vars(module)["_parameters"] = vars(module).pop("_parameters")\n""",
-        "                pass\n",
+        "            copy_first(module)\n",
+        "",
         _ids(_LOOK[0], f"{_LOOK[1]}[copy of a part]"),
         "copy of a part",
     ),
