@@ -3,7 +3,9 @@
 single               one worker by itself: no communication
 conventional         all gradients in one all-reduce after the backward pass
 horovod              stock Horovod
+horovod+asleep       the same; its main thread sleeps while it waits, and does not poll
 ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 hook
+ddp:buckets=8 ...    the same with buckets of an 8th of all gradients (bucket_cap_mb), not a 4th
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
 pipe-sgd+int8 ...    hvd_pipe: a strategy's spelling, and a compression
 tf:...               TensorFlow: see contestants_tf.py
@@ -11,6 +13,7 @@ tf:...               TensorFlow: see contestants_tf.py
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +30,16 @@ from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime.watch.waits import sleep_between_polls
 from hvd_pipe.strategy import CoCoD, parse
 
-__all__ = ["PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
+__all__ = ["DDP_BUCKETS", "PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
 
-PEERS = ("single", "conventional", "horovod", "ddp", "ddp+fp16", "ddp:post-local")
+DDP_BUCKETS = ("ddp:buckets=1", "ddp:buckets=8")  # beside PyTorch's own 25 MiB
+PEERS = (
+    *("single", "conventional", "horovod", "horovod+asleep"),
+    *("ddp", "ddp+fp16", "ddp:post-local", *DDP_BUCKETS),
+)
 TENSORFLOW = "tf:"  # begins the names of contestants_tf.py
 REAL_MODEL_BYTES = 100e6
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -66,9 +74,8 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     if name in PEERS:
         if name.startswith("ddp"):
             return _ddp(name, model, loss)
-        return {"single": _single, "conventional": _conventional, "horovod": _horovod}[name](
-            model, loss
-        )
+        makers = {"single": _single, "conventional": _conventional, "horovod": _horovod}
+        return {**makers, "horovod+asleep": _horovod_asleep}[name](model, loss)
     kind, _, compression = name.partition("+")
     if kind in PEERS or compression not in CODECS:
         raise ValueError(f"{name}: not one of {', '.join(PEERS)}, or a strategy[+codec]")
@@ -126,6 +133,21 @@ def _horovod(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
     return Contestant(_steps(optimizer, loss), optimizer.synchronize)
 
 
+def _horovod_asleep(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    optimizer = stock.DistributedOptimizer(SGD(model.parameters(), LR), model.named_parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        begun = time.monotonic()
+        for handle, _ in optimizer._handles.values():
+            while not stock.poll(handle):
+                sleep_between_polls(begun)
+        optimizer.step()
+
+    return Contestant(step, optimizer.synchronize)
+
+
 def _ours(
     kind: str, compression: str, model: nn.Module, loss: Callable[[], torch.Tensor]
 ) -> Contestant:
@@ -147,6 +169,8 @@ def _ddp(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     # The models are small ones, and so must be DDP's buckets, which it fills by size.
     size = 4.0 * sum(p.numel() for p in model.parameters())
     bucket_mib = DDP_BUCKET_BYTES / 2**20 * min(1.0, size / REAL_MODEL_BYTES)
+    if name in DDP_BUCKETS:
+        bucket_mib = size / 2**20 / int(name.partition("=")[2])
     optimizer: Any = SGD(model.parameters(), LR)
     wrapped = DistributedDataParallel(
         _Pass(model, loss), bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True

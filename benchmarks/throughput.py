@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
-from contestants import TENSORFLOW, period_of
+from contestants import DDP_BUCKETS, TENSORFLOW, period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
@@ -185,8 +185,8 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     ours += ["merged-gradient+bf16", "merged-gradient+int8"]
     ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
-    teams = {"stock": ["conventional", "horovod"], "ours": ours}
-    teams["ddp"] = ["single", "ddp", "ddp+fp16", "ddp:post-local"]
+    teams = {"stock": ["conventional", "horovod", "horovod+asleep"], "ours": ours}
+    teams["ddp"] = ["single", "ddp", *DDP_BUCKETS, "ddp+fp16", "ddp:post-local"]
     teams |= {name: ["horovod"] for name in swept(options)}
     if options.autotune:
         teams["autotune"] = ["horovod"]

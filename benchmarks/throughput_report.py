@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from contestants import TENSORFLOW, period_of
+from contestants import DDP_BUCKETS, TENSORFLOW, period_of
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +19,11 @@ from hvd_pipe.planning.codec import CODECS
 
 __all__ = ["bounds", "draw", "judged", "limit_s", "summary", "table", "write_page"]
 
+FORWARD = "merged-gradient:overlap=forward"
+SETTINGS = {"horovod": ("horovod", "horovod+asleep"), "ddp": ("ddp", *DDP_BUCKETS)}
+"""What counts as one contestant with other settings."""
+TRUE_MS = 1000.0
+"""From this much computation on, latency is as small a part of a step as on clusters."""
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
 
 
@@ -44,7 +49,8 @@ def seconds_or_nan(cell: dict[str, Any], contestant: str, team: str = "") -> flo
 
 def best_s(cell: dict[str, Any], contestant: str) -> float:
     """Return a contestant's seconds a step under its best settings; nan where it did not run."""
-    tried = [row["seconds"] for row in cell["rows"] if row["contestant"] == contestant]
+    names = SETTINGS.get(contestant, (contestant,))
+    tried = [row["seconds"] for row in cell["rows"] if row["contestant"] in names]
     return min(tried, default=math.nan)
 
 
@@ -53,8 +59,9 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
 
     From the computation C and the all-reduce T of all gradients, both measured in the same run:
     conventional C + T; overlapped with the backward pass, which takes two thirds, max(C, C/3 + T);
-    pipelined max(C, T); averaged behind k steps max(C, T/k), and after them, as PostLocalSGD does,
-    C + T/k. With a codec, T is that of the two messages that it sends, in their compressed size.
+    behind the next forward pass, too, or pipelined, max(C, T); averaged behind k steps
+    max(C, T/k), and after them, as PostLocalSGD does, C + T/k. With a codec, T is that of the two
+    messages that it sends, in their compressed size.
     """
     prefix = TENSORFLOW if contestant.startswith(TENSORFLOW) else ""
     compute = of(cell, f"{prefix}single")["seconds"]
@@ -68,7 +75,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
         return compute
     if kind == "conventional":
         return compute + comm
-    if kind.startswith("pipe-sgd"):
+    if kind.startswith("pipe-sgd") or kind == FORWARD:
         return max(compute, comm)
     if kind == "ddp:post-local":
         return compute + comm / period_of(kind)
@@ -139,7 +146,7 @@ def summary(cells: list[dict[str, Any]]) -> Table:
     return found
 
 
-SUMMARY = ("ddp", "merged-gradient", "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
+SUMMARY = ("ddp", "merged-gradient", FORWARD, "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
 
 
 def write_page(cells: list[dict[str, Any]], path: Path) -> None:
@@ -238,7 +245,41 @@ def _bounds(
             and period_of(row["contestant"]) >= cell["ratio"]
         ]
 
+    def exact_peer(cell: dict[str, Any]) -> float:
+        return min(best_s(cell, "horovod"), best_s(cell, "ddp"))
+
+    def is_true(cell: dict[str, Any]) -> bool:
+        return float(cell["settings"]["compute_ms"]) >= TRUE_MS
+
     merged = "merged-gradient"
+    for ratio, least in ((0.5, 1.0), (1.0, 1.2), (2.0, 1.12)):
+        yield (
+            f"{FORWARD} / the best of stock Horovod and DDP, r = {ratio:g}, cells of 1 s and more",
+            least,
+            ratios(
+                lambda cell: (
+                    exact_peer(cell) / seconds(cell, FORWARD) if is_true(cell) else math.nan
+                ),
+                at=ratio,
+            ),
+            True,
+        )
+    yield (
+        f"{FORWARD} / max(compute, communication), cells of 1 s and more",
+        0.90,
+        ratios(
+            lambda cell: (
+                limit_s(cell, FORWARD) / seconds(cell, FORWARD) if is_true(cell) else math.nan
+            )
+        ),
+        True,
+    )
+    yield (
+        f"{FORWARD} / {merged}",
+        1.0,
+        ratios(lambda cell: seconds(cell, merged) / seconds(cell, FORWARD)),
+        True,
+    )
     yield (
         f"{merged} / stock Horovod, best of its settings",
         0.98,
@@ -301,6 +342,7 @@ LINES = {  # what is drawn: label, colour, marker
     "ddp": ("PyTorch DDP (Gloo)", "#CC79A7", "v"),
     "horovod": ("stock Horovod, best setting", "#000000", "s"),
     "merged-gradient": ("merged-gradient", "#E69F00", "o"),
+    FORWARD: ("merged-gradient, overlap=forward", "#D55E00", "*"),
     "pipe-sgd": ("pipe-sgd", "#56B4E9", "^"),
     "pipe-sgd+int8": ("pipe-sgd + int8", "#0072B2", "D"),
     "cocod:period=8": ("cocod, period 8", "#009E73", "P"),
