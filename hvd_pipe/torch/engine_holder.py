@@ -25,6 +25,7 @@ from hvd_pipe.torch.amp import LossScale
 from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
+from hvd_pipe.torch.overlap_start import OverlapStart
 from hvd_pipe.torch.parameters import NewGradients, owned_by
 from hvd_pipe.torch.partial_updates import (
     is_separable,
@@ -34,7 +35,6 @@ from hvd_pipe.torch.partial_updates import (
 )
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.choose import AutoChoice, make_engine
-from hvd_pipe.torch.strategies.overlap_start import OverlapStart
 
 __all__ = ["EngineHolder"]
 
