@@ -310,7 +310,7 @@ class DistributedMixin(EngineHolder):
             self._hvd_pipe_saved = in_flight
             return
         before = self._hvd_pipe
-        before.finish()
+        before.finish_before_others()
         message, had_begun = before.others_message, before.rounds > 0
         before.discard()
         super().load_state_dict(state_dict)

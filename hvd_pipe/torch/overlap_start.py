@@ -68,7 +68,11 @@ class OverlapStart:
         if engine.measures:
             return engine
         watched = self._watched
+        if watched is not None and watched.count != len(engine.settings.parameters):
+            self.close()  # some have joined
+            watched = None
         if watched is None or engine.ready_times is not watched:
+            self.close()
             watched = self._watched = engine.ready_times = FirstUses(engine.settings.parameters)
             self._since = engine.rounds
         elif engine.rounds >= self._since + WATCH_STEPS and engine.is_equal_everywhere:
@@ -85,7 +89,10 @@ class OverlapStart:
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
+        self.close()
         if saved is None or saved.strategy != engine.name or engine.reduction.alone:
+            return engine, saved
+        if self._is_given:
             return engine, saved
         text = saved.counters.get("plan")
         if text is None or saved.workers != engine.reduction.workers:
@@ -147,6 +154,7 @@ class _Trials:
         self._tried: list[tuple[Plan, float]] = []
         self._messages: list[tuple[float, float]] = []
         self._ends: list[float] = []
+        self._rounds = 0
 
     def begin(self, engine: ForwardOverlapEngine) -> None:
         """Let the first plan be tried in the next step."""
@@ -156,10 +164,13 @@ class _Trials:
         """Note the end of a step; return whether the trials are over."""
         if len(engine.settings.names) != len(self._work.bytes):
             return True  # some have joined, of which nothing was seen
+        if engine.rounds <= self._rounds:
+            self._ends.clear()  # all have joined, after different numbers of steps
+        self._rounds = engine.rounds
         self._ends.append(time.perf_counter())
         if len(self._ends) <= SETTLE_STEPS + TIMED_STEPS:
             return False
-        engine.finish()
+        engine.end_round()
         if not engine.is_equal_everywhere:  # in other steps of some ranks: not now
             return False
         ends = self._ends[SETTLE_STEPS:]

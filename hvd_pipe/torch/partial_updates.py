@@ -16,6 +16,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 __all__ = ["is_separable", "options_of", "update_quietly", "updates_quietly"]
 
+LARGE = 1e6
+"""What gradients are multiplied by, to see whether an optimizer clips all of them together."""
+
 Step = Callable[[], object]
 """The user's ``step()``, beneath torch's wrapper for hooks."""
 
@@ -78,8 +81,9 @@ def update_quietly(
 def is_separable(optimizer: torch.optim.Optimizer, step: Step) -> bool:
     """Return whether updates of some parameters at a time equal one update of all, bit for bit.
 
-    Optimizers of torch are known. Another one makes an update by the gradients that are there,
-    of all parameters and then of two halves; weights, state and attributes are put back.
+    Optimizers of torch are known. Another one makes an update of all parameters, and one of two
+    halves, by the gradients that are there and by very large ones, which it may clip. Weights,
+    state and attributes are compared, and put back.
 
     Args:
         optimizer: Whose ``p.grad`` hold gradients.
@@ -97,16 +101,22 @@ def is_separable(optimizer: torch.optim.Optimizer, step: Step) -> bool:
             update_quietly(optimizer, step, half, options)
 
     try:
-        whole, parts = (_tried(optimizer, owned, each) for each in (step, in_halves))
-        return len(whole) == len(parts) and all(map(_same_bits, whole, parts))
+        for scale in (1.0, LARGE):
+            whole, parts = (_tried(optimizer, owned, each, scale) for each in (step, in_halves))
+            if len(whole) != len(parts) or not all(map(_same_bits, whole, parts)):
+                return False
+        return True
     except Exception:  # what cannot be copied, has no half, or cannot be compared
         return False
 
 
 def _tried(
-    optimizer: torch.optim.Optimizer, owned: Sequence[torch.Tensor], update: Step
+    optimizer: torch.optim.Optimizer, owned: Sequence[torch.Tensor], update: Step, scale: float
 ) -> list[Any]:
-    """What an update makes of weights, gradients, state and options; all of it is put back."""
+    """What an update by scaled gradients makes of weights, state, options and attributes.
+
+    All of it is put back.
+    """
     weights = [p.detach().clone() for p in owned]
     gradients = [p.grad.clone() for p in owned if p.grad is not None]
     state, held = dict(optimizer.state), dict(vars(optimizer))
@@ -121,13 +131,17 @@ def _tried(
             for parameter, values in state.items():
                 optimizer.state[parameter] = copy.deepcopy(values)
             vars(optimizer).update(copies, param_groups=groups)
+            for parameter in owned:
+                assert parameter.grad is not None
+                parameter.grad.data.mul_(scale)
             update()
         found: list[Any] = [p.detach().clone() for p in owned]
         for parameter in owned:
             found += [value for _, value in sorted(optimizer.state[parameter].items(), key=str)]
         for group in optimizer.param_groups:
             found += [value for key, value in group.items() if key != "params"]
-        return found
+        own = sorted(key for key in vars(optimizer) if _is_users(key))
+        return [*found, *([key, vars(optimizer)[key]] for key in own)]
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(held)

@@ -132,6 +132,25 @@ def test_join_with_uneven_steps() -> None:
         assert last == plain_last == 0  # the last one to join
 
 
+def test_a_join_while_plans_are_tried() -> None:
+    """Ranks have made different numbers of steps by then, and count them anew."""
+    for deferred in of_case(at_two(), "joined in a trial"):
+        assert deferred > 24
+
+
+def test_parameters_that_join_while_uses_are_watched() -> None:
+    pairs = [of_case(at_two(), ("joined while watched", each)) for each in (ALONE, BARRIER)]
+    for (ours, deferred), (plain, _) in zip(*pairs, strict=True):
+        assert deferred
+        assert np.array_equal(ours, plain)
+
+
+def test_parameters_that_one_rank_alone_adds() -> None:
+    """Both ranks are told, and neither waits for ever."""
+    for said in run_ranks(2, workers.adds_alone, timeout=60):
+        assert "ranks have sent different things at the same step" in said
+
+
 def test_an_optimizer_that_goes_out_of_scope_makes_its_last_update() -> None:
     for (ours, deferred), (plain, _) in zip(
         of_case(at_two(), ("let_go", ALONE)), of_case(at_two(), ("let_go", BARRIER)), strict=True

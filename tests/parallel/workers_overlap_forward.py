@@ -22,6 +22,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.messages.ordered import OrderedMessage
 
 PLANNED = "merged-gradient:overlap=forward"
@@ -562,6 +563,60 @@ def joined(strategy: str) -> tuple[Weights, int, int]:
     return torch.cat([p.flatten() for p in weights_in(model)]).numpy(), deferred, int(last)
 
 
+def joined_in_a_trial(strategy: str) -> int:
+    """Epochs of unlike lengths, the first of which ends while plans are tried."""
+    torch.manual_seed(1)
+    model = sequential()
+    optimizer = hvd.DistributedOptimizer(
+        momentum(model), model.named_parameters(), strategy=strategy
+    )
+    steps = 0
+    for epoch in range(3):
+        for step in range(9 + 2 * (hvd.rank() == 1) + 24 * (epoch == 2)):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            steps += bool(pending(optimizer))
+        hvd.join()
+    return steps
+
+
+def joined_while_watched(strategy: str) -> tuple[Weights, int]:
+    """A parameter joins while uses are watched: it is watched anew."""
+    torch.manual_seed(1)
+    model = sequential()
+    parameters = list(model.parameters())
+    plain = SGD(parameters[:-1], lr=0.05)
+    optimizer = hvd.DistributedOptimizer(plain, strategy=strategy)
+    deferred = 0
+    for step in range(SHORT):
+        if step == 2:
+            optimizer.add_param_group({"params": parameters[-1:]})
+        model.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        deferred += bool(pending(optimizer))
+    return torch.cat([p.flatten() for p in by_state_dict(model, optimizer)]).numpy(), deferred
+
+
+def adds_alone() -> str:
+    """Rank 0 alone adds parameters."""
+    hvd.init()
+    torch.manual_seed(1)
+    model, more = sequential(), nn.Linear(3, 3)
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), strategy=ALONE)
+    try:
+        for step in range(SHORT):
+            if step == SHORT - 3 and hvd.rank() == 0:
+                optimizer.add_param_group({"params": list(more.parameters())})
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+    except HvdPipeError as error:
+        return str(error)
+    return "nobody was told"
+
+
 def let_go(strategy: str) -> tuple[Weights, bool]:
     """The optimizer is gone when its function has returned; another takes the next steps."""
     torch.manual_seed(1)
@@ -660,6 +715,11 @@ def at_two() -> dict[Any, Any]:
         for job in (let_go, replaced)
         for each in (ALONE, BARRIER)
     }
+    joins |= {
+        ("joined while watched", each): partial(joined_while_watched, each)
+        for each in (ALONE, BARRIER)
+    }
+    joins["joined in a trial"] = partial(joined_in_a_trial, PLANNED)
     return run_cases(
         {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}
     )

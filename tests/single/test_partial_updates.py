@@ -294,6 +294,32 @@ class Raising(Plain):
             raise RuntimeError("where are the others?")
 
 
+class Lookahead(Plain):
+    """Does more in each sixth step, and counts steps until then."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.k = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.k += 1
+        super().step()
+        if self.k % 6 == 0:
+            for p, _, _ in self.owned():
+                p.mul_(0.5)
+
+
+class ClippingLarge(SGD):
+    """Clips by the norm of all gradients, where that is above 1000."""
+
+    def step(self, closure: Any = None) -> None:
+        norm = sum(p.grad.norm() for g in self.param_groups for p in g["params"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(min(1.0, 1000.0 / norm))
+        super().step()
+
+
 class Slow(SGD):
     """A user's class on one of torch's."""
 
@@ -356,6 +382,8 @@ def owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
         (Noisy, False),
         (Raising, False),
         (Rescaled, False),
+        (Lookahead, False),
+        (ClippingLarge, False),
     ],
 )
 def test_is_separable(kind: type[Optimizer], separable: bool, begun: bool) -> None:

@@ -117,6 +117,11 @@ class FirstUses:
         self._steps: list[tuple[list[float], list[float], float, float]] = []
 
     @property
+    def count(self) -> int:
+        """How many parameters are watched."""
+        return self._count
+
+    @property
     def steps(self) -> int:
         """Steps with a backward pass that were watched."""
         return len(self._steps)
@@ -159,7 +164,7 @@ class FirstUses:
 
     @staticmethod
     def _since(begun: Moment, moment: Moment | None, else_s: float) -> float:
-        return else_s if moment is None else Stopwatch.seconds(begun, moment)
+        return else_s if moment is None else max(0.0, Stopwatch.seconds(begun, moment))
 
     def close(self) -> None:
         """Watch no more steps."""

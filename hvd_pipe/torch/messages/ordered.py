@@ -38,10 +38,12 @@ class Sender:
 
     Args:
         messages: What travels, in the order of sending. Every round sends each of them once.
+        device: Where the messages lie; None for the host's memory.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._round = _Round(messages)
+    def __init__(self, messages: Sequence[Message], device: torch.device | None = None) -> None:
+        self.first = messages[0]
+        self._round = _Round(messages, device or torch.device("cpu"))
         self._close = weakref.finalize(self, _Round.close, self._round)
         _running.add(self._round)
 
@@ -78,8 +80,8 @@ class Sender:
 class _Round:
     """The thread and what it knows; it does not keep the `Sender` alive."""
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages
+    def __init__(self, messages: Sequence[Message], device: torch.device) -> None:
+        self._messages, self._device = messages, device
         self._changed = threading.Condition()
         self._ready: dict[int, torch.cuda.Event | None] = {}
         self._left = 0
@@ -94,8 +96,8 @@ class _Round:
 
     def ready(self, place: int) -> None:
         event = None
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            event = torch.cuda.current_stream().record_event()
+        if self._device.type == "cuda":
+            event = torch.cuda.current_stream(self._device).record_event()
         with self._changed:
             self._ready[place] = event
             if self._thread is None and not self._closed:
@@ -136,6 +138,8 @@ class _Round:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":  # a thread begins on the first one
+                torch.cuda.set_device(self._device)
             begun = time.monotonic()
             while not self._closed:
                 if self._advance():
@@ -161,7 +165,7 @@ class _Round:
         if leaves:
             event = self._ready[place]
             if event is not None:
-                torch.cuda.current_stream().wait_event(event)
+                torch.cuda.current_stream(self._device).wait_event(event)
             self._sent[place] = time.monotonic()
             self._messages[place].launch()
             self._flying.append(place)
@@ -194,6 +198,7 @@ class OrderedMessages:
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
         self._made: list[OrderedMessage] = []
+        self._device = torch.device("cpu")
         self._sender: Sender | None = None
         self._waited: set[OrderedMessage] = set()
 
@@ -209,6 +214,7 @@ class OrderedMessages:
 
         What is ``exact`` travels with the last piece.
         """
+        self._device = flat.device
         values = flat.numel() - exact
         count = min(self._order.count(len(self._made)), max(values, 1))
         codec = codec_for(reduction.compression, flat.dtype)
@@ -247,6 +253,10 @@ class OrderedMessages:
         """Return whether it is reduced."""
         return self._sending().arrived(message.places)
 
+    def meet(self) -> None:
+        """Meet under the name of what leaves first: other ranks send no more until it arrives."""
+        self._sending().first.meet()
+
     def seconds(self) -> list[tuple[int, float]]:
         """Return the bytes of each message, before compression, and how long the link was busy."""
         if self._sender is None:
@@ -271,7 +281,7 @@ class OrderedMessages:
                 if left[bucket]:
                     self._made[bucket].places.append(len(messages))
                     messages.append(left[bucket].pop(0))
-            self._sender = Sender(messages)
+            self._sender = Sender(messages, self._device)
         return self._sender
 
 
@@ -325,7 +335,7 @@ class OrderedMessage(Message):
             piece.drop_foreign_residuals()
 
     def meet(self) -> None:
-        self.pieces[-1].meet()
+        self._messages.meet()
 
 
 _running: weakref.WeakSet[_Round] = weakref.WeakSet()

@@ -142,6 +142,9 @@ class Engine(abc.ABC):
     def finish(self) -> None:  # noqa: B027 - most have nothing pending that they need not wait for
         """Apply what this rank has deferred; sends nothing, and one rank alone may call it."""
 
+    def finish_before_others(self) -> None:  # noqa: B027 - as above
+        """Finish before other weights or another state take the place; after a failure, too."""
+
     @abc.abstractmethod
     def after_join(self) -> None:
         """Go to a state that all ranks share, however many steps each has taken."""

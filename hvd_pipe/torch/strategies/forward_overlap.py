@@ -19,6 +19,8 @@ do not.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -63,6 +65,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Whether the last step's averages were not all waited for in its ``step()``."""
         self._pending: list[int] = []
         """The buckets of the last step that are not applied yet."""
+        self._applying = threading.RLock()
         self._options: list[dict[str, Any]] = []
         self._late: set[int] = set()
         self._true: dict[int, torch.Tensor] = {}
@@ -80,12 +83,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 places.setdefault(id(module), (module, set()))[1].add(index)
         for module, indices in places.values():
             gate = ModuleHook(_weakly(self, ForwardOverlapEngine.gate, frozenset(indices)))
+            read = ModuleHook(_weakly(self, ForwardOverlapEngine.update, frozenset(indices)))
             self._gates += [
                 module.register_forward_pre_hook(gate, prepend=True),
-                module.register_state_dict_pre_hook(gate),  # type: ignore[no-untyped-call]
+                module.register_state_dict_pre_hook(read),  # type: ignore[no-untyped-call]
             ]
         finish = _weakly(self, ForwardOverlapEngine.finish)
-        replaced = _weakly(self, ForwardOverlapEngine.before_others)
+        replaced = _weakly(self, ForwardOverlapEngine.finish_before_others)
         for module in {each for root in uses.roots for each in root.modules()}:
             self._gates += [
                 module.register_state_dict_pre_hook(ModuleHook(before_copy=finish)),  # type: ignore[no-untyped-call]
@@ -96,7 +100,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def take(self, plan: Plan) -> None:
         """Send by another plan from the next step on; all ranks call this."""
-        self.finish()
+        self.end_round()
         self._replace_buckets(plan)
 
     def is_measured(self) -> None:
@@ -165,22 +169,30 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # Architecture: F5
     def gate(self, indices: frozenset[int]) -> None:
         """Bring these parameters up to date: they are about to be used."""
+        self.update(indices)
+        if not self._pending:
+            _unfinished.pop(self, None)
+
+    def update(self, indices: frozenset[int]) -> None:
+        """Bring these parameters up to date: they are about to be read."""
         if self._late:
             self._late -= indices
         if self._pending:
             self._apply({self._bucket_of[index] for index in indices})
 
-    def before_others(self) -> None:
+    def finish_before_others(self) -> None:
         """Finish before other weights take the place of these; they do so after a failure, too."""
-        try:
+        with contextlib.suppress(HorovodInternalError, HvdPipeError):
             self.finish()
-        except HorovodInternalError:
-            self._forget()
+
+    def finish(self) -> None:
+        self._apply(self._pending)
 
     # Architecture: F10
-    def finish(self) -> None:
+    def end_round(self) -> None:
+        """Finish, and read what all ranks have told; all of them come here before they go on."""
         if self._deferred:
-            self._apply(self._pending)
+            self.finish()
             self._forget()
             self._receive()
             self.current.end_round()
@@ -190,7 +202,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if self._deferred:
             left = set(self._pending)
             self._late = {i for i, bucket in self._bucket_of.items() if bucket in left}
-            self.finish()
+            self.end_round()
         if index in self._late:
             raise HvdPipeError(
                 f"{self.settings.names[index]!r} was used before its update had arrived, in a "
@@ -200,16 +212,15 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().on_gradient(index)
 
     def prepare_now(self) -> None:
-        self.finish()
+        self.end_round()
         super().prepare_now()
 
     def after_join(self) -> None:
-        self.finish()
+        self.end_round()
         super().after_join()
 
     def discard(self) -> None:
         self._forget()
-        self._show()
         if any(bucket.launched for bucket in self.current.buckets):
             for bucket in self.current.buckets:  # or what waits for its turn would never leave
                 if not bucket.launched:
@@ -218,6 +229,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _forget(self) -> None:
         """Take the last step's update for made, or for given up."""
+        self._show()
         self._deferred, self._pending = False, []
         _unfinished.pop(self, None)
 
@@ -228,22 +240,30 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # Architecture: F6
     def _apply(self, wanted: Collection[int]) -> None:
         """Wait for these buckets, and update with all that has arrived."""
+        with self._applying:  # a thread that writes a checkpoint may come here, too
+            waited = [number for number in self._pending if number in wanted]
+            if not waited:
+                return
+            try:
+                self._update(waited)
+            except Exception:
+                self._forget()  # what has not been averaged must not be applied later
+                raise
+
+    def _update(self, waited: Sequence[int]) -> None:
         messages = [bucket.message for bucket in self.current.buckets]
-        waited = [number for number in self._pending if number in wanted]
-        if not waited:
-            return
         for number in waited:
             messages[number].wait()
         # One update of many parameters takes less than many of few.
         due = [i for i in self._pending if i in waited or messages[i].arrived]
-        self._pending = [number for number in self._pending if number not in due]
+        for number in due:
+            messages[number].wait()
         indices = [index for number in due for index in self.current.groups[number]]
         parameters = [self.settings.parameters[index] for index in indices]
         kept = [parameter.grad for parameter in parameters]
-        for number in due:
-            messages[number].wait()
         self._show(indices)
         self.current.bind_gradients(indices)
+        self._pending = [number for number in self._pending if number not in due]
         try:
             self.settings.owner.update_some(parameters, self._options)
         finally:
