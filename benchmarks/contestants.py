@@ -3,7 +3,7 @@
 single               one worker by itself: no communication
 conventional         all gradients in one all-reduce after the backward pass
 horovod              stock Horovod
-horovod+asleep       the same; its main thread sleeps while it waits, and does not poll
+horovod:asleep       the same; its main thread sleeps while it waits, and does not poll
 ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 hook
 ddp:buckets=8 ...    the same with buckets of an 8th of all gradients (bucket_cap_mb), not a 4th
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
@@ -37,7 +37,7 @@ __all__ = ["DDP_BUCKETS", "PEERS", "TENSORFLOW", "Contestant", "make", "period_o
 
 DDP_BUCKETS = ("ddp:buckets=1", "ddp:buckets=8")  # beside PyTorch's own 25 MiB
 PEERS = (
-    *("single", "conventional", "horovod", "horovod+asleep"),
+    *("single", "conventional", "horovod", "horovod:asleep"),
     *("ddp", "ddp+fp16", "ddp:post-local", *DDP_BUCKETS),
 )
 TENSORFLOW = "tf:"  # begins the names of contestants_tf.py
@@ -75,7 +75,7 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
         if name.startswith("ddp"):
             return _ddp(name, model, loss)
         makers = {"single": _single, "conventional": _conventional, "horovod": _horovod}
-        return {**makers, "horovod+asleep": _horovod_asleep}[name](model, loss)
+        return {**makers, "horovod:asleep": _horovod_asleep}[name](model, loss)
     kind, _, compression = name.partition("+")
     if kind in PEERS or compression not in CODECS:
         raise ValueError(f"{name}: not one of {', '.join(PEERS)}, or a strategy[+codec]")

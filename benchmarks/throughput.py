@@ -185,7 +185,7 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     ours += ["merged-gradient+bf16", "merged-gradient+int8"]
     ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
-    teams = {"stock": ["conventional", "horovod", "horovod+asleep"], "ours": ours}
+    teams = {"stock": ["conventional", "horovod", "horovod:asleep"], "ours": ours}
     teams["ddp"] = ["single", "ddp", *DDP_BUCKETS, "ddp+fp16", "ddp:post-local"]
     teams |= {name: ["horovod"] for name in swept(options)}
     if options.autotune:

@@ -20,7 +20,7 @@ from hvd_pipe.planning.codec import CODECS
 __all__ = ["bounds", "draw", "judged", "limit_s", "summary", "table", "write_page"]
 
 FORWARD = "merged-gradient:overlap=forward"
-SETTINGS = {"horovod": ("horovod", "horovod+asleep"), "ddp": ("ddp", *DDP_BUCKETS)}
+SETTINGS = {"horovod": ("horovod", "horovod:asleep"), "ddp": ("ddp", *DDP_BUCKETS)}
 """What counts as one contestant with other settings."""
 TRUE_MS = 1000.0
 """From this much computation on, latency is as small a part of a step as on clusters."""
