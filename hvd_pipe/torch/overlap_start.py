@@ -154,7 +154,8 @@ class _Trials:
         self._tried: list[tuple[Plan, float]] = []
         self._messages: list[tuple[float, float]] = []
         self._ends: list[float] = []
-        self._rounds = 0
+        self._first = 0
+        """The round after which the plan is tried; rounds are the same on all ranks."""
 
     def begin(self, engine: ForwardOverlapEngine) -> None:
         """Let the first plan be tried in the next step."""
@@ -164,16 +165,16 @@ class _Trials:
         """Note the end of a step; return whether the trials are over."""
         if len(engine.settings.names) != len(self._work.bytes):
             return True  # some have joined, of which nothing was seen
-        if engine.rounds <= self._rounds:
-            self._ends.clear()  # all have joined, after different numbers of steps
-        self._rounds = engine.rounds
+        if engine.rounds < self._first:
+            self._first = 0  # all have joined, and count anew
+            self._ends.clear()
         self._ends.append(time.perf_counter())
-        if len(self._ends) <= SETTLE_STEPS + TIMED_STEPS:
+        if engine.rounds - self._first <= SETTLE_STEPS + TIMED_STEPS:
             return False
         engine.end_round()
         if not engine.is_equal_everywhere:  # in other steps of some ranks: not now
             return False
-        ends = self._ends[SETTLE_STEPS:]
+        ends = self._ends[-TIMED_STEPS - 1 :]
         mine = median(end - begin for begin, end in itertools.pairwise(ends))
         tag, process_set = engine.settings.tag, engine.reduction.process_set
         (seconds,) = largest([mine], f"{tag}.trial", process_set)
@@ -192,6 +193,7 @@ class _Trials:
             settings.reduction.process_set,
         )
         engine.take(Plan.from_json(text))
+        self._first = engine.rounds
         self._ends.clear()
         if over:
             engine.is_measured()

@@ -43,6 +43,7 @@ _FORM = frozenset(
     (
         "__hash__",
         "__len__",
+        "__set__",
         "data_ptr",
         "dim",
         "element_size",
@@ -269,7 +270,7 @@ class _Mode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in _READS if name == "__get__" else name not in (*_FORM, "__set__"):
+        if attribute in _READS if name == "__get__" else name not in _FORM:
             self._note((*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
 

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
@@ -55,11 +54,9 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def __init__(self, settings: Settings, plan: Plan, measured: bool) -> None:
         self._ordered: OrderedMessages | None = None
-        self._gates: list[RemovableHandle] = []
         self._outside: set[int] = set()
         super().__init__(settings, MergedGradient(plan=plan), plan)
         self._measured = measured
-        self._close_gates = weakref.finalize(self, _remove, self._gates)
         self._opened = self._may_defer = False
         self._deferred = False
         """Whether the last step's averages were not all waited for in its ``step()``."""
@@ -84,14 +81,14 @@ class ForwardOverlapEngine(MergedGradientEngine):
         for module, indices in places.values():
             gate = ModuleHook(_weakly(self, ForwardOverlapEngine.gate, frozenset(indices)))
             read = ModuleHook(_weakly(self, ForwardOverlapEngine.update, frozenset(indices)))
-            self._gates += [
+            self._hooks += [
                 module.register_forward_pre_hook(gate, prepend=True),
                 module.register_state_dict_pre_hook(read),  # type: ignore[no-untyped-call]
             ]
         finish = _weakly(self, ForwardOverlapEngine.finish)
         replaced = _weakly(self, ForwardOverlapEngine.finish_before_others)
         for module in {each for root in uses.roots for each in root.modules()}:
-            self._gates += [
+            self._hooks += [
                 module.register_state_dict_pre_hook(ModuleHook(before_copy=finish)),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(ModuleHook(replaced)),  # type: ignore[no-untyped-call]
             ]
@@ -119,7 +116,6 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def retire(self) -> None:
         self._forget()
         super().retire()
-        self._close_gates()
         if self._ordered is not None:
             self._ordered.close()
 
@@ -300,8 +296,3 @@ def _weakly(
             method(found, *arguments)
 
     return call
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
