@@ -22,7 +22,7 @@ SCRIPT = PARALLEL / "workers_faults.py"
 LAUNCH = PARALLEL / "launch.py"
 RANKS = (0, 1)
 START_S = 150.0
-BOUND_S = 60.0
+BOUND_S = 120.0
 CUT_S = 5.0
 
 
@@ -87,7 +87,7 @@ class Job:
 
 @contextmanager
 def job(
-    launcher: str, folder: Path, steps: int = 1_000_000, timeout_s: float = 8.0
+    launcher: str, folder: Path, steps: int = 1_000_000, timeout_s: float = 20.0
 ) -> Iterator[tuple[Cluster, Job]]:
     with Cluster(2) as cluster:
         for host in cluster.hosts:

@@ -52,5 +52,5 @@ def test_a_read_of_a_free_buffer(name: str) -> None:
 
 
 def test_ranks_of_which_only_some_check_are_told() -> None:
-    for said in run_ranks(2, workers_check_mode.unlike_variables, timeout=60):
+    for said in run_ranks(2, workers_check_mode.unlike_variables):
         assert "ranks disagree on HVD_PIPE_CHECK: rank 0 has 0; rank 1 has 1" in said

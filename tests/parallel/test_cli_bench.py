@@ -99,7 +99,7 @@ def test_gloo_measures_too() -> None:
 )
 def test_a_mistake_is_told_once_and_ends_all_ranks(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_script(2, CONSOLE_SCRIPT, "bench", *arguments, timeout=60)
+        run_script(2, CONSOLE_SCRIPT, "bench", *arguments)
     message = str(caught.value)
     assert "exit status 2" in message
     assert message.count(said) == 1

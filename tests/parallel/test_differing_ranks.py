@@ -12,7 +12,7 @@ from ranks import once, run_ranks
 from workers_differing_ranks import AT, PACED, PACES, STRATEGIES, UNLIKE
 from workers_disagreement import Told
 
-built = once(lambda: run_ranks(2, workers_differing_ranks.build, timeout=60))
+built = once(lambda: run_ranks(2, workers_differing_ranks.build))
 paced = once(lambda: run_ranks(2, workers_differing_ranks.run_paced, timeout=120))
 
 SIDES = {
@@ -49,7 +49,7 @@ def test_both_ranks_are_told_both_sides(case: str) -> None:
 def check_both_are_told(*args: object) -> None:
     """Not by Horovod's stall check, which would end the job with another message."""
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_differing_ranks.join_alone, *args, timeout=50)
+        run_ranks(2, workers_differing_ranks.join_alone, *args)
     first, second = str(caught.value).split("--- rank ")[1:3]
     assert "HvdPipeError: ranks have sent different things" in first
     assert "HvdPipeError: ranks have sent different things" in second
@@ -72,7 +72,7 @@ def test_an_exception_on_one_rank_ends_the_job(strategy: str) -> None:
     begin = time.monotonic()
     codec = "int8" if strategy == "pipe-sgd" else "none"
     with pytest.raises(AssertionError, match="rank 1 has no memory left"):
-        run_ranks(2, workers_differing_ranks.fail_alone, strategy, codec, timeout=60)
+        run_ranks(2, workers_differing_ranks.fail_alone, strategy, codec)
     assert time.monotonic() - begin < 40
 
 

@@ -123,12 +123,12 @@ DRAINED = {
 @pytest.mark.parametrize("strategy", DRAINED)
 def test_ranks_that_drain_at_different_steps_are_told(strategy: str) -> None:
     """One would clip the gradient that it applies, the other not, and nobody would notice."""
-    said = run_ranks(2, workers_guards.clip_without_a_gradient, strategy, timeout=60)
+    said = run_ranks(2, workers_guards.clip_without_a_gradient, strategy)
     assert all(DRAINED[strategy] in text for text in said), said
 
 
 def test_any_error_on_one_rank_reaches_the_others() -> None:
-    first, second = run_ranks(2, workers_guards.refused_on_one_rank, timeout=60)
+    first, second = run_ranks(2, workers_guards.refused_on_one_rank)
     assert first.startswith("RanksDisagreeError: rank 1 was given something wrong")
     assert "layer 7" in first
     assert second == "KeyError: 'layer 7'"

@@ -11,13 +11,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults import Job
+from faults import NEVER_S, TIMEOUT_S, Job
 
 SCRIPT = Path(__file__).with_name("workers_keras_faults.py")
 N = 3
 LOST = 1
-TIMEOUT_S = 8.0
-NEVER_S = 1000.0  # the fault is noticed by other means than silence
 
 
 def job(launcher: str, strategy: str, *words: str, timeout_s: float = NEVER_S) -> Job:

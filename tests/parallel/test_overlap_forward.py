@@ -147,7 +147,7 @@ def test_parameters_that_join_while_uses_are_watched() -> None:
 
 def test_parameters_that_one_rank_alone_adds() -> None:
     """Both ranks are told, and neither waits for ever."""
-    for said in run_ranks(2, workers.adds_alone, timeout=60):
+    for said in run_ranks(2, workers.adds_alone):
         assert "ranks have sent different things at the same step" in said
 
 
@@ -187,10 +187,10 @@ def test_a_use_that_was_not_watched_is_refused() -> None:
 
 def test_a_script_may_end_with_a_step() -> None:
     """With updates pending; no rank hangs or fails."""
-    assert run_ranks(2, workers.ends_without_waiting, timeout=60) == [True, True]
+    assert run_ranks(2, workers.ends_without_waiting) == [True, True]
 
 
 def test_shutdown_applies_what_is_pending() -> None:
-    for ours, wanted, deferred in run_ranks(2, workers.shut_down, timeout=60):
+    for ours, wanted, deferred in run_ranks(2, workers.shut_down):
         assert deferred
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-12)

@@ -13,7 +13,7 @@ from problem import OPTIMIZERS, make_model, train
 from ranks import once, run_ranks
 from workers_overrides import OPTIMIZER_NAMES, STEPS_BEFORE
 
-results = once(lambda: run_ranks(2, workers_overrides.run, timeout=90))
+results = once(lambda: run_ranks(2, workers_overrides.run))
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -56,10 +56,10 @@ def test_nested_state() -> None:
 @pytest.mark.parametrize("strategy", ["pipe-sgd", "cocod:period=2"])
 def test_a_script_may_end_without_synchronize(strategy: str, slow_rank: int) -> None:
     """The fast rank used to shut Horovod down while the slow one was about to send its last."""
-    weights = run_ranks(2, workers_overrides.leave_in_flight, strategy, slow_rank, timeout=60)
+    weights = run_ranks(2, workers_overrides.leave_in_flight, strategy, slow_rank)
     assert all(np.isfinite(w).all() for w in weights)
 
 
 def test_an_exception_ends_the_job_at_once() -> None:
     with pytest.raises(AssertionError, match="rank 1 stops here"):
-        run_ranks(2, workers_overrides.leave_by_exception, timeout=60)
+        run_ranks(2, workers_overrides.leave_by_exception)

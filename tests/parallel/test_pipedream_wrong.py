@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import workers_pipedream_wrong
 from cases import of_case
-from faults import Job
+from faults import NEVER_S, TIMEOUT_S, Job
 from pipeline_problem import plan
 from ranks import once, run_ranks
 from test_pipedream import assert_equal
@@ -73,7 +73,7 @@ def test_a_closed_pipeline_says_so_and_another_one_runs(folder: Path) -> None:
 
 
 def test_loaders_of_unlike_lengths() -> None:
-    for kind, text in run_ranks(3, workers_pipedream_wrong.unlike, "length", timeout=60):
+    for kind, text in run_ranks(3, workers_pipedream_wrong.unlike, "length"):
         assert kind == "RanksDisagreeError"
         assert "the number of minibatches: rank 0 has 7; rank 1 has 6" in text
 
@@ -88,13 +88,9 @@ def test_loaders_of_unlike_lengths() -> None:
 )
 def test_minibatches_that_cannot_be(what: str, rank: int, says: str) -> None:
     """The rank that sees it says why; no other waits for ever."""
-    told = run_ranks(3, workers_pipedream_wrong.unlike, what, timeout=60)
+    told = run_ranks(3, workers_pipedream_wrong.unlike, what)
     assert says in told[rank][1]
     assert all(kind for kind, _ in told), told
-
-
-TIMEOUT_S = 6.0
-NEVER_S = 1000.0
 
 
 @pytest.mark.parametrize(("wrong", "culprit"), [("loss", 2), ("loader", 0)])

@@ -10,10 +10,10 @@ import os
 import signal
 from pathlib import Path
 
-import faults
 import pytest
 import workers_pipeline_transport as workers
 from cases import of_case
+from faults import NEVER_S, TIMEOUT_S, Job
 from ranks import once, run_ranks
 
 from hvd_pipe.pipeline.transport import Layout
@@ -23,8 +23,6 @@ from hvd_pipe.planning.schedule import schedule
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 LAUNCHERS = {"mpi": "mpi", "process-sets": "gloo"}
 CLASSES = {"mpi": "MpiTransport", "process-sets": "ProcessSetTransport"}
-TIMEOUT_S = 6.0
-NEVER_S = 1000.0
 
 run_torch = functools.partial(run_ranks, framework="torch")
 wrong = once(run_torch)
@@ -111,7 +109,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("transport", CLASSES)
 def test_a_wrong_call_is_told_on_every_rank(transport: str, case: str) -> None:
-    results = wrong(2, workers.wrong_calls, transport, launcher=LAUNCHERS[transport], timeout=90.0)
+    results = wrong(2, workers.wrong_calls, transport, launcher=LAUNCHERS[transport])
     for said, expected in zip(of_case(results, case), WRONG[case], strict=True):
         assert expected in said
 
@@ -176,9 +174,7 @@ def test_a_rank_raises_while_others_wait(transport: str) -> None:
     """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     limit_s = NEVER_S if launcher == "mpi" else TIMEOUT_S
-    with faults.Job(
-        launcher, transport, "raise", timeout_s=limit_s, ranks=3, script=SCRIPT
-    ) as job:
+    with Job(launcher, transport, "raise", timeout_s=limit_s, ranks=3, script=SCRIPT) as job:
         job.started()
         job.ended()
         assert job.launched.returncode != 0
@@ -192,7 +188,7 @@ def test_a_rank_is_stopped_while_others_wait(transport: str) -> None:
     It could not say that it was alive, and the last rank took it for the one that was stopped.
     """
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
-    with faults.Job(launcher, transport, timeout_s=TIMEOUT_S, ranks=3, script=SCRIPT) as job:
+    with Job(launcher, transport, timeout_s=TIMEOUT_S, ranks=3, script=SCRIPT) as job:
         job.train()
         os.kill(job.pid(workers.LATE), signal.SIGSTOP)
         job.ended()

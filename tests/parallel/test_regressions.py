@@ -129,7 +129,7 @@ def test_join_is_refused_where_horovod_would_crash(
 ) -> None:
     """Horovod segfaulted in the rank that joined, or left the others waiting."""
     case = workers_regressions.joined, strategy, compression, sparse
-    for said in run_ranks(2, *case, timeout=60):
+    for said in run_ranks(2, *case):
         assert "hvd.join() needs dense gradients" in said
 
 
@@ -139,11 +139,11 @@ def test_a_state_that_one_rank_alone_has_loaded(strategy: str, before: int) -> N
     """Pipe-SGD sent its odd set where others sent the even one, and the job hung; CoCoD's rounds
     ended at different steps on each rank.
     """
-    for said in run_ranks(2, workers_regressions.loaded_alone, strategy, before, timeout=60):
+    for said in run_ranks(2, workers_regressions.loaded_alone, strategy, before):
         assert "ranks have sent different things" in said
 
 
 def test_a_rank_hears_the_reason_after_the_other_has_left() -> None:
     """The slow rank raised HorovodInternalError: the fast one had shut Horovod down."""
-    for said in run_ranks(2, workers_regressions.loaded_alone, "pipe-sgd", 3, 2.0, timeout=60):
+    for said in run_ranks(2, workers_regressions.loaded_alone, "pipe-sgd", 3, 2.0):
         assert "ranks have sent different things" in said

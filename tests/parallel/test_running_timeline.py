@@ -131,7 +131,7 @@ def test_without_the_variable_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run_ranks(RANKS, workers_timeline.untraced, timeout=60)
+    run_ranks(RANKS, workers_timeline.untraced)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -149,7 +149,7 @@ def test_a_file_stays_within_its_limit_and_says_so(
 
 def test_jobs_that_stumble_go_on(tmp_path: Path) -> None:
     env = {"HVD_PIPE_TIMELINE": str(tmp_path)}
-    run_ranks(RANKS, workers_timeline.troubled, env=env, timeout=90)
+    run_ranks(RANKS, workers_timeline.troubled, env=env)
     timeline = Timeline.load(tmp_path)
     count = Counter(e.name for e in timeline.events if e.worker == 0)
     # Five trainings, a forward pass that fails, one whose backward pass does, and an evaluation.
@@ -163,7 +163,7 @@ def test_jobs_that_stumble_go_on(tmp_path: Path) -> None:
 def test_scripted_models_and_lbfgs_and_files_of_an_older_run(tmp_path: Path) -> None:
     (tmp_path / "rank2.json").write_text("of a run on three ranks")
     env = {"HVD_PIPE_TIMELINE": str(tmp_path)}
-    run_ranks(RANKS, workers_timeline.other_models, env=env, timeout=60)
+    run_ranks(RANKS, workers_timeline.other_models, env=env)
     timeline = Timeline.load(tmp_path)
     assert timeline.workers == (0, 1)
     # A scripted model takes no hooks; LBFGS moves the weights after each of its closures.
@@ -174,7 +174,7 @@ def test_scripted_models_and_lbfgs_and_files_of_an_older_run(tmp_path: Path) -> 
 
 def test_a_rank_outside_of_the_first_process_set_has_the_clock_of_its_host(tmp_path: Path) -> None:
     env = {"HVD_PIPE_TIMELINE": str(tmp_path), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    run_ranks(RANKS, workers_timeline.outside, env=env, timeout=60)
+    run_ranks(RANKS, workers_timeline.outside, env=env)
     timeline = Timeline.load(tmp_path)
     assert timeline.span_s < 60.0
     for a, b in zip(
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
         ],
         "wrong limit": ["HVD_PIPE_TIMELINE_MB must be a number of megabytes"] * 2,
     }
-    results = run_ranks(RANKS, workers_timeline.refused, env=env, timeout=60)
+    results = run_ranks(RANKS, workers_timeline.refused, env=env)
     for rank, result in enumerate(results):
         for case, wanted in words.items():
             raised = result[case]
