@@ -87,12 +87,12 @@ class Job:
 
 @contextmanager
 def job(
-    launcher: str, folder: Path, steps: int = 1_000_000, timeout_s: float = 20.0
+    launcher: str, folder: Path, steps: int = 1_000_000, timeout_s: float = 16.0
 ) -> Iterator[tuple[Cluster, Job]]:
     with Cluster(2) as cluster:
         for host in cluster.hosts:
-            # How soon TCP, and with it mpirun and ssh, give a host up; else a quarter of an hour.
-            cluster.run(host, ["sysctl", "-w", "net.ipv4.tcp_retries2=5"], check=True)
+            # TCP, and with it mpirun and ssh, give a host up after 25 s; else a quarter of an hour.
+            cluster.run(host, ["sysctl", "-w", "net.ipv4.tcp_retries2=6"], check=True)
         one = Job(cluster, launcher, folder, steps, timeout_s)
         try:
             one.train(30, START_S)
