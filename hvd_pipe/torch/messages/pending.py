@@ -85,15 +85,11 @@ def wait(handle: int) -> Any:
             _sleep_until_arrived(handle)
             return _synchronize(handle)
     except HorovodInternalError as error:
+        apart = error if _says_apart(error) else _gone_apart()
         forget()
-        if "ismatched" not in str(error):
+        if apart is None:
             raise
-        raise HvdPipeError(
-            "ranks have sent different things at the same step: on one of them alone "
-            "synchronize() was called, parameters have joined (add_param_group, requires_grad), "
-            "a state was loaded, or all gradients were set to zero in place. Do the same on every "
-            f"rank. Horovod says: {error}"
-        ) from error
+        raise HvdPipeError(_APART.format(apart)) from apart
 
 
 def has_arrived(handle: int) -> bool:
@@ -108,23 +104,45 @@ def has_arrived(handle: int) -> bool:
 def explaining() -> Iterator[None]:
     """Say why a message cannot be sent where this rank has been told so, and has not heard it yet.
 
-    Each rank hears that ranks have sent different things when it waits for the message. The one
-    that hears it first leaves, and Horovod shuts down under one that is about to send the next.
-    Not in an elastic job, where `HorovodInternalError` alone makes workers start anew.
-
     Raises:
         HvdPipeError: A message that was sent before has failed so, and nobody has waited for it.
     """
     try:
         yield
-    except HorovodInternalError as error:
-        for handle in () if is_elastic() else tuple(_handles):
-            if poll(handle):
-                try:
-                    wait(handle)
-                except HorovodInternalError:
-                    raise error from None
-        raise
+    except HorovodInternalError:
+        apart = _gone_apart()
+        if apart is None:
+            raise
+        raise HvdPipeError(_APART.format(apart)) from apart
+
+
+def _says_apart(error: HorovodInternalError) -> bool:
+    return "ismatched" in str(error)
+
+
+def _gone_apart() -> HorovodInternalError | None:
+    """Return what Horovod has said of ranks that have gone apart, where nobody has heard it yet.
+
+    Each rank hears that ranks have sent different things when it waits for the message. The one
+    that hears it first leaves, and Horovod shuts down under one that waits for another message, or
+    is about to send the next. Not in an elastic job, where `HorovodInternalError` alone makes
+    workers start anew.
+    """
+    for handle in () if is_elastic() else tuple(_handles):
+        if poll(handle):
+            try:
+                _synchronize(handle)
+            except HorovodInternalError as error:
+                if _says_apart(error):
+                    return error
+    return None
+
+
+_APART = (
+    "ranks have sent different things at the same step: on one of them alone synchronize() was "
+    "called, parameters have joined (add_param_group, requires_grad), a state was loaded, or all "
+    "gradients were set to zero in place. Do the same on every rank. Horovod says: {}"
+)
 
 
 def _sleep_until_arrived(handle: int) -> None:
