@@ -193,9 +193,32 @@ _TORCH = [
     Mutation(
         "MG-WFBP: each rank plans from its own ready times, not the slowest rank's",
         "torch/strategies/merged_gradient.py",
-        'largest(seconds, f"{settings.tag}.ready", process_set)',
-        "list(seconds)",
+        'largest(mine, f"{settings.tag}.ready", process_set)',
+        "list(mine)",
         _ids("parallel/test_plans", "test_the_slowest_ranks_times_count"),
+    ),
+    Mutation(
+        "trials: the slowest plan stays",
+        "planning/trials.py",
+        "min(tried, key=lambda each: each.step_s)",
+        "max(tried, key=lambda each: each.step_s)",
+        _ids("single/test_trials", "test_the_fastest_stays_whatever_was_expected_of_it"),
+    ),
+    Mutation(
+        "trials: a message costs no latency",
+        "planning/trials.py",
+        "max(finish, begin) + latency + per_byte * size",
+        "max(finish, begin) + per_byte * size",
+        _ids("single/test_trials", "test_a_burst_and_a_message_alone_are_told_apart"),
+    ),
+    Mutation(
+        "trials: no plan is worth a trial",
+        "planning/trials.py",
+        "first.wait_s <= HIDDEN * first.step_s",
+        "first.wait_s <= first.step_s",
+        _ids(
+            "single/test_trials", "test_the_plan_that_stays_is_as_good_as_if_the_link_were_known"
+        ),
     ),
     Mutation(
         "the plan of the last rank is used, not that of the first",

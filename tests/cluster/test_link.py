@@ -91,7 +91,7 @@ def job(
 ) -> Iterator[tuple[Cluster, Job]]:
     with Cluster(2) as cluster:
         for host in cluster.hosts:
-            # TCP, and with it mpirun and ssh, give a host up after 25 s; else a quarter of an hour.
+            # TCP, and with it mpirun and ssh, give a host up after 25 s, not a quarter of an hour.
             cluster.run(host, ["sysctl", "-w", "net.ipv4.tcp_retries2=6"], check=True)
         one = Job(cluster, launcher, folder, steps, timeout_s)
         try:

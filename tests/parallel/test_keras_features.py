@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -161,11 +162,16 @@ def test_groups_are_messages() -> None:
 def test_the_planning_callback_plans_once_by_its_own_name(case: str) -> None:
     """Beside a broadcast callback, which has one as well, no step is counted twice."""
     assert_alike(case)
-    for found in ranks_of(case):
-        *before, last, after = found["methods"]
-        assert len(before) == features.PLANNED_AFTER - 1
-        assert set(before) == {"bytes"}
-        assert last == after != "bytes"
+    assert_alike(case)
+    first, *others = (found["plans"] for found in ranks_of(case))
+    assert all(other == first for other in others)
+    for plans in (first, *others):
+        planned = next(i for i, plan in enumerate(plans, 1) if plan.tried)
+        trials = len(plans[-1].tried)
+        assert planned == features.SKIP_STEPS + trials * features.TRIED_FOR
+        assert trials in (1, 2)
+        changes = [i for i, (one, two) in enumerate(pairwise(plans), 2) if one != two]
+        assert changes == [planned - n * features.TRIED_FOR for n in reversed(range(trials))]
 
 
 def test_the_broadcast_callback_makes_ranks_start_alike() -> None:

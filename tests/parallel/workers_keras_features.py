@@ -18,14 +18,17 @@ from keras_problem import BATCH, batch, loss_of, make_model, weights_of
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
-from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
 Found = dict[str, Any]
 
 STEPS = 12
 CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds
-PLANNED_AFTER = SKIP_STEPS + RECORD_STEPS  # steps
+TRIED_FOR = SETTLE_STEPS + TRIAL_STEPS  # steps of each plan
+PLANNED_AFTER = SKIP_STEPS + 2 * TRIED_FOR  # steps; fewer where no other plan is worth a trial
 
 
 def functions_of_a_step(traced: bool) -> Found:
@@ -310,15 +313,15 @@ def planned(both: bool) -> Found:
     model.compile(optimizer, "mse")
     callbacks: list[Any] = [hvd.callbacks.PlanningCallback()]
     callbacks += [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if both else []
-    methods: list[str] = []
+    plans: list[Plan] = []
 
     class Watch(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, number: int, logs: Any = None) -> None:
-            methods.append(optimizer.plan.method)
+            plans.append(optimizer.plan)
 
     x, y = data(hvd.rank(), PLANNED_AFTER + 1)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[*callbacks, Watch()])
-    return {"methods": methods, "weights": weights_of(model)}
+    return {"plans": plans, "weights": weights_of(model)}
 
 
 def unlike_beginnings() -> Found:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from cases import Raised, run_cases
@@ -16,6 +17,8 @@ from workers_merged_gradient import SWITCH, Branches, branches_loss
 
 import hvd_pipe.torch as hvd
 import hvd_pipe.torch.messages.allreduce
+from hvd_pipe.planning.trials import next_plan
+from hvd_pipe.torch.strategies import merged_gradient
 
 PAUSE_S = 0.004  # before each gradient of a slow rank
 AFTER_SWITCH = 100  # steps within which another order of gradients must have led to another plan
@@ -31,10 +34,14 @@ class Buckets(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The weights and the plan after every step."""
+    """The weights and the plan after every step; when the last gradient was ready to the planner.
+
+    That is None on ranks which do not plan.
+    """
 
     weights: Weights
     plans: list[hvd.Plan]
+    last_ready_s: float | None
 
 
 def wrap(model: nn.Module, strategy: Any) -> Any:
@@ -99,8 +106,10 @@ def plans_of(
         for p in model.parameters():
             p.register_hook(lambda _: time.sleep(PAUSE_S))
     noted = _PlanEachStep(optimizer)
-    weights = train(model, noted, hvd.rank(), loss=loss, steps=steps)
-    return Plans(weights, noted.plans)
+    with mock.patch.object(merged_gradient, "next_plan", wraps=next_plan) as planned:
+        weights = train(model, noted, hvd.rank(), loss=loss, steps=steps)
+    last = [float(call.args[1].ready_s.max()) for call in planned.call_args_list]
+    return Plans(weights, noted.plans, last[-1] if last else None)
 
 
 class _PlanEachStep:

@@ -357,7 +357,12 @@ def loaded_alone(strategy: str, before: int, pause_s: float = 0.0) -> str:
 
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
-LOSSY = (*STRATEGIES, "pipe-sgd:warmup_steps=2", "cocod:period=3,warmup_steps=2")
+LOSSY = (
+    "merged-gradient:plan=single",
+    *STRATEGIES[1:],
+    "pipe-sgd:warmup_steps=2",
+    "cocod:period=3,warmup_steps=2",
+)
 ROLLED_BACK = (*LOSSY, "pipe-sgd:warmup_steps=4", "cocod:period=3,warmup_steps=4")
 REFUSING = ("merged-gradient:plan=wfbp", "pipe-sgd")
 

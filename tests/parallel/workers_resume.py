@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 import hvd_pipe.torch as hvd
 
 SAVED, STEPS = 7, 13
-PLANNED = 16  # steps after which merged-gradient has measured and planned
+PLANNED = 28  # steps after which merged-gradient has tried its plans
 
 Array = npt.NDArray[Any]
 Checkpoint = dict[str, Any]
@@ -89,7 +89,12 @@ CASES = [
     ),
     *(
         Case(strategy, optimizer, FEEDBACK)
-        for strategy in (*STRATEGIES, "pipe-sgd:warmup_steps=9", "cocod:period=4,warmup_steps=9")
+        for strategy in (
+            "merged-gradient:plan=single",  # another plan would mean other roundings
+            *STRATEGIES[1:],
+            "pipe-sgd:warmup_steps=9",
+            "cocod:period=4,warmup_steps=9",
+        )
         for optimizer in ("momentum", "adam")
     ),
     Case("merged-gradient", saved=PLANNED),

@@ -15,9 +15,11 @@ three assumptions:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ __all__ = ["JobTimes", "ReadyTimes", "measure_comm", "noted"]
 
 
 class ReadyTimes:
-    """Moments at which gradients become ready, over some steps of a graph.
+    """Moments at which gradients become ready, and their averages, over some steps of a graph.
 
     Args:
         count: How many gradients there are.
@@ -43,7 +45,10 @@ class ReadyTimes:
 
     def __init__(self, count: int) -> None:
         self._moments: dict[int, float] = {}
+        self._averaged: float | None = None
         self._seconds_by_step: list[list[float]] = []
+        self._waits: list[float] = []
+        self._ends: list[float] = []
         self._count = count
 
     @property
@@ -67,18 +72,32 @@ class ReadyTimes:
         self._moments[index] = time.perf_counter()
 
     def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return the averages, which are of no interest here."""
-        return gradients
+        """Return the averages, none of which is there before the last one."""
+        dense = {
+            index: each
+            for index, each in gradients.items()
+            if not isinstance(each, tf.IndexedSlices)
+        }
+        if not dense:
+            return gradients
+        found = noted(list(dense.values()), self._note_averages)
+        return {**gradients, **dict(zip(dense, found, strict=True))}
+
+    def _note_averages(self) -> None:
+        self._averaged = time.perf_counter()
 
     def updated(self, variables: Sequence[tf.Variable]) -> None:
-        """Note the end of an update, which is of no interest either."""
+        """Note the end of an update, which is of no interest here."""
 
     def end_step(self) -> None:
         """Close a step; a gradient that was not computed counts as ready with the last."""
         if not self._moments:
             return
         moments, self._moments = self._moments, {}
+        averaged, self._averaged = self._averaged, None
         first, last = min(moments.values()), max(moments.values())
+        self._waits.append(0.0 if averaged is None else max(0.0, averaged - last))
+        self._ends.append(time.perf_counter())
         self._seconds_by_step.append(
             [moments.get(index, last) - first for index in range(self._count)]
         )
@@ -87,6 +106,15 @@ class ReadyTimes:
         """Return the median over steps of each gradient's ready time, from the first one's."""
         medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
         return medians
+
+    def wait_s(self) -> float:
+        """Return the median seconds from the last gradient of a step to its last average."""
+        return median(self._waits)
+
+    def step_s(self) -> float:
+        """Return the median seconds of a step; 0 where only one was recorded."""
+        pairs = itertools.pairwise(self._ends)
+        return median([end - begin for begin, end in pairs] or [0.0])
 
 
 def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:
@@ -176,20 +204,7 @@ class JobTimes(ReadyTimes):
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self._previous: float | None = None
-        self._averaged: float | None = None
         self._around: list[tuple[float, float]] = []
-
-    def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Return the averages, none of which is there before the last one."""
-        dense = {
-            index: each
-            for index, each in gradients.items()
-            if not isinstance(each, tf.IndexedSlices)
-        }
-        if not dense:
-            return gradients
-        found = noted(list(dense.values()), self._note_averages)
-        return {**gradients, **dict(zip(dense, found, strict=True))}
 
     def updated(self, variables: Sequence[tf.Variable]) -> None:
         """Note when all variables have been written; a read waits for the writes before it."""
@@ -205,9 +220,6 @@ class JobTimes(ReadyTimes):
             return None
         before, update = np.median(np.array(self._around), axis=0).tolist()
         return OwnTimes(before, self.seconds(), update)
-
-    def _note_averages(self) -> None:
-        self._averaged = time.perf_counter()
 
     def _note_update(self, *some: Any) -> Any:
         now, first = time.perf_counter(), min(self._moments.values(), default=None)

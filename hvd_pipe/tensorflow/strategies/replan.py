@@ -3,13 +3,19 @@
 The steps of a graph cannot change, so a plan means another graph: whoever drives the steps (the
 callbacks, under ``model.fit``) asks after each, and has the step traced anew when told so::
 
-    steps 0 .. SKIP-1             default buckets; nothing is recorded
-    SKIP .. SKIP+RECORD-1         traced anew, the same buckets; times are recorded
-    then                          all-reduces are measured, rank 0 plans, all take the plan; under
-                                  ``auto``, it chooses and all follow;
-                                  traced anew for the last time
+    SKIP steps      default buckets; nothing is recorded
+    TRIAL steps     traced anew, the same buckets; ready times and waits are recorded
+    TRIAL steps     traced anew, in many messages; the same is recorded
+    from then on    traced anew with the best plan for messages that cost what both waits show
 
-All ranks count the same steps, so they measure and trace at the same moment.
+    under ``auto``
+    SKIP steps      as before
+    RECORD steps    traced anew, the same buckets; times are recorded
+    then            all-reduces are measured, rank 0 plans and chooses, all follow;
+                    traced anew for the last time
+
+More plans are not tried, as to trace a step takes seconds. All ranks count the same steps, so they
+measure and trace at the same moment.
 """
 
 from __future__ import annotations
@@ -18,13 +24,15 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from horovod.tensorflow import mpi_ops
 
 from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profile_of, report
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS, measured_method
+from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS, Gradients, Trial, next_plan
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.strategy import Auto, MergedGradient, parse
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, largest
@@ -50,13 +58,15 @@ class Replan:
     def __init__(self, sessions: Sessions, passes: int = 1) -> None:
         self._sessions, self._batches, self._passes = sessions, 0, passes
         strategy, arguments = sessions.strategy, sessions.arguments
-        steps, is_auto = RECORD_STEPS, isinstance(strategy, Auto)
+        steps, is_auto = SETTLE_STEPS + TRIAL_STEPS, isinstance(strategy, Auto)
         self._method: str | None = None
         """How plans are made; None where the plan is fixed."""
         if isinstance(strategy, Auto):
             steps, strategy = strategy.steps, MergedGradient()
         if isinstance(strategy, MergedGradient) and strategy.bucket_bytes is None:
             self._method = measured_method(strategy, arguments.groups)
+        self._tried: dict[int, list[Trial]] = {}
+        """By session, what was seen of the plans before; the same on all ranks."""
         self._fit: object = None
         self._last = SKIP_STEPS + steps * passes
         self._open = (is_auto or self._method is not None) and not arguments.reduction().alone
@@ -114,11 +124,11 @@ class Replan:
                 engine.times.end_step()
         if self._batches < self._last:
             return self._stale()
-        self._open = False
         answer_with(mpi_ops)  # another framework may have been imported since the first step
-        recorded = [(engine, engine.times) for engine in merged]
-        measured = [self._finish(engine) for engine in merged]
         if self._chooses:
+            self._open = False
+            recorded = [(engine, engine.times) for engine in merged]
+            measured = [self._measured(engine) for engine in merged]
             _choose_method(
                 self._sessions,
                 [
@@ -126,6 +136,10 @@ class Replan:
                     for (engine, times), comm in zip(recorded, measured, strict=True)
                 ],
             )
+        else:
+            stays = [self._take_next(engine, i) for i, engine in enumerate(merged)]
+            self._open = not all(stays)
+            self._last += (SETTLE_STEPS + TRIAL_STEPS) * self._passes
         self._sessions.is_stale = False
         return True
 
@@ -137,39 +151,78 @@ class Replan:
         stale, self._sessions.is_stale = self._sessions.is_stale, False
         return stale
 
-    def _finish(self, engine: MergedGradientEngine) -> CommModel | None:
-        """Measure all-reduces and plan; None where there was nothing to measure on any rank."""
+    def _recorded(self, engine: MergedGradientEngine) -> tuple[list[float], float, float] | None:
+        """Return ready times, a step and its wait; None where no rank has seen a step."""
         times, engine.times = engine.times, None
-        settings, dense = engine.settings, engine.settings.dense
-        process_set, reduction = settings.reduction.process_set, settings.reduction
-        mine = [0.0] * (1 + len(settings.shapes))
+        settings = engine.settings
+        mine = [0.0] * (3 + len(settings.shapes))
         if times is not None and times.steps:
-            mine = [1.0, *times.seconds()]
-        # A bucket leaves when the slowest rank has filled it, so that rank's times count.
-        measured, *slowest = largest(mine, f"{settings.tag}.ready", process_set)
-        if not measured or not dense:
-            return None
-        ready = np.array(slowest)
-        sizes = np.array(
-            [
-                settings.shapes.nbytes[index] * reduction.ratio(settings.shapes.dtypes[index])
-                for index in range(len(settings.shapes))
-            ]
+            mine = [1.0, times.step_s(), -times.wait_s(), *times.seconds()]
+        # A bucket leaves when the slowest rank has filled it, so that rank's times count; the one
+        # that is last waits for messages alone.
+        found, step_s, wait, *ready = largest(
+            mine, f"{settings.tag}.ready", settings.reduction.process_set
         )
-        comm = measure_comm(int(sizes[dense].sum()), process_set, f"{settings.tag}.measure")
-        if self._method is None:
+        return (ready, step_s, -wait) if found and settings.dense else None
+
+    def _measured(self, engine: MergedGradientEngine) -> CommModel | None:
+        """Measure all-reduces and plan; None where there was nothing to measure on any rank."""
+        settings, method = engine.settings, self._method
+        recorded = self._recorded(engine)
+        if recorded is None:
+            return None
+        sizes, process_set = _wire_bytes(engine), settings.reduction.process_set
+        total = int(sizes[settings.dense].sum())
+        comm = measure_comm(total, process_set, f"{settings.tag}.measure")
+        if method is None:
             return comm
-        method = self._method
 
         def find() -> str:
-            codec = reduction.cost(settings.shapes.dtypes[dense[0]]).of_encoded()
-            plan = settings.shapes.best_plan(dense, ready, sizes, comm.compressed(codec), method)
-            return plan.to_json()
+            codec = settings.reduction.cost(settings.shapes.dtypes[settings.dense[0]]).of_encoded()
+            link, ready = comm.compressed(codec), np.array(recorded[0])
+            return settings.shapes.best_plan(settings.dense, ready, sizes, link, method).to_json()
 
         plan = Plan.from_json(found_by_first(find, f"{settings.tag}.plan", process_set))
         engine.adopt(plan)
         _log.info("plan after step %d:\n%s", self._batches, plan)
         return comm
+
+    def _take_next(self, engine: MergedGradientEngine, number: int) -> bool:
+        """Take the next plan to try, or the one that stays; return whether it does."""
+        settings, method, plan = engine.settings, self._method, engine.plan
+        recorded = self._recorded(engine)
+        if recorded is None or method is None or plan is None:
+            return True
+        ready, step_s, wait_s = recorded
+        tried = self._tried.setdefault(number, [])
+        tried.append(Trial(plan, step_s, wait_s))
+        shapes, dense, sizes = settings.shapes, settings.dense, _wire_bytes(engine)
+
+        def best(comm: CommModel, method: str, limit: int | None) -> Plan:
+            return shapes.best_plan(dense, np.array(ready), sizes, comm, method, limit)
+
+        def find() -> tuple[str, bool]:
+            names = [shapes.names[index] for index in dense]
+            gradients = Gradients(names, np.array(ready)[dense], sizes[dense])
+            plan, stays = next_plan(tried, gradients, best, method, most=2)
+            return plan.to_json(), stays
+
+        process_set = settings.reduction.process_set
+        text, stays = found_by_first(find, f"{settings.tag}.plan", process_set)
+        engine.adopt(Plan.from_json(text))
+        if stays:
+            _log.info("plan after step %d:\n%s", self._batches, engine.plan)
+        else:
+            engine.times = ReadyTimes(len(shapes))
+        return bool(stays)
+
+
+def _wire_bytes(engine: MergedGradientEngine) -> npt.NDArray[np.float64]:
+    """Return, by index, the size of each gradient as it is sent."""
+    shapes, ratio = engine.settings.shapes, engine.settings.reduction.ratio
+    return np.array(
+        [n * ratio(dtype) for n, dtype in zip(shapes.nbytes, shapes.dtypes, strict=True)]
+    )
 
 
 def _choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:

@@ -3,12 +3,16 @@
 Phases of a run with ``plan="auto"``::
 
     Measuring   SKIP steps      default buckets; nothing is recorded (caches, lazy set-up)
-                RECORD steps    the same buckets; ready times are recorded
-                                all-reduces are measured, rank 0 plans, all ranks take the plan
-    Planned     after           the plan, until gradients keep coming in another order
+                TRIAL steps     the same buckets; ready times, waits and steps are recorded
+                                rank 0 makes the next plan of `hvd_pipe.planning.trials`, all take
+                                it, and record again; the last one stays
+    Planned     after           that plan, until gradients keep coming in another order
                                 then `Measuring` again, with the plan's buckets
 
-    Fixed       all steps       any other ``plan``, ``bucket_bytes`` or groups: never measured
+    Fixed       all steps       any other ``plan`` or groups: never measured
+
+With ``bucket_bytes`` there is one trial, which shows in which order gradients come. Under ``auto``
+there is one, too; all-reduces are measured after it.
 
 All ranks count the same steps, so they are in the same phase. A rank whose gradients come in
 another order sets the control flag ``reordered``; all ranks then record anew.
@@ -16,9 +20,12 @@ another order sets the control flag ``reordered``; all ranks then record anew.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +33,8 @@ import numpy.typing as npt
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS, measured_method
+from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS, Gradients, Trial, next_plan
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.measuring.probes import measure_comm
@@ -56,10 +64,16 @@ _log = logging.getLogger("hvd_pipe")
 
 @dataclass
 class Measuring:
-    """Ready times are recorded from a round on; the buckets are those of the plan before."""
+    """Steps of a plan are recorded from a round on."""
 
     begin: int
     """The round (see `Engine.rounds`) after which recording starts, in `Engine.ready_times`."""
+    tried: list[Trial] = field(default_factory=list)
+    """What was seen of the plans before; the same on all ranks."""
+    ends: list[float] = field(default_factory=list)
+    """By this host's clock, the start and the end of each recorded step."""
+    waits: list[float] = field(default_factory=list)
+    """Of recorded steps, seconds from the last gradient to the last average."""
 
 
 @dataclass
@@ -121,9 +135,10 @@ class MergedGradientEngine(Engine):
         self._method = measured_method(strategy, settings.groups)
         if measure_steps is not None and self._method is None:
             self._method = _GIVEN  # nothing to plan, and yet to measure
-        self._record_steps = RECORD_STEPS if measure_steps is None else measure_steps
+        self._measures_comm = measure_steps is not None
+        self._record_steps = TRIAL_STEPS if measure_steps is None else measure_steps
         self.comm: CommModel | None = None
-        """What `measure_comm` has found; the same on all ranks, from the same step on."""
+        """What `measure_comm` has found, under ``auto``; the same on all ranks and steps."""
         self._phase: Phase = Fixed() if self._method is None else Measuring(SKIP_STEPS)
         self._measured = False
         """Whether the plan comes from measured times: a checkpoint holds it then."""
@@ -132,6 +147,7 @@ class MergedGradientEngine(Engine):
         self._all_updated = True
         """Whether all ranks have made the same round, and are about to make the same update."""
         self._drains = self._adopted = False
+        self._sent_s = 0.0
         if plan is None:
             every = range(len(settings.names))
             plan = settings.index.first_plan(strategy, settings.groups, every)
@@ -183,6 +199,7 @@ class MergedGradientEngine(Engine):
         """Send what of this step's gradients has not left."""
         if self.ready_times is not None:
             self.ready_times.end_step()
+        self._sent_s = time.perf_counter()
         reordered = self._note_order()
         stepped, self.stepped = self.stepped, False
         self.current.flush(
@@ -192,6 +209,8 @@ class MergedGradientEngine(Engine):
     def _receive(self) -> None:
         """Wait for the averages, and read the control flags of all ranks."""
         self.current.wait()
+        if isinstance(self._phase, Measuring):
+            self._phase.waits.append(time.perf_counter() - self._sent_s)
         flags, workers = self.current.flags, self.reduction.workers
         self._flags = flags
         if flags.some_stepped(workers):
@@ -252,14 +271,16 @@ class MergedGradientEngine(Engine):
             self._enter(phase)
         if not isinstance(phase, Measuring):
             return
+        phase.ends.append(time.perf_counter())
         if self.ready_times is None:
             if self.rounds >= phase.begin:
                 parameters = self.settings.parameters
                 self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
+                phase.ends[:], phase.waits[:] = phase.ends[-1:], []
             return
         assert isinstance(self.ready_times, ReadyTimes)  # others watch when nothing is measured
         if self.ready_times.steps >= self._record_steps:
-            self._plan_anew(self.ready_times.seconds())
+            self._plan_anew(phase, self.ready_times.seconds())
 
     def _note_order(self) -> bool:
         """Return whether buckets have filled in another order than planned for some steps."""
@@ -276,45 +297,59 @@ class MergedGradientEngine(Engine):
         return self._phase.drifted_steps >= self._patience
 
     # Architecture: G13
-    def _plan_anew(self, seconds: Sequence[float]) -> None:
+    def _plan_anew(self, phase: Measuring, seconds: Sequence[float]) -> None:
         settings, process_set = self.settings, self.settings.reduction.process_set
-        # A bucket leaves when the slowest rank has filled it, so that rank's times count.
-        ready = np.array(largest(seconds, f"{settings.tag}.ready", process_set))
-        if self._method != "bytes" and self.comm is None:
+        assert self.plan is not None
+        step_s = median(end - begin for begin, end in itertools.pairwise(phase.ends))
+        # A bucket leaves when the slowest rank has filled it, so that rank's times count; the one
+        # that is last waits for messages alone.
+        mine = [*seconds, step_s, -median(phase.waits)]
+        *ready, step_s, wait = largest(mine, f"{settings.tag}.ready", process_set)
+        tried = [*phase.tried, Trial(self.plan, step_s, -wait)]
+        if self._measures_comm and self._method != "bytes" and self.comm is None:
             total = sum(settings.wire_bytes())
             device = settings.parameters[0].device
             self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
-        plan = Plan.from_json(
-            found_by_first(
-                lambda: self._best(ready).to_json(), f"{settings.tag}.plan", process_set
-            )
-        )
-        if self.plan is not None and plan.buckets == self.plan.buckets:
+
+        def find() -> tuple[str, bool]:
+            plan, stays = self._next(tried, np.array(ready))
+            return plan.to_json(), stays
+
+        text, stays = found_by_first(find, f"{settings.tag}.plan", process_set)
+        plan = Plan.from_json(text)
+        if plan.buckets == self.plan.buckets:
             self.plan = plan
         else:
             self._replace_buckets(plan)
-        self._measured = True
         self._usual_count = self._count  # some parameters may never get a gradient
+        if not stays:
+            self._enter(Measuring(self.rounds + SETTLE_STEPS, tried))
+            return
+        self._measured = True
         self._enter(Fixed() if self._method == _GIVEN else Planned())
         if self._method == _GIVEN:
             self._method = None
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
-    def _best(self, ready: FloatArray) -> Plan:
+    def _next(self, tried: Sequence[Trial], ready: FloatArray) -> tuple[Plan, bool]:
+        """Return the plan of the next steps, and whether it stays."""
         settings = self.settings
         if self._method == _GIVEN:
-            assert self.plan is not None
-            return self.plan
-        codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
-        plan = settings.index.best_plan(
-            range(len(ready)),
-            ready,
-            np.array(settings.wire_bytes(), dtype=np.float64),
-            (self.comm or CommModel.linear(0.0, 0.0)).compressed(codec),
-            self._method or "exact",
-            self._bucket_bytes,
-        )
-        return plan if self.comm else replace(plan, predicted_s=None, exposed_s=None)
+            return tried[-1].plan, True
+        sizes = np.array(settings.wire_bytes(), dtype=np.float64)
+
+        def find(comm: CommModel, method: str, limit: int | None) -> Plan:
+            every = range(len(ready))
+            return settings.index.best_plan(every, ready, sizes, comm, method, limit)
+
+        if self._method == "bytes":
+            plan = find(CommModel.linear(0.0, 0.0), "bytes", self._bucket_bytes)
+            return replace(plan, predicted_s=None, exposed_s=None), True
+        method = self._method or "exact"
+        if self.comm is not None:
+            codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
+            return find(self.comm.compressed(codec), method, None), True
+        return next_plan(tried, Gradients(settings.names, ready, sizes), find, method)
 
     def _replace_buckets(self, plan: Plan) -> None:
         """Take other buckets in mid-run, residuals along; all ranks call this."""

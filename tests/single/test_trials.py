@@ -1,0 +1,163 @@
+"""Plans that are tried in training: what their waits say of messages, and which one stays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_pipe.planning import merge
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.trials import Gradients, Trial, fitted_to_waits, next_plan
+
+COMPUTE_S = 1.0
+
+
+class Job:
+    """Training on a link that the planner does not know.
+
+    Args:
+        ready, sizes: Of the gradients, in the order in which they become ready.
+        link: What messages really take.
+    """
+
+    def __init__(self, ready: list[float], sizes: list[float], link: CommModel) -> None:
+        names = [f"g{i}" for i in range(len(ready))]
+        self.gradients = Gradients(names, np.array(ready), np.array(sizes))
+        self.link = link
+
+    def find(self, comm: CommModel, method: str, limit: int | None) -> Plan:
+        names, ready, sizes = self.gradients.names, self.gradients.ready_s, self.gradients.bytes
+        return merge.plan(names, ready, sizes, comm, method, limit)
+
+    def trial(self, plan: Plan) -> Trial:
+        counts = [len(bucket) for bucket in plan.buckets]
+        ready, sizes = self.gradients.ready_s, self.gradients.bytes
+        wait = merge.finish_times(counts, ready, sizes, self.link)[-1] - ready[-1]
+        return Trial(plan, COMPUTE_S + wait, wait)
+
+    def run(self, first: Plan, **options: object) -> tuple[list[Trial], Plan]:
+        tried = [self.trial(first)]
+        while True:
+            plan, stays = next_plan(tried, self.gradients, self.find, **options)  # type: ignore[arg-type]
+            if stays:
+                return tried, plan
+            tried.append(self.trial(plan))
+
+
+def resnet(link: CommModel) -> Job:
+    """160 gradients, small ones first computed last, all within 0.7 of a step."""
+    sizes = np.geomspace(4e5, 1e3, 160)
+    return Job(np.linspace(0.0, 0.7, 160).tolist(), sizes.tolist(), link)
+
+
+TOTAL = float(np.geomspace(4e5, 1e3, 160).sum())
+LINKS = [
+    CommModel.linear(alpha, r * COMPUTE_S / TOTAL)
+    for alpha in (0.0, 0.001, 0.01, 0.05)
+    for r in (0.5, 1.0, 4.0)
+]
+
+
+@pytest.mark.parametrize("link", LINKS, ids=lambda link: f"{link.latency}-{link(TOTAL):.2f}")
+def test_the_plan_that_stays_is_as_good_as_if_the_link_were_known(link: CommModel) -> None:
+    job = resnet(link)
+    tried, plan = job.run(job.find(link, "bytes", 2_000_000))
+    best = job.trial(job.find(link, "exact", None))
+    assert job.trial(plan).step_s <= 1.01 * best.step_s
+    assert len(tried) <= 4
+    assert plan.tried == tuple((len(each.plan.buckets), each.step_s) for each in tried)
+    assert job.trial(plan).step_s == min(each.step_s for each in tried)
+
+
+@given(
+    st.floats(0.0, 0.1),
+    st.floats(0.01, 10.0),
+    st.lists(st.tuples(st.floats(0.0, 0.2), st.floats(1.0, 100.0)), min_size=3, max_size=9),
+)
+def test_waits_tell_what_a_message_costs(
+    latency: float, seconds: float, drawn: list[tuple[float, float]]
+) -> None:
+    gaps, sizes = zip(*drawn, strict=True)
+    job = Job(np.cumsum(gaps).tolist(), list(sizes), CommModel.linear(0.0, 0.0))
+    job.link = CommModel.linear(latency, seconds / sum(sizes))
+    tried = [job.trial(job.find(job.link, method, None)) for method in ("single", "wfbp")]
+    found = fitted_to_waits(tried, job.gradients)
+    for each in tried:
+        counts = [len(bucket) for bucket in each.plan.buckets]
+        times = merge.finish_times(counts, job.gradients.ready_s, job.gradients.bytes, found)
+        assert times[-1] - job.gradients.ready_s[-1] == pytest.approx(each.wait_s, rel=0.02)
+    # A single message waits a + b * sum of bytes, whatever a is.
+    assert found(sum(sizes)) == pytest.approx(tried[0].wait_s, rel=1e-6)
+
+
+def test_a_burst_and_a_message_alone_are_told_apart() -> None:
+    """Ten messages that follow each other pay the latency ten times."""
+    ready = np.linspace(0.0, 1e-6, 10).tolist()
+    job = Job(ready, [1e6] * 10, CommModel.linear(0.02, 1e-8))
+    tried = [job.trial(job.find(job.link, method, None)) for method in ("single", "wfbp")]
+    found = fitted_to_waits(tried, job.gradients)
+    assert found.latency == pytest.approx(0.02, rel=0.1)
+
+
+def test_where_nothing_waits_nothing_is_tried() -> None:
+    job = resnet(CommModel.linear(0.0, 0.02 * COMPUTE_S / TOTAL))
+    first = job.find(job.link, "bytes", 2_000_000)
+    tried, plan = job.run(first)
+    assert len(tried) == 1
+    assert plan.buckets == first.buckets
+    assert [count for count, _ in plan.tried] == [len(first.buckets)]
+    assert plan.exposed_s == tried[0].wait_s
+
+
+def test_one_gradient_leaves_nothing_to_try() -> None:
+    job = Job([0.0], [1e6], CommModel.linear(0.5, 1e-6))
+    tried, plan = job.run(job.find(job.link, "single", None))
+    assert (len(tried), plan.buckets) == (1, (("g0",),))
+
+
+def test_no_gradient_has_a_byte() -> None:
+    job = Job([0.0, 0.5], [0.0, 0.0], CommModel.linear(0.5, 0.0))
+    _, plan = job.run(job.find(job.link, "wfbp", None))
+    assert set(plan.names) == {"g0", "g1"}
+
+
+def test_a_plan_that_the_user_wants_needs_two_trials_and_stays() -> None:
+    job = resnet(LINKS[4])
+    tried, plan = job.run(job.find(job.link, "bytes", 2_000_000), method="greedy")
+    assert (len(tried), plan.method) == (2, "greedy")
+    comm = fitted_to_waits(tried, job.gradients)
+    assert plan.buckets == job.find(comm, "greedy", None).buckets
+
+
+def test_where_trials_are_dear_the_best_plan_is_not_tried() -> None:
+    """A step of a graph is traced anew for each plan."""
+    job = resnet(LINKS[4])
+    tried, plan = job.run(job.find(job.link, "bytes", 2_000_000), most=2)
+    assert (len(tried), plan.method) == (2, "exact")
+    assert job.trial(plan).step_s <= 1.01 * job.trial(job.find(job.link, "exact", None)).step_s
+
+
+def test_the_buckets_that_stay_are_in_the_order_in_which_they_leave() -> None:
+    """Training begins in reverse order of the parameters; gradients may come in another one."""
+    job = Job([0.0, 0.4, 0.8], [1e6, 1e6, 1e6], CommModel.linear(1.0, 0.0))
+    backwards = Plan((("g2",), ("g1",), ("g0",)), "bytes")
+    tried = [Trial(backwards, 1.0, 0.001)]  # hidden
+    plan, stays = next_plan(tried, job.gradients, job.find)
+    assert stays
+    assert plan.buckets == (("g0",), ("g1",), ("g2",))
+
+
+def test_the_fastest_stays_whatever_was_expected_of_it() -> None:
+    job = resnet(LINKS[4])
+    first = Trial(job.find(job.link, "bytes", 2_000_000), 1.0, 0.5)
+    tried = [first]
+    for _ in range(9):
+        plan, stays = next_plan(tried, job.gradients, job.find)
+        if stays:
+            break
+        tried.append(Trial(plan, 1.1, 0.6))
+    assert stays
+    assert set(map(frozenset, plan.buckets)) == set(map(frozenset, first.plan.buckets))
