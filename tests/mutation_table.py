@@ -207,8 +207,8 @@ _TORCH = [
     Mutation(
         "trials: a message costs no latency",
         "planning/trials.py",
-        "max(finish, begin) + latency + per_byte * size",
-        "max(finish, begin) + per_byte * size",
+        "self.lead_s + latency * self.counts + per_byte * self.bytes",
+        "self.lead_s + per_byte * self.bytes",
         _ids("single/test_trials", "test_a_burst_and_a_message_alone_are_told_apart"),
     ),
     Mutation(

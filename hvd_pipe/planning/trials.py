@@ -14,8 +14,9 @@ messages that cost what both waits show; and one with fewer messages than that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ FEWER = 0.6
 HIDDEN = 0.02
 """Where waits are no larger a part of a step, no plan can gain much, and none is tried."""
 
-_LATENCIES = 60
-_BISECTIONS = 50
+_LATENCIES = 400
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -66,26 +66,31 @@ class Gradients:
         names: Of the gradients.
         ready_s: By gradient, seconds after backward starts.
         bytes: By gradient, as it is sent.
+        kinds: By gradient, what those that share a message have alike; None: all are.
     """
 
     names: Sequence[str]
     ready_s: FloatArray
     bytes: FloatArray
+    kinds: Sequence[Hashable] | None = None
 
-    def messages(self, plan: Plan) -> tuple[FloatArray, FloatArray]:
-        """When the messages of a plan can leave, in that order, and the bytes of each."""
+    def messages(self, plan: Plan) -> list[_Message]:
+        """The messages of a plan in the order in which they can leave."""
         index = {name: i for i, name in enumerate(self.names)}
-        groups = [[index[name] for name in bucket] for bucket in plan.buckets]
-        ready = np.array([self.ready_s[group].max() for group in groups])
-        order = np.argsort(ready, kind="stable")
-        return ready[order], np.array([self.bytes[group].sum() for group in groups])[order]
+        found = []
+        for bucket in plan.buckets:
+            own = [index[name] for name in bucket]
+            kind = None if self.kinds is None else self.kinds[own[0]]
+            ready, size = float(self.ready_s[own].max()), float(self.bytes[own].sum())
+            found.append(_Message(bucket, ready, size, kind))
+        return sorted(found, key=lambda each: each.ready_s)
 
-    def in_order(self, plan: Plan) -> Plan:
-        """The plan with its buckets in the order in which they can leave."""
-        index = {name: i for i, name in enumerate(self.names)}
-        last = [max(float(self.ready_s[index[name]]) for name in each) for each in plan.buckets]
-        order = sorted(range(len(last)), key=lambda number: last[number])
-        return replace(plan, buckets=tuple(plan.buckets[number] for number in order))
+
+class _Message(NamedTuple):
+    names: tuple[str, ...]
+    ready_s: float
+    bytes: float
+    kind: Hashable
 
 
 def next_plan(
@@ -131,13 +136,15 @@ def next_plan(
         plan = replace(plan, predicted_s=None, exposed_s=None)  # of no link
         if not _is_tried(plan, tried):
             return plan, False
-    comm = fitted_to_waits(tried, gradients)
     if not races:
+        comm = fitted_to_waits(tried, gradients)
         return replace(find(comm, method, None), tried=_seen(tried)), True
     if 1 < len(tried) < most:
-        plan = find(comm, method, None)
-        if len(tried) > 2:
-            plan = _with_fewer(len(plan.buckets), comm, first, find)
+        comm = fitted_to_waits(tried, gradients)
+        if len(tried) == 2:
+            plan = find(comm, method, None)
+        else:
+            plan = _with_fewer(tried[-1].plan, comm, gradients)
         if not _is_tried(plan, tried):
             return plan, False
     return _kept(min(tried, key=lambda each: each.step_s), tried, gradients), True
@@ -162,57 +169,65 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
         >>> round(line.latency, 1), round(line(200), 1)
         (1.0, 3.0)
     """
-    (first, wait), *others = [(gradients.messages(each.plan), each.wait_s) for each in tried]
-    if wait <= 0.0:
-        return CommModel.linear(0.0, 0.0)
-
-    def line(latency: float) -> tuple[float, float, float]:
-        if _wait_s(*first, latency, 0.0) > wait:
-            return math.inf, latency, 0.0
-        per_byte = _per_byte(*first, latency, wait)
-        misses = [
-            _wait_s(*messages, latency, per_byte) / max(seen, 1e-9) - 1.0
-            for messages, seen in others
-        ]
-        return sum(miss**2 for miss in misses), latency, per_byte
-
-    latencies = [0.0, *np.geomspace(1e-4 * wait, wait, _LATENCIES).tolist()] if others else [0.0]
-    at = min(range(len(latencies)), key=lambda i: line(latencies[i]))
-    low, high = latencies[max(at - 1, 0)], latencies[min(at + 1, len(latencies) - 1)]
-    nearby = [latencies[at], *np.linspace(low, high, _LATENCIES).tolist()]
-    _, latency, per_byte = min(map(line, nearby))
-    return CommModel.linear(latency, per_byte)
+    chains = [_Chain.of(gradients.messages(each.plan)) for each in tried]
+    waits = np.array([each.wait_s for each in tried])
+    latencies = [0.0]
+    if len(tried) > 1:
+        latencies += (waits[0] * np.geomspace(1e-4, 1.0, _LATENCIES)).tolist()
+    best = math.inf, 0.0, 0.0
+    for latency in latencies:
+        per_byte = chains[0].per_byte(latency, float(waits[0]))
+        if per_byte >= 0.0:
+            found = np.array([chain.wait_s(latency, per_byte) for chain in chains[1:]])
+            error = float(((found / np.maximum(waits[1:], 1e-9) - 1.0) ** 2).sum())
+            best = min(best, (error, latency, per_byte))
+    return CommModel.linear(*best[1:])
 
 
-def _wait_s(ready: FloatArray, bytes: FloatArray, latency: float, per_byte: float) -> float:
-    finish = 0.0
-    for begin, size in zip(ready.tolist(), bytes.tolist(), strict=True):
-        finish = max(finish, begin) + latency + per_byte * size
-    return finish - float(ready[-1])
+class _Chain(NamedTuple):
+    """Messages that follow each other on a link, from each one to the last.
+
+    Unrolled, ``finish - max_i R_i = max_i (R_i - R_last + (n - i) a + b (bytes of i .. n))``.
+    """
+
+    lead_s: FloatArray
+    counts: FloatArray
+    bytes: FloatArray
+
+    @classmethod
+    def of(cls, messages: Sequence[_Message]) -> _Chain:
+        ready = np.array([each.ready_s for each in messages])
+        sizes = np.array([each.bytes for each in messages])
+        counts = np.arange(len(messages), 0, -1, dtype=np.float64)
+        return cls(ready - ready[-1], counts, np.cumsum(sizes[::-1])[::-1])
+
+    def wait_s(self, latency: float, per_byte: float) -> float:
+        return float((self.lead_s + latency * self.counts + per_byte * self.bytes).max())
+
+    def per_byte(self, latency: float, wait: float) -> float:
+        """The seconds a byte with which they end so late; negative where there are none."""
+        left = wait - self.lead_s - latency * self.counts
+        sent = self.bytes > 0.0
+        return float((left[sent] / self.bytes[sent]).min()) if sent.any() else 0.0
 
 
-def _per_byte(ready: FloatArray, bytes: FloatArray, latency: float, wait: float) -> float:
-    """The seconds a byte with which messages end as late as seen; waits grow with them."""
-    if not bytes.any():
-        return 0.0
-    low, high = 0.0, wait / max(float(bytes[-1]), 1.0)
-    if _wait_s(ready, bytes, latency, high) < wait:  # by rounding, or an empty last message
-        return high
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        late = _wait_s(ready, bytes, latency, middle) > wait
-        low, high = (low, middle) if late else (middle, high)
-    return low
-
-
-def _with_fewer(count: int, comm: CommModel, first: Trial, find: Find) -> Plan:
-    """The best plan for messages that cost so much more that there are fewer of them."""
-    latency = max(comm.latency, 0.01 * first.wait_s)
-    while True:
-        latency *= 1.5
-        plan = find(CommModel.linear(latency, comm.slopes[0]), "exact", None)
-        if len(plan.buckets) <= FEWER * count or latency > first.step_s:
-            return replace(plan, predicted_s=None, exposed_s=None)  # of a link that is none
+def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients) -> Plan:
+    """A plan with neighbours merged, the cheapest pair first, until there are few enough."""
+    kept = gradients.messages(plan)
+    while len(kept) > max(1, math.floor(FEWER * len(plan.buckets))):
+        options = []
+        for i, one in enumerate(kept):
+            j = next((j for j in range(i + 1, len(kept)) if kept[j].kind == one.kind), None)
+            if j is not None:
+                other = kept[j]
+                both = other._replace(names=one.names + other.names, bytes=one.bytes + other.bytes)
+                options.append([*kept[:i], *kept[i + 1 : j], both, *kept[j + 1 :]])
+        if not options:
+            break
+        kept = min(
+            options, key=lambda each: _Chain.of(each).wait_s(comm.latency, float(comm.slopes[0]))
+        )
+    return Plan(tuple(each.names for each in kept), plan.method)
 
 
 def _is_tried(plan: Plan, tried: Sequence[Trial]) -> bool:
@@ -221,9 +236,10 @@ def _is_tried(plan: Plan, tried: Sequence[Trial]) -> bool:
 
 
 def _kept(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
+    messages = gradients.messages(trial.plan)
     finish = float(gradients.ready_s.max()) + trial.wait_s
-    plan = gradients.in_order(trial.plan)
-    return replace(plan, predicted_s=finish, exposed_s=trial.wait_s, tried=_seen(tried))
+    names = tuple(each.names for each in messages)
+    return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_seen(tried))
 
 
 def _seen(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:

@@ -44,7 +44,7 @@ class GradientIndex:
     def __init__(
         self, names: Sequence[str], nbytes: Sequence[int], dtypes: Sequence[Hashable]
     ) -> None:
-        self.names, self.nbytes, self._dtypes = list(names), list(nbytes), list(dtypes)
+        self.names, self.nbytes, self.kinds = list(names), list(nbytes), list(dtypes)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -57,7 +57,7 @@ class GradientIndex:
         """
         found: dict[Hashable, list[int]] = {}
         for index in indices:
-            found.setdefault(self._dtypes[index], []).append(index)
+            found.setdefault(self.kinds[index], []).append(index)
         return list(found.values())
 
     def default_groups(
@@ -160,7 +160,7 @@ class GradientIndex:
             [self.names[index] for index in order],
             ready[order],
             wire_bytes[order],
-            [self._dtypes[index] for index in order],
+            [self.kinds[index] for index in order],
             comm,
             method=method,
             bucket_bytes=bucket_bytes,

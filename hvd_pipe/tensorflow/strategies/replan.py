@@ -203,7 +203,8 @@ class Replan:
 
         def find() -> tuple[str, bool]:
             names = [shapes.names[index] for index in dense]
-            gradients = Gradients(names, np.array(ready)[dense], sizes[dense])
+            kinds = [shapes.kinds[index] for index in dense]
+            gradients = Gradients(names, np.array(ready)[dense], sizes[dense], kinds)
             plan, stays = next_plan(tried, gradients, best, method, most=2)
             return plan.to_json(), stays
 

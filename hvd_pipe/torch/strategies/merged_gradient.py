@@ -349,7 +349,8 @@ class MergedGradientEngine(Engine):
         if self.comm is not None:
             codec = settings.reduction.cost(settings.parameters[0]).of_encoded()
             return find(self.comm.compressed(codec), method, None), True
-        return next_plan(tried, Gradients(settings.names, ready, sizes), find, method)
+        gradients = Gradients(settings.names, ready, sizes, settings.index.kinds)
+        return next_plan(tried, gradients, find, method)
 
     def _replace_buckets(self, plan: Plan) -> None:
         """Take other buckets in mid-run, residuals along; all ranks call this."""
