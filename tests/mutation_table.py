@@ -1003,6 +1003,13 @@ _OVERLAP = [
         "STEPS = 1",
         _ids("single/test_overlap", "test_a_step_is_that_of_a_simulation_of_events"),
     ),
+    Mutation(
+        "overlap: a simulated worker waits at its last gate alone",
+        "planning/_overlap_run.py",
+        "for message in gates:",
+        "for message in gates[-1:]:",
+        _ids("single/test_simulate", "test_every_worker_waits_at_its_gates"),
+    ),
 ]
 
 MUTATIONS: list[Mutation] = [

@@ -34,8 +34,10 @@ from hvd_pipe.strategy import MergedGradient
 
 __all__ = [
     "Pass",
+    "TimedMessage",
     "fitted",
     "in_order",
+    "overlapped_messages",
     "overlapped_s",
     "overlapped_step",
     "plan_overlap",
@@ -88,7 +90,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class _Message:
+class TimedMessage:
     """A bucket, or a piece of one.
 
     Args:
@@ -96,12 +98,14 @@ class _Message:
         ready_s: After backward starts.
         needed_s: After forward starts.
         seconds: That the link is busy with it.
+        bytes: That it carries.
     """
 
     bucket: int
     ready_s: float
     needed_s: float
     seconds: float
+    bytes: float
 
 
 def plan_overlap(
@@ -202,10 +206,26 @@ def overlapped_step(
         7.0 [7.0, 1.0]
         6.0 [3.5, 1.0, 3.5]
     """
-    names = profile.gradient_order()
-    if not names:
+    if not profile.gradient_order():
         return profile.compute_s, gradient_messages(method, profile, comm)
-    work, plan = _work(profile), method.load_plan()
+    work, sent = overlapped_messages(method, profile, comm)
+    bytes = np.array([each.bytes for each in sent])
+    ready = np.maximum.accumulate([each.ready_s for each in sent])
+    return float(overlapped_s(work, sent)), Messages(ready, bytes, comm(bytes), comm.delay)
+
+
+def overlapped_messages(
+    method: MergedGradient, profile: ModelProfile, comm: CommModel
+) -> tuple[Pass, list[TimedMessage]]:
+    """What a worker computes, and its messages in the order in which the link carries them.
+
+    Args:
+        method, profile, comm: As for `overlapped_step`.
+
+    Raises:
+        ValueError: A given plan is not about this profile's gradients, or it has none.
+    """
+    names, work, plan = profile.gradient_order(), _work(profile), method.load_plan()
     if plan is not None:
         gradient_messages(method, profile, comm)  # raises where the plan is another model's
     elif method == MergedGradient(overlap="forward"):
@@ -221,11 +241,7 @@ def overlapped_step(
     groups = [[index[name] for name in bucket] for bucket in plan.buckets]
     pieces = [plan.order.count(number) for number in range(len(groups))]
     of_bucket = {each.bucket: each for each in _messages(work, comm, groups, pieces)}
-    sent = [of_bucket[number] for number in plan.order]
-    bytes = np.array([work.bytes[groups[i]].sum() / pieces[i] for i in plan.order])
-    ready = np.maximum.accumulate([each.ready_s for each in sent])
-    step_s = float(overlapped_s(work, sent))
-    return step_s, Messages(ready, bytes, comm(bytes), comm.delay)
+    return work, [of_bucket[number] for number in plan.order]
 
 
 def _work(profile: ModelProfile) -> Pass:
@@ -289,7 +305,7 @@ def send_order(
     return order
 
 
-def overlapped_s(work: Pass, sent: Sequence[_Message]) -> float:
+def overlapped_s(work: Pass, sent: Sequence[TimedMessage]) -> float:
     """Seconds of a step, once it has settled, when these messages are sent in this order.
 
     The link carries one message at a time. A worker that comes to a weight whose message has not
@@ -332,7 +348,7 @@ def _partition(
 
 def _messages(
     work: Pass, comm: CommModel, buckets: Sequence[Sequence[int]], pieces: Sequence[int]
-) -> list[_Message]:
+) -> list[TimedMessage]:
     found = []
     for number, (bucket, count) in enumerate(zip(buckets, pieces, strict=True)):
         own = list(bucket)
@@ -340,12 +356,13 @@ def _messages(
         last = number == len(buckets) - 1
         ready = work.backward_s if last else float(work.ready_s[own].max())
         needed = float(work.needed_s[own].min())
-        seconds = comm(float(work.bytes[own].sum()) / count) + comm.delay
-        found += [_Message(number, ready, needed, seconds)] * count
+        size = float(work.bytes[own].sum()) / count
+        seconds = comm(size) + comm.delay
+        found += [TimedMessage(number, ready, needed, seconds, size)] * count
     return found
 
 
-def _order(messages: Sequence[_Message]) -> list[int]:
+def _order(messages: Sequence[TimedMessage]) -> list[int]:
     return send_order(
         [each.ready_s for each in messages],
         [each.needed_s for each in messages],

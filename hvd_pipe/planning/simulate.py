@@ -6,6 +6,8 @@ straggler delays all; whom it delays, and when, is the method's:
 
     gradients     worker  forward, backward, wait for the average of step t - lag, update
                   link    bucket i leaves when the last worker has it (Pipe-SGD: lag 1, else 0)
+    forward       worker  forward, waiting at each gate for what is needed there; backward
+                  link    messages in the plan's order, as the last worker has them
     models        worker  k steps, then wait for the average of the models as they are then
                           (Local SGD), or as they were before the round (CoCoD)
                   link    one message a round
@@ -25,7 +27,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hvd_pipe.planning._overlap_run import run_overlapped
 from hvd_pipe.planning._recorder import MAX_EVENTS, Recorder
+from hvd_pipe.planning._training_run import TrainingRun, latest
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
@@ -39,6 +43,7 @@ from hvd_pipe.planning.methods import (
     label,
     parse,
 )
+from hvd_pipe.planning.overlap import overlapped_messages
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import TICK
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
@@ -97,8 +102,8 @@ def simulate(
         trace_workers: whose events the timeline has.
 
     Raises:
-        TypeError, ValueError: an unknown method, ``overlap="forward"``, a plan of another model,
-            weights of another number of workers, no iterations, or a worker that there is not.
+        TypeError, ValueError: an unknown method, a plan of another model, weights of another
+            number of workers, no iterations, or a worker that there is not.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network
@@ -111,18 +116,13 @@ def simulate(
         0.0
     """
     method = parse(method)
-    if isinstance(method, MergedGradient) and method.overlaps_forward:
-        raise ValueError(
-            "the simulation has no messages behind the next forward pass: leave overlap='forward' "
-            "out; `hvd-pipe advise` has a formula for it, where there is no jitter"
-        )
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations must be an int of at least 1, got {iterations!r}")
     period = method.period if isinstance(method, LocalSGD | CoCoD) else 1
     if period > 1:
         iterations = max(2, math.ceil(iterations / period)) * period
     trace = Recorder(_checked(trace_workers, cluster.workers))
-    run = _Run(
+    run = TrainingRun(
         profile,
         _pace(cluster, method),
         cluster.jitter,
@@ -131,9 +131,12 @@ def simulate(
         trace,
     )
     net = cluster.comm().compressed(codec)
+    sends = bool(profile.gradient_order())
     if isinstance(method, LocalSGD | CoCoD):
         sent = model_messages(method, profile, cluster.comm(), codec)
         _models(run, sent, method.period, behind=isinstance(method, CoCoD))
+    elif isinstance(method, MergedGradient) and method.overlaps_forward and sends:
+        run_overlapped(run, *overlapped_messages(method, profile, net), net)
     elif isinstance(method, HorovodFusion):
         _gradients(run, _fusion(profile, net, method), net.delay)
     else:
@@ -144,77 +147,32 @@ def simulate(
         after = isinstance(method, Conventional) or wide == 1
         _gradients(run, _buckets(profile, sent, after), net.delay, lag, updates=1 + twice)
         period = lag + 1  # a step goes with the update that waits for it: they come in bursts
-    return run.result(label(method), cluster.workers, period)
+    return _result(run, label(method), period)
 
 
-@dataclass
-class _Run:
-    """The state that all methods share: the clock of each worker and of the link."""
+def _result(run: TrainingRun, method: str, period: int) -> Simulation:
+    workers = len(run.pace)
+    steps = min(run.iterations, math.ceil(run.iterations / (2 * period)) * period)
+    half = run.iterations - steps
 
-    profile: ModelProfile
-    pace: FloatArray
-    jitter: float
-    rng: np.random.Generator
-    iterations: int
-    trace: Recorder
+    def growth(ends: FloatArray) -> float:
+        return float(ends[-1] - (ends[half - 1] if half else 0.0)) / steps
 
-    def __post_init__(self) -> None:
-        self.forward_s, self.backward_s = self.profile.forward_s, self.profile.backward_s
-        self.update_s = self.profile.update_s
-        self.begin = np.zeros(len(self.pace))
-        self.free = 0.0  # when the link is
-        self.busy = np.zeros(self.iterations)
-        self.ends = np.zeros(self.iterations)
-        self.mean_ends = np.zeros(self.iterations)
-        self.link_ends = np.zeros(self.iterations)
-        self.work = np.zeros(self.iterations)
-
-    def factors(self) -> FloatArray:
-        """How much longer than its profile each worker takes for the coming step."""
-        if not self.jitter:
-            return self.pace
-        variance = math.log1p(self.jitter**2)
-        noise = self.rng.normal(-variance / 2, math.sqrt(variance), len(self.pace))
-        return np.asarray(self.pace * np.exp(noise), dtype=np.float64)
-
-    def send(self, step: int, name: str, bytes: float, start: float, end: float) -> None:
-        """Note a message, which is on the link of every worker at once."""
-        self.busy[step] += end - start
-        self.free = end
-        for worker in self.trace.now:
-            self.trace.note(
-                name, "allreduce", worker, "network", start, end, bytes=int(bytes), step=step
-            )
-
-    def finished(self, step: int, end: FloatArray) -> None:
-        """Every worker is done with a step."""
-        self.begin = end
-        self.ends[step] = end.max()
-        self.mean_ends[step] = end.mean()
-        self.link_ends[step] = self.free
-
-    def result(self, method: str, workers: int, period: int) -> Simulation:
-        steps = min(self.iterations, math.ceil(self.iterations / (2 * period)) * period)
-        half = self.iterations - steps
-
-        def growth(ends: FloatArray) -> float:
-            return float(ends[-1] - (ends[half - 1] if half else 0.0)) / steps
-
-        step = max(map(growth, (self.ends, self.mean_ends, self.link_ends)))
-        compute = self.work[half:].mean()
-        title = f"{method}, {workers} workers"
-        if self.trace.steps < self.iterations:
-            title += f": the first {self.trace.steps} of {self.iterations} steps"
-        return Simulation(
-            method=method,
-            workers=workers,
-            step_s=step,
-            iteration_ends=self.ends,
-            compute_s=float(compute),
-            exposed_s=max(0.0, step - float(compute)),
-            comm_s=float(self.busy[half:].mean()),
-            timeline=Timeline(tuple(self.trace.events), title),
-        )
+    step = max(map(growth, (run.ends, run.mean_ends, run.link_ends)))
+    compute = run.work[half:].mean()
+    title = f"{method}, {workers} workers"
+    if run.trace.steps < run.iterations:
+        title += f": the first {run.trace.steps} of {run.iterations} steps"
+    return Simulation(
+        method=method,
+        workers=workers,
+        step_s=step,
+        iteration_ends=run.ends,
+        compute_s=float(compute),
+        exposed_s=max(0.0, step - float(compute)),
+        comm_s=float(run.busy[half:].mean()),
+        timeline=Timeline(tuple(run.trace.events), title),
+    )
 
 
 class _Message(NamedTuple):
@@ -229,7 +187,9 @@ _Network = Callable[[FloatArray, FloatArray, FloatArray, float], list[_Message]]
 """From begin, factors and end of backward of each worker, and the link's end, what it carries."""
 
 
-def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates: int = 1) -> None:
+def _gradients(
+    run: TrainingRun, network: _Network, delay: float, lag: int = 0, updates: int = 1
+) -> None:
     """Steps that end with an update, for which the average of ``lag`` steps before is needed."""
     arrived, update_s = np.zeros(run.iterations), updates * run.update_s
     for step in range(run.iterations):
@@ -254,7 +214,7 @@ def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates
                 run.trace.note(message.name, "ready", worker, "compute", at, at, step=step)
 
 
-def _models(run: _Run, sent: Messages, period: int, behind: bool) -> None:
+def _models(run: TrainingRun, sent: Messages, period: int, behind: bool) -> None:
     """Rounds of local steps; the models of the round's start or end are averaged."""
 
     def average(step: int) -> None:
@@ -295,10 +255,8 @@ def _buckets(profile: ModelProfile, sent: Messages, after: bool) -> _Network:
     ) -> list[_Message]:
         if not names:
             return []
-        if after:
-            release = np.full(len(offset), backward.max())
-        else:
-            release = _latest(begin, factors, offset)
+        all_done = np.full(len(offset), backward.max())
+        release = all_done if after else latest(begin, factors, offset)
         # start_i = max over j <= i of max(free, release_j) + what is queued from j to i
         slack = np.maximum.accumulate(np.maximum(release, free) - queued)
         start = slack + queued
@@ -322,7 +280,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
     ) -> list[_Message]:
         messages: list[_Message] = []
         origin = float(begin.max())
-        ready = _latest(begin - origin, factors, offset)  # since then, so that ticks stay exact
+        ready = latest(begin - origin, factors, offset)  # since then, so that ticks stay exact
         now, sent = 0.0, 0
         while sent < len(bytes):
             late = float(ready[sent]) - now
@@ -340,20 +298,6 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
         return messages
 
     return network
-
-
-def _latest(begin: FloatArray, factors: FloatArray, offset: FloatArray) -> FloatArray:
-    """``max over workers of begin + offset * factor``, for each offset.
-
-    A worker that begins no later than another and is no slower is never the last, whatever the
-    offset: of thousands, the few that are left decide.
-    """
-    order = np.lexsort((-begin, -factors))
-    begin, factors = begin[order], factors[order]
-    ahead = np.concatenate(([-np.inf], np.maximum.accumulate(begin)[:-1]))
-    last = begin > ahead
-    times = begin[last, None] + factors[last, None] * offset
-    return np.asarray(times.max(axis=0), dtype=np.float64)
 
 
 def _pace(cluster: Cluster, method: Method) -> FloatArray:

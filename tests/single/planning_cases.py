@@ -16,7 +16,7 @@ from hvd_pipe.planning.methods import (
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
-__all__ = ["ALL", "codecs", "comm_models", "methods", "profiles"]
+__all__ = ["ALL", "codecs", "comm_models", "forward_overlaps", "methods", "profiles"]
 
 ALL: tuple[Method, ...] = (
     Conventional(),
@@ -79,6 +79,19 @@ def methods() -> st.SearchStrategy[Method]:
         st.builds(WidePipeSGD, st.integers(1, 5), sizes),
         st.builds(LocalSGD, periods),
         st.builds(CoCoD, periods, momentum=st.sampled_from(["local", "average"])),
+    )
+
+
+def forward_overlaps() -> st.SearchStrategy[MergedGradient]:
+    """Messages behind the next forward pass, with every way to divide the gradients."""
+    return st.one_of(
+        st.sampled_from(
+            [
+                MergedGradient(plan=plan, overlap="forward")
+                for plan in ("auto", "greedy", "wfbp", "single")
+            ]
+        ),
+        st.integers(1, 400).map(lambda n: MergedGradient(bucket_bytes=n, overlap="forward")),
     )
 
 

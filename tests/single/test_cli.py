@@ -334,6 +334,48 @@ def test_jitter_is_slower_and_has_no_closed_form(model: str) -> None:
     )
 
 
+FORWARD = "merged-gradient:overlap=forward"
+
+
+def test_messages_behind_the_next_forward_pass(model: str, tmp_path: Path) -> None:
+    """What all commands say about them is of one calculation."""
+    path = tmp_path / "run.json"
+    found = run_json("simulate", model, *CLUSTER, "--method", FORWARD, "--timeline", path)
+    (row,) = found["rows"]
+    assert row["method"] == FORWARD
+    assert found["closed_form_deviation"] < 1e-9
+    assert row["step_s"] == pytest.approx(row["closed_form_s"], rel=1e-9)
+    assert any(e.name.startswith("wait for bucket") for e in Timeline.load(path).events)
+    asked = ("--allow", "merged-gradient", "--allow", FORWARD)
+    rows = run_json("advise", model, *CLUSTER, *asked)["rows"]
+    (advised,) = (each for each in rows if each["strategy"] == FORWARD)
+    assert advised["time"]["total_s"] == pytest.approx(row["step_s"], rel=1e-9)
+    shaken = (*CLUSTER, "--jitter", 0.1)
+    jittery = run_json("simulate", model, *shaken, "--method", FORWARD)["rows"][0]
+    assert jittery["step_s"] > row["step_s"]
+    rows = run_json("advise", model, *shaken, *asked)["rows"]
+    (advised,) = (each for each in rows if each["strategy"] == FORWARD)
+    assert advised["time"]["total_s"] > row["step_s"]
+
+
+def test_trace_shows_messages_behind_the_next_forward_pass(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    unlike = ("--workers", 2, "--speeds", "1,0.5", *NETWORK)
+    run("trace", model, "--strategy", FORWARD, *unlike, "--steps", 3, "-o", path)
+    timeline = Timeline.load(path)
+    assert timeline.workers == (0, 1)
+    forward = [e for e in timeline.events if (e.worker, e.category) == (0, "forward")]
+    sent = [e for e in timeline.events if (e.worker, e.category) == (0, "allreduce")]
+    assert len(forward) > 3  # cut by waits
+    assert any(
+        message.start_s < part.end_s and part.start_s < message.end_s
+        for message in sent
+        for part in forward
+        if part.args["step"] == message.args["step"] + 1
+    )
+    run("trace", path, "-o", tmp_path / "run.png")
+
+
 def test_speeds_say_how_many_workers(model: str) -> None:
     found = run_json("simulate", model, *NETWORK, "--speeds", "1,1,2,2")
     assert {row["workers"] for row in found["rows"]} == {4}

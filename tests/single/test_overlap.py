@@ -87,7 +87,7 @@ def made(each: Sequence[Times], order: Sequence[int]) -> tuple[Pass, list[Any]]:
     """A worker whose passes are as long as its messages say, and the messages in an order."""
     ready, needed, seconds = (np.array(column) for column in zip(*each, strict=True))
     work = Pass(ready, needed, seconds, float(needed.max()) + 1.0, float(ready.max()) + 1.0)
-    sent = [overlap._Message(i, *each[i]) for i in order]
+    sent = [overlap.TimedMessage(i, *each[i], bytes=0.0) for i in order]
     return work, sent
 
 

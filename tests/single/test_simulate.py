@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import ALL, codecs, comm_models, methods, profiles
+from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
 from hvd_pipe.planning import simulate as module
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import Conventional, Method, WidePipeSGD
+from hvd_pipe.planning.overlap import overlapped_messages
+from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import MAX_EVENTS, simulate
 from hvd_pipe.planning.timing import step_time
@@ -33,6 +36,9 @@ MODEL = ModelProfile(
 NET = CommModel.linear(0.5, 0.25)  # T(2) = 1, T(10) = 3, T(12) = 3.5
 
 
+any_method = st.one_of(methods(), forward_overlaps())
+
+
 def cluster(comm: CommModel, workers: int = 3, **rest: Any) -> Cluster:
     """Workers whose all-reduce takes exactly what a model says."""
     return Cluster(workers, Network(None, measured=comm, measured_workers=workers), **rest)
@@ -45,7 +51,7 @@ def test_doctests() -> None:
 
 
 @settings(deadline=None, max_examples=400)
-@given(methods(), profiles(), comm_models(), codecs(), st.integers(2, 5))
+@given(any_method, profiles(), comm_models(), codecs(), st.integers(2, 5))
 def test_without_jitter_it_is_the_closed_form(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost, workers: int
 ) -> None:
@@ -69,7 +75,7 @@ def test_steps_that_come_in_bursts_are_counted_in_whole_bursts(iterations: int) 
 
 
 @settings(deadline=None, max_examples=100)
-@given(methods(), profiles(), comm_models(), st.floats(0.01, 0.5), st.integers(0, 9))
+@given(any_method, profiles(), comm_models(), st.floats(0.01, 0.5), st.integers(0, 9))
 def test_stragglers_never_make_a_run_faster(
     method: Method, profile: ModelProfile, comm: CommModel, jitter: float, seed: int
 ) -> None:
@@ -109,7 +115,7 @@ def test_jitter_is_a_lognormal_of_mean_one() -> None:
     assert run.compute_s == pytest.approx(7.0, rel=0.01)
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", [*ALL, MergedGradient(overlap="forward")])
 def test_the_slowest_worker_sets_the_pace(method: Method) -> None:
     """Every method needs all workers: one of half the speed halves it where compute counts."""
     free = CommModel.linear(0.0, 0.0)
@@ -173,7 +179,7 @@ def lanes(timeline: Timeline, worker: int) -> dict[str, list[tuple[float, float]
 
 
 @settings(deadline=None, max_examples=100)
-@given(methods(), profiles(), comm_models(), st.sampled_from([0.0, 0.2]))
+@given(any_method, profiles(), comm_models(), st.sampled_from([0.0, 0.2]))
 def test_the_timeline_is_one_that_can_happen(
     method: Method, profile: ModelProfile, comm: CommModel, jitter: float
 ) -> None:
@@ -193,8 +199,9 @@ def test_the_timeline_is_one_that_can_happen(
             ready[key] = max(ready.get(key, 0.0), event.start_s)
     for event in run.timeline.events:
         if event.category == "allreduce":
+            key = event.name.partition("-")[0], event.args["step"]  # "bucket 2-0" is a piece
             # Horovod's loop takes what comes a billionth of a cycle late.
-            assert event.start_s >= ready.get((event.name, event.args["step"]), 0.0) - 1e-8
+            assert event.start_s >= ready.get(key, 0.0) - 1e-8
 
 
 def test_the_timeline_of_a_step() -> None:
@@ -213,12 +220,142 @@ def test_the_timeline_of_a_step() -> None:
     assert run.timeline.title == "wfbp, 3 workers"
 
 
+ORDERED = MergedGradient(
+    plan=Plan((("fc",), ("conv",)), "given", order=(0, 1, 0)), overlap="forward"
+)
+
+
+def test_messages_behind_the_next_forward_pass_by_hand() -> None:
+    """Two workers, one of half the speed; fc travels in two pieces of 5 bytes, 2 s each.
+
+    Forward: conv is needed at 0 and fc at 1 of 2; backward: fc is ready at 1, conv at 4 of 4. The
+    link carries 2 s of fc, 1 s of conv, 2 s of fc. Worker 1 takes 2 times as long.
+    """
+    net = CommModel((0.0, 3.0), (1.0, 2.0), (0.0, 0.0))  # 2 bytes take 1 s, 5 bytes 2 s
+    model = replace(MODEL, update_s=0.0)
+    slow = cluster(net, 2, speeds=(1.0, 0.5))
+    run = simulate(model, slow, ORDERED, iterations=2, trace_workers=(0, 1))
+    #  0  forward 0 to 2, backward 2 to 6; conv arrives at 13: waits, forward 13 to 14, waits for
+    #     fc until 15, forward 15 to 16, backward 16 to 20
+    #  1  forward 0 to 4, backward 4 to 12; waits until 13, forward 13 to 17, backward 17 to 25
+    # link  fc is ready at 4 + 2 = 6, to 8; conv at 12, to 13; fc to 15; then 19 to 21, and so on
+    found = [
+        (e.worker, e.name, e.category, e.start_s, e.end_s)
+        for e in run.timeline.events
+        if e.category != "ready" and (e.lane == "compute" or e.worker == 0)
+    ]
+    assert sorted(found) == sorted(
+        [
+            (0, "forward 0", "forward", 0.0, 2.0),
+            (0, "backward 0", "backward", 2.0, 6.0),
+            (0, "wait for bucket 1", "wait", 6.0, 13.0),
+            (0, "forward 1", "forward", 13.0, 14.0),
+            (0, "wait for bucket 0", "wait", 14.0, 15.0),
+            (0, "forward 1", "forward", 15.0, 16.0),
+            (0, "backward 1", "backward", 16.0, 20.0),
+            (1, "forward 0", "forward", 0.0, 4.0),
+            (1, "backward 0", "backward", 4.0, 12.0),
+            (1, "wait for bucket 1", "wait", 12.0, 13.0),
+            (1, "forward 1", "forward", 13.0, 17.0),
+            (1, "backward 1", "backward", 17.0, 25.0),
+            (0, "bucket 0-0", "allreduce", 6.0, 8.0),
+            (0, "bucket 1", "allreduce", 12.0, 13.0),
+            (0, "bucket 0-1", "allreduce", 13.0, 15.0),
+            (0, "bucket 0-0", "allreduce", 19.0, 21.0),
+            (0, "bucket 1", "allreduce", 25.0, 26.0),
+            (0, "bucket 0-1", "allreduce", 26.0, 28.0),
+        ]
+    )
+    assert run.iteration_ends.tolist() == [12.0, 25.0]
+    assert run.comm_s == 5.0
+    assert simulate(model, slow, ORDERED).step_s == pytest.approx(13.0)
+
+
+@settings(deadline=None, max_examples=100)
+@given(forward_overlaps(), profiles(), comm_models(), st.data())
+def test_every_worker_waits_at_its_gates(
+    method: MergedGradient, profile: ModelProfile, comm: CommModel, data: st.DataObject
+) -> None:
+    """Against clocks that go on from moment to moment, one a worker."""
+    speeds = tuple(data.draw(st.lists(st.sampled_from([0.5, 0.8, 1.0]), min_size=2, max_size=4)))
+    if not profile.gradient_order():
+        return
+    work, sent = overlapped_messages(method, profile, comm)
+    gates = sorted((each.needed_s, i) for i, each in enumerate(sent))
+    clocks, done, link, ends = [0.0 for _ in speeds], [0.0 for _ in sent], 0.0, []
+    for _ in range(6):
+        for worker, speed in enumerate(speeds):
+            at = 0.0  # of its own work
+            for needed, i in gates:
+                clocks[worker] = max(clocks[worker] + (needed - at) / speed, done[i])
+                at = needed
+            clocks[worker] += (work.forward_s - at) / speed
+        for i, each in enumerate(sent):
+            made = max(c + each.ready_s / s for c, s in zip(clocks, speeds, strict=True))
+            link = done[i] = max(link, made) + each.seconds
+        clocks = [c + work.backward_s / s for c, s in zip(clocks, speeds, strict=True)]
+        ends.append(max(clocks))
+    workers = len(speeds)
+    run = simulate(profile, cluster(comm, workers, speeds=speeds), method, iterations=6)
+    assert run.iteration_ends == pytest.approx(ends, rel=1e-9, abs=1e-12)
+    alike = simulate(profile, cluster(comm, workers), method, iterations=6)
+    assert (run.iteration_ends >= alike.iteration_ends * (1 - 1e-9) - 1e-12).all()
+
+
+def test_messages_lie_behind_the_next_forward_pass_with_jitter_too() -> None:
+    shaken = cluster(NET, jitter=0.2)
+    run = simulate(MODEL, shaken, ORDERED, iterations=50, trace_workers=(0, 1, 2))
+    events = run.timeline.events
+    for worker in range(3):
+        passes = {
+            (e.category, e.args["step"]): e
+            for e in reversed(events)
+            if e.worker == worker and e.category in ("forward", "backward")
+        }
+        waits = [e for e in events if (e.worker, e.category) == (worker, "wait")]
+        assert waits
+        for wait in waits:  # between the last backward pass and the next one
+            step = wait.args["step"]
+            assert passes["backward", step - 1].end_s <= wait.start_s + 1e-9
+            assert wait.end_s <= passes["backward", step].start_s + 1e-9
+        behind = [
+            e
+            for e in events
+            if (e.worker, e.category) == (worker, "allreduce")
+            and e.args["step"] < 49
+            and e.end_s > passes["forward", e.args["step"] + 1].start_s
+        ]
+        assert len(behind) > 40
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_as_much_communication_as_computation_hides_behind_both_passes(jitter: float) -> None:
+    """c = m = 30: with the barrier at least 10 + 30, without it little more than 30."""
+    model = ModelProfile(tuple(LayerProfile(f"l{i}", 10, 2.0, 1.0) for i in range(10)))
+    shaken = cluster(CommModel.linear(0.0, 0.3), jitter=jitter)
+    barrier, forward = (
+        simulate(model, shaken, method).step_s
+        for method in ("merged-gradient", "merged-gradient:overlap=forward")
+    )
+    assert 30.0 <= forward < 0.9 * barrier
+
+
+def test_a_model_without_gradients_waits_for_nothing() -> None:
+    frozen = ModelProfile((LayerProfile("conv", 0, 1.0, 1.0),))
+    run = simulate(frozen, cluster(NET), MergedGradient(overlap="forward"), iterations=4)
+    assert (run.step_s, run.comm_s) == (2.0, 0.0)
+
+
 def test_the_timeline_is_bounded() -> None:
     layers = tuple(LayerProfile(f"l{i}", 4, 0.01) for i in range(400))
     model = ModelProfile(layers)
     run = simulate(model, cluster(NET), "wfbp", iterations=100, trace_workers=(0, 1))
     assert len(run.timeline.events) <= MAX_EVENTS
     assert run.timeline.title == "wfbp, 3 workers: the first 12 of 100 steps"
+    forward = "merged-gradient:overlap=forward,plan=wfbp"
+    many = simulate(model, cluster(NET), forward, iterations=100, trace_workers=(0, 1))
+    assert len(many.timeline.events) <= MAX_EVENTS
+    assert many.timeline.title.endswith("3 workers: the first 8 of 100 steps")
     with pytest.raises(ValueError, match=r"ask for fewer trace_workers"):
         simulate(model, cluster(NET, 64), "wfbp", trace_workers=range(64))
     assert not simulate(model, cluster(NET), "wfbp", trace_workers=()).timeline.events
@@ -230,10 +367,6 @@ def test_the_timeline_is_bounded() -> None:
         ({"iterations": 0}, r"iterations must be an int of at least 1, got 0"),
         ({"iterations": 1.5}, r"iterations must be an int of at least 1, got 1.5"),
         ({"method": "magic"}, r"unknown method"),
-        (
-            {"method": "merged-gradient:overlap=forward"},
-            r"leave overlap='forward' out; `hvd-pipe advise`",
-        ),
         ({"trace_workers": (3,)}, r"ranks from 0 to 2, got 3"),
         ({"trace_workers": (-1,)}, r"ranks from 0 to 2, got -1"),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import ALL, codecs, comm_models, methods, profiles
+from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
 from hvd_pipe.planning import messages, timing
 from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
@@ -126,13 +126,8 @@ def test_no_method_beats_its_limit(
     assert 0.0 <= time.of_limit <= 1.0
 
 
-FORWARD = st.sampled_from(
-    [MergedGradient(plan=plan, overlap="forward") for plan in ("auto", "greedy", "wfbp", "single")]
-)
-
-
 @settings(deadline=None, max_examples=200)
-@given(FORWARD, profiles(), comm_models(), codecs())
+@given(forward_overlaps(), profiles(), comm_models(), codecs())
 def test_overlap_forward_is_between_its_limit_and_no_overlap(
     method: MergedGradient, profile: ModelProfile, comm: CommModel, codec: CodecCost
 ) -> None:
