@@ -14,7 +14,7 @@ import pytest
 import workers_timeline
 from cases import Raised
 from ranks import run_ranks
-from workers_timeline import CASES, STEPS
+from workers_timeline import BEGUN, CASES, STEPS
 
 from hvd_pipe.timeline import Event, Timeline
 
@@ -51,7 +51,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ti
     for case in CASES:
         files = sorted(path.name for path in (directory / "made" / case).iterdir())
         assert files == ["rank0.json", "rank1.json"]
-    found = {case: Timeline.load(directory / "made" / case) for case in CASES}
+    found = {case: Timeline.load(directory / "made" / case) for case in (*CASES, "overlap")}
     return directory, found
 
 
@@ -99,6 +99,38 @@ def test_pipe_sgd_sends_behind_the_next_step_and_synchronous_sgd_does_not(
     # On a loaded machine most messages may be over before the next forward pass begins.
     assert behind["pipe-sgd"] > 0
     assert behind["merged-gradient"] == 0
+
+
+def test_forward_passes_wait_at_their_gates_and_steps_do_not(
+    timelines: dict[str, Timeline],
+) -> None:
+    """Rank 1 begins late, so rank 0 waits: in its next forward pass, for one bucket by name."""
+    timeline = timelines["overlap"]
+    for worker in range(RANKS):
+        forward = {e.args["step"]: e for e in of(timeline, "forward", worker)}
+        backward = {e.args["step"]: e for e in of(timeline, "backward", worker)}
+        assert set(forward) == set(backward) == set(range(STEPS))
+        # A wait for no bucket reads the flags at the round's end, when all has arrived; the last
+        # `synchronize` waits, too.
+        gated = [
+            e
+            for e in of(timeline, "wait", worker)
+            if BEGUN < e.args["step"] < STEPS and e.name.startswith("gradients.")
+        ]
+        for wait in gated:
+            around = forward[wait.args["step"]]
+            assert around.start_s - 1e-8 <= wait.start_s <= wait.end_s <= around.end_s + 1e-8
+        updates = [e for e in of(timeline, "update", worker) if BEGUN < e.args["step"] < STEPS]
+        assert updates
+        for update in updates:
+            assert overlap(update, forward[update.args["step"]])
+        if worker == 0:
+            assert gated
+            longest = max(gated, key=lambda e: e.duration_s)
+            around = forward[longest.args["step"]]
+            behind = [e for e in of(timeline, "allreduce", 0) if overlap(e, around)]
+            assert longest.name in {e.name for e in behind}
+            assert any(e.start_s < around.start_s for e in behind)  # it left in the step before
 
 
 @pytest.mark.parametrize("case", ["merged-gradient", "pipe-sgd", "cocod", "int8"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from hvd_pipe.torch.measuring import timeline
 
 WIDTH = 256
 STEPS = 12
+BEGUN = 6  # overlap=forward defers updates by then
+PAUSE_S = 0.05
 
 CASES = {
     "merged-gradient": ("merged-gradient", "none"),
@@ -35,9 +38,12 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, pause_s: float = 0.0
+) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
+        time.sleep(pause_s)
         model(torch.randn(64, WIDTH)).square().mean().backward()
         optimizer.step()
 
@@ -74,9 +80,19 @@ def written(directory: Path) -> None:
     for case, (strategy, compression) in CASES.items():
         _begin(HVD_PIPE_TIMELINE=str(directory / "made" / case))
         _train(strategy, compression)
+    _overlap(directory / "made" / "overlap")
     _begin(HVD_PIPE_TIMELINE=str(directory / "small"), HVD_PIPE_TIMELINE_MB="0.01")
     _train("pipe-sgd", "none")
     _begin()
+
+
+def _overlap(directory: Path) -> None:
+    """Let rank 0 wait for rank 1, whose forward passes begin late."""
+    _begin(HVD_PIPE_TIMELINE=str(directory))
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient:plan=wfbp,overlap=forward")
+    train(model, optimizer, pause_s=PAUSE_S * hvd.rank())
+    optimizer.synchronize()
 
 
 def untraced() -> None:

@@ -5,7 +5,8 @@
     ready       a bucket's last gradient (of CoCoD, a model) is complete
     allreduce   a message, from its launch to its completion; it may queue for others before it
     codec       bf16 and int8: a message is encoded, summed or decoded in the communication thread
-    wait        the host is blocked until messages have arrived
+    wait        the host is blocked until messages have arrived (``overlap="forward"``: within
+                forward, as the update is; each wait is for one bucket)
     update      the user's optimizer
 
 A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`.

@@ -33,8 +33,9 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.first_uses import Uses
-from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
 from hvd_pipe.torch.module_hooks import ModuleHook, copy_first
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
@@ -249,7 +250,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def _update(self, waited: Sequence[int]) -> None:
         messages = [bucket.message for bucket in self.current.buckets]
         for number in waited:
-            messages[number].wait()
+            self._wait_for(self.current.buckets[number])
         # One update of many parameters takes less than many of few.
         due = [i for i in self._pending if i in waited or messages[i].arrived]
         for number in due:
@@ -265,6 +266,12 @@ class ForwardOverlapEngine(MergedGradientEngine):
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
+
+    def _wait_for(self, bucket: Bucket) -> None:
+        trace, begun, arrived = timeline.active, timeline.active.now(), bucket.message.arrived
+        bucket.message.wait()
+        if not arrived:  # most gates find all there: the timeline shows those that do not
+            trace.waited(begun, bucket.name)
 
     def _hide(self) -> None:
         """Under ``HVD_PIPE_CHECK``, fill weights with NaN until they are up to date."""
