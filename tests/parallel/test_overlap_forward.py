@@ -22,6 +22,7 @@ from workers_overlap_forward import (
     ODD,
     PLANNED,
     REFUSALS,
+    SAID,
     SERIAL,
     SHORT,
     UNLIKE,
@@ -95,6 +96,24 @@ def test_where_updates_stay_in_step(name: str) -> None:
         said = [line for line in warned if "updates stay in step()" in line]
         assert len(said) == 1
         assert FALLBACKS[name][0] in said[0]
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_keeps_single_steps_with_the_barrier_is_said_once(name: str) -> None:
+    stay = "overlap='forward': updates stay in step()"
+    clips = [f"{stay} after synchronize(), as for clipping, and with a GradScaler (said once)"]
+    hook = "a hook is registered on the optimizer, or for all optimizers"
+    hooked = [f"{stay} while {hook} (said once)"]
+    said = {
+        "nothing": ([], []),
+        "clipping now and then": (clips, clips),
+        "clipping": (clips, clips),
+        "one has a hook": ([], hooked),
+    }
+    for rank, (plain, ours, warned) in enumerate(of_case(at_two(), ("said", name))):
+        assert [line for line in warned if "step()" in line] == said[name][rank]
+        assert bool(ours.deferred) == (name != "clipping")
+        assert_same(plain, ours)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -507,6 +507,10 @@ REFUSALS: dict[str, tuple[str, Callable[[], str]]] = {
 }
 
 
+def clip_always(model: nn.Module, optimizer: Any, step: int) -> None:
+    clip(model, optimizer, 1)
+
+
 # Ranks that differ.
 
 
@@ -536,6 +540,13 @@ def save_on_one(model: nn.Module, optimizer: Any, step: int) -> None:
 def has_gradient(step: int) -> bool:
     return (hvd.rank(), step) != (1, ODD)
 
+
+SAID: dict[str, Callable[[Any, Any, int], object]] = {
+    "nothing": lambda *_: None,
+    "clipping now and then": clip,
+    "clipping": clip_always,
+    "one has a hook": hook_on_one,
+}
 
 UNLIKE: dict[str, dict[str, Any]] = {
     "one is slower": {"loss": slow_loss},
@@ -707,6 +718,7 @@ def at_two() -> dict[Any, Any]:
     cases |= {
         ("unlike", name): partial(both, ALONE, BARRIER, **each) for name, each in UNLIKE.items()
     }
+    cases |= {("said", name): partial(fallen_back, before=each) for name, each in SAID.items()}
     joins: dict[Any, Callable[[], Any]] = {
         ("join", each): partial(joined, each) for each in (ALONE, BARRIER)
     }

@@ -20,6 +20,7 @@ do not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -42,6 +43,8 @@ from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.settings import Settings
 
 __all__ = ["ForwardOverlapEngine"]
+
+_log = logging.getLogger("hvd_pipe")
 
 
 class ForwardOverlapEngine(MergedGradientEngine):
@@ -67,6 +70,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._options: list[dict[str, Any]] = []
         self._late: set[int] = set()
         self._true: dict[int, torch.Tensor] = {}
+        self._said: set[str] = set()
 
     def open_gates(self, uses: Uses) -> None:
         """Defer updates to the modules that use the parameters.
@@ -140,13 +144,20 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _can_defer(self) -> bool:
         compares = check_mode.active.on and self._uncompared_steps + 1 >= check_mode.COMPARE_STEPS
-        return (
-            self._opened
-            and not self.synchronized
-            and not self.reduction.alone
-            and not compares
-            and self.settings.owner.updates_quietly()
-        )
+        if not self._opened or self.reduction.alone or compares:
+            return False
+        if self.synchronized:
+            self._say_once("after synchronize(), as for clipping, and with a GradScaler")
+        elif not self.settings.owner.updates_quietly():
+            self._say_once("while a hook is registered on the optimizer, or for all optimizers")
+        else:
+            return True
+        return False
+
+    def _say_once(self, when: str) -> None:
+        if when not in self._said:
+            self._said.add(when)
+            _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
 
     # Architecture: F4
     def prepare(self) -> bool:
