@@ -164,8 +164,8 @@ def _joining() -> Iterator[None]:
     refuse_join()
     finish_all()
     pending.complete_all()
-    for engine in live_engines():  # all have met, after different numbers of steps
-        engine.after_join()
+    for engine in live_engines():
+        engine.joined()
     yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import workers_check_mode
 from cases import of_case
 from ranks import once, run_ranks
-from workers_check_mode import BATTERY, FAULTS, READS, SEEDS
+from workers_check_mode import BATTERY, FAULTS, JOINED, READS, SEEDS
 
 battery = once(lambda: run_ranks(2, workers_check_mode.battery))
 faults = once(  # the variable is read at import
@@ -49,6 +49,12 @@ def test_replicas_that_differ(name: str) -> None:
 def test_a_read_of_a_free_buffer(name: str) -> None:
     for weights in of_case(faults(), name):
         assert np.isnan(weights).any()
+
+
+@pytest.mark.parametrize("strategy", JOINED)
+def test_ranks_compare_in_the_same_steps_after_a_join(strategy: str) -> None:
+    """Rank 0 has made three steps more, which must not bring its next comparison forward."""
+    assert of_case(faults(), ("joined", strategy)) == [2, 2]
 
 
 def test_ranks_of_which_only_some_check_are_told() -> None:

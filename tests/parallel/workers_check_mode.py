@@ -17,7 +17,7 @@ from workers_merged_gradient import Heads, heads_loss
 import hvd_pipe.torch as hvd
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.messages import buckets
-from hvd_pipe.torch.strategies import model_average
+from hvd_pipe.torch.strategies import base, model_average
 
 SEEDS = 20
 STEPS = 11
@@ -220,6 +220,43 @@ def use_that_was_not_watched() -> Weights:
     return np.array(losses)
 
 
+def joined(strategy: str) -> int:
+    """How often replicas are compared where rank 0 makes some steps more before ``hvd.join()``."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
+    )
+    plain, compared = base.compare_replicas, 0
+
+    def compare_replicas(*arguments: Any) -> None:
+        nonlocal compared
+        compared += 1
+        plain(*arguments)
+
+    def steps(count: int) -> None:
+        for number in range(count):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), number).backward()
+            optimizer.step()
+
+    base.compare_replicas = compare_replicas
+    try:
+        steps(6 if hvd.rank() else 9)
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        steps(2 * check_mode.COMPARE_STEPS + 4)
+        optimizer.synchronize()
+    finally:
+        base.compare_replicas = plain
+    return compared
+
+
+JOINED = (
+    "merged-gradient:bucket_bytes=64",
+    "merged-gradient:bucket_bytes=64,overlap=forward",
+    "pipe-sgd:bucket_bytes=64",
+)
 FAULTS: dict[str, Callable[[], str]] = {
     "in flight, merged-gradient": partial(changed_in_flight, "merged-gradient"),
     "in flight, small buckets": partial(changed_in_flight, "merged-gradient:bucket_bytes=64"),
@@ -237,11 +274,13 @@ READS: dict[str, Callable[[], Weights]] = {
 }
 
 
-def faults() -> dict[str, Any]:
+def faults() -> dict[Any, Any]:
     """Started with HVD_PIPE_CHECK=1: what each fault leads to."""
     hvd.init()
     assert check_mode.active.on
-    return run_cases({**FAULTS, **READS})
+    # First: an optimizer that a fault has left with a pending update would have to join, too.
+    joins = {("joined", strategy): partial(joined, strategy) for strategy in JOINED}
+    return run_cases({**joins, **FAULTS, **READS})
 
 
 def unlike_variables() -> str:

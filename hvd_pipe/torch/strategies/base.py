@@ -145,6 +145,11 @@ class Engine(abc.ABC):
     def finish_before_others(self) -> None:  # noqa: B027 - as above
         """Finish before other weights or another state take the place; after a failure, too."""
 
+    def joined(self) -> None:
+        """Go on after ``hvd.join()``: all ranks have met, after different numbers of steps."""
+        self._uncompared_steps = 0
+        self.after_join()
+
     @abc.abstractmethod
     def after_join(self) -> None:
         """Go to a state that all ranks share, however many steps each has taken."""
