@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import ProcessSet, allgather
+from horovod.tensorflow import allreduce
+from horovod.tensorflow.mpi_ops import ProcessSet, Sum, allgather
 
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime import check_mode
@@ -66,7 +67,19 @@ class Replicas:
         """
         steps = self._steps.assign_add(1)
         due = tf.equal(steps % check_mode.COMPARE_STEPS, 0)
-        tf.cond(due, lambda: self._compare(steps, gradients), tf.no_op)
+        tf.cond(due, lambda: self._compare_present(steps, gradients), tf.no_op)
+
+    def restart(self) -> None:
+        """Count steps anew: all ranks meet, after different numbers of steps."""
+        self._steps.assign(0)
+
+    def _compare_present(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:
+        """Compare unless a rank has left by ``hvd.join()``, which takes part in sums alone."""
+        name = call_name(f"{self._name}.present")
+        one = tf.cast(steps > 0, tf.float32)  # of a constant, TensorFlow would keep the first sum
+        present = allreduce(one, op=Sum, name=name, process_set=self._process_set)
+        everyone = tf.equal(present, float(self._process_set.size()))
+        return tf.cond(everyone, lambda: self._compare(steps, gradients), tf.no_op)
 
     def _compare(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:
         values = [each.read_value() for each in self._variables]

@@ -165,6 +165,9 @@ def _joining() -> Iterator[None]:
             "number of steps, or use 'merged-gradient' or 'pipe-sgd' with Compression.none or "
             ".fp16 and sparse_as_dense=True."
         )
+    for each in running():
+        for session in each:
+            session.engine.joins()
     yield
 
 

@@ -7,7 +7,7 @@ import pytest
 import workers_keras_check_mode
 from cases import of_case
 from ranks import once, run_ranks
-from workers_keras_check_mode import BATTERY, FAULTS, SEEDS
+from workers_keras_check_mode import BATTERY, FAULTS, JOINED, SEEDS
 
 battery = once(lambda: run_ranks(2, workers_keras_check_mode.battery, timeout=280))
 faults = once(  # the variable is read at import
@@ -35,3 +35,12 @@ def test_replicas_that_differ(name: str) -> None:
         assert ": rank 0 has checksum " in said, said
         assert "; rank 1 has checksum " in said, said
         assert "cocod" in name or "bias" in said, said
+
+
+@pytest.mark.parametrize("strategy", JOINED)
+def test_ranks_compare_in_the_same_steps_after_a_join(strategy: str) -> None:
+    """A rank that has joined takes part in no comparison; then all count from there."""
+    (first, compared), (second, others) = of_case(faults(), ("joined", strategy))
+    assert compared == others == 2
+    assert np.isfinite(first).all()
+    assert np.array_equal(first, second)

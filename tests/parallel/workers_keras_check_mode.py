@@ -158,6 +158,33 @@ def unequal_average() -> str:
         ModelAverage.average_now = plain  # type: ignore[method-assign]
 
 
+def joined(strategy: str) -> tuple[Weights, int]:
+    """Rank 0 makes five steps more before ``hvd.join()``, and all go on from its weights.
+
+    Returns the weights at the end, and how often replicas were compared.
+    """
+    from hvd_pipe.tensorflow.checking import Replicas  # noqa: PLC0415
+
+    plain, compared = Replicas._check, 0
+
+    def check(self: Replicas, everyone: Any, steps: Any) -> Any:
+        nonlocal compared
+        compared += 1
+        return plain(self, everyone, steps)
+
+    Replicas._check = check  # type: ignore[method-assign]
+    try:
+        run = Tape(strategy)
+        run(7 if hvd.rank() else check_mode.COMPARE_STEPS + 2)
+        last = int(hvd_tf.join())
+        hvd_tf.broadcast_variables(run.variables, root_rank=last)
+        run(2 * check_mode.COMPARE_STEPS + 4)
+    finally:
+        Replicas._check = plain  # type: ignore[method-assign]
+    return weights_of(run.model), compared
+
+
+JOINED = ("merged-gradient",)
 FAULTS: dict[str, Callable[[], str]] = {
     "fit, merged-gradient": partial(said, Fit, "merged-gradient"),
     "fit, pipe-sgd": partial(said, Fit, "pipe-sgd"),
@@ -166,8 +193,9 @@ FAULTS: dict[str, Callable[[], str]] = {
 }
 
 
-def faults() -> dict[str, str | Raised]:
+def faults() -> dict[Any, Any]:
     """Started with HVD_PIPE_CHECK=1: what each fault leads to."""
     hvd.init()
     assert check_mode.active.on
-    return run_cases(FAULTS)
+    joins = {("joined", strategy): partial(joined, strategy) for strategy in JOINED}
+    return run_cases({**joins, **FAULTS})

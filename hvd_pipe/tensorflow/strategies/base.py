@@ -133,6 +133,11 @@ class Engine(abc.ABC):
         dense = [due[index] for index in self.settings.dense]
         self.replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
 
+    def joins(self) -> None:
+        """Go on after ``hvd.join()``, which this rank is about to call."""
+        if self.replicas is not None:
+            self.replicas.restart()
+
     @abc.abstractmethod
     def exchange(self, gradients: Gradients) -> Due:
         """Send this rank's gradients and return what is due."""
