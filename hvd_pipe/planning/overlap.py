@@ -261,7 +261,8 @@ def _work(profile: ModelProfile) -> Pass:
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
     """The buckets of a plan, each in one message, in the order in which they are best sent.
 
-    The link is taken to be busy for as long as the worker.
+    The link is taken to be busy for as long as the worker. What the plan predicts is left out: it
+    counts on a barrier.
 
     Args:
         plan: Whose buckets.
@@ -272,7 +273,8 @@ def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
     total = max(float(work.bytes.sum()), 1.0)
     comm = CommModel.linear(0.0, (work.forward_s + work.backward_s) / total)
     messages = _messages(work, comm, buckets, [1] * len(buckets))
-    return replace(plan, order=tuple(messages[i].bucket for i in _order(messages)))
+    order = tuple(messages[i].bucket for i in _order(messages))
+    return replace(plan, predicted_s=None, exposed_s=None, order=order)
 
 
 def send_order(

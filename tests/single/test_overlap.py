@@ -241,6 +241,10 @@ def test_in_order_keeps_the_buckets() -> None:
         (work.backward_s, 0.0, total / 4),
     ]
     assert list(found.order or ()) == by_events(each) == [0, 2, 1]
+    timed = dataclasses.replace(plan, predicted_s=9.0, exposed_s=1.0)  # with the barrier
+    assert in_order(timed, names, work) == found
+    assert "exposed" not in str(in_order(timed, names, work))
+    assert "ms of it exposed" in str(plan_overlap(names, work, CommModel.linear(0.0, 1.0)))
 
 
 ORDERED = Plan((("a", "b"), ("c",)), "overlap", 1.5, 0.5, order=(1, 0, 0))
