@@ -1004,6 +1004,16 @@ _OVERLAP = [
         _ids("single/test_overlap", "test_a_step_is_that_of_a_simulation_of_events"),
     ),
     Mutation(
+        "overlap: a timeline does not show what a gate waits for",
+        "torch/strategies/forward_overlap.py",
+        "trace.waited(begun, bucket.name)",
+        "pass",
+        _ids(
+            "parallel/test_running_timeline",
+            "test_forward_passes_wait_at_their_gates_and_steps_do_not",
+        ),
+    ),
+    Mutation(
         "overlap: a simulated worker waits at its last gate alone",
         "planning/_overlap_run.py",
         "for message in gates:",
