@@ -22,7 +22,7 @@ import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from hvd_pipe.errors import require_int
 from hvd_pipe.planning.plan import Plan
@@ -255,7 +255,7 @@ class CoCoD:
 
 Method = MergedGradient | PipeSGD | CoCoD
 
-_METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (MergedGradient, PipeSGD, CoCoD)}
+_ALLOWED = (MergedGradient.name, "merged-gradient:overlap=forward", PipeSGD.name, CoCoD.name)
 
 
 @dataclass(frozen=True)
@@ -265,13 +265,13 @@ class Auto:
     The measured steps are synchronous, as under ``merged-gradient``. Then the first rank compares
     ``max(c, m)`` of Pipe-SGD, ``max(k c, m) / k`` of CoCoD and the planned finish of
     merged-gradient (c: a worker's own work a step, m: its messages), and all ranks change over at
-    the same step. Exact synchronous SGD is the only one allowed unless others are named here, so
-    that measuring never changes what is computed unasked.
+    the same step. Without names it allows merged-gradient alone, and changes nothing unasked.
 
     Args:
-        allow: Names of the methods to choose from; in a string, ``allow=pipe-sgd/cocod``.
-            A method that changes what is computed must be 5% faster to be chosen. CoCoD's period
-            is the shortest that hides the average.
+        allow: Names of the methods to choose from; in a string, ``allow=pipe-sgd/cocod``. One
+            that changes what is computed must be 5% faster to be chosen, and so must
+            ``merged-gradient:overlap=forward`` (PyTorch), which asks more of a script. CoCoD's
+            period is the shortest that hides the average.
         steps: Steps that are measured, after 3 that are not.
 
     Raises:
@@ -297,17 +297,17 @@ class Auto:
                 f"Auto: allow must name each method to choose from, once, got {self.allow!r}."
             )
         for allowed in self.allow:
-            if allowed not in _METHODS:
+            if allowed not in _ALLOWED:
                 raise ValueError(
-                    f"Auto: allow has {allowed!r}, no method{_nearest(allowed, _METHODS)}: use "
-                    f"some of {', '.join(map(repr, _METHODS))}, without options."
+                    f"Auto: allow has {allowed!r}, no method{_nearest(allowed, _ALLOWED)}: use "
+                    f"some of {', '.join(map(repr, _ALLOWED))}, without other options."
                 )
         require_int(self, "steps", 1)
 
 
 Strategy = Method | Auto
 
-_STRATEGIES: dict[str, type[Strategy]] = {**_METHODS, Auto.name: Auto}
+_STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in get_args(Strategy)}
 
 
 def parse(strategy: str | Strategy | None = None) -> Strategy:
@@ -365,8 +365,8 @@ def _value(key: str, text: str) -> object:
 
     >>> _value("period", "8"), _value("pull_back", "0.6"), _value("weights", "3/1")
     (8, 0.6, (3, 1))
-    >>> _value("allow", "merged-gradient/pipe_sgd")
-    ('merged-gradient', 'pipe-sgd')
+    >>> _value("allow", "merged-gradient:overlap=forward/pipe_sgd")
+    ('merged-gradient:overlap=forward', 'pipe-sgd')
     """
     if key == "allow":
         return tuple(part.strip().lower().replace("_", "-") for part in text.split("/"))

@@ -10,6 +10,7 @@ from hvd_pipe import strategy as module
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD, Strategy, parse
 
+FORWARD = "merged-gradient:overlap=forward"
 PLAN = Plan((("fc.weight", "fc.bias"),), "given")
 
 
@@ -36,6 +37,10 @@ PLAN = Plan((("fc.weight", "fc.bias"),), "given")
             "auto:allow=merged-gradient / Pipe_SGD,steps=4",
             Auto(("merged-gradient", "pipe-sgd"), 4),
         ),
+        (
+            "auto:allow=Merged_Gradient / merged_gradient:overlap=forward / pipe-sgd , steps=4",
+            Auto(("merged-gradient", "merged-gradient:overlap=forward", "pipe-sgd"), 4),
+        ),
         (Auto(steps=5), Auto(steps=5)),
     ],
 )
@@ -51,6 +56,9 @@ def test_the_environment_chooses_where_the_script_does_not(
     monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocod:period=3")
     assert parse() == CoCoD(3)
     assert parse("pipe-sgd") == PipeSGD()
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", f"auto:allow=merged-gradient/{FORWARD}")
+    assert parse() == Auto(("merged-gradient", FORWARD))
+    assert parse(FORWARD) == MergedGradient(overlap="forward")
     monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocoa")
     with pytest.raises(ValueError, match=r"HVD_PIPE_STRATEGY='cocoa'.*did you mean 'cocod'"):
         parse()
@@ -93,8 +101,15 @@ def test_the_environment_chooses_where_the_script_does_not(
             "auto:allow=cocod:period=2",
             "'cocod:period=2', no method: use some of 'merged-gradient',",
         ),
+        (
+            "auto:allow=merged-gradient:overlap=foward",
+            "no method (did you mean 'merged-gradient:overlap=forward'?): use some of "
+            "'merged-gradient', 'merged-gradient:overlap=forward', 'pipe-sgd', 'cocod'",
+        ),
+        ("auto:allow=merged-gradient:overlap=backward", "no method"),
+        (f"auto:allow={FORWARD}/{FORWARD}", "must name each method to choose from, once"),
         ("auto:allow=cocod/cocod", "must name each method to choose from, once"),
-        ("auto:allow=auto", "without options"),
+        ("auto:allow=auto", "without other options"),
         ("auto:steps=0", "Auto: steps must be >= 1, got 0"),
         ("auto:step=3", "(did you mean 'steps'?)"),
     ],
