@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, spell
-from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.profile import FORWARD, LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, Method, PipeSGD
 
@@ -26,6 +26,7 @@ __all__ = [
     "choose",
     "fitted_buckets",
     "fitted_period",
+    "kind_of",
     "least_of",
     "milliseconds",
     "predict",
@@ -35,10 +36,7 @@ __all__ = [
 
 
 MARGIN = 0.05
-"""What changes the mathematics has to be faster by this part to be chosen."""
-
-FORWARD = "(forward)"
-"""The layer of :func:`profile_of` that stands for the whole forward pass."""
+"""What changes the mathematics, or asks more of a script, has to be faster by this part."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> Mod
     """Return a profile with a layer a parameter, in the reverse of the order of readiness.
 
     Its first layer, ``(forward)``, has all that comes before the first gradient. The first
-    gradient is thus ready as backward starts.
+    gradient is thus ready as backward starts. When each weight is needed is not known: see
+    `overlap.overlapped_step` for what is assumed.
 
     Args:
         own: Measured times.
@@ -154,6 +153,7 @@ def predict(
 
     Args:
         method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
+            Merged-gradient's plan counts, and is left out of the method that is returned.
         profile: Of a worker's own work.
         comm: As it was measured on the running job.
         codec: What compression makes of a message.
@@ -170,7 +170,8 @@ def predict(
         cocod:period=3 2.0
     """
     if isinstance(method, MergedGradient):  # with the plan in use, whose engine goes on
-        return Prediction(MergedGradient(), step_time(method, profile, comm, codec).total_s)
+        found = MergedGradient(overlap=method.overlap)
+        return Prediction(found, step_time(method, profile, comm, codec).total_s)
     carried = comm.compressed(codec)
     if isinstance(method, CoCoD):
         period = fitted_period(profile, carried, profile.compute_s)
@@ -183,19 +184,37 @@ def predict(
 def choose(predictions: Sequence[Prediction]) -> Prediction:
     """Return the fastest; what changes the mathematics more must be faster by `MARGIN`.
 
+    So must ``overlap=forward``, beside plain merged-gradient: it asks more of a script. A method
+    that is not exact must be faster than both, whichever of them is chosen.
+
     Example:
         >>> choose([Prediction(PipeSGD(), 0.96), Prediction(MergedGradient(), 1.0)]).method.name
         'merged-gradient'
     """
-    first, *others = sorted(predictions, key=lambda found: _ORDER.index(found.method.name))
-    best = first
+    best, *others = sorted(predictions, key=lambda found: _ORDER.index(kind_of(found.method)))
+    least = best.seconds
     for other in others:
-        if best.seconds > (1.0 + MARGIN) * other.seconds:
-            best = other
+        if least > (1.0 + MARGIN) * other.seconds:
+            best, least = other, other.seconds
+        elif isinstance(other.method, MergedGradient):
+            least = min(least, other.seconds)
     return best
 
 
-_ORDER = (MergedGradient.name, PipeSGD.name, CoCoD.name)
+def kind_of(method: Method) -> str:
+    """Return the name by which `Auto` allows a method; other options do not count.
+
+    >>> kind_of(CoCoD(period=8)), kind_of(MergedGradient(plan="wfbp", overlap="forward"))
+    ('cocod', 'merged-gradient:overlap=forward')
+    """
+    if isinstance(method, MergedGradient):
+        return spell(MergedGradient(overlap=method.overlap))
+    return method.name
+
+
+_ORDER = tuple(
+    map(kind_of, (MergedGradient(), MergedGradient(overlap="forward"), PipeSGD(), CoCoD()))
+)
 
 
 def least_of(methods: Sequence[Method]) -> Method:
@@ -204,7 +223,7 @@ def least_of(methods: Sequence[Method]) -> Method:
     >>> least_of([CoCoD(), PipeSGD()]).name
     'pipe-sgd'
     """
-    return min(methods, key=lambda one: _ORDER.index(one.name))
+    return min(methods, key=lambda one: _ORDER.index(kind_of(one)))
 
 
 def report(best: Prediction, predictions: Sequence[Prediction]) -> str:

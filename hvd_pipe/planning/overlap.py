@@ -29,7 +29,7 @@ import numpy.typing as npt
 from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.messages import Messages, gradient_messages, merged_sizes
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.profile import FORWARD, ModelProfile
 from hvd_pipe.strategy import MergedGradient
 
 __all__ = [
@@ -188,6 +188,9 @@ def overlapped_step(
     which is divided among the layers by their bytes. The messages are those of `plan_overlap`, or
     of the plan or the bucket size that the method names.
 
+    The profile of a running job (`choice.profile_of`) has one number for the whole forward pass.
+    Forward is then assumed to be spread over the parameters as backward is, in reverse order.
+
     Args:
         method: With ``overlap="forward"``.
         profile: A worker's own work.
@@ -251,11 +254,22 @@ def _work(profile: ModelProfile) -> Pass:
         for name, size in zip(profile.gradient_order(), bytes.tolist(), strict=True)
     }
     needed_s, now = [], 0.0
-    for layer in profile.layers:
+    for layer, forward_s in zip(profile.layers, _forward_s(profile), strict=True):
         if layer.gradient_bytes:
             needed_s.append(now)
-        now += layer.forward_s + update_s.get(layer.name, 0.0)
+        now += forward_s + update_s.get(layer.name, 0.0)
     return Pass(profile.ready_times(), np.array(needed_s[::-1]), bytes, now, profile.backward_s)
+
+
+def _forward_s(profile: ModelProfile) -> list[float]:
+    """Seconds of each layer's forward pass; a running job's are assumed."""
+    seconds = [layer.forward_s for layer in profile.layers]
+    if profile.layers[0].name != FORWARD:
+        return seconds
+    parts = [layer.backward_s for layer in profile.layers]
+    if not any(parts):
+        parts = [float(layer.gradient_bytes > 0) for layer in profile.layers]
+    return [sum(seconds) * part / sum(parts) for part in parts]
 
 
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:

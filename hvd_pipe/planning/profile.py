@@ -20,6 +20,9 @@ from hvd_pipe.planning._checks import check_keys, load_text, read_object
 
 __all__ = ["LayerProfile", "ModelProfile"]
 
+FORWARD = "(forward)"
+"""The first layer of a running job's profile: it stands for the whole forward pass."""
+
 SCHEMA = "hvd_pipe.profile/1"
 _MOST = 2**50  # bytes; sums of thousands of them still fit into 64 bits
 _CSV_COLUMNS = ["layer", "parameter_bytes", "backward_us"]
