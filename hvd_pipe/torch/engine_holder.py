@@ -23,6 +23,7 @@ from hvd_pipe.strategy import Auto, MergedGradient
 from hvd_pipe.torch import checkpoint, workers
 from hvd_pipe.torch.amp import LossScale
 from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
+from hvd_pipe.torch.auto_choice import AutoChoice
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.overlap_start import OverlapStart
@@ -34,7 +35,7 @@ from hvd_pipe.torch.partial_updates import (
     updates_quietly,
 )
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.choose import AutoChoice, make_engine
+from hvd_pipe.torch.strategies.make_engine import make_engine
 
 __all__ = ["EngineHolder"]
 

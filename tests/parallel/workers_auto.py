@@ -24,8 +24,8 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime import bucket_planner
+from hvd_pipe.torch import auto_choice
 from hvd_pipe.torch.measuring import step_times
-from hvd_pipe.torch.strategies import choose
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
@@ -388,9 +388,9 @@ def seen_by_rank_0() -> tuple[list[float], float] | None:
     if hvd.rank() == 1:
         model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
     planned = mock.Mock(wraps=bucket_planner.plan_dtype_groups)
-    predicted = mock.Mock(wraps=choose.predict)
+    predicted = mock.Mock(wraps=auto_choice.predict)
     with (
-        mock.patch.object(choose, "predict", predicted),
+        mock.patch.object(auto_choice, "predict", predicted),
         mock.patch.object(bucket_planner, "plan_dtype_groups", planned),
     ):
         train(model, optimizer, hvd.rank(), steps=SWITCH)
@@ -497,7 +497,7 @@ CASES: dict[str, Callable[[], Any]] = {
         resumed_from, {"version": 9, "chosen": 5, "workers": None, "counters": None}
     ),
     "rank 0 cannot choose": partial(
-        failing, "hvd_pipe.torch.strategies.choose.predict", 0, ValueError("no choice")
+        failing, "hvd_pipe.torch.auto_choice.predict", 0, ValueError("no choice")
     ),
     "rank 0 cannot plan": partial(
         failing,

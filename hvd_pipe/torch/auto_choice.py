@@ -1,6 +1,6 @@
-"""Make the engine of a strategy, switch to another, and choose one for ``strategy="auto"``.
+"""Choose the method for ``strategy="auto"``.
 
-Auto measures while it trains synchronously, then goes on with the fastest method::
+It measures while it trains synchronously, then goes on with the fastest method::
 
     first steps      merged-gradient with default buckets; it records when gradients are ready,
                      and `JobTimes` what a worker's own work takes
@@ -20,10 +20,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
-from horovod.torch.mpi_ops import Adasum
 
 from hvd_pipe.planning.choice import (
     OwnTimes,
@@ -35,73 +33,21 @@ from hvd_pipe.planning.choice import (
     report,
 )
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
+from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
-from hvd_pipe.torch.strategies.adasum import AdasumEngine
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.cocod import CoCoDEngine
+from hvd_pipe.torch.strategies.make_engine import switch
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
-from hvd_pipe.torch.strategies.pipe_sgd import PipeSGDEngine
-from hvd_pipe.torch.strategies.settings import Owner, Settings, State
 
-if TYPE_CHECKING:
-    from hvd_pipe.torch.arguments import Checked
-
-__all__ = ["AutoChoice", "make_engine", "switch"]
+__all__ = ["AutoChoice"]
 
 SETTLE_STEPS = 3
 REPORT_STEPS = 20
 
 _log = logging.getLogger("hvd_pipe")
-
-
-def make_engine(checked: Checked, owner: Owner) -> Engine:
-    """Return the engine for arguments that all ranks have found good."""
-    settings, strategy = dataclasses.replace(checked.settings, owner=owner), checked.strategy
-    if settings.reduction.op == Adasum:
-        return AdasumEngine(settings)
-    if isinstance(strategy, Auto):
-        engine = MergedGradientEngine(settings, MergedGradient(), None, strategy.steps)
-        # What a candidate needs to know of a script must be missed now, not when it is chosen.
-        engine.needs_loss_scale = any(
-            not isinstance(method, MergedGradient) for method in checked.candidates
-        )
-        return engine
-    if isinstance(strategy, MergedGradient):
-        plan = checked.plan
-        if strategy.overlaps_forward and strategy.plan == "auto":
-            # It begins with default buckets: plans are tried while updates are deferred.
-            every = range(len(settings.names))
-            plan = settings.index.first_plan(strategy, settings.groups, every)
-            strategy = dataclasses.replace(strategy, plan=plan, bucket_bytes=None)
-        return MergedGradientEngine(settings, strategy, plan)
-    return _make(settings, strategy)
-
-
-def switch(engine: Engine, strategy: Method) -> Engine:
-    """Return an engine of another strategy, for the same parameters, between two steps.
-
-    Nothing is in flight: the engine is synchronous, was drained, or was discarded. Gradients that
-    users can see stay as they are. The residuals of gradients go along to a
-    strategy that sends gradients.
-    """
-    settings = dataclasses.replace(engine.settings, passes=engine.passes)
-    successor = _make(settings, strategy)
-    residuals = engine.state().tensors
-    if isinstance(engine, MergedGradientEngine) and isinstance(successor, PipeSGDEngine):
-        successor.load(State({"rounds": 0}, residuals))
-    successor.held = engine.held
-    return successor
-
-
-def _make(settings: Settings, strategy: Method) -> Engine:
-    if isinstance(strategy, MergedGradient):
-        return MergedGradientEngine(settings, strategy, strategy.load_plan())
-    if isinstance(strategy, PipeSGD):
-        return PipeSGDEngine(settings, strategy)
-    return CoCoDEngine(settings, strategy)
 
 
 class AutoChoice:
