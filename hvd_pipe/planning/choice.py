@@ -212,9 +212,8 @@ def kind_of(method: Method) -> str:
     return method.name
 
 
-_ORDER = tuple(
-    map(kind_of, (MergedGradient(), MergedGradient(overlap="forward"), PipeSGD(), CoCoD()))
-)
+_EXACT = (MergedGradient(), MergedGradient(overlap="forward"))
+_ORDER = tuple(kind_of(method) for method in (*_EXACT, PipeSGD(), CoCoD()))
 
 
 def least_of(methods: Sequence[Method]) -> Method:

@@ -5,7 +5,8 @@ It measures while it trains synchronously, then goes on with the fastest method:
     first steps      merged-gradient with default buckets; it records when gradients are ready,
                      and `JobTimes` what a worker's own work takes
     the step after   all-reduces are measured; rank 0 predicts every method, all ranks follow it
-    from then on     merged-gradient as it is, or an engine of the chosen method in its place
+    from then on     merged-gradient as it is, or an engine of the chosen method in its place;
+                     for overlap=forward, `OverlapStart` takes over
     some steps later one line says what was reached
 
 All of it happens at the end of ``step()``, where a synchronous method has nothing in flight, and
@@ -26,6 +27,7 @@ import torch
 from hvd_pipe.planning.choice import (
     OwnTimes,
     choose,
+    kind_of,
     least_of,
     milliseconds,
     predict,
@@ -33,16 +35,18 @@ from hvd_pipe.planning.choice import (
     report,
 )
 from hvd_pipe.planning.methods import spell
+from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import JobTimes
+from hvd_pipe.torch.overlap_start import OverlapStart, refusal
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import switch
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 
-__all__ = ["AutoChoice"]
+__all__ = ["AutoChoice", "say_left_out"]
 
 SETTLE_STEPS = 3
 REPORT_STEPS = 20
@@ -66,34 +70,43 @@ class AutoChoice:
         if not engine.reduction.alone:
             self._times = self._watch(engine.settings.parameters)
         self._reached: _Reached | None = None
+        self._overlap: OverlapStart | None = None
+        """Has taken over, as overlap=forward was chosen."""
+        self._has_groups = checked.settings.groups is not None
         self.chosen: Method | None = None
-        process_set = checked.settings.reduction.process_set
-        self._speaks = bool(process_set.included() and process_set.rank() == 0)
-        for name, why in checked.left_out.items():
-            self._say("auto: %s is left out: %s", name, why)
+        self._speaks = _speaks(checked)
 
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
-        if self._reached is not None and self._reached.end_step():
+        settled = self._overlap is None or self._overlap.is_over
+        if self._reached is not None and settled and self._reached.end_step():
             self._say("auto: %s", self._reached)
             self._reached = None
-        if self._times is None or not isinstance(engine, MergedGradientEngine):
-            return engine
+        if self._times is not None and isinstance(engine, MergedGradientEngine):
+            engine = self._measure(engine, self._times)
+        # It begins in the step of the choice, in which all ranks take part.
+        return engine if self._overlap is None else self._overlap.after_step(engine)
+
+    def _measure(self, engine: MergedGradientEngine, times: JobTimes) -> Engine:
+        """Note the end of a step, or choose where it was the last one to measure."""
         if engine.comm is None:
-            if self._times.count != len(engine.settings.parameters):  # some have joined
-                self._times.close()
-                self._times = self._watch(engine.settings.parameters)
-            self._times.end_step()
+            if times.count != len(engine.settings.parameters):  # some have joined
+                times.close()
+                self._times = times = self._watch(engine.settings.parameters)
+            times.end_step()
             return engine
-        own, self._times = self._times.close(), None
-        self.chosen, predicted = self._choice(engine, own)
+        self._times = None
+        self.chosen, predicted = self._choice(engine, times.close())
         self._reached = _Reached(self.chosen, predicted) if predicted else None
+        self._overlap = self._overlap_start(self.chosen)
         return engine if isinstance(self.chosen, MergedGradient) else switch(engine, self.chosen)
 
     def close(self) -> None:
         """Watch no more steps."""
         if self._times is not None:
             self._times.close()
+        if self._overlap is not None:
+            self._overlap.close()
         self._times = self._reached = None
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
@@ -108,16 +121,21 @@ class AutoChoice:
             self._say("auto: %s was chosen for %d workers: measures again", text, saved.workers)
             text = None
         method = None if text is None else parse(text)
-        if method is None or method.name not in [each.name for each in self._candidates]:
+        assert not isinstance(method, Auto)
+        if method is None or kind_of(method) not in map(kind_of, self._candidates):
             if self.chosen is None:
                 counters = {k: v for k, v in saved.counters.items() if k != "plan"}
                 saved = dataclasses.replace(saved, counters=counters)
-            return engine, saved
-        assert not isinstance(method, Auto)
-        self.close()
-        before, self.chosen = self.chosen or MergedGradient(), method
-        self._say("auto: goes on with %s, as chosen before", text)
-        return (engine if method == before else switch(engine, method)), saved
+        else:
+            self.close()
+            before, self.chosen = self.chosen or MergedGradient(), method
+            self._say("auto: goes on with %s, as chosen before", text)
+            if method != before:
+                engine, self._overlap = switch(engine, method), self._overlap_start(method)
+        return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)
+
+    def _overlap_start(self, method: Method) -> OverlapStart | None:
+        return OverlapStart(self._has_groups) if _is_forward(method) else None
 
     def note(self, saved: SavedState) -> SavedState:
         """Return a checkpoint with the choice."""
@@ -132,20 +150,25 @@ class AutoChoice:
         mine = [0.0] * (3 + len(settings.parameters))
         if own is not None:
             mine = [1.0, own.before_s, own.update_s, *own.ready_s]
-        measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
+        fitting = self._fitting(engine)
+        mine = [float(fitting != self._candidates), *mine]
+        unfit, measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
+        candidates = _without_forward(self._candidates) if unfit else self._candidates
         if not measured:  # no step of any rank had an update: each overflowed, for example
-            least = least_of(self._candidates)
+            least = least_of(candidates)
             self._say("auto: no step could be measured: goes on with %s", spell(least))
             return least, 0.0
         own = OwnTimes(before, ready, update)
         text, seconds = found_by_first(
-            lambda: self._best(engine, own), f"{tag}.choice", process_set
+            lambda: self._best(engine, own, candidates), f"{tag}.choice", process_set
         )
         method = parse(text)
         assert not isinstance(method, Auto)
         return method, float(seconds)
 
-    def _best(self, engine: MergedGradientEngine, own: OwnTimes) -> tuple[str, float]:
+    def _best(
+        self, engine: MergedGradientEngine, own: OwnTimes, candidates: Sequence[Method]
+    ) -> tuple[str, float]:
         """Predict every method and return the best one, spelled, and the seconds of its step."""
         settings = engine.settings
         assert engine.comm is not None
@@ -156,20 +179,32 @@ class AutoChoice:
             for index, nbytes in enumerate(settings.index.nbytes)
         ]
         profile = profile_of(own, settings.names, sizes)
+        cost = settings.reduction.cost(settings.parameters[0])
         found = [
-            predict(
-                MergedGradient(plan=engine.plan)
-                if isinstance(candidate, MergedGradient)
-                else candidate,
-                profile,
-                engine.comm,
-                settings.reduction.cost(settings.parameters[0]),
-            )
-            for candidate in self._candidates
+            predict(self._as_planned(method, engine.plan), profile, engine.comm, cost)
+            for method in candidates
         ]
         best = choose(found)
         self._say("auto: %s", report(best, found))
         return spell(best.method), best.seconds
+
+    def _as_planned(self, method: Method, plan: Plan) -> Method:
+        """Return a method with the buckets that it would go on with, where they are known."""
+        if isinstance(method, MergedGradient) and (self._has_groups or not _is_forward(method)):
+            return dataclasses.replace(method, plan=plan)
+        return method
+
+    def _fitting(self, engine: MergedGradientEngine) -> Sequence[Method]:
+        """Return the candidates, without overlap=forward where this rank could not defer updates.
+
+        It stays where there is nothing else: its updates are made in ``step()`` then.
+        """
+        others = _without_forward(self._candidates)
+        why = refusal(engine) if 0 < len(others) < len(self._candidates) else None
+        if why is None:
+            return self._candidates
+        _log.info("auto: merged-gradient:overlap=forward is left out: %s", why)
+        return others
 
     def _say(self, text: str, *values: object) -> None:
         if self._speaks:
@@ -197,6 +232,27 @@ class _Reached:
             f"{spell(self._method)} reached {milliseconds(median(steps))} a step "
             f"(predicted {milliseconds(self._predicted)})"
         )
+
+
+def _is_forward(method: Method) -> bool:
+    return isinstance(method, MergedGradient) and method.overlaps_forward
+
+
+def _without_forward(methods: Sequence[Method]) -> Sequence[Method]:
+    return tuple(method for method in methods if not _is_forward(method))
+
+
+def _speaks(checked: Checked) -> bool:
+    """Whether this is the first rank, which tells what `Auto` does."""
+    process_set = checked.settings.reduction.process_set
+    return bool(process_set.included() and process_set.rank() == 0)
+
+
+def say_left_out(checked: Checked) -> None:
+    """Tell what `Auto` was allowed to choose, and cannot with the other arguments."""
+    for name, why in checked.left_out.items():
+        if _speaks(checked):
+            _log.info("auto: %s is left out: %s", name, why)
 
 
 def _watcher(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[torch.Tensor]], JobTimes]:

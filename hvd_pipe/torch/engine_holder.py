@@ -23,7 +23,7 @@ from hvd_pipe.strategy import Auto, MergedGradient
 from hvd_pipe.torch import checkpoint, workers
 from hvd_pipe.torch.amp import LossScale
 from hvd_pipe.torch.arguments import Arguments, Checked, check_everywhere
-from hvd_pipe.torch.auto_choice import AutoChoice
+from hvd_pipe.torch.auto_choice import AutoChoice, say_left_out
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.overlap_start import OverlapStart
@@ -60,6 +60,7 @@ class EngineHolder(torch.optim.Optimizer):
 
     def _start(self, checked: Checked) -> Engine:
         workers.note(self)
+        say_left_out(checked)
         self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)

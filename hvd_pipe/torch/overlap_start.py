@@ -31,7 +31,7 @@ from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 
-__all__ = ["OverlapStart"]
+__all__ = ["OverlapStart", "refusal"]
 
 WATCH_STEPS = 3
 SETTLE_STEPS = 2
@@ -56,6 +56,11 @@ class OverlapStart:
         self._since = 0
         self._trials: _Trials | None = None
         self._over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is watched or tried any more."""
+        return self._over
 
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
@@ -225,9 +230,25 @@ def _count(plan: Plan) -> int:
 
 def _problem(engine: MergedGradientEngine, uses: Uses) -> str | None:
     """Why updates cannot be deferred on this rank; None where they can."""
-    settings, count = engine.settings, len(engine.settings.parameters)
     if not uses.needed_s:
         return "no backward pass was seen"
+    if uses.compiled:
+        return "a module is compiled: no hook runs inside it"
+    if len(uses.outside) == len(engine.settings.parameters):
+        return (
+            "all weights are read between step() and the forward pass, or used outside of any "
+            "module"
+        )
+    return refusal(engine)
+
+
+def refusal(engine: MergedGradientEngine) -> str | None:
+    """Why updates cannot be deferred on this rank, wherever weights are used; None if they may.
+
+    Args:
+        engine: At the end of a ``step()``.
+    """
+    settings = engine.settings
     if settings.sparse:
         return (
             f"the gradient of {settings.names[min(settings.sparse)]!r} is sparse "
@@ -238,13 +259,6 @@ def _problem(engine: MergedGradientEngine, uses: Uses) -> str | None:
     ]
     if frozen:
         return f"{frozen[0]!r} is frozen at this step"
-    if uses.compiled:
-        return "a module is compiled: no hook runs inside it"
-    if len(uses.outside) == count:
-        return (
-            "all weights are read between step() and the forward pass, or used outside of any "
-            "module"
-        )
     if not settings.owner.is_separable():
         return (
             "the optimizer does not update each parameter by itself: its update of all differs "

@@ -175,6 +175,116 @@ def test_the_environment_may_ask_for_it(results: Any) -> None:
     assert of(results, "environment") == ["merged-gradient"] * 2
 
 
+def assert_as_expected(run: workers_auto.Forward) -> None:
+    for found, expected in zip(run.weights, run.expected, strict=True):
+        assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "case", ["forward", "forward, adamw in groups", "forward, groups", "forward alone"]
+)
+def test_all_ranks_choose_overlap_forward_by_the_slowest_ranks_times(
+    results: Any, case: str
+) -> None:
+    """And compute what stock Horovod computes, in every bit."""
+    (first, second), end = of(results, case), workers_auto.TRIED + 30
+    for run in (first, second):
+        assert_as_expected(run)
+        assert run.chosen == workers_auto.FORWARD
+        assert run.deferred[0] == workers_auto.DEFERS
+        assert set(range(workers_auto.TRIED, end)) <= set(run.deferred)
+    said = rf"auto: chose {workers_auto.FORWARD}: predicted [\d.]+ ms a step( \(.*\))?"
+    assert re.fullmatch(said, first.lines[0])
+    assert ("pipe-sgd" in first.lines[0]) == (case in ("forward", "forward, adamw in groups"))
+    assert first.lines[1].startswith(f"auto: {workers_auto.FORWARD} reached")
+    assert second.lines == []
+
+
+def test_updates_that_cannot_wait_stay_in_step_after_the_choice(results: Any) -> None:
+    for run in of(results, "forward, weights that are read"):
+        assert_as_expected(run)
+        assert (run.chosen, run.deferred) == (workers_auto.FORWARD, [])
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("forward, sparse", "the gradient of '.*' is sparse .*"),
+        ("forward, not separable", "the optimizer does not update each parameter by itself: .*"),
+    ],
+)
+def test_overlap_forward_is_left_out_where_it_would_not_defer(
+    results: Any, case: str, why: str
+) -> None:
+    for run in of(results, case):
+        assert_as_expected(run)
+        assert (run.chosen, run.deferred) == ("merged-gradient", [])
+        left_out = f"auto: {workers_auto.FORWARD} is left out: {why}"
+        assert sum(bool(re.fullmatch(left_out, line)) for line in run.lines) == 1
+
+
+def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(results: Any) -> None:
+    (chosen, deferred, lines), (other, others_deferred, told) = of(
+        results, "forward, refused on one rank"
+    )
+    assert chosen == other == "merged-gradient"
+    assert deferred == others_deferred == []
+    assert re.fullmatch(r"auto: chose merged-gradient: predicted [\d.]+ ms a step", lines[0])
+    assert told == [f"auto: {workers_auto.FORWARD} is left out: of this test"]
+
+
+@pytest.mark.parametrize("case", ["forward, resumed", "forward, copied"])
+def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(results: Any, case: str) -> None:
+    for run, (plan, resumed) in of(results, case):
+        assert_as_expected(run)
+        assert run.chosen == workers_auto.FORWARD
+        assert plan.order is not None
+        assert (resumed.buckets, resumed.order) == (plan.buckets, plan.order)
+        begun = workers_auto.TRIED + 5 + 4  # watched from the first step on
+        assert run.deferred == list(range(begun, workers_auto.TRIED + 5 + 50))
+
+
+def test_a_run_that_was_saved_in_a_trial_tries_again(results: Any) -> None:
+    for run, _ in of(results, "forward, resumed in a trial"):
+        assert_as_expected(run)
+        assert run.chosen == workers_auto.FORWARD
+        assert run.deferred[-1] == workers_auto.SWITCH + 12 + 49
+
+
+@pytest.mark.parametrize(
+    ("case", "chosen"),
+    [
+        ("forward, loads pipe-sgd", "pipe-sgd"),
+        ("forward, loads merged-gradient", "merged-gradient"),
+        ("pipe-sgd, loads forward", workers_auto.FORWARD),
+    ],
+)
+def test_a_state_that_has_chosen_otherwise_is_followed(
+    results: Any, case: str, chosen: str
+) -> None:
+    for found, weights, expected in of(results, case):
+        assert found == chosen
+        assert np.array_equal(weights, expected)
+
+
+@pytest.mark.parametrize("when", ["before", "at the choice", "after", "in a trial"])
+def test_ranks_may_join_while_overlap_forward_begins(results: Any, when: str) -> None:
+    first, second = of(results, f"forward, joined {when}")
+    assert first == second
+    deferred, chosen = first
+    assert deferred > 5
+    assert chosen == workers_auto.FORWARD
+
+
+def test_what_refuses_overlap_forward_leaves_it_out(results: Any) -> None:
+    (adasum, lbfgs, raised), others = of(results, "forward left out")
+    left_out = f"auto: {workers_auto.FORWARD} is left out: "
+    assert adasum.startswith(left_out + "op=hvd.Adasum does not go with strategy=")
+    assert lbfgs.startswith(left_out + "LBFGS updates all parameters at once")
+    assert f"leaves nothing to choose from. With '{workers_auto.FORWARD}': LBFGS" in raised
+    assert others == [raised]
+
+
 def test_one_worker_has_nothing_to_choose() -> None:
     assert run_ranks(1, workers_auto.alone) == [None]
 

@@ -150,7 +150,10 @@ def test_the_slowest_ranks_times_count(case: str) -> None:
 
 
 def test_what_the_arguments_refuse_is_left_out() -> None:
-    (dropped, chose, chosen), (_,) = ranks_of("left out")
+    (forward, dropped, chose, chosen), (_,) = ranks_of("left out")
+    assert forward.startswith(
+        "auto: merged-gradient:overlap=forward is left out: overlap='forward' is for PyTorch"
+    )
     assert dropped.startswith("auto: cocod is left out: op=hvd.Sum has no meaning under CoCoD")
     assert chose.startswith("auto: chose pipe-sgd: predicted")
     assert chosen == "pipe-sgd"

@@ -9,28 +9,39 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
+import horovod.torch as stock
 import numpy as np
 import torch
 from cases import Raised, run_cases
-from problem import OPTIMIZERS, Weights, loss_of, make_model, train, weights_of
+from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weights_of
 from serial import make_workers
 from torch import nn
+from workers_overlap_forward import Clipping, Sparse, pending, read_all
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning.choice import OwnTimes, predict
+from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import bucket_planner
 from hvd_pipe.torch import auto_choice
 from hvd_pipe.torch.measuring import step_times
+from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 
 STEPS = 4  # measured
 SWITCH = 3 + STEPS  # the step after which the choice is made
 LONG = SWITCH + 30  # long enough for the report of what was reached
 SLEEP = 0.02
+FORWARD = "merged-gradient:overlap=forward"
+EXACT = f"merged-gradient/{FORWARD}"
+ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
+DEFERS = SWITCH + 3  # the first step of overlap=forward that defers updates
+TRIED = DEFERS + 4 * 7  # the first step with the plan that it keeps
 
 
 class Run(NamedTuple):
@@ -422,6 +433,240 @@ def from_the_environment() -> str | None:
     return chosen_of(optimizer)
 
 
+# overlap=forward among the choices.
+
+
+class Forward(NamedTuple):
+    """A run whose choice may be overlap=forward.
+
+    Args:
+        weights: Now and then, and at the end.
+        expected: The same, of stock Horovod or another strategy.
+        chosen: What a checkpoint holds.
+        deferred: The steps whose ``step()`` left messages to be waited for later.
+        lines: What was said.
+    """
+
+    weights: list[Weights]
+    expected: list[Weights]
+    chosen: str | None
+    deferred: list[int]
+    lines: list[str]
+
+
+@contextmanager
+def forced_times(all_reduce_s: float = 4.0) -> Iterator[None]:
+    """Let the last rank compute for 4 s and the others for 0.04 s, and messages take so long.
+
+    With the last rank's times, overlap=forward is faster than plain merged-gradient by far, and
+    pipe-sgd hardly faster: the small gradients are ready last. With the first rank's own times, a
+    step takes as long as its messages under any method.
+    """
+    compute = 4.0 if hvd.rank() == hvd.size() - 1 else 0.04
+    close = step_times.JobTimes.close
+
+    def closed(times: step_times.JobTimes) -> OwnTimes:
+        close(times)
+        last = max(1, times.count - 1)
+        ready = [compute / 2 * index / last for index in range(times.count)]
+        return OwnTimes(compute / 2, ready, 0.0)
+
+    def predicted(method: Any, profile: Any, comm: CommModel, codec: Any) -> Any:
+        total = float(profile.gradient_bytes().sum())
+        return predict(method, profile, CommModel.linear(0.0, all_reduce_s / total), codec)
+
+    with (
+        mock.patch.object(step_times.JobTimes, "close", closed),
+        mock.patch.object(auto_choice, "predict", predicted),
+    ):
+        yield
+
+
+def looped(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    loss: Loss = loss_of,
+    after: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None,
+) -> tuple[list[Weights], list[int]]:
+    """A loop that seldom looks at the weights; also the steps that deferred updates."""
+    weights, deferred = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, hvd.rank(), step).backward()
+        optimizer.step()
+        engine = getattr(optimizer, "_hvd_pipe", None)
+        if isinstance(engine, ForwardOverlapEngine) and pending(optimizer):
+            deferred.append(step)
+        after(model, optimizer, step)
+        if step % 10 == 9:
+            weights.append(weights_of(model))
+    return [*weights, weights_of(model)], deferred
+
+
+def into_forward(
+    make: Callable[[], nn.Module] = make_model,
+    make_optimizer: Callable[[nn.Module], Any] = OPTIMIZERS["momentum"],
+    allow: str = ALL_BUT_COCOD,
+    steps: int = TRIED + 30,
+    arguments: dict[str, Any] | None = None,
+    against: str | None = None,
+    **script: Any,
+) -> Forward:
+    """Train by auto and, to compare, by stock Horovod or another strategy."""
+    heard, arguments = Lines(), arguments or {}
+    strategy = f"auto:allow={allow},steps={STEPS}"
+    runs = []
+    other = (stock, {}) if against is None else (hvd, {"strategy": against})
+    for module, given in ((hvd, {"strategy": strategy}), other):
+        torch.manual_seed(1)
+        model = make()
+        optimizer: Any = module.DistributedOptimizer(
+            make_optimizer(model), model.named_parameters(), **given, **arguments
+        )
+        with forced_times():
+            runs.append(looped(model, optimizer, range(steps), **script))
+        if len(runs) == 1:
+            chosen = chosen_of(optimizer)
+    (weights, deferred), (expected, _) = runs
+    return Forward(weights, expected, chosen, deferred, heard.taken())
+
+
+def forward_resumed(saved: int, copied: bool) -> tuple[Forward, list[Any]]:
+    """Saved after some steps and resumed (or copied), against a run without a break.
+
+    Also the plans of both when it was saved and after the first step from there.
+    """
+    model = make_model()
+    optimizer = wrap(model, ALL_BUT_COCOD)
+    with forced_times():
+        looped(model, optimizer, range(saved))
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        plans = [optimizer.plan]
+        if copied:
+            other_model, other = copy.deepcopy((model, optimizer))
+        else:
+            file.seek(0)
+            states = torch.load(file)
+            other_model = make_model()
+            other = wrap(other_model, ALL_BUT_COCOD)
+            other_model.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+        expected, _ = looped(model, optimizer, range(saved, saved + 50))
+    heard = Lines()
+    first, _ = looped(other_model, other, range(saved, saved + 1))
+    plans.append(other.plan)
+    weights, deferred = looped(other_model, other, range(saved + 1, saved + 50))
+    if (saved + 1) % 10 == 0:
+        weights = [*first[:-1], *weights]
+    run = Forward(weights, expected, chosen_of(other), deferred, heard.taken())
+    return run, plans
+
+
+def loaded_over(first: str, second: str) -> tuple[str | None, list[Weights], list[Weights]]:
+    """A run loads the state of another one that has chosen otherwise, and goes on as that one."""
+    runs = []
+    for allow in (first, second):
+        model = make_model()
+        optimizer = wrap(model, ALL_BUT_COCOD)
+        with (
+            forced_times(),
+            mock.patch.object(auto_choice, "choose", lambda found, a=allow: by_kind(found, a)),
+        ):
+            looped(model, optimizer, range(TRIED + 5))
+        runs.append((model, optimizer))
+    (model, optimizer), (other_model, other) = runs
+    states = copy.deepcopy((other_model.state_dict(), other.state_dict()))
+    expected, _ = looped(other_model, other, range(100, 120))
+    other.synchronize()
+    optimizer.synchronize()
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    weights, _ = looped(model, optimizer, range(100, 120))
+    found = chosen_of(optimizer)
+    optimizer.synchronize()
+    return found, weights, expected
+
+
+def by_kind(found: Any, kind: str) -> Any:
+    return next(each for each in found if auto_choice.kind_of(each.method) == kind)
+
+
+def refused_on_one_rank() -> tuple[str | None, list[int], list[str]]:
+    """Rank 1 alone finds that its updates cannot be deferred."""
+    model, heard = make_model(), Lines()
+    optimizer = wrap(model, EXACT)
+    why = "of this test" if hvd.rank() == 1 else None
+    with forced_times(), mock.patch.object(auto_choice, "refusal", return_value=why):
+        _, deferred = looped(model, optimizer, range(SWITCH + 10))
+    return chosen_of(optimizer), deferred, heard.taken()
+
+
+def joined_around_the_choice(before: int) -> tuple[int, str | None]:
+    """Rank 0 has fewer steps, and joins before the choice, or as overlap=forward begins."""
+    model = make_model()
+    optimizer = wrap(model, EXACT)
+    with forced_times():
+        looped(model, optimizer, range(before + 2 * (hvd.rank() == 1)))
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        _, deferred = looped(model, optimizer, range(TRIED + 10))
+    optimizer.synchronize()
+    return len(deferred), chosen_of(optimizer)
+
+
+def forward_left_out() -> list[str]:
+    """What is known of the arguments: lines, and what is raised where nothing is left."""
+    heard = Lines()
+    wrap(make_model(), EXACT, op=hvd.Adasum)
+    for allow in (EXACT, FORWARD):
+        model = make_model()
+        try:
+            hvd.DistributedOptimizer(
+                torch.optim.LBFGS(model.parameters()),
+                model.named_parameters(),
+                strategy=f"auto:allow={allow}",
+            )
+        except ValueError as error:
+            logging.getLogger("hvd_pipe").info("auto raised: %s", error)
+    return heard.taken()
+
+
+FORWARDS: dict[str, Callable[[], Any]] = {
+    "forward": into_forward,
+    "forward, adamw in groups": partial(into_forward, make_optimizer=OPTIMIZERS["adamw-groups"]),
+    "forward, groups": partial(into_forward, allow=EXACT, arguments={"groups": 3}),
+    "forward alone": partial(into_forward, allow=FORWARD),
+    "forward, weights that are read": partial(into_forward, after=read_all),
+    "forward, sparse": partial(
+        into_forward,
+        make=Sparse,
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        allow=EXACT,
+        against="merged-gradient",
+    ),
+    "forward, not separable": partial(
+        into_forward,
+        make_optimizer=lambda model: Clipping(model.parameters(), lr=0.1),
+        allow=EXACT,
+    ),
+    "forward, refused on one rank": refused_on_one_rank,
+    "forward, resumed": partial(forward_resumed, TRIED + 5, False),
+    "forward, copied": partial(forward_resumed, TRIED + 5, True),
+    "forward, resumed in a trial": partial(forward_resumed, SWITCH + 12, False),
+    "forward, loads pipe-sgd": partial(loaded_over, FORWARD, "pipe-sgd"),
+    "forward, loads merged-gradient": partial(loaded_over, FORWARD, "merged-gradient"),
+    "pipe-sgd, loads forward": partial(loaded_over, "pipe-sgd", FORWARD),
+    "forward left out": forward_left_out,
+    "forward, joined before": partial(joined_around_the_choice, SWITCH - 1),
+    "forward, joined at the choice": partial(joined_around_the_choice, SWITCH),
+    "forward, joined after": partial(joined_around_the_choice, SWITCH + 1),
+    "forward, joined in a trial": partial(joined_around_the_choice, DEFERS + 3),
+}
+
+
 def profiled(path: str) -> Run:
     """``HVD_PIPE_PROFILE`` changes nothing that is computed."""
     runs = []
@@ -519,7 +764,7 @@ def run(path: str) -> dict[str, Any | Raised]:
         "profile": partial(profiled, path),
         "profile, lbfgs": partial(profiled_lbfgs, f"{path}.lbfgs"),
     }
-    return run_cases({**CASES, **profiles})
+    return run_cases({**CASES, **FORWARDS, **profiles})
 
 
 def one_strange_newcomer() -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from horovod.torch.mpi_ops import Adasum
 
+from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, MergedGradient, Method, PipeSGD
 from hvd_pipe.torch.strategies.adasum import AdasumEngine
 from hvd_pipe.torch.strategies.base import Engine
@@ -33,15 +34,7 @@ def make_engine(checked: Checked, owner: Owner) -> Engine:
             not isinstance(method, MergedGradient) for method in checked.candidates
         )
         return engine
-    if isinstance(strategy, MergedGradient):
-        plan = checked.plan
-        if strategy.overlaps_forward and strategy.plan == "auto":
-            # It begins with default buckets: plans are tried while updates are deferred.
-            every = range(len(settings.names))
-            plan = settings.index.first_plan(strategy, settings.groups, every)
-            strategy = dataclasses.replace(strategy, plan=plan, bucket_bytes=None)
-        return MergedGradientEngine(settings, strategy, plan)
-    return _make(settings, strategy)
+    return _make(settings, strategy, checked.plan)
 
 
 def switch(engine: Engine, strategy: Method) -> Engine:
@@ -52,7 +45,8 @@ def switch(engine: Engine, strategy: Method) -> Engine:
     strategy that sends gradients.
     """
     settings = dataclasses.replace(engine.settings, passes=engine.passes)
-    successor = _make(settings, strategy)
+    plan = strategy.load_plan() if isinstance(strategy, MergedGradient) else None
+    successor = _make(settings, strategy, plan)
     residuals = engine.state().tensors
     if isinstance(engine, MergedGradientEngine) and isinstance(successor, PipeSGDEngine):
         successor.load(State({"rounds": 0}, residuals))
@@ -60,9 +54,14 @@ def switch(engine: Engine, strategy: Method) -> Engine:
     return successor
 
 
-def _make(settings: Settings, strategy: Method) -> Engine:
+def _make(settings: Settings, strategy: Method, plan: Plan | None) -> Engine:
     if isinstance(strategy, MergedGradient):
-        return MergedGradientEngine(settings, strategy, strategy.load_plan())
+        if strategy.overlaps_forward and strategy.plan == "auto":
+            # It begins with default buckets: plans are tried while updates are deferred.
+            every = range(len(settings.names))
+            plan = settings.index.first_plan(strategy, settings.groups, every)
+            strategy = dataclasses.replace(strategy, plan=plan, bucket_bytes=None)
+        return MergedGradientEngine(settings, strategy, plan)
     if isinstance(strategy, PipeSGD):
         return PipeSGDEngine(settings, strategy)
     return CoCoDEngine(settings, strategy)
