@@ -611,7 +611,6 @@ def joined_around_the_choice(before: int) -> tuple[int, str | None]:
         looped(model, optimizer, range(before + 2 * (hvd.rank() == 1)))
         hvd.join()
         hvd.broadcast_parameters(model.state_dict(), 0)
-        hvd.broadcast_optimizer_state(optimizer, 0)
         _, deferred = looped(model, optimizer, range(TRIED + 10))
     optimizer.synchronize()
     return len(deferred), chosen_of(optimizer)
