@@ -1020,6 +1020,42 @@ _OVERLAP = [
         "for message in gates[-1:]:",
         _ids("single/test_simulate", "test_every_worker_waits_at_its_gates"),
     ),
+    Mutation(
+        "auto: all weights are needed at the end of what comes before backward",
+        "planning/overlap.py",
+        "return [sum(seconds) * part / sum(parts) for part in parts]",
+        "return seconds",
+        _ids("single/test_choice", "test_forward_is_taken_to_be_spread_as_backward_is"),
+    ),
+    Mutation(
+        "auto: overlap=forward goes before plain merged-gradient",
+        "planning/choice.py",
+        "(*_EXACT, PipeSGD(), CoCoD())",
+        "(*_EXACT[::-1], PipeSGD(), CoCoD())",
+        _ids("single/test_choice", "test_what_is_not_simpler_must_be_faster_by_the_margin"),
+    ),
+    Mutation(
+        "auto: a rank leaves overlap=forward out by itself",
+        "torch/auto_choice.py",
+        "_without_forward(self._candidates) if unfit else self._candidates",
+        "fitting",
+        _ids(
+            "parallel/test_auto",
+            "test_overlap_forward_is_left_out_where_one_rank_would_not_defer",
+        ),
+        "forward, refused on one rank",
+    ),
+    Mutation(
+        "auto: a resumed run has no plan of overlap=forward",
+        "torch/auto_choice.py",
+        "(engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)",
+        "engine, saved",
+        _ids(
+            "parallel/test_auto",
+            "test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan[forward, resumed]",
+        ),
+        "forward, resumed$",
+    ),
 ]
 
 MUTATIONS: list[Mutation] = [
