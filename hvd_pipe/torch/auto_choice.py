@@ -114,8 +114,12 @@ class AutoChoice:
 
         A plan without a choice is not taken: this run is to measure and to choose.
         """
-        if saved is None or saved.foreign is not None:
-            return engine, saved  # `checkpoint.load` says what is lost
+        if saved is not None and saved.foreign is None:  # else `checkpoint.load` says what is lost
+            engine, saved = self._follow(engine, saved)
+        return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)
+
+    def _follow(self, engine: Engine, saved: SavedState) -> tuple[Engine, SavedState]:
+        """Go on with the choice of a checkpoint, where it is allowed and of as many workers."""
         text = saved.chosen
         if text is not None and saved.workers != engine.reduction.workers:
             self._say("auto: %s was chosen for %d workers: measures again", text, saved.workers)
@@ -126,13 +130,13 @@ class AutoChoice:
             if self.chosen is None:
                 counters = {k: v for k, v in saved.counters.items() if k != "plan"}
                 saved = dataclasses.replace(saved, counters=counters)
-        else:
-            self.close()
-            before, self.chosen = self.chosen or MergedGradient(), method
-            self._say("auto: goes on with %s, as chosen before", text)
-            if method != before:
-                engine, self._overlap = switch(engine, method), self._overlap_start(method)
-        return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)
+            return engine, saved
+        self.close()
+        before, self.chosen = self.chosen or MergedGradient(), method
+        self._say("auto: goes on with %s, as chosen before", text)
+        if method != before:
+            engine, self._overlap = switch(engine, method), self._overlap_start(method)
+        return engine, saved
 
     def _overlap_start(self, method: Method) -> OverlapStart | None:
         return OverlapStart(self._has_groups) if _is_forward(method) else None

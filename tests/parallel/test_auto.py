@@ -267,6 +267,11 @@ def test_a_state_that_has_chosen_otherwise_is_followed(
         assert np.array_equal(weights, expected)
 
 
+def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again(results: Any) -> None:
+    found = [(workers_auto.FORWARD, None, "merged-gradient")] * 2
+    assert of(results, "forward, not allowed") == found
+
+
 @pytest.mark.parametrize("when", ["before", "at the choice", "after", "in a trial"])
 def test_ranks_may_join_while_overlap_forward_begins(results: Any, when: str) -> None:
     first, second = of(results, f"forward, joined {when}")

@@ -589,6 +589,21 @@ def loaded_over(first: str, second: str) -> tuple[str | None, list[Weights], lis
     return found, weights, expected
 
 
+def forward_not_allowed() -> tuple[str | None, str | None, str | None]:
+    """A choice and its plan are not taken where it is not allowed any more."""
+    model = make_model()
+    with forced_times():
+        optimizer = wrap(model, EXACT)
+        looped(model, optimizer, range(TRIED))
+        saved = optimizer.state_dict()
+        again = wrap(model, "merged-gradient")
+        again.load_state_dict(saved)
+        loaded = chosen_of(again)
+        looped(model, again, range(SWITCH))
+    assert again.plan.order is None
+    return saved["hvd_pipe"].get("chosen"), loaded, chosen_of(again)
+
+
 def by_kind(found: Any, kind: str) -> Any:
     return next(each for each in found if auto_choice.kind_of(each.method) == kind)
 
@@ -658,6 +673,7 @@ FORWARDS: dict[str, Callable[[], Any]] = {
     "forward, loads pipe-sgd": partial(loaded_over, FORWARD, "pipe-sgd"),
     "forward, loads merged-gradient": partial(loaded_over, FORWARD, "merged-gradient"),
     "pipe-sgd, loads forward": partial(loaded_over, "pipe-sgd", FORWARD),
+    "forward, not allowed": forward_not_allowed,
     "forward left out": forward_left_out,
     "forward, joined before": partial(joined_around_the_choice, SWITCH - 1),
     "forward, joined at the choice": partial(joined_around_the_choice, SWITCH),
