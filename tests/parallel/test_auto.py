@@ -267,6 +267,17 @@ def test_a_state_that_has_chosen_otherwise_is_followed(
         assert np.array_equal(weights, expected)
 
 
+def test_a_choice_outlasts_a_shutdown() -> None:
+    first, second = run_ranks(2, workers_auto.forward_shut_down)
+    for run in (first, second):
+        assert_as_expected(run)
+        assert run.chosen == workers_auto.FORWARD
+        begun = workers_auto.TRIED + 5 + 4
+        assert run.deferred == list(range(begun, workers_auto.TRIED + 35))
+    assert f"auto: goes on with {workers_auto.FORWARD}, as chosen before" in first.lines
+    assert not any("reached" in line for line in [*first.lines, *second.lines])
+
+
 def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again(results: Any) -> None:
     found = [(workers_auto.FORWARD, None, "merged-gradient")] * 2
     assert of(results, "forward, not allowed") == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import io
 import logging
 import os
@@ -587,6 +588,28 @@ def loaded_over(first: str, second: str) -> tuple[str | None, list[Weights], lis
     found = chosen_of(optimizer)
     optimizer.synchronize()
     return found, weights, expected
+
+
+def forward_shut_down() -> Forward:
+    """Horovod ends and begins again; nothing is measured or tried anew."""
+    importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
+    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
+    hvd.init()
+    heard, model = Lines(), make_model()
+    with forced_times():
+        optimizer: Any = wrap(model, EXACT)
+        looped(model, optimizer, range(TRIED + 5))
+    plan = optimizer.plan
+    hvd.shutdown()
+    hvd.init()
+    weights, deferred = looped(model, optimizer, range(TRIED + 5, TRIED + 35))
+    assert (optimizer.plan.buckets, optimizer.plan.order) == (plan.buckets, plan.order)
+    chosen, lines = chosen_of(optimizer), heard.taken()
+    model = make_model()
+    optimizer = stock.DistributedOptimizer(OPTIMIZERS["momentum"](model), model.named_parameters())
+    looped(model, optimizer, range(TRIED + 5))
+    expected, _ = looped(model, optimizer, range(TRIED + 5, TRIED + 35))
+    return Forward(weights, expected, chosen, deferred, lines)
 
 
 def forward_not_allowed() -> tuple[str | None, str | None, str | None]:

@@ -40,7 +40,8 @@ def test_forward_is_taken_to_be_spread_as_backward_is() -> None:
     given = MergedGradient(plan=WFBP, overlap="forward")
     assert step_time(given, PROFILE, SLOW).total_s == 8 + 1
     found = predict(FORWARD, PROFILE, SLOW)
-    assert (found.method, found.seconds) == (FORWARD, pytest.approx(8 + 1))
+    assert found.method == FORWARD
+    assert found.seconds == pytest.approx(8 + 1)
 
 
 def test_a_given_plan_is_no_option_of_what_is_chosen() -> None:
@@ -79,8 +80,8 @@ def test_without_times_of_backward_forward_is_spread_evenly() -> None:
 def test_what_is_not_simpler_must_be_faster_by_the_margin(
     seconds: Sequence[float], chosen: Method
 ) -> None:
-    methods = (PLAIN, FORWARD, PipeSGD())
-    found = [Prediction(*each) for each in zip(methods, seconds, strict=True)]
+    methods: list[Method] = [PLAIN, FORWARD, PipeSGD()]
+    found = [Prediction(method, s) for method, s in zip(methods, seconds, strict=True)]
     assert choose(found).method == chosen
     assert choose(found[::-1]).method == chosen
 
