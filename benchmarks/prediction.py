@@ -44,7 +44,7 @@ DEFAULT_METHODS = (
     "cocod:period=2",
     "cocod:period=8",
 )
-SETTLE_STEPS = 16  # merged-gradient measures and plans within 14
+SETTLE_STEPS = 28  # merged-gradient tries plans for 26
 BYTES_PER_MODEL = 2**20
 
 

@@ -64,7 +64,7 @@ RING = {
 }
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
-PLANNING_STEPS = 36  # merged-gradient and auto plan within 14, overlap=forward within 33
+PLANNING_STEPS = 36  # merged-gradient tries plans for 26, overlap=forward for 32
 MOST_S = 600.0  # for one answer
 SCRIPT = Path(__file__).with_name("throughput_rank.py")
 

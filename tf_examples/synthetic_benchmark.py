@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
         "--num-warmup-batches",
         type=int,
         default=20,
-        help="not measured; merged-gradient makes its plan in the first 13",
+        help="not measured; merged-gradient makes its plan in the first 15",
     )
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10, help="measurements")

@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         "--num-warmup-batches",
         type=int,
         default=30,
-        help="not measured; merged-gradient makes its plan in the first 13",
+        help="not measured; merged-gradient tries its plans in the first 26",
     )
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10, help="measurements")

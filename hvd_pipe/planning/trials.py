@@ -7,8 +7,10 @@ to measure: what is seen is how long steps take, and how long they wait::
     backward of the slowest rank |   wait    | update
     link      | bucket | | bucket | | bucket |
 
-The plans, in turn: the buckets that training began with; about `MANY` messages; the best plan for
-messages that cost what both waits show; and one with fewer messages than that.
+The plans, in turn: the buckets that training began with; about `MANY` messages, or a third of the
+first ones where those are about as many; the best plan for messages that cost what both waits
+show; and one with fewer messages than that. The first plan stays unless another is faster by more
+than the error of what was seen.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +27,15 @@ import numpy.typing as npt
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
 
-__all__ = ["SETTLE_STEPS", "TRIAL_STEPS", "Gradients", "Trial", "fitted_to_waits", "next_plan"]
+__all__ = [
+    "SETTLE_STEPS",
+    "TRIAL_STEPS",
+    "Gradients",
+    "Trial",
+    "error_of",
+    "fitted_to_waits",
+    "next_plan",
+]
 
 SETTLE_STEPS = 1
 """Steps of a new plan that do not count: its buffers are new."""
@@ -32,6 +43,8 @@ TRIAL_STEPS = 5
 """Steps of a plan that are timed."""
 MANY = 12
 FEWER = 0.6
+MOST_MERGED = 60
+"""Messages that can be merged pair by pair within a fraction of a second."""
 HIDDEN = 0.02
 """Where waits are no larger a part of a step, no plan can gain much, and none is tried."""
 
@@ -51,11 +64,13 @@ class Trial:
         plan: Which.
         step_s: Seconds of a step, on the slowest rank.
         wait_s: Seconds from the last gradient to the last average, on the rank that waits least.
+        error_s: By how much the median of so few steps may be wrong.
     """
 
     plan: Plan
     step_s: float
     wait_s: float
+    error_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +121,8 @@ def next_plan(
         tried: What was seen so far, of one plan at least.
         gradients: What messages are made of.
         find: Makes plans.
-        method: How the best plan is made. Only of "exact" plans does the fastest stay; any other
-            is what the user wants, and needs nothing but the cost of messages.
+        method: How the best plan is made. With "exact" the fastest plan stays; any other is what
+            the user wants, and needs nothing but the cost of messages.
         most: How many plans may be tried. With two, the best plan for what they show stays.
 
     Returns:
@@ -131,23 +146,38 @@ def next_plan(
     if len(tried) == 1:
         if method == "exact" and first.wait_s <= HIDDEN * first.step_s:
             return _kept(first, tried, gradients), True
-        limit = max(1, math.ceil(float(gradients.bytes.sum()) / MANY))
-        plan = find(CommModel.linear(0.0, 0.0), "bytes", limit)
-        plan = replace(plan, predicted_s=None, exposed_s=None)  # of no link
+        count = len(first.plan.buckets)
+        other = count / 3 if MANY / 2 <= count <= 2 * MANY else MANY
+        plan = _of_one_size(other, gradients, find)
         if not _is_tried(plan, tried):
             return plan, False
     if not races:
         comm = fitted_to_waits(tried, gradients)
         return replace(find(comm, method, None), tried=_seen(tried)), True
-    if 1 < len(tried) < most:
+    if len(tried) < most:
         comm = fitted_to_waits(tried, gradients)
-        if len(tried) == 2:
+        if len(tried) < most - 1:
             plan = find(comm, method, None)
         else:
-            plan = _with_fewer(tried[-1].plan, comm, gradients)
+            plan = _with_fewer(tried[-1].plan, comm, gradients, find)
         if not _is_tried(plan, tried):
             return plan, False
-    return _kept(min(tried, key=lambda each: each.step_s), tried, gradients), True
+    best = min(tried, key=lambda each: each.step_s)
+    if first.step_s - best.step_s <= math.hypot(first.error_s, best.error_s):
+        best = first
+    return _kept(best, tried, gradients), True
+
+
+def error_of(seconds: Sequence[float]) -> float:
+    """The standard error of the median of these steps, by their median deviation from it.
+
+    Example:
+        >>> error_of([2.0, 2.0, 2.0]), round(error_of([1.0, 2.0, 3.0, 4.0, 5.0]), 2)
+        (0.0, 0.83)
+    """
+    middle = median(seconds)
+    deviation = median(abs(each - middle) for each in seconds)
+    return 1.253 * 1.4826 * deviation / math.sqrt(len(seconds))  # both for Gaussian noise
 
 
 def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
@@ -211,9 +241,18 @@ class _Chain(NamedTuple):
         return float((left[sent] / self.bytes[sent]).min()) if sent.any() else 0.0
 
 
-def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients) -> Plan:
+def _of_one_size(count: float, gradients: Gradients, find: Find) -> Plan:
+    """About so many messages, of the same number of bytes."""
+    limit = max(1, math.ceil(float(gradients.bytes.sum()) / count))
+    plan = find(CommModel.linear(0.0, 0.0), "bytes", limit)
+    return replace(plan, predicted_s=None, exposed_s=None)  # of no link
+
+
+def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients, find: Find) -> Plan:
     """A plan with neighbours merged, the cheapest pair first, until there are few enough."""
     kept = gradients.messages(plan)
+    if len(kept) > MOST_MERGED:
+        return _of_one_size(FEWER * len(kept), gradients, find)
     while len(kept) > max(1, math.floor(FEWER * len(plan.buckets))):
         options = []
         for i, one in enumerate(kept):

@@ -25,7 +25,7 @@ __all__ = [
 SKIP_STEPS = 3
 """Steps that are not recorded: caches fill, and libraries set themselves up."""
 RECORD_STEPS = 10
-"""Steps whose ready times are recorded for a plan."""
+"""Steps whose times are recorded for a profile."""
 
 Groups = Sequence[Sequence[int]]
 """The indices of the gradients of each bucket."""

@@ -83,7 +83,7 @@ def allocated_everywhere(
         raise HvdPipeError(
             f"rank {members(process_set)[int(lacking) - 1]} could not allocate {nbytes} bytes "
             "to measure all-reduces with: free memory there, measure smaller messages, or train "
-            "with a strategy that measures nothing, such as 'merged-gradient:plan=wfbp'."
+            "with a strategy that measures none, such as 'merged-gradient'."
         )
     return made
 

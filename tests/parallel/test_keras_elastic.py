@@ -26,7 +26,7 @@ TIMEOUT = 400.0
 GLOO_TIMEOUT = 120
 
 # Names of one host are hosts of their own to Horovod, and a host that fails is not used again.
-# Under merged-gradient, worker 1 would die while all measure: 9 of 13 steps after the third came.
+# Under merged-gradient, worker 1 would die while plans are tried.
 TWO = "localhost:1\nLOCALHOST:1\n"
 WAYS = ["pipe-sgd", "cocod:period=4"]  # a job takes a minute; "merged-gradient" and TAPE work, too
 STOCK = f"{SWAPPED} pipe-sgd"

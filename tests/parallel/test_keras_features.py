@@ -162,7 +162,6 @@ def test_groups_are_messages() -> None:
 def test_the_planning_callback_plans_once_by_its_own_name(case: str) -> None:
     """Beside a broadcast callback, which has one as well, no step is counted twice."""
     assert_alike(case)
-    assert_alike(case)
     first, *others = (found["plans"] for found in ranks_of(case))
     assert all(other == first for other in others)
     for plans in (first, *others):

@@ -593,7 +593,7 @@ USES: list[Use] = [
             # Encoded gradients depend on the buckets, so these are given.
             run=partial(
                 unequal,
-                options={"merged-gradient": "bucket_bytes=64"},
+                options={"merged-gradient": "plan=wfbp"},
                 compression=compression,
             ),
             expected=no_difference,

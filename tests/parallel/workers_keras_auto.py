@@ -113,8 +113,13 @@ def forced(seconds: float, others: float | None = None) -> Iterator[None]:
         return OwnTimes(compute / 2, ready(times), 0.0)
 
     comm = CommModel.linear(1e-6, mine / 592)  # the model has 592 bytes
+
+    def planned(tried: Any, gradients: Any, find: Any, method: str, **_: Any) -> tuple[Any, bool]:
+        return find(comm, method, None), True
+
     with (
         mock.patch.object(replan, "measure_comm", return_value=comm),
+        mock.patch.object(replan, "next_plan", planned),
         mock.patch.object(ReadyTimes, "seconds", ready),
         mock.patch.object(JobTimes, "own", own),
     ):

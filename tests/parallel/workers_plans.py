@@ -17,7 +17,7 @@ from workers_merged_gradient import SWITCH, Branches, branches_loss
 
 import hvd_pipe.torch as hvd
 import hvd_pipe.torch.messages.allreduce
-from hvd_pipe.planning.trials import next_plan
+from hvd_pipe.planning.trials import TRIAL_STEPS, next_plan
 from hvd_pipe.torch.strategies import merged_gradient
 
 PAUSE_S = 0.004  # before each gradient of a slow rank
@@ -150,6 +150,37 @@ def saved_and_given_back(path: str) -> list[hvd.Plan]:
     return [*plans, given, optimizer.plan]
 
 
+def with_joins(epochs: int = 4, steps: int = 10) -> list[hvd.Plan]:
+    """The plan after every step of short epochs, each of which ends in the middle of a trial."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient")
+    noted = _PlanEachStep(optimizer)
+    for epoch in range(epochs):
+        for step in range(steps + hvd.rank()):  # rank 0 has a batch less
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), steps * epoch + step).backward()
+            noted.step()
+        hvd.join()
+    return noted.plans
+
+
+def saved_in_a_trial() -> tuple[list[bool], list[int]]:
+    """Whether a state holds a plan, and how many plans were tried, before and in a trial anew."""
+    torch.manual_seed(4)
+    model, more = make_model(), nn.Linear(3, 3).double()
+    optimizer = wrap(model, "merged-gradient")
+    holds, tried, steps = [], [], STEPS + TRIAL_STEPS
+    for step in range(steps):
+        if step == steps - TRIAL_STEPS:
+            optimizer.add_param_group({"params": list(more.parameters())})
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        holds.append("plan" in optimizer.state_dict()["hvd_pipe"]["counters"])
+        tried.append(len(optimizer.plan.tried))
+    return holds, tried
+
+
 BUCKETS = [
     "merged-gradient",
     "merged-gradient:plan=wfbp",
@@ -175,5 +206,11 @@ def run(path: str) -> tuple[dict[str, Any | Raised], ...]:
     return (
         run_cases({strategy: partial(buckets_of, strategy) for strategy in BUCKETS}),
         run_cases(PLANS),
-        run_cases({"saved": partial(saved_and_given_back, path)}),
+        run_cases(
+            {
+                "saved": partial(saved_and_given_back, path),
+                "joins": with_joins,
+                "saved in a trial": saved_in_a_trial,
+            }
+        ),
     )

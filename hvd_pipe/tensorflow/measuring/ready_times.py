@@ -15,7 +15,6 @@ three assumptions:
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -46,9 +45,11 @@ class ReadyTimes:
     def __init__(self, count: int) -> None:
         self._moments: dict[int, float] = {}
         self._averaged: float | None = None
+        self._averages = 0
         self._seconds_by_step: list[list[float]] = []
         self._waits: list[float] = []
-        self._ends: list[float] = []
+        self._step_s: list[float] = []
+        self._end: float | None = None
         self._count = count
 
     @property
@@ -85,6 +86,7 @@ class ReadyTimes:
 
     def _note_averages(self) -> None:
         self._averaged = time.perf_counter()
+        self._averages += 1  # more than one where an execution makes several steps
 
     def updated(self, variables: Sequence[tf.Variable]) -> None:
         """Note the end of an update, which is of no interest here."""
@@ -97,7 +99,9 @@ class ReadyTimes:
         averaged, self._averaged = self._averaged, None
         first, last = min(moments.values()), max(moments.values())
         self._waits.append(0.0 if averaged is None else max(0.0, averaged - last))
-        self._ends.append(time.perf_counter())
+        begun, self._end, steps, self._averages = self._end, time.perf_counter(), self._averages, 0
+        if begun is not None:
+            self._step_s.append((self._end - begun) / max(steps, 1))
         self._seconds_by_step.append(
             [moments.get(index, last) - first for index in range(self._count)]
         )
@@ -113,8 +117,7 @@ class ReadyTimes:
 
     def step_s(self) -> float:
         """Return the median seconds of a step; 0 where only one was recorded."""
-        pairs = itertools.pairwise(self._ends)
-        return median([end - begin for begin, end in pairs] or [0.0])
+        return median(self._step_s or [0.0])
 
 
 def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:

@@ -10,7 +10,7 @@ callbacks, under ``model.fit``) asks after each, and has the step traced anew wh
 
     under ``auto``
     SKIP steps      as before
-    RECORD steps    traced anew, the same buckets; times are recorded
+    its steps       traced anew, the same buckets; times are recorded
     then            all-reduces are measured, rank 0 plans and chooses, all follow;
                     traced anew for the last time
 

@@ -130,6 +130,7 @@ def _gone_apart() -> HorovodInternalError | None:
     """
     for handle in () if is_elastic() else tuple(_handles):
         if poll(handle):
+            _handles.discard(handle)
             try:
                 _synchronize(handle)
             except HorovodInternalError as error:

@@ -33,7 +33,14 @@ import numpy.typing as npt
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS, Gradients, Trial, next_plan
+from hvd_pipe.planning.trials import (
+    SETTLE_STEPS,
+    TRIAL_STEPS,
+    Gradients,
+    Trial,
+    error_of,
+    next_plan,
+)
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
@@ -209,7 +216,7 @@ class MergedGradientEngine(Engine):
     def _receive(self) -> None:
         """Wait for the averages, and read the control flags of all ranks."""
         self.current.wait()
-        if isinstance(self._phase, Measuring):
+        if isinstance(self._phase, Measuring) and self.ready_times is not None:
             self._phase.waits.append(time.perf_counter() - self._sent_s)
         flags, workers = self.current.flags, self.reduction.workers
         self._flags = flags
@@ -233,7 +240,9 @@ class MergedGradientEngine(Engine):
         self.synchronized = not self._flags.all_drained(self.reduction.workers)
 
     def state(self) -> State:
-        plan = self.plan if self._measured else None
+        # A plan on trial may be a bad one.
+        keeps = self._measured and not isinstance(self._phase, Measuring)
+        plan = self.plan if keeps else None
         return MergedGradientState(plan, residuals_of(self.current)).to_state()
 
     def load(self, state: State) -> None:
@@ -253,10 +262,10 @@ class MergedGradientEngine(Engine):
     def after_join(self) -> None:
         self.rounds = 0
         self.stepped = False
-        if not self._measured:  # planning needs all ranks: either all have done it or none has
-            self._measure_anew()
-        elif isinstance(self._phase, Measuring):
-            self._enter(Planned())
+        if isinstance(self._phase, Measuring):
+            # Trials end where all ranks are present, so all have seen the same ones.
+            tried = self._phase.tried
+            self._enter(Measuring(SETTLE_STEPS if tried else SKIP_STEPS, tried))
 
     # Architecture: G12
     def after_update(self) -> None:
@@ -271,14 +280,14 @@ class MergedGradientEngine(Engine):
             self._enter(phase)
         if not isinstance(phase, Measuring):
             return
-        phase.ends.append(time.perf_counter())
         if self.ready_times is None:
             if self.rounds >= phase.begin:
                 parameters = self.settings.parameters
                 self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
-                phase.ends[:], phase.waits[:] = phase.ends[-1:], []
+                phase.ends.append(time.perf_counter())
             return
         assert isinstance(self.ready_times, ReadyTimes)  # others watch when nothing is measured
+        phase.ends.append(time.perf_counter())
         if self.ready_times.steps >= self._record_steps:
             self._plan_anew(phase, self.ready_times.seconds())
 
@@ -300,13 +309,15 @@ class MergedGradientEngine(Engine):
     def _plan_anew(self, phase: Measuring, seconds: Sequence[float]) -> None:
         settings, process_set = self.settings, self.settings.reduction.process_set
         assert self.plan is not None
-        step_s = median(end - begin for begin, end in itertools.pairwise(phase.ends))
-        # A bucket leaves when the slowest rank has filled it, so that rank's times count; the one
-        # that is last waits for messages alone.
-        mine = [*seconds, step_s, -median(phase.waits)]
-        *ready, step_s, wait = largest(mine, f"{settings.tag}.ready", process_set)
-        tried = [*phase.tried, Trial(self.plan, step_s, -wait)]
-        if self._measures_comm and self._method != "bytes" and self.comm is None:
+        steps = [end - begin for begin, end in itertools.pairwise(phase.ends)]
+        # A bucket leaves when the slowest rank has filled it, so that rank's times count. In each
+        # step, the rank that is last waits for messages alone.
+        waits = [-wait for wait in phase.waits[-self._record_steps :]]
+        mine = [median(steps), error_of(steps), *waits, *seconds]
+        step_s, error_s, *rest = largest(mine, f"{settings.tag}.ready", process_set)
+        wait_s, ready = -median(rest[: len(waits)]), rest[len(waits) :]
+        tried = [*phase.tried, Trial(self.plan, step_s, wait_s, error_s)]
+        if self._measures_comm and self.comm is None:
             total = sum(settings.wire_bytes())
             device = settings.parameters[0].device
             self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
