@@ -204,7 +204,7 @@ def wrong_calls(transport: str) -> dict[str, str | Raised]:
             wire.send(1, kind, bytes(65))
         raise ValueError("not my turn")
 
-    return run_cases(
+    found = run_cases(
         {
             "unknown": lambda: refused("carrier-pigeon"),
             "one rank alone chooses": lambda: refused("auto" if rank else "tcp"),
@@ -225,6 +225,8 @@ def wrong_calls(transport: str) -> dict[str, str | Raised]:
             "closed": lambda: after_open(use_closed),
         }
     )
+    job.hvd.barrier()  # the rank that ends first shuts Horovod down, and the other hears of that
+    return found
 
 
 def refusal(transport: str, without: str = "") -> str:
