@@ -76,6 +76,7 @@ def _exchange(name: str) -> str:
 
 
 _GATED = "plain, wfbp, slow network"
+_BACK = "test_the_barrier_comes_back_where_its_steps_were_faster"
 _LOOK = "parallel/test_overlap_forward", "test_who_looks_early_sees_new_weights"
 _PIPE = "pipe-sgd, momentum"
 _DRAINED = "pipe-sgd, momentum, drained after (13, 14)"
@@ -938,6 +939,22 @@ _OVERLAP = [
         "{**group, **taken, ",
         "{**taken, **group, ",
         _ids("single/test_partial_updates", "test_updates_of_some_are_one_update_of_all"),
+    ),
+    Mutation(
+        "overlap: the barrier never comes back",
+        "torch/overlap_start.py",
+        "if min(each for _, each in before) < seconds:",
+        "if False:",
+        _ids("parallel/test_overlap_forward", _BACK),
+        "barrier wins",
+    ),
+    Mutation(
+        "overlap: a resumed run races again",
+        "torch/overlap_start.py",
+        "self._over = bool(plan.tried_forward)",
+        "self._over = False",
+        _ids("parallel/test_overlap_forward", _BACK),
+        "barrier wins",
     ),
     Mutation(
         "overlap: a gate lets everything pass",

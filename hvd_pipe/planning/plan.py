@@ -30,6 +30,7 @@ class Plan:
             each bucket in one message, in their order, all of them before the update.
         tried: the plans that were tried in training before this one stayed: how many messages
             each had, and the seconds of its steps.
+        tried_forward: the same of plans whose messages travel behind the next forward pass.
 
     Raises:
         ValueError: no buckets, an empty one, a name twice, a negative time, or an order that
@@ -49,6 +50,7 @@ class Plan:
     exposed_s: float | None = None
     order: tuple[int, ...] | None = None
     tried: tuple[tuple[int, float], ...] = ()
+    tried_forward: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(tuple(bucket) for bucket in self.buckets))
@@ -89,9 +91,10 @@ class Plan:
             lines.append(f"{number:6d}  {len(bucket):7d}  {names}")
         if self.order is not None:
             lines.append(f"sent as {' '.join(map(str, self.order))}, behind the next forward pass")
-        if self.tried:
-            seen = ", ".join(f"{count} messages: {s * 1e3:.1f} ms" for count, s in self.tried)
-            lines.append(f"tried in training, a step with {seen}")
+        for tried, where in ((self.tried, ""), (self.tried_forward, "behind the next forward, ")):
+            if tried:
+                seen = ", ".join(f"{count} messages: {s * 1e3:.1f} ms" for count, s in tried)
+                lines.append(f"tried in training, {where}a step with {seen}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -99,8 +102,9 @@ class Plan:
         data = {"schema": SCHEMA, **asdict(self)}
         if self.order is None:  # as plans were written before there was one
             del data["order"]
-        if not self.tried:
-            del data["tried"]
+        for key in ("tried", "tried_forward"):
+            if not data[key]:
+                del data[key]
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod
@@ -113,7 +117,7 @@ class Plan:
             True
         """
         keys = {"buckets", "method", "predicted_s", "exposed_s"}
-        data = read_object(text, SCHEMA, keys, optional={"order", "tried"})
+        data = read_object(text, SCHEMA, keys, optional={"order", "tried", "tried_forward"})
         buckets, method = data["buckets"], data["method"]
         if not (
             isinstance(buckets, list)
@@ -132,7 +136,8 @@ class Plan:
                 raise ValueError(f'"order" is a list of bucket numbers or null, got {order!r}')
             order = tuple(order)
         times = data["predicted_s"], data["exposed_s"]
-        return cls(tuple(map(tuple, buckets)), method, *times, order, _tried(data.get("tried")))
+        tried = [_tried(key, data.get(key)) for key in ("tried", "tried_forward")]
+        return cls(tuple(map(tuple, buckets)), method, *times, order, *tried)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes :meth:`to_json` to a file."""
@@ -144,12 +149,12 @@ class Plan:
         return load_text(path, cls.from_json, "this is no plan, but binary data")
 
 
-def _tried(data: object) -> tuple[tuple[int, float], ...]:
+def _tried(key: str, data: object) -> tuple[tuple[int, float], ...]:
     found = [] if data is None else data
     if not (
         isinstance(found, list)
         and all(isinstance(each, list) and len(each) == 2 for each in found)
         and all(type(count) is int and isinstance(s, int | float) for count, s in found)
     ):
-        raise ValueError(f'"tried" is a list of pairs, messages and seconds, got {data!r}')
+        raise ValueError(f'"{key}" is a list of pairs, messages and seconds, got {data!r}')
     return tuple((count, float(s)) for count, s in found)

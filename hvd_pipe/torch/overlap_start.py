@@ -2,10 +2,12 @@
 
 ::
 
-    WATCH_STEPS   merged-gradient with default buckets; `FirstUses` sees where weights are used
-    TRIALS        updates are deferred; plans with few, with many messages: what each takes is seen
-                  the plan that is best for messages as they were, and one with fewer
-    from then on  the plan with the fastest steps, the same on all ranks
+    merged-gradient   until its own plan stays
+    WATCH_STEPS       the same; `FirstUses` sees where weights are used
+    TRIALS            updates are deferred; plans with few, with many messages: what each takes is
+                      seen; the plan that is best for messages as they were, and one with fewer
+    from then on      the plan with the fastest steps, the same on all ranks: one of these, or
+                      merged-gradient's with the barrier
 
 A plan or a bucket size that the user gives is taken as it is. A run that goes on from a checkpoint
 sends by its plan from the first step.
@@ -24,12 +26,13 @@ import numpy as np
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.overlap import PARTS, Pass, fitted, in_order, plan_overlap
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.first_uses import FirstUses, Uses
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
-from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine, MergedGradientState
 
 __all__ = ["OverlapStart", "refusal"]
 
@@ -55,6 +58,8 @@ class OverlapStart:
         self._watched: FirstUses | None = None
         self._since = 0
         self._trials: _Trials | None = None
+        self._raced = False
+        """Whether merged-gradient's plans were tried in this run."""
         self._over = False
 
     @property
@@ -69,8 +74,10 @@ class OverlapStart:
         if self._trials is not None:
             assert isinstance(engine, ForwardOverlapEngine)
             self._over = self._trials.after_step(engine)
-            return engine
+            back = self._over and engine.plan is not None and engine.plan.order is None
+            return _with_barrier(engine) if back else engine
         if engine.measures:
+            self._raced = True
             return engine
         watched = self._watched
         if watched is not None and watched.count != len(engine.settings.parameters):
@@ -103,7 +110,10 @@ class OverlapStart:
         if text is None or saved.workers != engine.reduction.workers:
             return engine, saved
         plan, settings = Plan.from_json(text), engine.settings
-        if plan.order is None or set(plan.names) != set(settings.names):
+        if set(plan.names) != set(settings.names):
+            return engine, saved
+        if plan.order is None:  # with the barrier, for good where others were slower
+            self._over = bool(plan.tried_forward)
             return engine, saved
         self._over, self._watched, self._trials = False, None, None
         return _overlapping(engine, plan, measured=True), saved
@@ -137,12 +147,14 @@ class OverlapStart:
         )
         if not isinstance(engine, ForwardOverlapEngine):
             assert engine.plan is not None
-            plan = engine.plan
+            plan = barrier = engine.plan
             if plan.order is None:
                 plan = in_order(plan, settings.names, work)
             engine = _overlapping(engine, plan, measured=False)
             if not self._is_given:
-                self._trials, self._over = _Trials(work), False
+                known = self._raced and bool(barrier.tried)
+                self._trials = _Trials(work, barrier if known else None)
+                self._over = False
                 self._trials.begin(engine)
         assert isinstance(engine, ForwardOverlapEngine)
         engine.open_gates(uses)
@@ -152,10 +164,15 @@ class OverlapStart:
 
 
 class _Trials:
-    """Tries plans in training, each for some steps, and goes on with the fastest."""
+    """Tries plans in training, each for some steps, and goes on with the fastest.
 
-    def __init__(self, work: Pass) -> None:
-        self._work = work
+    Args:
+        work: What is sent, and when.
+        barrier: merged-gradient's plan, with what its steps took in this run; None: not known.
+    """
+
+    def __init__(self, work: Pass, barrier: Plan | None) -> None:
+        self._work, self._barrier = work, barrier
         self._tried: list[tuple[Plan, float]] = []
         self._messages: list[tuple[float, float]] = []
         self._ends: list[float] = []
@@ -210,9 +227,7 @@ class _Trials:
         settings, work = engine.settings, self._work
         kinds = [(each.dtype, each.device) for each in settings.parameters]
         if number == TRIALS:
-            seen = tuple((_count(plan), seconds) for plan, seconds in self._tried)
-            fastest, _ = min(self._tried, key=lambda each: each[1])
-            return dataclasses.replace(fastest, tried=seen)
+            return self._fastest()
         if number < len(FIRST_PARTS):
             busy = (work.forward_s + work.backward_s) / max(float(work.bytes.sum()), 1.0)
             comm, parts = CommModel.linear(0.0, busy), FIRST_PARTS[number : number + 1]
@@ -222,6 +237,17 @@ class _Trials:
                 most = _count(self._tried[-1][0])
                 parts = (max(1, round(FEWER * most)),)
         return plan_overlap(settings.names, work, comm, kinds, parts)
+
+    def _fastest(self) -> Plan:
+        """The plan to go on with: the barrier's where its steps were faster."""
+        seen = tuple((_count(plan), seconds) for plan, seconds in self._tried)
+        fastest, seconds = min(self._tried, key=lambda each: each[1])
+        if self._barrier is None:
+            return dataclasses.replace(fastest, tried_forward=seen)
+        before = self._barrier.tried
+        if min(each for _, each in before) < seconds:
+            fastest = self._barrier
+        return dataclasses.replace(fastest, tried=before, tried_forward=seen)
 
 
 def _count(plan: Plan) -> int:
@@ -270,8 +296,21 @@ def refusal(engine: MergedGradientEngine) -> str | None:
 def _overlapping(engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEngine:
     """Return an engine of this plan, for the same parameters, between two steps."""
     settings = dataclasses.replace(engine.settings, passes=engine.passes, sparse_as_dense=True)
-    state, rounds, held = engine.state(), engine.rounds, engine.held
     successor = ForwardOverlapEngine(settings, plan, measured)
-    successor.load(dataclasses.replace(state, counters={}))
-    successor.rounds, successor.held = rounds, held
+    _go_on(successor, engine)
     return successor
+
+
+def _with_barrier(engine: ForwardOverlapEngine) -> MergedGradientEngine:
+    """Return an engine of the same plan whose updates wait in ``step()``, between two steps."""
+    settings = dataclasses.replace(engine.settings, passes=engine.passes)
+    successor = MergedGradientEngine(settings, MergedGradient(), None)
+    successor.load(MergedGradientState(engine.plan, {}).to_state())
+    _go_on(successor, engine)
+    return successor
+
+
+def _go_on(successor: Engine, engine: Engine) -> None:
+    """Let an engine take the place of one that has finished a step."""
+    successor.load(dataclasses.replace(engine.state(), counters={}))
+    successor.rounds, successor.held = engine.rounds, engine.held

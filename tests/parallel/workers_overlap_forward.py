@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import horovod.torch as stock
 import torch
@@ -23,6 +24,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.torch import overlap_start
 from hvd_pipe.torch.messages.ordered import OrderedMessage
 
 PLANNED = "merged-gradient:overlap=forward"
@@ -30,9 +32,10 @@ ALONE = "merged-gradient:plan=wfbp,overlap=forward"
 FILLED = "merged-gradient:bucket_bytes=64,overlap=forward"
 BARRIER = "merged-gradient:plan=wfbp"
 
-LONG = 48  # with all plans that are tried
+LONG = 68  # with all plans that are tried, first with the barrier
 SHORT = 16
 BEGUN = 6  # updates are deferred by then where the plan is given
+RACED = 31  # and by then where merged-gradient's plans are tried before
 ODD = 11  # the step in which ranks do something unlike
 EVERY = 7  # steps between two records of the weights
 
@@ -292,6 +295,13 @@ def slowly(function: Callable[..., R], *arguments: Any, **options: Any) -> R:
         return function(*arguments, **options)
 
 
+def decided(forward: bool, function: Callable[..., R], *arguments: Any, **options: Any) -> R:
+    """Let the barrier lose or win the race of plans, whatever steps take."""
+    seconds = 0.0 if forward else 1e3
+    with mock.patch.object(overlap_start, "median", return_value=seconds):
+        return function(*arguments, **options)
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "attention": {"make": Attention},
@@ -317,7 +327,7 @@ AGAINST_STOCK: dict[str, Callable[[], tuple[Run, Run]]] = {
     f"{name}, {how}": partial(run, strategy, steps=steps, **script)
     for name, script in MODELS.items()
     for how, run, strategy, steps in (
-        ("planned", both, PLANNED, LONG),
+        ("planned", partial(decided, True, both), PLANNED, LONG),
         ("wfbp", both, ALONE, SHORT),
         ("wfbp, slow network", partial(slowly, both), ALONE, SHORT),
         ("bytes, slow network", partial(slowly, both), FILLED, SHORT),
@@ -582,14 +592,50 @@ def joined_in_a_trial(strategy: str) -> int:
         momentum(model), model.named_parameters(), strategy=strategy
     )
     steps = 0
-    for epoch in range(3):
-        for step in range(9 + 2 * (hvd.rank() == 1) + 24 * (epoch == 2)):
+    for epoch in range(6):
+        for step in range(9 + 2 * (hvd.rank() == 1) + 24 * (epoch == 5)):
             optimizer.zero_grad()
             loss_of(model, hvd.rank(), step).backward()
             optimizer.step()
             steps += bool(pending(optimizer))
         hvd.join()
     return steps
+
+
+class Back(NamedTuple):
+    """A run whose steps with the barrier were faster, and one that goes on from its state.
+
+    Args:
+        runs: Stock Horovod's and ours.
+        plans: At the end, and at the end of the run that goes on.
+        went_on: The steps of that one which left messages to be waited for later.
+    """
+
+    runs: tuple[Run, Run]
+    plans: tuple[hvd.Plan, hvd.Plan]
+    went_on: list[int]
+
+
+def barrier_wins() -> Back:
+    kept: list[Any] = []
+
+    def keep(model: nn.Module, optimizer: Any, step: int) -> None:
+        kept[:] = [model, optimizer]
+
+    runs = both(PLANNED, steps=LONG, after=keep)
+    model, before = kept
+    optimizer = hvd.DistributedOptimizer(
+        momentum(model), model.named_parameters(), strategy=PLANNED
+    )
+    optimizer.load_state_dict(before.state_dict())
+    went_on = []
+    for step in range(LONG):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        if pending(optimizer):
+            went_on.append(step)
+    return Back(runs, (before.plan, optimizer.plan), went_on)
 
 
 def joined_while_watched(strategy: str) -> tuple[Weights, int]:
@@ -731,7 +777,8 @@ def at_two() -> dict[Any, Any]:
         ("joined while watched", each): partial(joined_while_watched, each)
         for each in (ALONE, BARRIER)
     }
-    joins["joined in a trial"] = partial(joined_in_a_trial, PLANNED)
+    joins["joined in a trial"] = partial(decided, True, joined_in_a_trial, PLANNED)
+    joins["barrier wins"] = partial(decided, False, barrier_wins)
     return run_cases(
         {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}
     )
@@ -752,7 +799,7 @@ def at_three() -> dict[str, Run | Raised]:
     hvd.init()
     return run_cases(
         {
-            (name, strategy): partial(scripted, strategy, steps=steps, **script)
+            (name, strategy): partial(decided, True, scripted, strategy, steps=steps, **script)
             for name, script in SERIAL.items()
             for strategy, steps in ((PLANNED, LONG), (ALONE, SHORT))
         }

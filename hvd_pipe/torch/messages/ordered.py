@@ -30,6 +30,9 @@ __all__ = ["IN_FLIGHT", "OrderedMessage", "OrderedMessages", "Sender"]
 IN_FLIGHT = 2
 """Messages on the wire at a time: one travels while the next one is negotiated."""
 
+LEAST_SLEEP_S = 1e-3
+MOST_OF = 0.8  # a network that has become faster must show
+
 PATIENCE_S = 10.0  # for the thread to leave what it does, in `Sender.close`
 
 
@@ -144,7 +147,7 @@ class _Round:
             while not self._closed:
                 if self._advance():
                     begun = time.monotonic()
-                else:
+                elif not self._sleep_until_due():
                     sleep_between_polls(begun)
         except BaseException as error:  # it is raised where the message is waited for
             with self._changed:
@@ -179,6 +182,22 @@ class _Round:
                 self._done.update(arrived)
                 self._changed.notify_all()
         return bool(arrived)
+
+    def _sleep_until_due(self) -> bool:
+        """Sleep for most of what the first message takes at least, so as not to poll meanwhile.
+
+        Returns:
+            False where it is due, or its time is not known yet.
+        """
+        place = self._flying[0]
+        begun = max(self._free, self._sent[place])
+        left = begun + self.seconds.get(place, 0.0) - time.monotonic()
+        if left < LEAST_SLEEP_S:
+            return False
+        with self._changed:  # what becomes ready may leave at once
+            if not self._closed:
+                self._changed.wait(MOST_OF * left)
+        return True
 
     def _note_seconds(self, place: int) -> None:
         now = time.monotonic()

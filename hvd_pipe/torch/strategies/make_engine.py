@@ -56,8 +56,8 @@ def switch(engine: Engine, strategy: Method) -> Engine:
 
 def _make(settings: Settings, strategy: Method, plan: Plan | None) -> Engine:
     if isinstance(strategy, MergedGradient):
-        if strategy.overlaps_forward and strategy.plan == "auto":
-            # It begins with default buckets: plans are tried while updates are deferred.
+        if strategy.overlaps_forward and strategy.bucket_bytes is not None:
+            # Their order comes from the steps that are watched.
             every = range(len(settings.names))
             plan = settings.index.first_plan(strategy, settings.groups, every)
             strategy = dataclasses.replace(strategy, plan=plan, bucket_bytes=None)
