@@ -166,7 +166,7 @@ def run_cell(
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     for team, names in copies(ratio).items():
         for name in names:
-            settle = PLANNING_STEPS if name == "merged-gradient" else SETTLE_STEPS
+            settle = PLANNING_STEPS.get(name, SETTLE_STEPS)
             teams[team].ask("build", name=name, settle=settle, **build)
             expected[team, name] = predicted_row(profile, cluster, name)
             a_step = expected[team, name]["seconds"] * (1 if name == "single" else workers)
@@ -177,7 +177,7 @@ def run_cell(
         teams["pipeline"].ask(
             "build",
             name=pipe.name,
-            settle=max(count, PLANNING_STEPS * max(pipe.partition.replicas)),
+            settle=max(count, PLANNING_STEPS["merged-gradient"] * max(pipe.partition.replicas)),
             plan=pipe.partition.to_json(),
             mode=pipe.mode,
             microbatches=pipe.microbatches,

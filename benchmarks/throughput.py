@@ -19,6 +19,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,7 +65,9 @@ RING = {
 }
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
-PLANNING_STEPS = 36  # merged-gradient tries plans for 26, overlap=forward for 32
+PLANNING_STEPS = {"merged-gradient": 28, "merged-gradient:overlap=forward": 62, "auto": 36}
+SAMPLES = 5  # messages of each size whose time is measured
+LONG_S = 0.5  # fewer do where one takes so long
 MOST_S = 600.0  # for one answer
 SCRIPT = Path(__file__).with_name("throughput_rank.py")
 
@@ -161,6 +164,15 @@ class Team:
             time.sleep(0.01)
         return [found[rank] for rank in range(self._size)]
 
+    def processor_s(self) -> float:
+        """Seconds of processor time that its ranks have had."""
+        found = 0.0
+        for process in self._ranks():
+            with suppress(OSError):  # it has ended meanwhile
+                after = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                found += sum(map(int, after[11:13])) / os.sysconf("SC_CLK_TCK")
+        return found
+
     def _signal(self, number: int) -> None:
         for process in self._ranks():
             with suppress(ProcessLookupError):  # it has ended meanwhile
@@ -236,6 +248,31 @@ def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str,
         yield found
 
 
+SPIN = """
+import sys, time
+share = float(sys.argv[1])
+while True:
+    end = time.perf_counter() + share * 0.02
+    while time.perf_counter() < end:
+        pass
+    time.sleep((1 - share) * 0.02)
+"""
+
+
+@contextmanager
+def busy(share: float) -> Iterator[None]:
+    """Another process keeps one processor busy for this share of the time."""
+    if not share:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-S", "-c", SPIN, str(share)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 @contextmanager
 def tuned(
     cluster: Cluster, teams: dict[str, Team], options: argparse.Namespace
@@ -258,7 +295,7 @@ def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size
     rate, taken = wire / wanted, 0.0
     for _ in range(5):
         cluster.rate(f"{rate / 1e6:.6f}MB/s")
-        taken = measured(team, "all-reduce", [size])[size]
+        taken = measured(team, "all-reduce", [size], wanted)[size]
         if abs(taken / wanted - 1) < 0.02:
             break
         beside = taken - wire / rate  # what no faster link would spare
@@ -281,23 +318,27 @@ def run_cell(
     built = teams["ddp"].ask("build", name="single", settle=SETTLE_STEPS, **build)
     size = built[0]["gradient_bytes"]
     alone = race(teams["ddp"], "single", 6)
-    all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
-    sizes = [4 * round(size * CODECS[codec].ratio / 4) for codec in ("int8", "bf16", "none")]
-    all_reduces = measured(teams["ours"], "all-reduce", sizes)
-    exchanges = measured(teams["ours"], "exchange", sizes[:2])
     chosen = contestants_of(cell.ratio, options)
+    all_reduce_s = set_ratio(cluster, teams["ours"], alone["seconds"], cell.ratio, size)
+    names = {name for each in chosen.values() for name in each}
+    codecs = {name.partition("+")[2] for name in names} & set(CODECS)
+    sizes = [4 * round(size * CODECS[codec].ratio / 4) for codec in sorted(codecs)]
+    all_reduces = measured(teams["ours"], "all-reduce", sizes, all_reduce_s)
+    all_reduces[size] = all_reduce_s
+    exchanges = measured(teams["ours"], "exchange", sizes, all_reduce_s)
     planned: dict[tuple[str, str], float | None] = {}
     for team, names in chosen.items():
         for name in names:
             if name != "single":
-                plans = name.removeprefix(TENSORFLOW).startswith(("merged", "auto"))
-                settle = PLANNING_STEPS if plans else SETTLE_STEPS
+                kind = name.removeprefix(TENSORFLOW).partition("+")[0]
+                settle = PLANNING_STEPS.get(kind, SETTLE_STEPS)
                 settle = TUNING_STEPS if team == "autotune" else settle
                 built = teams[team].ask("build", name=name, settle=settle, **build)
                 planned[team, name] = built[0]["planned_exposed_s"]
     entrants = [(team, name) for team, names in chosen.items() for name in names]
     results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
     steps = dict.fromkeys(entrants, 1)
+    before = time.monotonic(), processor_s(), sum(team.processor_s() for team in teams.values())
     for number in range(options.rounds + 1):  # the first one says how many steps to take
         shift = number % len(entrants)
         for each in entrants[shift:] + entrants[:shift]:
@@ -306,6 +347,8 @@ def run_cell(
                 steps[each] = steps_for(each[1], options.seconds / found["seconds"])
             else:
                 results[each].append(found)
+    after = time.monotonic(), processor_s(), sum(team.processor_s() for team in teams.values())
+    wall_s, all_s, own_s = (late - early for early, late in zip(before, after, strict=True))
     for team in chosen:
         teams[team].ask("drop")
     rows = [
@@ -332,19 +375,28 @@ def run_cell(
         "all_reduce_s": all_reduces,
         "exchange_s": exchanges,
         "reached_ratio": all_reduce_s / alone["seconds"],
+        "others": max(0.0, all_s - own_s) / wall_s / (os.cpu_count() or 1),
         "rows": rows,
     }
+
+
+def processor_s() -> float:
+    """Seconds that all processors of this machine have worked."""
+    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    user, nice, system, _, _, irq, softirq, steal = map(int, words[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
     names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
-    return {name: getattr(options, name) for name in (*names, "realtime", "tensorflow")}
+    return {name: getattr(options, name) for name in (*names, "realtime", "tensorflow", "busy")}
 
 
-def measured(team: Team, kind: str, sizes: list[int]) -> dict[int, float]:
-    """Seconds of a message of each size, in bytes, on the slowest rank."""
-    answers = team.ask("measure", kind=kind, sizes=sizes)
+def measured(team: Team, kind: str, sizes: list[int], about_s: float) -> dict[int, float]:
+    """Seconds of a message of each size, in bytes, on the slowest rank: about so many."""
+    samples = 2 if about_s > LONG_S else SAMPLES
+    answers = team.ask("measure", kind=kind, sizes=sizes, samples=samples)
     return {int(size): max(answer[size] for answer in answers) for size in answers[0]}
 
 
@@ -382,7 +434,11 @@ def main() -> int:
             mine = [cell for cell in left if cell.workers == workers]
             if not mine:
                 continue
-            with Cluster(workers) as cluster, started(cluster, options) as teams:
+            with (
+                Cluster(workers) as cluster,
+                started(cluster, options) as teams,
+                busy(options.busy),
+            ):
                 for cell in mine:
                     with tuned(cluster, teams, options) as entered:
                         found.append(run_cell(cell, cluster, entered, options))
@@ -416,8 +472,8 @@ def todo(options: argparse.Namespace, found: list[dict[str, Any]]) -> list[Cell]
     cells = [
         Cell(model, workers, ratio)
         for workers in options.workers
-        for model in options.models
         for ratio in options.ratios
+        for model in options.models
     ]
     return [cell for cell in cells if cell not in done]
 
@@ -461,6 +517,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--realtime", action="store_true", help="the hosts go before all else on this machine"
     )
+    parser.add_argument(
+        "--busy", type=float, default=0.0, help="the share of one core that another process takes"
+    )
     parser.add_argument("--json", help="write all cells here, after each one")
     parser.add_argument(
         "--resume",
@@ -473,6 +532,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
     if options.rounds < 1 or options.seconds <= 0.0:
         parser.error("--rounds and --seconds: more than 0")
+    if not 0.0 <= options.busy <= 1.0:
+        parser.error("--busy: from 0 to 1")
     if max(options.workers) > MOST_HOSTS:
         parser.error(f"--workers: {MOST_HOSTS} at most")
     if options.realtime and options.backend == "mpi":

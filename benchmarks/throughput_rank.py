@@ -31,7 +31,6 @@ import torch.distributed as dist
 import hvd_pipe.torch as hvd
 
 POLL_S = 0.01
-SAMPLES = 5  # messages of each size whose time is measured
 LEAD_STEPS = 2  # after a barrier, until each step waits for what one after it has sent
 
 
@@ -60,19 +59,19 @@ class Rank:
             self.rank = stock.rank()
             self.barrier = stock.barrier
 
-    def measure(self, kind: str, sizes: list[int]) -> dict[str, float]:
+    def measure(self, kind: str, sizes: list[int], samples: int) -> dict[str, float]:
         """Seconds that a message of each size, in bytes, keeps the links busy.
 
         Several are sent at once, and follow each other: what passes before the first has arrived
         is not counted. An exchange is what a codec sends: an all-to-all, and an all-gather.
         """
         if kind == "exchange":
-            parts = [self.measure(each, sizes) for each in ("all-to-all", "all-gather")]
+            parts = [self.measure(each, sizes, samples) for each in ("all-to-all", "all-gather")]
             return {size: sum(part[size] for part in parts) for size in parts[0]}
         found = {}
         for size in sizes:
             self.barrier()
-            waiting = [self._send(kind, size, number) for number in range(1 + SAMPLES)]
+            waiting = [self._send(kind, size, number) for number in range(1 + samples)]
             arrived = []
             while waiting:  # in whichever order: Horovod has one of its own
                 for handle in [each for each in waiting if stock.poll(each)]:
@@ -80,7 +79,7 @@ class Rank:
                     waiting.remove(handle)
                     arrived.append(time.perf_counter())
                 time.sleep(POLL_S / 20)
-            found[str(size)] = (arrived[-1] - arrived[0]) / SAMPLES
+            found[str(size)] = (arrived[-1] - arrived[0]) / samples
         return found
 
     def _send(self, kind: str, size: int, number: int) -> Any:
