@@ -4,6 +4,7 @@ single               one worker by itself: no communication
 conventional         all gradients in one all-reduce after the backward pass
 horovod              stock Horovod
 horovod:asleep       the same; its main thread sleeps while it waits, and does not poll
+engine:buckets=4 ... Horovod's engine by itself: buckets of equal bytes, each sent when it is full
 ddp, ddp+fp16        PyTorch DistributedDataParallel over Gloo, with its fp16 hook
 ddp:buckets=8 ...    the same with buckets of an 8th of all gradients (bucket_cap_mb), not a 4th
 ddp:post-local       PyTorch's PostLocalSGD: models averaged every 4 steps
@@ -33,11 +34,13 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
 from hvd_pipe.strategy import CoCoD, parse
 
-__all__ = ["DDP_BUCKETS", "PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
+__all__ = ["DDP_BUCKETS", "ENGINE", "PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
 
 DDP_BUCKETS = ("ddp:buckets=1", "ddp:buckets=8")  # beside PyTorch's own 25 MiB
+ENGINE = tuple(f"engine:buckets={count}" for count in (1, 2, 3, 4, 6, 8, 12))
+"""The best of them is what Horovod's engine allows who sends by the order of backward."""
 PEERS = (
-    *("single", "conventional", "horovod", "horovod:asleep"),
+    *("single", "conventional", "horovod", "horovod:asleep", *ENGINE),
     *("ddp", "ddp+fp16", "ddp:post-local", *DDP_BUCKETS),
 )
 TENSORFLOW = "tf:"  # begins the names of contestants_tf.py
@@ -74,6 +77,8 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     if name in PEERS:
         if name.startswith("ddp"):
             return _ddp(name, model, loss)
+        if name in ENGINE:
+            return _engine(int(name.partition("=")[2]), model, loss)
         makers = {"single": _single, "conventional": _conventional, "horovod": _horovod}
         return {**makers, "horovod:asleep": _horovod_asleep}[name](model, loss)
     kind, _, compression = name.partition("+")
@@ -146,6 +151,54 @@ def _horovod_asleep(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
         optimizer.step()
 
     return Contestant(step, optimizer.synchronize)
+
+
+def _engine(count: int, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
+    """Nothing but hooks that copy, all-reduces, and a wait that sleeps."""
+    optimizer, parameters = SGD(model.parameters(), LR), list(model.parameters())[::-1]
+    size = sum(p.numel() for p in parameters)
+    groups: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    begun = 0
+    for parameter in parameters:  # in the order of backward, as every profile here has it
+        groups[begun * count // size].append(parameter)
+        begun += parameter.numel()
+    groups = [group for group in groups if group]
+    flats = [torch.zeros(sum(p.numel() for p in group)) for group in groups]
+    handles: list[int] = []
+    left = [0] * len(groups)
+
+    def hook(number: int, view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def filled(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            view.copy_(parameter.grad)
+            left[number] -= 1
+            if left[number] == 0:
+                handles.append(stock.allreduce_async_(flats[number], name=f"engine.{number}"))
+
+        return filled
+
+    views: dict[torch.Tensor, torch.Tensor] = {}
+    for number, group in enumerate(groups):
+        pieces = flats[number].split([p.numel() for p in group])
+        for parameter, piece in zip(group, pieces, strict=True):
+            views[parameter] = piece.view_as(parameter)
+            parameter.register_post_accumulate_grad_hook(hook(number, views[parameter]))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        left[:] = map(len, groups)
+        loss().backward()
+        for parameter in parameters:
+            parameter.grad = views[parameter]
+        started = time.monotonic()
+        for handle in handles:
+            while not stock.poll(handle):
+                sleep_between_polls(started)
+            stock.synchronize(handle)
+        handles.clear()
+        optimizer.step()
+
+    return Contestant(step)
 
 
 def _ours(

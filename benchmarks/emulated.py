@@ -7,6 +7,7 @@ profile's sizes, and everything after them (buckets, all-reduces, updates) is wh
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from hvd_pipe.planning.profile import ModelProfile
 
-__all__ = ["EmulatedModel"]
+__all__ = ["EmulatedModel", "scaled"]
 
 LEAST_SLEEP_S = 3e-4
 """Shorter debts are carried on to the next layer: a sleep overshoots by about 0.1 ms."""
@@ -77,6 +78,27 @@ class Layer(nn.Module):
         return _Layer.apply(x, self.weight, self)  # type: ignore[no-any-return]
 
 
+def scaled(
+    profile: ModelProfile, compute_s: float | None = None, gradient_bytes: int = 0
+) -> ModelProfile:
+    """Return a profile with times and sizes scaled, and whole float32 numbers."""
+    whole = profile.forward_s + profile.backward_s
+    speed = 1.0 if compute_s is None else compute_s / whole
+    size = gradient_bytes / float(profile.gradient_bytes().sum()) if gradient_bytes else 1.0
+    layers = (
+        dataclasses.replace(
+            layer,
+            forward_s=layer.forward_s * speed,
+            backward_s=layer.backward_s * speed,
+            gradient_bytes=4 * max(1, round(layer.gradient_bytes * size / 4))
+            if layer.gradient_bytes
+            else 0,
+        )
+        for layer in profile.layers
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
 class EmulatedModel(nn.Sequential):
     """The layers of a profile, as float32 parameters.
 
@@ -89,19 +111,11 @@ class EmulatedModel(nn.Sequential):
     def __init__(
         self, profile: ModelProfile, compute_s: float | None = None, gradient_bytes: int = 0
     ) -> None:
-        whole = profile.forward_s + profile.backward_s
-        speed = 1.0 if compute_s is None else compute_s / whole
-        size = gradient_bytes / float(profile.gradient_bytes().sum()) if gradient_bytes else 1.0
         device = Device()
         super().__init__(
             *(
-                Layer(
-                    device,
-                    layer.forward_s * speed,
-                    layer.backward_s * speed,
-                    max(1, round(layer.gradient_bytes * size / 4)) if layer.gradient_bytes else 0,
-                )
-                for layer in profile.layers
+                Layer(device, layer.forward_s, layer.backward_s, layer.gradient_bytes // 4)
+                for layer in scaled(profile, compute_s, gradient_bytes).layers
             )
         )
         self.device = device

@@ -31,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
-from contestants import DDP_BUCKETS, TENSORFLOW, period_of
+from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
@@ -66,6 +66,7 @@ RING = {
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
 PLANNING_STEPS = {"merged-gradient": 28, "merged-gradient:overlap=forward": 62, "auto": 36}
+SMALL_BYTES = 2**16  # a second point, for the line that predictions take
 SAMPLES = 5  # messages of each size whose time is measured
 LONG_S = 0.5  # fewer do where one takes so long
 MOST_S = 600.0  # for one answer
@@ -197,7 +198,7 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     ours += ["merged-gradient+bf16", "merged-gradient+int8"]
     ours += ["pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8"]
     ours += list(dict.fromkeys([f"cocod:period={k}", "cocod:period=8", "cocod:period=8+int8"]))
-    teams = {"stock": ["conventional", "horovod", "horovod:asleep"], "ours": ours}
+    teams = {"stock": ["conventional", "horovod", "horovod:asleep", *ENGINE], "ours": ours}
     teams["ddp"] = ["single", "ddp", *DDP_BUCKETS, "ddp+fp16", "ddp:post-local"]
     teams |= {name: ["horovod"] for name in swept(options)}
     if options.autotune:
@@ -323,7 +324,7 @@ def run_cell(
     names = {name for each in chosen.values() for name in each}
     codecs = {name.partition("+")[2] for name in names} & set(CODECS)
     sizes = [4 * round(size * CODECS[codec].ratio / 4) for codec in sorted(codecs)]
-    all_reduces = measured(teams["ours"], "all-reduce", sizes, all_reduce_s)
+    all_reduces = measured(teams["ours"], "all-reduce", [SMALL_BYTES, *sizes], all_reduce_s)
     all_reduces[size] = all_reduce_s
     exchanges = measured(teams["ours"], "exchange", sizes, all_reduce_s)
     planned: dict[tuple[str, str], float | None] = {}

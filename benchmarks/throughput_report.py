@@ -6,21 +6,31 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from contestants import DDP_BUCKETS, TENSORFLOW, period_of
+from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
+from emulated import scaled
+from models import profile
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from hvd_pipe._pictures import figure_of, save
 from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.timing import step_time
 
 __all__ = ["bounds", "draw", "judged", "limit_s", "summary", "table", "write_page"]
 
 FORWARD = "merged-gradient:overlap=forward"
-SETTINGS = {"horovod": ("horovod", "horovod:asleep"), "ddp": ("ddp", *DDP_BUCKETS)}
+SETTINGS = {
+    "horovod": ("horovod", "horovod:asleep"),
+    "ddp": ("ddp", *DDP_BUCKETS),
+    "engine": ENGINE,
+}
 """What counts as one contestant with other settings."""
 TRUE_MS = 1000.0
 """From this much computation on, latency is as small a part of a step as on clusters."""
@@ -84,6 +94,29 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     return max(compute, FIRST_READY * compute + comm)
 
 
+@cache
+def _layers(model: str, compute_s: float, gradient_bytes: int) -> ModelProfile:
+    return scaled(profile(model), compute_s, gradient_bytes)
+
+
+def predicted_s(cell: dict[str, Any], contestant: str) -> float:
+    """Return the seconds a step that `hvd_pipe.planning` predicts; nan where it cannot.
+
+    From the emulated layers, and the line through the smallest and the largest all-reduce.
+    """
+    if cell["compute"] != "emulated" or not ours(contestant) or "+" in contestant:
+        return math.nan
+    compute = of(cell, "single")["seconds"]
+    points = sorted((int(size), seconds) for size, seconds in cell["all_reduce_s"].items())
+    (small, early), (large, late) = (0, 0.0), points[-1]
+    if len(points) > 1:
+        small, early = points[0]
+    slope = (late - early) / (large - small)
+    comm = CommModel.linear(max(0.0, early - slope * small), slope)
+    layers = _layers(cell["model"], compute, cell["gradient_bytes"])
+    return step_time(contestant, layers, comm).total_s
+
+
 def table(cell: dict[str, Any]) -> Table:
     """Return a cell as a table."""
     compute = of(cell, "single")["seconds"]
@@ -104,6 +137,7 @@ def table(cell: dict[str, Any]) -> Table:
         "minibatches/s",
         "x stock",
         "x limit",
+        "predicted ms",
         "exposed ms",
     ):
         found.add_column(heading, justify="right")
@@ -112,7 +146,7 @@ def table(cell: dict[str, Any]) -> Table:
     for row in cell["rows"]:
         swept = row["contestant"] == "horovod" and row["team"] != "stock"
         name = f"horovod {row['team']}" if swept else row["contestant"]
-        seconds = row["seconds"]
+        seconds, predicted = row["seconds"], predicted_s(cell, row["contestant"])
         found.add_row(
             name,
             f"{seconds * 1e3:.1f}",
@@ -120,6 +154,7 @@ def table(cell: dict[str, Any]) -> Table:
             f"{(1 if row['contestant'] == 'single' else cell['workers']) / seconds:.1f}",
             "-" if math.isnan(stock) else f"{stock / seconds:.2f}",
             f"{limit_s(cell, row['contestant']) / seconds:.2f}",
+            "-" if math.isnan(predicted) else f"{predicted * 1e3:.1f}",
             f"{max(seconds - compute, 0.0) * 1e3:.1f}",
             f"{row['sent_bytes'] / least:.2f}",
             f"{row['cpu_s'] * 1e3:.1f}",
@@ -236,7 +271,10 @@ def _bounds(
 
     def planned(cell: dict[str, Any]) -> float:
         plan = seconds(cell, "single") + of(cell, merged)["planned_exposed_s"]
-        return float(min(plan / seconds(cell, merged), seconds(cell, merged) / plan))
+        return off(seconds(cell, merged), float(plan))
+
+    def off(one: float, other: float) -> float:
+        return min(one / other, other / one)
 
     def default(cell: dict[str, Any]) -> float:
         return float(of(cell, "horovod", "stock")["seconds"])
@@ -287,6 +325,12 @@ def _bounds(
         True,
     )
     yield (
+        f"{FORWARD} / its prediction, or the other way round",
+        0.9,
+        ratios(lambda cell: off(seconds(cell, FORWARD), predicted_s(cell, FORWARD))),
+        True,
+    )
+    yield (
         f"{FORWARD} / {merged}",
         1.0,
         ratios(lambda cell: seconds(cell, merged) / seconds(cell, FORWARD)),
@@ -297,6 +341,16 @@ def _bounds(
         1.0,
         ratios(
             lambda cell: best_s(cell, "ddp") / seconds(cell, merged) if is_true(cell) else math.nan
+        ),
+        True,
+    )
+    yield (
+        f"{merged} / Horovod's engine by itself, cells of less than 1 s",
+        0.97,
+        ratios(
+            lambda cell: (
+                math.nan if is_true(cell) else best_s(cell, "engine") / seconds(cell, merged)
+            )
         ),
         True,
     )

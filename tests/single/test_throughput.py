@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,6 +82,28 @@ def cell(**changed: Any) -> dict[str, Any]:
 )
 def test_a_limit_is_of_the_method_and_the_codec(contestant: str, limit: float) -> None:
     assert report.limit_s(cell(), contestant) == pytest.approx(limit)
+
+
+@pytest.mark.parametrize(
+    ("contestant", "least", "most"),
+    [
+        # COMM_S is several times COMPUTE_S: after the first gradient, the link never rests.
+        ("merged-gradient:overlap=forward", COMM_S, 1.02 * COMM_S),
+        ("merged-gradient", COMM_S + COMPUTE_S / 3, 1.02 * (COMM_S + COMPUTE_S / 3)),
+        ("pipe-sgd", COMM_S, 1.02 * COMM_S),
+        ("cocod:period=8", COMPUTE_S, 1.02 * COMPUTE_S),
+    ],
+)
+def test_a_prediction_is_of_the_emulated_layers_and_the_measured_line(
+    contestant: str, least: float, most: float
+) -> None:
+    assert least <= report.predicted_s(cell(), contestant) <= most
+
+
+def test_what_cannot_be_predicted() -> None:
+    for contestant in ("horovod", "single", "pipe-sgd+int8"):
+        assert math.isnan(report.predicted_s(cell(), contestant))
+    assert math.isnan(report.predicted_s(cell(compute="cpu"), "pipe-sgd"))
 
 
 def reached(cells: list[dict[str, Any]]) -> dict[str, str]:
