@@ -222,6 +222,23 @@ _TORCH = [
         ),
     ),
     Mutation(
+        "pipe-sgd's plan: as many messages as are as good",
+        "planning/pipelined.py",
+        "(len(each.plan.buckets), each.uneven_s)",
+        "(-len(each.plan.buckets), each.uneven_s)",
+        _ids("single/test_pipelined", "test_away_from_r_1_a_message_is_enough"),
+    ),
+    Mutation(
+        "pipe-sgd's plan: steps are taken for even",
+        "planning/pipelined.py",
+        "delay, UNEVEN)",
+        "delay, 0.0)",
+        _ids(
+            "single/test_pipelined",
+            "test_at_r_1_messages_leave_earlier_so_that_uneven_steps_cost_less",
+        ),
+    ),
+    Mutation(
         "the plan of the last rank is used, not that of the first",
         "runtime/consensus.py",
         "self.gather(value if first else None, name, process_set)[0]",

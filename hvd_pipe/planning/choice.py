@@ -107,7 +107,7 @@ def candidates(
 anchor_momentum=0.0)
     """
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
-    return MergedGradient(), fitted_buckets(PipeSGD(), profile, comm), CoCoD(period=period)
+    return MergedGradient(), PipeSGD(), CoCoD(period=period)
 
 
 def fitted_period(profile: ModelProfile, comm: CommModel, compute_s: float) -> int:
@@ -123,11 +123,11 @@ def fitted_period(profile: ModelProfile, comm: CommModel, compute_s: float) -> i
 def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> PipeSGD:
     """Pipe-SGD with larger buckets where the latencies of the usual ones would stick out.
 
-    Its messages have the whole next step to travel in, so nothing is lost by sending fewer: the
-    least doubling of the usual size that hides all of them, else the last that gains a part of
-    `WORTH`.
+    It is for a job that begins with the usual ones, and may keep them. Messages have the whole
+    next step to travel in, so nothing is lost by sending fewer: the least doubling of the usual
+    size that hides all of them, else the last that gains a part of `WORTH`.
     """
-    best, least = method, step_time(method, profile, comm)
+    best, least = method, step_time(_usual_buckets(method), profile, comm)
     size, total = DEFAULT_BUCKET_BYTES, int(profile.gradient_bytes().sum())
     while least.exposed_s > 0.0 and size < total:
         size *= 2
@@ -136,6 +136,11 @@ def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> P
         if time.total_s < (1.0 - WORTH) * least.total_s:
             best, least = wider, time
     return best
+
+
+def _usual_buckets(method: PipeSGD) -> PipeSGD:
+    """Return the method with the buckets that a job begins with, where no size is given."""
+    return replace(method, bucket_bytes=method.bucket_bytes or DEFAULT_BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,8 @@ def predict(
         method = dataclasses.replace(method, period=period)
     else:
         method = fitted_buckets(method, profile, carried)
+        time = step_time(_usual_buckets(method), profile, comm, codec)
+        return Prediction(method, time.total_s)
     return Prediction(method, step_time(method, profile, comm, codec).total_s)
 
 

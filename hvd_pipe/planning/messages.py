@@ -11,14 +11,11 @@ import numpy.typing as npt
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.methods import (
-    DEFAULT_BUCKET_BYTES,
-    Conventional,
-    LocalSGD,
-    WidePipeSGD,
-)
+from hvd_pipe.planning.methods import Conventional, LocalSGD, WidePipeSGD
+from hvd_pipe.planning.pipelined import Work, plan_pipelined
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.trials import Gradients
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
 __all__ = [
@@ -106,11 +103,27 @@ def gradient_messages(
         sizes = merged_sizes(method, ready, bytes, comm)
     elif isinstance(method, Conventional):
         sizes = merge.wfbp(ready, bytes, comm)
+    elif method.bucket_bytes is not None:
+        sizes = merge.by_bytes(bytes, method.bucket_bytes)
     else:
-        sizes = merge.by_bytes(bytes, method.bucket_bytes or DEFAULT_BUCKET_BYTES)
+        predicts = isinstance(method, PipeSGD) and method.prediction != "none"
+        return _planned(pipelined_plan(profile, comm, predicts), profile, comm)
     ends = np.cumsum(sizes)
     carried = np.add.reduceat(bytes, ends - sizes)
     return Messages(ready[ends - 1], carried, comm(carried), comm.delay)
+
+
+def pipelined_plan(profile: ModelProfile, comm: CommModel, predicts: bool = False) -> Plan:
+    """The plan of pipe-sgd, as :func:`hvd_pipe.planning.pipelined.plan_pipelined` makes it.
+
+    Args:
+        profile: the model.
+        comm: all-reduce time of a message, codec included.
+        predicts: whether a second update a step predicts the weights.
+    """
+    ready, bytes = profile.ready_times(), profile.gradient_bytes().astype(np.float64)
+    work = Work(profile.forward_s, profile.backward_s, profile.update_s * (1 + predicts))
+    return plan_pipelined(Gradients(profile.gradient_order(), ready, bytes), comm, work)
 
 
 def model_messages(

@@ -273,7 +273,7 @@ def pipe_sgd(
     Args:
         profile, comm, codec: as :func:`step_time`.
         width: the paper's K, at least 1.
-        bucket_bytes: buckets are filled up to this; None: 8 MiB, as the job does.
+        bucket_bytes: buckets are filled up to this; None: as planned, or 8 MiB if K is not 2.
 
     Raises:
         TypeError, ValueError: a width or size below 1.

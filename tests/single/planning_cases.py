@@ -73,7 +73,7 @@ def methods() -> st.SearchStrategy[Method]:
         st.builds(HorovodFusion, st.integers(0, 400), st.sampled_from([0.0, 1e-3, 0.7, 3.0])),
         st.builds(
             PipeSGD,
-            bucket_bytes=sizes,
+            bucket_bytes=st.none() | sizes,
             prediction=st.sampled_from(["none", "local", "previous"]),
         ),
         st.builds(WidePipeSGD, st.integers(1, 5), sizes),

@@ -15,11 +15,11 @@ from planning_cases import ALL, codecs, comm_models, profiles
 from hvd_pipe.planning import advise as module
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.advise import Advice, Row, advise
-from hvd_pipe.planning.choice import candidates
+from hvd_pipe.planning.choice import candidates, fitted_buckets, predict
 from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.methods import LocalSGD
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, LocalSGD
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
@@ -83,7 +83,7 @@ def test_the_table() -> None:
     assert pipe.memory_bytes == 4 * 40_000_000
     assert (pipe.staleness, pipe.identical, pipe.exact, pipe.usable) == (1, True, False, True)
     assert pipe.batches is None
-    assert "30 ms of computation and 28.7 ms of communication a step" in pipe.reason
+    assert "30 ms of computation and 28.1 ms of communication a step (1 message)" in pipe.reason
     assert "all hidden: 100.0% of what its limit of 30 ms allows" in pipe.reason
     merged = row(advice, "merged-gradient", "bf16")
     assert (merged.exact, merged.compression) == (False, "hvd.Compression.bf16")
@@ -271,15 +271,23 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_pipe_sgd_gets_the_buckets_that_hide_its_latencies() -> None:
-    """16 buckets of 8 MB cost 16 latencies; larger ones have the whole step to travel in, too."""
+    """16 buckets of 8 MB cost 16 latencies; larger ones have the whole step to travel in, too.
+
+    What no size is given for is planned; a job under auto begins with the usual ones.
+    """
     layers = tuple(LayerProfile(f"l{i}", 2**23, 2e-3, 1e-3) for i in range(16))
     model = ModelProfile(layers)  # c = 48 ms
     for latency, mib in ((1e-3, None), (4e-3, 16), (8e-3, 32), (20e-3, 64), (60e-3, 128)):
-        _, pipe, _ = candidates(model, CommModel.linear(latency, 0.0))
+        net = CommModel.linear(latency, 0.0)
+        assert candidates(model, net)[1] == PipeSGD()
+        assert step_time(PipeSGD(), model, net).messages == 1
+        pipe = fitted_buckets(PipeSGD(), model, net)
         assert pipe.bucket_bytes == (None if mib is None else mib * 2**20)
     # Where the bytes stick out, latencies of some permille are not worth an option.
-    _, pipe, _ = candidates(model, CommModel.linear(1e-6, 1e-8))
-    assert pipe == PipeSGD()
+    net = CommModel.linear(1e-6, 1e-8)
+    assert fitted_buckets(PipeSGD(), model, net) == PipeSGD()
+    usual = PipeSGD(bucket_bytes=DEFAULT_BUCKET_BYTES)
+    assert predict(PipeSGD(), model, net).seconds == step_time(usual, model, net).total_s
 
 
 def test_the_delay_counts_for_the_period() -> None:
