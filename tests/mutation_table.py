@@ -170,7 +170,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the true weights do not come back",
-        "torch/strategies/pipe_sgd.py",
+        "torch/strategies/prediction.py",
         "        torch._foreach_copy_(self._values(), self._true)\n",
         "",
         _ids("parallel/test_prediction", "test_trajectory[previous, momentum, warm-up 0]"),
@@ -178,7 +178,7 @@ _TORCH = [
     ),
     Mutation(
         "prediction: the guess keeps its loss scale",
-        "torch/strategies/pipe_sgd.py",
+        "torch/strategies/prediction.py",
         "gradient if gradient is None or scale == 1.0 else gradient / scale",
         "gradient",
         _ids("parallel/test_prediction", "test_a_guess_has_its_own_loss_scale[local]"),

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
-MAX_FILES = 210
+MAX_FILES = 211
 MAX_LINES = 43_840
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring
