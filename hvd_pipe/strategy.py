@@ -137,7 +137,7 @@ class PipeSGD:
 
     Args:
         warmup_steps: Synchronous steps before the pipeline starts.
-        bucket_bytes: Fill buckets up to this many bytes (default 8 MiB).
+        bucket_bytes: Fill buckets up to this many bytes. None: 8 MiB, and PyTorch tries more.
         prediction: The guess of the missing gradient: ``"none"``, this rank's own (``"local"``),
             or the last average (``"previous"``). Costs a copy of the model and a second update a
             step; evaluate after ``synchronize()``, which puts the true weights back.

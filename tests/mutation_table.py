@@ -80,6 +80,7 @@ _BACK = "test_the_barrier_comes_back_where_its_steps_were_faster"
 _LOOK = "parallel/test_overlap_forward", "test_who_looks_early_sees_new_weights"
 _PIPE = "pipe-sgd, momentum"
 _DRAINED = "pipe-sgd, momentum, drained after (13, 14)"
+_RACE = "test_plans_are_tried_and_nothing_is_lost_on_the_way"
 _K_PIPE = "'fit', 'pipe-sgd', 'momentum'"
 _K_COCOD = "'fit', 'cocod:period=4', 'momentum'"
 
@@ -220,6 +221,45 @@ _TORCH = [
         _ids(
             "single/test_trials", "test_the_plan_that_stays_is_as_good_as_if_the_link_were_known"
         ),
+    ),
+    Mutation(
+        "pipe-sgd's race: the most messages win ties",
+        "planning/trials.py",
+        "key=lambda each: (len(each.plan.buckets), each.step_s)",
+        "key=lambda each: (-len(each.plan.buckets), each.step_s)",
+        _ids("single/test_trials", "test_the_fewest_messages_win_a_race_within_the_error"),
+    ),
+    Mutation(
+        "pipe-sgd's race: each rank goes by its own times",
+        "torch/strategies/pipe_sgd.py",
+        'largest(race.seconds(), f"{tag}.steps", process_set)',
+        "race.seconds()",
+        _ids("parallel/test_pipe_sgd", f"{_RACE}[1 stay]"),
+        "race', '1 stay'",
+    ),
+    Mutation(
+        "pipe-sgd's race: a rank that has joined is asked",
+        "torch/strategies/pipe_sgd.py",
+        "if not sent.mean_flags().all_present(self.reduction.workers):",
+        "if False:",
+        _ids("parallel/test_pipe_sgd", "test_a_rank_that_has_joined_is_not_asked"),
+        "race', 'joins'",
+    ),
+    Mutation(
+        "pipe-sgd's race: residuals stay behind in the buckets before",
+        "torch/strategies/pipe_sgd.py",
+        "restore_residuals(renewed, left)",
+        "pass",
+        _ids("parallel/test_pipe_sgd", "test_what_int8_has_lost_survives_a_change_of_buckets"),
+        "race', 'int8'",
+    ),
+    Mutation(
+        "pipe-sgd's race: what is in flight is forgotten with its buckets",
+        "torch/strategies/pipe_sgd.py",
+        "            self._outdated = set(self._sets)\n",
+        "            return self._adopt(plan)\n",
+        _ids("parallel/test_pipe_sgd", f"{_RACE}[drained]"),
+        "race', 'drained'",
     ),
     Mutation(
         "pipe-sgd's plan: as many messages as are as good",

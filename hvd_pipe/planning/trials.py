@@ -11,6 +11,10 @@ The plans, in turn: the buckets that training began with; about `MANY` messages,
 first ones where those are about as many; the best plan for messages that cost what both waits
 show; and one with fewer messages than that. The first plan stays unless another is faster by more
 than the error of what was seen.
+
+Where messages travel behind a whole step, no wait says what they cost, and few messages are as
+good as many. `Race` tries given plans, and the one with the fewest messages stays unless another
+is faster by more than the error.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -31,6 +36,7 @@ __all__ = [
     "SETTLE_STEPS",
     "TRIAL_STEPS",
     "Gradients",
+    "Race",
     "Trial",
     "error_of",
     "fitted_to_waits",
@@ -166,6 +172,72 @@ def next_plan(
     if first.step_s - best.step_s <= math.hypot(first.error_s, best.error_s):
         best = first
     return _kept(best, tried, gradients), True
+
+
+class Race:
+    """Plans that are tried one after the other; the clock and the ranks' agreement are given.
+
+    Args:
+        plans: In the order of their trials; training has begun with the first.
+        begin: The first step whose end counts; see `begin`.
+
+    Example:
+        >>> race = Race([Plan((("a",), ("b",)), "bytes"), Plan((("a", "b"),), "bytes")], begin=1)
+        >>> ends = iter(range(100))
+        >>> while not race.is_over:
+        ...     for step in ends:
+        ...         if race.end_step(step, 0.5 * step):
+        ...             break
+        ...     plan = race.next(*race.seconds())
+        ...     race.begin(step + 2)
+        >>> plan.buckets, plan.tried, next(ends)
+        ((('a', 'b'),), ((2, 0.5), (1, 0.5)), 14)
+    """
+
+    def __init__(self, plans: Sequence[Plan], begin: int) -> None:
+        self._left = list(plans)
+        self._tried: list[Trial] = []
+        self.begin(begin)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last plan has been tried."""
+        return not self._left
+
+    def begin(self, step: int) -> None:
+        """Time the plan in use anew, from the end of this step on."""
+        self._begin = step
+        self._ends: list[float] = []
+
+    def end_step(self, step: int, now: float) -> bool:
+        """Note when a step has ended; return whether enough steps of the plan were timed."""
+        if step >= self._begin:
+            self._ends.append(now)
+        return len(self._ends) > TRIAL_STEPS
+
+    def seconds(self) -> tuple[float, float]:
+        """Return how long a step takes on this rank, and by how much that may be wrong."""
+        steps = [end - start for start, end in pairwise(self._ends)]
+        return median(steps), error_of(steps)
+
+    def next(self, step_s: float, error_s: float) -> Plan:
+        """Return the plan of the next steps, by what all ranks have agreed on for the last one.
+
+        Args:
+            step_s: Seconds of a step, on the slowest rank.
+            error_s: By how much that may be wrong.
+        """
+        self._tried.append(Trial(self._left.pop(0), step_s, 0.0, error_s))
+        if self._left:
+            return self._left[0]
+        best = min(self._tried, key=lambda each: each.step_s)
+        as_good = [
+            each
+            for each in self._tried
+            if each.step_s - best.step_s <= math.hypot(each.error_s, best.error_s)
+        ]
+        kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
+        return replace(kept.plan, tried=_seen(self._tried))
 
 
 def error_of(seconds: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -26,6 +27,9 @@ SKIP_STEPS = 3
 """Steps that are not recorded: caches fill, and libraries set themselves up."""
 RECORD_STEPS = 10
 """Steps whose times are recorded for a profile."""
+
+LARGEST_BYTES = 2**30
+"""The most that gradients are merged to unasked: MPI counts elements in 32 bits."""
 
 Groups = Sequence[Sequence[int]]
 """The indices of the gradients of each bucket."""
@@ -86,6 +90,25 @@ class GradientIndex:
                 groups.append(order[start : start + count])
                 start += count
         return groups
+
+    def fewer_and_fewer(self) -> list[Plan]:
+        """Return the plans that are tried where any gradient may leave as late as the last one.
+
+        The default buckets; about the square root of their number; one message a dtype, up to
+        `LARGEST_BYTES`. A plan alone says that there is nothing to merge.
+
+        Example:
+            >>> index = GradientIndex("abcd", [8 << 20] * 4, ["float"] * 4)
+            >>> [len(plan.buckets) for plan in index.fewer_and_fewer()]
+            [4, 2, 1]
+        """
+        total = sum(self.nbytes)
+        limits = (DEFAULT_BUCKET_BYTES, math.isqrt(DEFAULT_BUCKET_BYTES * total), total)
+        found = []
+        for limit in limits:
+            most = max(DEFAULT_BUCKET_BYTES, min(limit, LARGEST_BYTES))
+            found.append(self.as_plan(self.default_groups(range(len(self)), most), "bytes"))
+        return list({plan.buckets: plan for plan in found}.values())
 
     def plan_groups(self, plan: Plan, indices: Sequence[int]) -> list[list[int]]:
         """Return the plan in terms of indices.

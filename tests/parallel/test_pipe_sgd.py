@@ -20,6 +20,9 @@ from workers_pipe_sgd import (
     CLIP,
     LOADED,
     PATTERNS,
+    RACED,
+    RACES,
+    SAVES,
     STRATEGIES,
     WARMUP,
     WAYS,
@@ -128,3 +131,53 @@ def test_a_new_engine_knows_what_was_applied(strategy: str, case: str) -> None:
     ranks = of_case(restarted(), strategy) if again else of_case(results(), (case, strategy))
     for rank, weights in enumerate(ranks):
         np.testing.assert_allclose(weights, trajectory[rank], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", RACES)
+def test_plans_are_tried_and_nothing_is_lost_on_the_way(case: str) -> None:
+    """A change of buckets moves no bit: two ranks' sums are the same in any message."""
+    fixed = of_case(results(), ("no race", case))
+    for rank, with_race in enumerate(of_case(results(), ("race", case))):
+        assert np.array_equal(with_race.weights, fixed[rank].weights)
+        plan, stays = with_race.plans[-1], RACES[case]["stays"]
+        assert plan.tried, "a plan stays"
+        if case not in {"sparse", "grows"}:
+            assert [count for count, _ in plan.tried] == list(RACED)
+            assert len(plan.buckets) == stays
+        assert all(plan.tried == () for plan in fixed[rank].plans)
+
+
+def test_which_plan_is_in_use_when() -> None:
+    """Three steps are left out, then each is timed for five; ranks agree on the slowest one."""
+    for stays in RACED:
+        for rank in of_case(results(), ("race", f"{stays} stay")):
+            counts = [len(plan.buckets) for plan in rank.plans]
+            assert counts == [6] * 8 + [4] * 8 + [1] * 8 + [stays] * (STEPS - 24)
+            assert [bool(plan.tried) for plan in rank.plans] == [False] * 24 + [True] * 6
+    (planner, _) = of_case(results(), ("race", "1 stay"))
+    assert planner.plans[-1].tried == ((6, 4.0), (4, 3.5), (1, 3.0))
+
+
+def test_a_checkpoint_holds_the_plan_that_stays_and_none_before() -> None:
+    (saver, _) = of_case(results(), ("race", "4 stay"))
+    assert saver.holds == [step > 24 for step in SAVES]
+    (loader, _) = of_case(results(), ("race", "loaded"))
+    stay = [bool(plan.tried) for plan in loader.plans]
+    assert stay == sorted(stay)  # a state with the plan is loaded without new trials
+    assert stay[44]
+
+
+def test_a_rank_that_has_joined_is_not_asked() -> None:
+    """It takes part in all-reduces only: the plan is timed anew when all are back."""
+    ranks, fixed = (of_case(results(), (name, "joins")) for name in ("race", "no race"))
+    for (weights, plans), (expected_weights, _) in zip(ranks, fixed, strict=True):
+        assert np.array_equal(weights, expected_weights)
+        assert plans == ranks[0][1]
+        assert len(plans[-1].tried) == len(RACED)
+
+
+def test_what_int8_has_lost_survives_a_change_of_buckets() -> None:
+    for rank in of_case(results(), ("race", "int8")):
+        assert len(set(rank.plans)) > 1
+        assert np.abs(rank.residuals).max() > 1e-3
+        np.testing.assert_allclose(rank.applied + rank.residuals, rank.computed, atol=1e-4)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
 from cases import Raised, run_cases
-from problem import OPTIMIZERS, STEPS, Weights, loss_of, make_model, train, weights_of
+from problem import OPTIMIZERS, STEPS, Loss, Weights, loss_of, make_model, train, weights_of
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.runtime import bucket_planner
+from hvd_pipe.torch.messages.allreduce import REDUCED, SENT
+from hvd_pipe.torch.strategies import pipe_sgd
 
+R = TypeVar("R")
+
+LABELS = (SENT, REDUCED)
 WARMUP = 3
 CLIP = 1.0
 
@@ -277,6 +284,203 @@ def copied(strategy: str) -> Weights:
     return np.array(records)
 
 
+DEFAULT_BYTES = 64  # with which the model has six messages, then four, then one
+RACED = (6, 4, 1)
+FIXED = f"bucket_bytes={DEFAULT_BYTES}"
+SECONDS: dict[int, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    6: ((1.0, 2.0, 3.0), (1.0, 1.5, 2.0)),
+    4: ((3.0, 1.0, 1.5), (3.0, 1.0, 1.5)),
+    # Each rank by itself would keep another plan: the slowest rank's steps count.
+    1: ((1.0, 2.0, 3.0), (4.0, 3.5, 1.0)),
+}
+"""By the plan that stays, the seconds of a step with each plan, on both ranks."""
+
+
+SAVES = range(13, STEPS, 2)
+"""The steps whose end is saved, by their number from 1 on."""
+
+
+class Race:
+    """Plans of small messages, timed by a clock that goes as the plan in use wants.
+
+    Args:
+        seconds: Of a step, by the number of messages.
+    """
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self._seconds, self._now = seconds, 0.0
+        self.optimizer: Any = None
+
+    def perf_counter(self) -> float:
+        self._now += self._seconds.get(len(self.optimizer.plan.buckets), 1.0)
+        return self._now
+
+    def run(self, train: Callable[[Any], R], model: nn.Module, plain: Any, **options: Any) -> R:
+        """Train with a distributed optimizer whose plans are timed by this."""
+        small = mock.patch.object(bucket_planner, "DEFAULT_BUCKET_BYTES", DEFAULT_BYTES)
+        with small, mock.patch.object(pipe_sgd, "time", self):
+            self.optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), **options)
+            return train(self.optimizer)
+
+
+def race(stays: int) -> Race:
+    return Race(dict(zip(RACED, SECONDS[stays][hvd.rank()], strict=True)))
+
+
+class Raced(NamedTuple):
+    """After each step, the weights, the plan, and whether a state would hold it."""
+
+    weights: Weights
+    plans: list[hvd.Plan]
+    holds: list[bool]
+
+
+class Watched:
+    """An optimizer that notes its plan after each step, and may do something then."""
+
+    def __init__(self, optimizer: Any, after: Callable[[Any, int], None]) -> None:
+        self._optimizer, self._after = optimizer, after
+        self.zero_grad, self.synchronize = optimizer.zero_grad, optimizer.synchronize
+        self.plans: list[hvd.Plan] = []
+        self.holds: list[bool] = []
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._after(self._optimizer, len(self.plans))
+        self.plans.append(self._optimizer.plan)
+        if hvd.rank() == 0 and len(self.plans) in SAVES:  # one rank alone may save
+            counters = self._optimizer.state_dict()["hvd_pipe"]["counters"]
+            self.holds.append("plan" in counters)
+
+
+def nothing(_: Any, step: int) -> None:
+    pass
+
+
+def load_often(optimizer: Any, step: int) -> None:
+    """Where a message travels in the buckets before, and where a plan has just been chosen."""
+    if step in (9, 10, 25, 43, 44):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def raced(
+    options: str,
+    stays: int | None = None,
+    after: Callable[[Any, int], None] = nothing,
+    drains: Collection[int] = (),
+    make: Callable[[], nn.Module] = make_model,
+    loss: Loss = loss_of,
+    steps: int = STEPS,
+    plain: Callable[[nn.Module], torch.optim.Optimizer] = OPTIMIZERS["momentum"],
+) -> Raced:
+    """Train while plans are tried, or with fixed buckets where no plan is to stay."""
+    torch.manual_seed(3)
+    model = make()
+
+    def run(optimizer: Any) -> Raced:
+        noted = Watched(optimizer, after)
+        last = {*drains, steps - 1}
+        weights = train(model, noted, hvd.rank(), loss=loss, steps=steps, drains=last)
+        return Raced(weights, noted.plans, noted.holds)
+
+    clock = race(1 if stays is None else stays)
+    given = [FIXED] if stays is None else []
+    strategy = ":".join(["pipe-sgd", ",".join([*filter(None, [options]), *given])]).rstrip(":")
+    return clock.run(run, model, plain(model), strategy=strategy)
+
+
+class Embedded(nn.Module):
+    """One gradient is sparse, and comes first in the step in which a plan is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6, sparse=True, dtype=torch.float64)
+        self.layers = make_model()
+
+
+def embedded_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    rows = torch.tensor([(3 * rank + step) % 9, (rank + 2 * step) % 9])
+    inputs = model.table(rows) if step >= 8 else torch.ones(2, 6, dtype=torch.float64)
+    result: torch.Tensor = model.layers(inputs).square().mean()
+    return result
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def grows(optimizer: Any, step: int) -> None:
+    """A layer joins while a message travels in the buckets before."""
+    if step == 9:
+        torch.manual_seed(8)
+        more = nn.Linear(3, 3).double()
+        for p in more.parameters():
+            p.grad = torch.full_like(p, 0.25)
+        optimizer.add_param_group({"params": list(more.parameters())})
+
+
+def raced_with_joins(stays: int | None) -> tuple[Weights, list[hvd.Plan]]:
+    """Epochs of which rank 0 has a batch less; weights and plans after each.
+
+    In the first epoch, the plan was timed when rank 1 is alone.
+    """
+    model = make_model()
+
+    def run(optimizer: Any) -> tuple[Weights, list[hvd.Plan]]:
+        weights, plans = [], []
+        for epoch, steps in enumerate((8, 10, 10, 10, 10)):
+            for step in range(steps + hvd.rank()):
+                optimizer.zero_grad()
+                loss_of(model, hvd.rank(), 10 * epoch + step).backward()
+                optimizer.step()
+            hvd.join()
+            weights.append(weights_of(model))
+            plans.append(optimizer.plan)
+        return np.array(weights), plans
+
+    strategy = "pipe-sgd" if stays else f"pipe-sgd:{FIXED}"
+    return race(4).run(run, model, OPTIMIZERS["momentum"](model), strategy=strategy)
+
+
+class Lossy(NamedTuple):
+    """Sums over all steps and ranks, after each step."""
+
+    computed: Weights
+    applied: Weights
+    residuals: Weights
+    plans: list[int]
+
+
+def lossy(steps: int = 30) -> Lossy:
+    """What int8 has lost is in the residuals, whatever the buckets."""
+    generator = torch.Generator().manual_seed(5)
+    model = nn.ParameterList(torch.randn(40, generator=generator) for _ in range(4))
+    recorder = Recorder(model)
+    computed, applied, residuals, plans = [], [], [], []
+    data = torch.randn(2, steps, 4, 40, generator=generator)  # the same on both ranks
+
+    def run(optimizer: Any) -> Lossy:
+        for step in range(steps):
+            optimizer.zero_grad()
+            own = data[hvd.rank(), step]
+            sum((p * x).sum() for p, x in zip(model, own, strict=True)).backward()
+            optimizer.step()
+            plans.append(len(optimizer.plan.buckets))
+            saved = optimizer.state_dict()["hvd_pipe"]["tensors"]
+            pending = torch.cat([saved["pending"][i] for i in range(4)])
+            done = torch.tensor(recorder.applied).view(-1, 160).sum(0) + pending
+            # What is encoded in the end is an average: of what all ranks have lost there, a half.
+            sent, reduced = (torch.cat([saved[key][i] for i in range(4)]) for key in LABELS)
+            left = hvd.allreduce(sent + 2 * reduced, op=hvd.Sum, name="left")
+            computed.append(data[:, : step + 1].sum((0, 1)).flatten().numpy())
+            applied.append(2 * done.numpy())
+            residuals.append(left.numpy())
+        return Lossy(np.array(computed), np.array(applied), np.array(residuals), plans)
+
+    codec = hvd.Int8(chunk=16, error_feedback=True)
+    return Race({}).run(run, model, recorder, strategy="pipe-sgd", compression=codec)
+
+
 STRATEGIES = ["merged-gradient", "pipe-sgd:warmup_steps=5", "cocod:period=3,warmup_steps=4"]
 
 
@@ -285,6 +489,24 @@ AFTER = (2, 3)
 BY_HAND = ["merged-gradient", "pipe-sgd", "pipe-sgd:warmup_steps=5", "cocod:period=3"]
 WAYS = ("assigned", "in place", "mixed")
 PATTERNS = ("step", "synchronize")
+RACES: dict[str, dict[str, Any]] = {
+    **{f"{count} stay": {"options": "", "stays": count} for count in RACED},
+    "warm-up": {"options": "warmup_steps=2", "stays": 1},
+    "prediction": {"options": "prediction=local", "stays": 4},
+    "guess": {"options": "prediction=previous", "stays": 1},
+    # Plans change in the steps 8, 16 and 24; the set in flight follows a step later.
+    "drained": {"options": "", "stays": 4, "drains": (8, 16, 17, 25)},
+    "drained in the change": {"options": "", "stays": 6, "drains": (7, 9, 24)},
+    "loaded": {"options": "", "stays": 1, "after": load_often, "steps": 60},
+    "sparse": {
+        "options": "",
+        "stays": 4,
+        "make": Embedded,
+        "loss": embedded_loss,
+        "plain": plain_sgd,
+    },
+    "grows": {"options": "", "stays": 1, "after": grows, "steps": 45},
+}
 
 
 def run() -> dict[Any, Any | Raised]:
@@ -303,6 +525,13 @@ def run() -> dict[Any, Any | Raised]:
         cases["copied", strategy] = partial(copied, strategy)
     for strategy in BY_HAND[1:]:
         cases["data", strategy] = partial(by_data, strategy)
+    for name, case in RACES.items():
+        stays, options = case["stays"], {k: v for k, v in case.items() if k != "stays"}
+        cases["race", name] = partial(raced, stays=stays, **options)
+        cases["no race", name] = partial(raced, stays=None, **options)
+    cases["race", "joins"] = partial(raced_with_joins, 4)
+    cases["no race", "joins"] = partial(raced_with_joins, None)
+    cases["race", "int8"] = lossy
     return run_cases(cases)
 
 

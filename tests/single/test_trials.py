@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import Gradients, Trial, fitted_to_waits, next_plan
+from hvd_pipe.planning.trials import (
+    TRIAL_STEPS,
+    Gradients,
+    Race,
+    Trial,
+    fitted_to_waits,
+    next_plan,
+)
 
 COMPUTE_S = 1.0
 
@@ -200,3 +207,42 @@ def test_the_fastest_stays_whatever_was_expected_of_it() -> None:
         tried.append(Trial(plan, 1.1, 0.6))
     assert stays
     assert set(map(frozenset, plan.buckets)) == set(map(frozenset, first.plan.buckets))
+
+
+def merged_into(count: int) -> Plan:
+    """Twelve gradients in so many messages."""
+    size = 12 // count
+    buckets = tuple(tuple(f"g{i}" for i in range(k, k + size)) for k in range(0, 12, size))
+    return Plan(buckets, "bytes")
+
+
+@pytest.mark.parametrize(
+    ("seen", "stays"),
+    [
+        ({12: (1.2, 0.0), 3: (1.1, 0.0), 1: (1.0, 0.0)}, 1),
+        ({12: (1.0, 0.0), 3: (1.0, 0.0), 1: (1.1, 0.0)}, 3),
+        ({12: (1.0, 0.0), 3: (1.2, 0.0), 1: (1.1, 0.0)}, 12),
+        # No difference that can be told from noise is worth a message.
+        ({12: (1.0, 0.03), 3: (1.2, 0.03), 1: (1.04, 0.03)}, 1),
+        ({12: (1.0, 0.03), 3: (1.2, 0.03), 1: (1.05, 0.03)}, 12),
+    ],
+)
+def test_the_fewest_messages_win_a_race_within_the_error(
+    seen: dict[int, tuple[float, float]], stays: int
+) -> None:
+    race = Race([merged_into(count) for count in seen], begin=0)
+    for times in seen.values():
+        assert not race.is_over
+        plan = race.next(*times)
+    assert race.is_over
+    assert plan.buckets == merged_into(stays).buckets
+    assert plan.tried == tuple((count, step_s) for count, (step_s, _) in seen.items())
+
+
+def test_a_race_times_a_plan_anew_where_it_is_told_to() -> None:
+    race = Race([merged_into(3), merged_into(1)], begin=2)
+    assert not any(race.end_step(step, 100.0 * step) for step in range(2 + TRIAL_STEPS))
+    race.begin(50)
+    assert not any(race.end_step(step, 2.0 * step) for step in range(40, 50 + TRIAL_STEPS))
+    assert race.end_step(50 + TRIAL_STEPS, 2.0 * (50 + TRIAL_STEPS))
+    assert race.seconds() == (2.0, 0.0)

@@ -301,7 +301,7 @@ class BucketSet:
         for bucket in reversed(self.buckets):
             bucket.wait()
         trace.waited(begun, self._tag)
-        self.flags = self._mean_flags()
+        self.flags, self._restored = self.mean_flags(), False
         if self.flags.sparse != 0.0:
             self.sparse.agree()
         if self.flags.frozen != 0.0:
@@ -316,13 +316,12 @@ class BucketSet:
             names = [self._names[group[i]] for group, i in pairs if i is not None]
             refuse_changed(names, f"{self._tag}.changed", self._reduction.process_set)
 
-    def _mean_flags(self) -> ControlFlags:
-        """Read the control flags; a rank alone knows them, and need not wait for its device."""
-        restored, self._restored = self._restored, False
+    def mean_flags(self) -> ControlFlags:
+        """Read the flags of all ranks from the reduced buckets; a rank alone knows its own."""
         if self._reduction.alone:
             return self._own
         last = self.buckets[-1]
-        flags = host_values(last.control, settled=last.message.settled and not restored)
+        flags = host_values(last.control, settled=last.message.settled and not self._restored)
         weight = 1.0 if self._reduction.op == Average else float(self._reduction.workers)
         return ControlFlags(*(flag / weight for flag in flags))
 
@@ -349,8 +348,7 @@ class BucketSet:
         """
         self.complete_buckets()
         self.sparse.complete()
-        sent = ControlFlags(*map(float, self.buckets[-1].control.tolist()))
-        if self.sparse.known is not None and sent.sparse != 0.0:
+        if self.sparse.known is not None and self.mean_flags().sparse != 0.0:
             raise HvdPipeError(
                 "the first sparse gradients are on their way: save a state two steps later, or "
                 "after optimizer.synchronize()."

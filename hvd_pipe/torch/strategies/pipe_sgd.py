@@ -6,10 +6,19 @@
 
 The first pipelined step has nothing to apply and makes no update, so after ``synchronize()`` there
 were as many updates as steps and every gradient was applied exactly once.
+
+Without a bucket size, some plans are tried in training, and the one with the fewest messages stays
+unless another is faster (`hvd_pipe.planning.trials.Race`). Each set takes a new plan when it is
+free, so what is in flight arrives in the buckets in which it left::
+
+    step t:      all have sent B and told their times; A is free: made anew by the new plan
+    step t+1:    the new A leaves; wait for the old B, update, make B anew, too
 """
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +28,11 @@ import torch
 from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.trials import Race
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.strategy import PipeSGD
-from hvd_pipe.torch.agree import Description
+from hvd_pipe.torch.agree import Description, largest
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import (
@@ -40,6 +51,11 @@ from hvd_pipe.torch.strategies.settings import Settings, State
 
 __all__ = ["PipeSGDEngine"]
 
+REFILL_STEPS = 3
+"""Steps of a new plan that do not count: both sets are new, and none waits for the first one."""
+
+_log = logging.getLogger("hvd_pipe")
+
 
 @dataclass(frozen=True)
 class PipeSGDState:
@@ -51,6 +67,7 @@ class PipeSGDState:
         pending: The average that is still to be applied; None where there is none.
         scale: The loss scale of ``pending``; None without one.
         weights: The true weights; None unless prediction has moved the model's ahead of them.
+        plan: The plan in use, if others were tried and it stays.
     """
 
     rounds: int
@@ -58,6 +75,7 @@ class PipeSGDState:
     pending: Sequence[torch.Tensor | None] | None = None
     scale: float | None = None
     weights: Sequence[torch.Tensor | None] | None = None
+    plan: Plan | None = None
 
     def to_state(self) -> State:
         """Return the form in which checkpoints have it."""
@@ -68,6 +86,8 @@ class PipeSGDState:
             tensors["pending"] = list(self.pending)
         if self.weights is not None:
             tensors["weights"] = list(self.weights)
+        if self.plan is not None:
+            counters["plan"] = self.plan.to_json()
         return State(counters, tensors)
 
     @classmethod
@@ -76,7 +96,9 @@ class PipeSGDState:
         counters, tensors = state.counters, state.tensors
         pending, weights = tensors.get("pending"), tensors.get("weights")
         scale = None if pending is None else counters["scale"]
-        return cls(counters["rounds"], tensors, pending, scale, weights)
+        text = counters.get("plan")
+        plan = None if text is None else Plan.from_json(text)
+        return cls(counters["rounds"], tensors, pending, scale, weights, plan)
 
 
 class PipeSGDEngine(Engine):
@@ -89,25 +111,49 @@ class PipeSGDEngine(Engine):
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
         super().__init__(settings)
         self._warmup_steps = strategy.warmup_steps
-        self._bucket_bytes = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        self._bucket_bytes = strategy.bucket_bytes
         self._predict = strategy.prediction
+        self._plans = settings.groups is None and strategy.bucket_bytes is None
+        """Whether buckets may be chosen here."""
         self.build()
 
     def build(self) -> None:
-        index, groups, method = self.settings.index, self.settings.groups, "given"
-        if groups is None:
-            every = range(len(self.settings.names))
-            groups, method = index.default_groups(every, self._bucket_bytes), "bytes"
-        self.plan = index.as_plan(groups, method)
-        self._groups = groups
-        even = self._make("even")
-        self._sets = [even, self._make("odd", like=even)]
-        self.current = self._sets[0]
+        index, groups = self.settings.index, self.settings.groups
+        every, self._race = range(len(self.settings.names)), None
+        self._stays = False
+        """Whether plans were tried, and one stays: a checkpoint holds it."""
+        if groups is not None:
+            self._adopt(index.as_plan(groups, "given"))
+        elif self._bucket_bytes is not None:
+            plan = index.as_plan(index.default_groups(every, self._bucket_bytes), "bytes")
+            self._adopt(plan)
+        else:
+            plans = index.fewer_and_fewer()
+            self._adopt(plans[0])
+            if len(plans) > 1 and not self.reduction.alone:
+                self._race = Race(plans, self._first_timed(SKIP_STEPS))
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
         self._ahead = Prediction(self.settings.parameters, self.settings.owner)
         self._applied: list[torch.Tensor | None] = []
+
+    def _first_timed(self, skipped: int) -> int:
+        """Return the step whose end is timed first: steps of the warm-up are others."""
+        return max(self.rounds, self._warmup_steps) + skipped
+
+    def _adopt(self, plan: Plan) -> None:
+        """Make both sets by a plan; nothing is in flight."""
+        self._take(plan)
+        even = self._make("even")
+        self._sets = [even, self._make("odd", like=even)]
+        self._outdated: set[BucketSet] = set()
+        """Sets with the buckets of the plan before."""
+        self.current = self._sets[0]
+
+    def _take(self, plan: Plan) -> None:
+        self.plan = plan
+        self._groups = self.settings.index.plan_groups(plan, range(len(self.settings.names)))
 
     def _make(self, suffix: str, like: BucketSet | None = None) -> BucketSet:
         return BucketSet(self.settings, self._groups, suffix, self._predict == "local", like)
@@ -148,6 +194,8 @@ class PipeSGDEngine(Engine):
         if due is None:
             # Nothing to apply yet. What was just sent is on its way: p.grad must not lead to it.
             self.current = self._sets[self.current is self._sets[0]]
+            if self.current in self._outdated:
+                self.current = self._renewed(self.current)
             for bucket in self.current.buckets:
                 bucket.flat.zero_()
             self.current.bind_gradients()
@@ -155,8 +203,32 @@ class PipeSGDEngine(Engine):
             return False
         self._wait(due)
         self.current = due
-        self._leave_sparse_out()
+        if self._race is not None:
+            self._time(self._race, self._pending)
+        if self.current.stale or self.current in self._outdated:
+            self.current = self._shown = self._renewed(self.current)
+            self.current.copy_in()
         return True
+
+    # Architecture: P6
+    def _time(self, race: Race, sent: BucketSet) -> None:
+        """Note the end of a step; where enough were timed, take the next plan on all ranks."""
+        if not race.end_step(self.rounds, time.perf_counter()):
+            return
+        sent.complete_buckets()
+        if not sent.mean_flags().all_present(self.reduction.workers):
+            race.begin(self.rounds + 1)  # one that has left by hvd.join() cannot be asked
+            return
+        tag, process_set = self.settings.tag, self.reduction.process_set
+        plan = race.next(*largest(race.seconds(), f"{tag}.steps", process_set))
+        race.begin(self.rounds + REFILL_STEPS)
+        if race.is_over:
+            self._race, self._stays = None, True
+            _log.info("plan after step %d:\n%s", self.rounds, plan)
+        assert self.plan is not None
+        if plan.buckets != self.plan.buckets:
+            self._outdated = set(self._sets)
+        self._take(plan)
 
     def note_gradients(self) -> None:
         if self._pending is not None and self._predict == "previous":
@@ -210,9 +282,13 @@ class PipeSGDEngine(Engine):
     def after_join(self) -> None:
         self._ahead.restore()
         self._apply_pending()
-        self.settings.owner.note_old()
         self.current = self._sets[0]
+        if self.current in self._outdated:
+            self.current = self._renewed(self.current)
+        self.settings.owner.note_old()
         self.rounds = self._warmup_steps
+        if self._race is not None:
+            self._race.begin(self._first_timed(SKIP_STEPS))
 
     def state(self) -> State:
         due = self._pending
@@ -220,15 +296,17 @@ class PipeSGDEngine(Engine):
             due.complete()
         return PipeSGDState(
             self.rounds,
-            residuals_of(self._sets[0]),
+            residuals_of(self.current),
             pending=None if due is None else gradients_of(due),
             scale=None if due is None else self._scales.get(due),
             weights=self._ahead.weights() if self._ahead.is_ahead else None,
+            plan=self.plan if self._stays else None,
         ).to_state()
 
     def load(self, state: State) -> None:
         saved = PipeSGDState.from_state(state)
         self.rounds = saved.rounds
+        self._resume_plan(saved.plan)
         self.current = self._sets[0]
         restore_residuals(self._sets[0], saved.residuals)
         if saved.weights is not None:
@@ -240,6 +318,14 @@ class PipeSGDEngine(Engine):
             if saved.scale is not None:
                 self._scales[self._pending] = saved.scale
 
+    def _resume_plan(self, plan: Plan | None) -> None:
+        """Take a plan that others were tried against, or go on with the trials."""
+        if plan is not None and set(plan.names) == set(self.settings.names) and self._plans:
+            self._race, self._stays = None, True
+            self._adopt(plan)
+        elif self._race is not None:
+            self._race.begin(self._first_timed(SKIP_STEPS))
+
     def discard(self) -> None:
         super().discard()
         self._ahead.forget()
@@ -248,6 +334,11 @@ class PipeSGDEngine(Engine):
         self._pending = self._shown = None
         self._scales.clear()
         self.current, self.rounds = self._sets[0], 0
+        if self._outdated:
+            assert self.plan is not None
+            self._adopt(self.plan)
+        if self._race is not None:
+            self._race.begin(self._first_timed(SKIP_STEPS))
 
     # Architecture: P2
     def _wait(self, due: BucketSet) -> None:
@@ -256,26 +347,26 @@ class PipeSGDEngine(Engine):
         due.bind_gradients()
         self._shown = due
 
-    def _leave_sparse_out(self) -> None:
-        """Make the free set anew, without room for what turned out to be sparse."""
-        if not self.current.stale:
-            return
-        if self._predict != "none":
+    def _renewed(self, before: BucketSet) -> BucketSet:
+        """Return a free set made anew: by the plan, without room for what is sparse by now."""
+        if before.stale and self._predict != "none":
             name = self.settings.names[min(self.settings.sparse)]
             raise HvdPipeError(
                 f"prediction={self._predict!r} needs dense gradients, but that of {name!r} is "
                 "sparse: pass sparse_as_dense=True, or prediction='none'."
             )
-        before = self.current
         index = self._sets.index(before)
         other = self._sets[1 - index]
-        renewed = self._make(("even", "odd")[index], like=None if other.stale else other)
-        renewed.copy_in()
-        if other.stale and self.remembers_residuals:
-            other.complete_buckets()  # both sets share them
+        unlike = other.stale or other in self._outdated
+        renewed = self._make(("even", "odd")[index], like=None if unlike else other)
+        renewed.flags = before.flags
+        if unlike and self.remembers_residuals:
+            other.complete_buckets()  # it was sent last, and knows what is lost by now
             name = f"{self.settings.tag}.residuals"
-            left = of_all_ranks(residuals_of(before), self.reduction, name)
+            left = of_all_ranks(residuals_of(other), self.reduction, name)
             restore_residuals(renewed, left)
         if before in self._scales:
             self._scales[renewed] = self._scales.pop(before)
-        self._sets[index] = self.current = self._shown = renewed
+        self._outdated.discard(before)
+        self._sets[index] = renewed
+        return renewed
