@@ -120,8 +120,9 @@ class Arguments:
     def _check_strategy(self, strategy: Method) -> None:
         if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
             raise ValueError(
-                "overlap='forward' is for PyTorch, whose modules wait for their own parameters: "
-                "leave it out; 'pipe-sgd' hides messages here, with gradients one step old."
+                "overlap='forward' is for PyTorch, whose modules wait for their own parameters: a "
+                "step is one graph here, which ends when all updates are made. Leave it out; "
+                "'pipe-sgd' hides messages here, with gradients one step old."
             )
         if isinstance(strategy, CoCoD):
             refuse_for_cocod(
