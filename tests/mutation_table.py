@@ -207,6 +207,36 @@ _TORCH = [
         _ids("single/test_trials", "test_the_fastest_stays_whatever_was_expected_of_it"),
     ),
     Mutation(
+        "trials: of three plans, the best one is not tried",
+        "planning/trials.py",
+        "if len(tried) < 3:",
+        "if len(tried) < most - 1:",
+        _ids(
+            "single/test_trials",
+            "test_where_trials_are_dear_the_best_plan_is_the_last_to_be_tried",
+        ),
+    ),
+    Mutation(
+        "trials: Keras takes the best plan unraced",
+        "tensorflow/strategies/replan.py",
+        "PLANS = 3",
+        "PLANS = 2",
+        _ids(
+            "parallel/test_keras_auto",
+            "test_the_plan_that_the_slowest_rank_is_fastest_with_stays",
+        ),
+    ),
+    Mutation(
+        "trials: under Keras, a wait is that of the rank that waits longest",
+        "tensorflow/strategies/replan.py",
+        "*(-wait for wait in times.waits)",
+        "*(wait for wait in times.waits)",
+        _ids(
+            "parallel/test_keras_auto",
+            "test_a_wait_is_the_median_of_what_the_last_rank_waits_in_each_step",
+        ),
+    ),
+    Mutation(
         "trials: a message costs no latency",
         "planning/trials.py",
         "self.lead_s + latency * self.counts + per_byte * self.bytes",

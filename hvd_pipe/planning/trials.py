@@ -129,7 +129,7 @@ def next_plan(
         find: Makes plans.
         method: How the best plan is made. With "exact" the fastest plan stays; any other is what
             the user wants, and needs nothing but the cost of messages.
-        most: How many plans may be tried. With two, the best plan for what they show stays.
+        most: How many plans may be tried in a race, three at least.
 
     Returns:
         A plan that was not tried, and False; or the one to keep, and True. That one says what was
@@ -148,9 +148,9 @@ def next_plan(
         >>> next_plan(tried, Gradients(names, ready, sizes), find)[0].tried
         ((1, 9.0), (3, 7.0))
     """
-    races, first = method == "exact" and most > 2, tried[0]
+    races, first = method == "exact", tried[0]
     if len(tried) == 1:
-        if method == "exact" and first.wait_s <= HIDDEN * first.step_s:
+        if races and first.wait_s <= HIDDEN * first.step_s:
             return _kept(first, tried, gradients), True
         count = len(first.plan.buckets)
         other = count / 3 if MANY / 2 <= count <= 2 * MANY else MANY
@@ -162,7 +162,7 @@ def next_plan(
         return replace(find(comm, method, None), tried=_seen(tried)), True
     if len(tried) < most:
         comm = fitted_to_waits(tried, gradients)
-        if len(tried) < most - 1:
+        if len(tried) < 3:
             plan = find(comm, method, None)
         else:
             plan = _with_fewer(tried[-1].plan, comm, gradients, find)

@@ -76,6 +76,37 @@ def test_merged_gradient_is_planned_from_the_slowest_ranks_times() -> None:
     assert_alike("plan", "records")
 
 
+@pytest.mark.parametrize(
+    ("case", "tried", "stays"),
+    [
+        ("raced", ((1, 3.0), (6, 2.0), (2, 4.0)), 6),
+        ("raced, the third wins", ((1, 3.0), (6, 2.0), (2, 1.5)), 2),
+    ],
+)
+def test_the_plan_that_the_slowest_rank_is_fastest_with_stays(
+    case: str, tried: tuple[tuple[int, float], ...], stays: int
+) -> None:
+    """Rank 0, which decides, is fastest with the third plan in both cases."""
+    wanted = keras_reference.trajectory(N, "merged-gradient", "momentum")
+    for rank, found in enumerate(ranks_of(case)):
+        assert found["plan"] == ranks_of(case)[0]["plan"]
+        assert len(found["plan"].buckets) == stays
+        assert found["plan"].tried == tried
+        assert "tried" in str(found["plan"])
+        assert found["traced"] == [*TWICE, *3 * ["anew", "merged-gradient"]]
+        np.testing.assert_allclose(found["records"], wanted[rank], rtol=0, atol=1e-10)
+    assert_alike(case, "records")
+
+
+def test_a_wait_is_the_median_of_what_the_last_rank_waits_in_each_step() -> None:
+    """Each rank waits for long in most steps, and the last one in each step but one does not."""
+    first, _ = ranks_of("raced")
+    waits, errors = zip(*first["trials"], strict=True)
+    assert waits == (workers.WAIT,) * 3
+    assert errors[1:] == (0.0, 0.0)
+    assert errors[0] == pytest.approx(1.253 * 1.4826 * 0.1 / 5**0.5)
+
+
 def test_a_given_plan_is_kept() -> None:
     for found in ranks_of("given plan"):
         assert found["traced"] == ["merged-gradient"]

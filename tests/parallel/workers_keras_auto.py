@@ -31,6 +31,8 @@ ALL = f"auto:allow=merged-gradient/pipe-sgd/cocod,steps={MEASURED}"
 FREE, SOME, DEAR = 1e-6, 3.0, 19.0
 """Seconds of an all-reduce, where the slowest worker computes for 4."""
 SLEEP = 0.03
+WAIT = 0.9
+"""Seconds for messages, by which the best plan has two: see `raced`."""
 
 
 class Lines(logging.Handler):
@@ -337,12 +339,51 @@ def left_out() -> list[str]:
     return [*heard.taken(), str(chosen_of(model))]
 
 
+def raced(third_s: float) -> Found:
+    """Three plans are tried; what each rank sees of them is given.
+
+    Args:
+        third_s: A step of the third plan on the last rank. On the first one it is the fastest.
+    """
+    model, record = compiled("merged-gradient"), Record()
+    is_first = hvd.rank() == 0
+    # In each step but one, one of the ranks waits for as little as messages take.
+    waits = [WAIT, WAIT, 9.0, 9.0, 9.0] if is_first else [9.0, 9.0, WAIT, WAIT, 9.0]
+    noise = np.zeros(5) if is_first else np.array([-0.2, -0.1, 0.0, 0.1, 0.2])
+    steps = iter([3.0 + noise, 2.0 + 0 * noise, (1.0 if is_first else third_s) + 0 * noise])
+    recorded, planned = replan.Replan._recorded, mock.Mock(wraps=replan.next_plan)
+
+    def seen(self: Any, engine: Any) -> Any:
+        engine.times.waits, engine.times.step_s = waits, next(steps).tolist()
+        return recorded(self, engine)
+
+    def ready(times: ReadyTimes) -> list[float]:
+        return [0.4 * (5 - index) for index in range(6)]
+
+    with (
+        mock.patch.object(replan.Replan, "_recorded", seen),
+        mock.patch.object(ReadyTimes, "seconds", ready),
+        mock.patch.object(replan, "next_plan", planned),
+        traces() as traced,
+    ):
+        fit(model, *data(), record)
+    trials = planned.call_args.args[0] if is_first else []
+    return {
+        "records": np.array([*record.weights, weights_of(model)]),
+        "traced": traced,
+        "plan": model.optimizer.plan,
+        "trials": [(each.wait_s, each.error_s) for each in trials],
+    }
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "merged-gradient": partial(run, ALL, FREE, DEAR),
     "pipe-sgd": partial(run, ALL, SOME, DEAR),
     "cocod": partial(run, ALL, DEAR, FREE),
     "default": partial(run, f"auto:steps={MEASURED}", DEAR),
     "plan": partial(run, "merged-gradient", SOME, FREE),
+    "raced": partial(raced, 4.0),
+    "raced, the third wins": partial(raced, 1.5),
     "given plan": partial(run, "merged-gradient:plan=wfbp", SOME),
     "measured": measured,
     "measured, several steps": partial(measured, executed=4),

@@ -22,13 +22,14 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
+from hvd_pipe.tensorflow.strategies.replan import PLANS
 
 Found = dict[str, Any]
 
 STEPS = 12
 CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds
 TRIED_FOR = SETTLE_STEPS + TRIAL_STEPS  # steps of each plan
-PLANNED_AFTER = SKIP_STEPS + 2 * TRIED_FOR  # steps; fewer where no other plan is worth a trial
+PLANNED_AFTER = SKIP_STEPS + PLANS * TRIED_FOR  # steps; fewer where no other plan is worth a trial
 
 
 def functions_of_a_step(traced: bool) -> Found:

@@ -178,12 +178,26 @@ def test_a_plan_that_the_user_wants_needs_two_trials_and_stays() -> None:
     assert plan.buckets == job.find(comm, "greedy", None).buckets
 
 
-def test_where_trials_are_dear_the_best_plan_is_not_tried() -> None:
+def test_where_trials_are_dear_the_best_plan_is_the_last_to_be_tried() -> None:
     """A step of a graph is traced anew for each plan."""
     job = resnet(LINKS[4])
-    tried, plan = job.run(job.find(job.link, "bytes", 2_000_000), most=2)
-    assert (len(tried), plan.method) == (2, "exact")
+    tried, plan = job.run(job.find(job.link, "bytes", 2_000_000), most=3)
+    assert (len(tried), plan.method) == (3, "exact")
+    assert plan.tried == tuple((len(each.plan.buckets), each.step_s) for each in tried)
     assert job.trial(plan).step_s <= 1.01 * job.trial(job.find(job.link, "exact", None)).step_s
+
+
+@pytest.mark.parametrize("seconds", [(3.0, 2.0, 4.0), (2.0, 3.0, 4.0), (3.0, 4.0, 2.0)])
+def test_of_three_plans_the_fastest_stays(seconds: tuple[float, ...]) -> None:
+    job, tried = resnet(LINKS[4]), list[Trial]()
+    plan, stays = job.find(job.link, "bytes", 2_000_000), False
+    for step_s in seconds:
+        assert not stays
+        tried.append(replace(job.trial(plan), step_s=step_s))
+        plan, stays = next_plan(tried, job.gradients, job.find, most=3)
+    assert stays
+    assert set(plan.buckets) == set(tried[seconds.index(2.0)].plan.buckets)
+    assert [step_s for _, step_s in plan.tried] == list(seconds)
 
 
 def test_the_buckets_that_stay_are_in_the_order_in_which_they_leave() -> None:

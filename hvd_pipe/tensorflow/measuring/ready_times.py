@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,10 @@ class ReadyTimes:
         self._averaged: float | None = None
         self._averages = 0
         self._seconds_by_step: list[list[float]] = []
-        self._waits: list[float] = []
-        self._step_s: list[float] = []
+        self.waits: list[float] = []
+        """By step, seconds from the last gradient to the last average."""
+        self.step_s: list[float] = []
+        """Seconds of each step but the first."""
         self._end: float | None = None
         self._count = count
 
@@ -98,10 +99,10 @@ class ReadyTimes:
         moments, self._moments = self._moments, {}
         averaged, self._averaged = self._averaged, None
         first, last = min(moments.values()), max(moments.values())
-        self._waits.append(0.0 if averaged is None else max(0.0, averaged - last))
+        self.waits.append(0.0 if averaged is None else max(0.0, averaged - last))
         begun, self._end, steps, self._averages = self._end, time.perf_counter(), self._averages, 0
         if begun is not None:
-            self._step_s.append((self._end - begun) / max(steps, 1))
+            self.step_s.append((self._end - begun) / max(steps, 1))
         self._seconds_by_step.append(
             [moments.get(index, last) - first for index in range(self._count)]
         )
@@ -110,14 +111,6 @@ class ReadyTimes:
         """Return the median over steps of each gradient's ready time, from the first one's."""
         medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
         return medians
-
-    def wait_s(self) -> float:
-        """Return the median seconds from the last gradient of a step to its last average."""
-        return median(self._waits)
-
-    def step_s(self) -> float:
-        """Return the median seconds of a step; 0 where only one was recorded."""
-        return median(self._step_s or [0.0])
 
 
 def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:

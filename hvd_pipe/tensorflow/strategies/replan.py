@@ -6,7 +6,11 @@ callbacks, under ``model.fit``) asks after each, and has the step traced anew wh
     SKIP steps      default buckets; nothing is recorded
     TRIAL steps     traced anew, the same buckets; ready times and waits are recorded
     TRIAL steps     traced anew, in many messages; the same is recorded
-    from then on    traced anew with the best plan for messages that cost what both waits show
+    TRIAL steps     traced anew with the best plan for messages that cost what both waits show
+    from then on    traced anew with the fastest of the three, and nothing is recorded
+
+    where the user names another method than "exact"
+                    its plan stays after two trials
 
     under ``auto``
     SKIP steps      as before
@@ -14,14 +18,17 @@ callbacks, under ``model.fit``) asks after each, and has the step traced anew wh
     then            all-reduces are measured, rank 0 plans and chooses, all follow;
                     traced anew for the last time
 
-More plans are not tried, as to trace a step takes seconds. All ranks count the same steps, so they
-measure and trace at the same moment.
+More plans are not tried, as to trace a step takes seconds. What records takes time, too, so all
+trials record, and steps without it are not compared with them. All ranks count the same steps, so
+they measure and trace at the same moment.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +38,14 @@ from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profil
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS, Gradients, Trial, next_plan
+from hvd_pipe.planning.trials import (
+    SETTLE_STEPS,
+    TRIAL_STEPS,
+    Gradients,
+    Trial,
+    error_of,
+    next_plan,
+)
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.strategy import Auto, MergedGradient, parse
@@ -43,6 +57,9 @@ from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 __all__ = ["Replan"]
 
 _log = logging.getLogger("hvd_pipe")
+
+PLANS = 3
+"""How many plans are tried."""
 
 Measured = tuple[MergedGradientEngine, JobTimes | None, CommModel | None]
 
@@ -151,19 +168,25 @@ class Replan:
         stale, self._sessions.is_stale = self._sessions.is_stale, False
         return stale
 
-    def _recorded(self, engine: MergedGradientEngine) -> tuple[list[float], float, float] | None:
-        """Return ready times, a step and its wait; None where no rank has seen a step."""
+    def _recorded(self, engine: MergedGradientEngine) -> tuple[list[float], Trial] | None:
+        """Return ready times, and what was seen of the plan; None where no rank saw a step."""
         times, engine.times = engine.times, None
-        settings = engine.settings
-        mine = [0.0] * (3 + len(settings.shapes))
+        settings, plan = engine.settings, engine.plan
+        waits = [-math.inf] * TRIAL_STEPS
+        mine = [0.0, 0.0, 0.0, *waits, *([0.0] * len(settings.shapes))]
         if times is not None and times.steps:
-            mine = [1.0, times.step_s(), -times.wait_s(), *times.seconds()]
-        # A bucket leaves when the slowest rank has filled it, so that rank's times count; the one
-        # that is last waits for messages alone.
-        found, step_s, wait, *ready = largest(
+            # A bucket leaves when the slowest rank has filled it, so that rank's times count. In
+            # each step, the rank that is last waits for messages alone.
+            waits = [*waits, *(-wait for wait in times.waits)][-TRIAL_STEPS:]
+            steps = times.step_s or [0.0]
+            mine = [1.0, median(steps), error_of(steps), *waits, *times.seconds()]
+        found, step_s, error_s, *rest = largest(
             mine, f"{settings.tag}.ready", settings.reduction.process_set
         )
-        return (ready, step_s, -wait) if found and settings.dense else None
+        if not found or not settings.dense or plan is None:
+            return None
+        least = [-wait for wait in rest[:TRIAL_STEPS] if math.isfinite(wait)]
+        return rest[TRIAL_STEPS:], Trial(plan, step_s, median(least), error_s)
 
     def _measured(self, engine: MergedGradientEngine) -> CommModel | None:
         """Measure all-reduces and plan; None where there was nothing to measure on any rank."""
@@ -189,13 +212,13 @@ class Replan:
 
     def _take_next(self, engine: MergedGradientEngine, number: int) -> bool:
         """Take the next plan to try, or the one that stays; return whether it does."""
-        settings, method, plan = engine.settings, self._method, engine.plan
+        settings, method = engine.settings, self._method
         recorded = self._recorded(engine)
-        if recorded is None or method is None or plan is None:
+        if recorded is None or method is None:
             return True
-        ready, step_s, wait_s = recorded
+        ready, seen = recorded
         tried = self._tried.setdefault(number, [])
-        tried.append(Trial(plan, step_s, wait_s))
+        tried.append(seen)
         shapes, dense, sizes = settings.shapes, settings.dense, _wire_bytes(engine)
 
         def best(comm: CommModel, method: str, limit: int | None) -> Plan:
@@ -205,7 +228,7 @@ class Replan:
             names = [shapes.names[index] for index in dense]
             kinds = [shapes.kinds[index] for index in dense]
             gradients = Gradients(names, np.array(ready)[dense], sizes[dense], kinds)
-            plan, stays = next_plan(tried, gradients, best, method, most=2)
+            plan, stays = next_plan(tried, gradients, best, method, most=PLANS)
             return plan.to_json(), stays
 
         process_set = settings.reduction.process_set
