@@ -890,7 +890,7 @@ _PLANNER = [
     ),
     Mutation(
         "fit: the slope is that of another line",
-        "planning/comm.py",
+        "planning/samples.py",
         "/ (weights @ (x - x_mean) ** 2)",
         "/ (weights @ x**2)",
         _ids("single/test_fit", "test_fit_takes_the_best_of_what_is_allowed"),
@@ -922,6 +922,20 @@ _PLANNER = [
         "delay=phases * self.delay",
         "delay=self.delay",
         _ids("single/test_comm", "test_the_delay_goes_along"),
+    ),
+    Mutation(
+        "comm: what is ready later is negotiated together with what came before",
+        "planning/comm.py",
+        "ready[len(ends)] <= looks",
+        "ready[len(ends)] <= free",
+        _ids("single/test_timing", "test_where_one_thread_negotiates_and_carries"),
+    ),
+    Mutation(
+        "merge: a plan for a blocking backend takes messages for as cheap as in a burst",
+        "planning/merge.py",
+        "slow = comm.each_alone()",
+        "slow = comm",
+        _ids("single/test_merge", "test_a_blocking_delay_is_in_every_message_of_a_plan"),
     ),
     Mutation(
         "schedule: 1F1B takes a version too new",

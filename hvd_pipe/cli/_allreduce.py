@@ -128,11 +128,13 @@ def measure(
     done, seconds, delay = _rounds(sizes(max_bytes), place, budget_s, progress)
     workers, each, first = hvd.size(), hvd.local_size(), hvd.rank() == 0
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+    # NCCL's messages are carried in a stream of their own; the thread goes on meanwhile.
+    blocking = not (where == "cuda" and hvd.nccl_built())
     hvd.shutdown()
     if not first:
         return None
     memory = torch.cuda.get_device_properties(place).total_memory if where == "cuda" else None
-    model = replace(measured(done, seconds), delay=delay)
+    model = replace(measured(done, seconds), delay=delay, blocking=blocking)
     network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
     cluster = Cluster(
         workers, network, memory_bytes=memory, name=f"measured on {workers} ranks, {where}"

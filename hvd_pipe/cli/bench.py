@@ -86,7 +86,8 @@ def command(
     Messages of 1 KiB to 64 MiB travel through Horovod, as gradients do. Run it under horovodrun
     or mpirun, on the hosts and with the settings of the training. Rank 0 prints the times, the
     bus bandwidth and a model fitted to them; -o cluster.json keeps it for advise, plan and
-    simulate.
+    simulate. Where one thread negotiates and carries (Gloo, MPI), these count the cost of a
+    message alone for each that is not sent in a burst.
     """
     if job_size() == 1:
         raise InputError(_ALONE)
@@ -167,7 +168,9 @@ def _print(
         ],
         title=f"all-reduce on {found.cluster.workers} ranks ({found.controller}, {found.device})",
     )
-    note("time: of one more message on the link; alone: with the delay of a single one.")
+    note("time: of one more message in a burst; alone: with the delay of a single one.")
+    if found.comm.blocking:
+        note("One thread negotiates and carries: the link is idle for the delay before a message.")
     if not complete:
         note(f"The {units.format_seconds(budget_s)} were used up: --budget gives more.")
     note(f"Delay {units.format_seconds(found.comm.delay)}; model: {_in_words(found.comm)}.")

@@ -7,7 +7,7 @@ to start and ``beta`` seconds per byte; adding up takes ``gamma`` seconds per by
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hvd_pipe.planning._checks import check_number
@@ -244,4 +244,4 @@ def rescale(
         return comm
     latency, size = after.latency / before.latency, after.bytes / before.bytes
     scaled = comm.scaled(size / latency, latency)
-    return CommModel(scaled.starts, scaled.intercepts, scaled.slopes, comm.delay)
+    return replace(scaled, error=None)

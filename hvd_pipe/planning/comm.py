@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, overload
 
@@ -18,11 +18,9 @@ import numpy.typing as npt
 
 from hvd_pipe.planning._checks import check_keys
 from hvd_pipe.planning.codec import CodecCost
+from hvd_pipe.planning.samples import FloatArray, medians, monotone
 
-__all__ = ["CommModel"]
-
-
-FloatArray = npt.NDArray[np.float64]
+__all__ = ["CommModel", "blocked_ends"]
 
 _ROUNDING = 1e-12  # relative; segments that meet in theory may miss each other by this much
 
@@ -42,6 +40,8 @@ class CommModel:
             arrived, in which the link is free for others: messages sent together have it once.
         error: mean relative error on the samples that it was fitted to (over the medians of their
             sizes), or None where there were none. It plays no part in ``==``.
+        blocking: whether one thread negotiates and carries, as Horovod's does over Gloo and MPI:
+            the delay then passes before messages, and keeps the link idle (`blocked_ends`).
 
     Raises:
         ValueError: the segments do not make a non-negative, non-decreasing function.
@@ -62,6 +62,7 @@ class CommModel:
     slopes: tuple[float, ...]
     delay: float = 0.0
     error: float | None = field(default=None, compare=False)
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         for name in ("starts", "intercepts", "slopes"):
@@ -238,6 +239,7 @@ class CommModel:
             tuple(self.intercepts[i] + other.intercepts[j] for i, j in pieces),
             tuple(self.slopes[i] + other.slopes[j] for i, j in pieces),
             self.delay + other.delay,
+            blocking=self.blocking or other.blocking,
         )
 
     def compressed(self, codec: CodecCost) -> CommModel:
@@ -265,6 +267,25 @@ class CommModel:
             return smaller
         return smaller + CommModel.linear(0.0, codec.seconds_per_byte)
 
+    @property
+    def delay_behind(self) -> float:
+        """Seconds of the delay that pass after the last message; 0 where they pass before it."""
+        return 0.0 if self.blocking else self.delay
+
+    def each_alone(self) -> CommModel:
+        """Where it is ``blocking``, the model in which every message has the delay by itself.
+
+        No message ends earlier in it: those that are negotiated together have the delay once.
+
+        Example:
+            >>> gloo = CommModel((0.0,), (1.0,), (0.5,), delay=0.25, blocking=True)
+            >>> gloo.each_alone()(2), gloo.each_alone().delay
+            (2.25, 0.0)
+        """
+        if not self.blocking:
+            return self
+        return replace(self, delay=0.0, blocking=False) + CommModel.linear(self.delay, 0.0)
+
     def _segment(self, bytes: float) -> int:
         return bisect_right(self.starts, bytes) - 1
 
@@ -278,6 +299,8 @@ class CommModel:
         data: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         if self.delay:
             data["delay"] = self.delay
+        if self.blocking:
+            data["blocking"] = True
         if self.error is not None:
             data["error"] = self.error
         return data
@@ -285,87 +308,48 @@ class CommModel:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommModel:
         """The model that :meth:`to_json` wrote; ValueError names keys that lack or are unknown."""
-        check_keys(data, _LISTS, "a CommModel", optional={"delay", "error"})
-        error = data.get("error")
+        check_keys(data, _LISTS, "a CommModel", optional={"delay", "error", "blocking"})
+        error, blocking = data.get("error"), data.get("blocking", False)
+        if not isinstance(blocking, bool):
+            raise ValueError(f"a CommModel's blocking is true or false, got {blocking!r}")
         try:
             delay = float(data.get("delay", 0.0))
             starts, intercepts, slopes = (tuple(map(float, data[name])) for name in _LISTS)
-            return cls(starts, intercepts, slopes, delay, None if error is None else float(error))
+            error = None if error is None else float(error)
+            return cls(starts, intercepts, slopes, delay, error, blocking)
         except TypeError as problem:
             raise ValueError(f"a CommModel holds lists of numbers: {problem}") from problem
 
 
+def blocked_ends(
+    ready: Sequence[float], seconds: Sequence[float], delay: float, free: float = 0.0
+) -> list[float]:
+    """When each message ends where one thread negotiates and carries, first in, first out.
+
+    Whenever the thread is free, it negotiates what is ready by then, for the ``delay``, and
+    carries it. So a message that is ready by itself has the delay, and a burst has it once::
+
+        ready   1      2  3
+        link    d 1111 d 2222 3333
+
+    Args:
+        ready: When each may leave; not decreasing.
+        seconds: That the link carries each.
+        delay: Of a negotiation, in which the link is idle.
+        free: When the thread is.
+
+    Example:
+        >>> blocked_ends([0.0, 2.0, 4.5], [4.0, 4.0, 4.0], delay=1.0)
+        [5.0, 10.0, 14.0]
+    """
+    ends: list[float] = []
+    while len(ends) < len(ready):
+        looks = max(free, ready[len(ends)])
+        free = looks + delay
+        while len(ends) < len(ready) and ready[len(ends)] <= looks:
+            free += seconds[len(ends)]
+            ends.append(free)
+    return ends
+
+
 _LISTS = ("starts", "intercepts", "slopes")
-
-
-def fit_line(x: FloatArray, y: FloatArray, weights: FloatArray) -> tuple[float, float]:
-    """Weighted least squares of ``y = alpha + beta * x`` over ``alpha, beta >= 0``, exactly.
-
-    The problem is convex: if the free minimum is not allowed, the answer lies on an edge.
-    """
-    total = weights.sum()
-    x_mean, y_mean = (weights @ x) / total, (weights @ y) / total
-    beta = (weights @ ((x - x_mean) * (y - y_mean))) / (weights @ (x - x_mean) ** 2)
-    alpha = y_mean - beta * x_mean
-    if alpha >= 0.0 and beta >= 0.0:
-        return float(alpha), float(beta)
-    edges = [(0.0, float((weights @ (x * y)) / (weights @ x**2))), (float(y_mean), 0.0)]
-    return min(edges, key=lambda edge: float(weights @ (edge[0] + edge[1] * x - y) ** 2))
-
-
-def check_samples(
-    bytes: npt.ArrayLike, values: npt.ArrayLike, name: str = "seconds"
-) -> tuple[FloatArray, FloatArray]:
-    """Sizes and values as float64, or ValueError with the first one that cannot be."""
-    x, y = np.asarray(bytes, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    if x.ndim != 1 or x.shape != y.shape or x.size == 0:
-        raise ValueError(
-            f"bytes and {name} must be 1-D, of one length and not empty, "
-            f"got shapes {x.shape} and {y.shape}"
-        )
-    bad = x[~(np.isfinite(x) & (x >= 0.0))]
-    if bad.size:
-        raise ValueError(f"bytes must be finite and not negative, got {bad[0]:g}")
-    bad = y[~(np.isfinite(y) & (y > 0.0))]
-    if bad.size:
-        raise ValueError(f"{name} must be finite and positive, got {bad[0]:g}; drop that sample")
-    return x, y
-
-
-def by_size(
-    bytes: npt.ArrayLike, values: npt.ArrayLike, name: str = "seconds"
-) -> tuple[FloatArray, list[FloatArray]]:
-    """The different sizes, increasing, and the samples of each."""
-    x, y = check_samples(bytes, values, name)
-    order = np.argsort(x, kind="stable")
-    sizes, first = np.unique(x[order], return_index=True)
-    if sizes.size < 2:
-        raise ValueError(
-            f"latency and bandwidth need messages of at least 2 sizes, got only {sizes[0]:g} "
-            "bytes; measure a small and a large one"
-        )
-    return sizes, np.split(y[order], first[1:])
-
-
-def medians(bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """The different sizes, increasing, and the median time of each."""
-    sizes, samples = by_size(bytes, seconds)
-    return sizes, np.array([np.median(sample) for sample in samples])
-
-
-def monotone(bytes: npt.ArrayLike, seconds: npt.ArrayLike) -> tuple[FloatArray, FloatArray]:
-    """The different sizes, increasing, and times that never drop: L1 isotonic regression.
-
-    Neighbours that violate the order are pooled and share the median of all their samples, so one
-    outlier bends nothing.
-    """
-    sizes, samples = by_size(bytes, seconds)
-    blocks: list[tuple[float, int, FloatArray]] = []  # median, how many sizes, their samples
-    for sample in samples:
-        block = (float(np.median(sample)), 1, sample)
-        while blocks and blocks[-1][0] > block[0]:
-            _, count, pooled = blocks.pop()
-            pooled = np.concatenate((pooled, block[2]))
-            block = (float(np.median(pooled)), count + block[1], pooled)
-        blocks.append(block)
-    return sizes, np.repeat([block[0] for block in blocks], [block[1] for block in blocks])

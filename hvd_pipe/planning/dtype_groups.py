@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_pipe.planning import merge
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, blocked_ends
 from hvd_pipe.planning.plan import Plan
 
 __all__ = ["plan_dtype_groups"]
@@ -116,11 +116,11 @@ def plan_dtype_groups(
         for end, count in zip(np.cumsum(own), own, strict=True)
     ]
     if method == "exact":
-        slow = comm.scaled(1.0, 1.0 + margin) if margin else comm
+        slow = comm.each_alone().scaled(1.0, 1.0 + margin) if margin else comm.each_alone()
         options = [_joint(parts, slow), buckets]
         buckets = min(options, key=lambda option: _finish(option, parts, slow))
         buckets = _coalesced(buckets, parts, slow)
-    finish = _finish(buckets, parts, comm) + comm.delay
+    finish = _finish(buckets, parts, comm) + comm.delay_behind
     sent = tuple(
         tuple(names[i] for i in parts[bucket.group].indices[bucket.first : bucket.end])
         for bucket in _in_order(buckets, parts)
@@ -199,11 +199,16 @@ def _in_order(buckets: Sequence[_Bucket], groups: Sequence[_Group]) -> list[_Buc
 
 
 def _finish(buckets: Sequence[_Bucket], groups: Sequence[_Group], comm: CommModel) -> float:
-    last = 0.0
+    ready, seconds = [], []
     for bucket in _in_order(buckets, groups):
         group = groups[bucket.group]
-        seconds = comm(float(group.bytes[bucket.first : bucket.end].sum()))
-        last = max(last, float(group.ready[bucket.end - 1])) + seconds
+        ready.append(float(group.ready[bucket.end - 1]))
+        seconds.append(comm(float(group.bytes[bucket.first : bucket.end].sum())))
+    if comm.blocking:
+        return blocked_ends(ready, seconds, comm.delay)[-1]
+    last = 0.0
+    for begin, busy in zip(ready, seconds, strict=True):
+        last = max(last, begin) + busy
     return last
 
 

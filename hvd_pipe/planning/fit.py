@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel, by_size, check_samples, fit_line, medians, monotone
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.samples import by_size, check_samples, fit_line, medians, monotone
 
 __all__ = ["fit", "fit_error", "fit_segments", "measured"]
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, blocked_ends
 from hvd_pipe.planning.plan import Plan
 
 __all__ = [
@@ -52,7 +52,7 @@ def exact(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArr
     Args:
         ready: 1-D, L times in seconds, not decreasing.
         bytes: 1-D, L sizes, not negative.
-        comm: all-reduce time of a message.
+        comm: all-reduce time of a message; its delay and ``blocking`` play no part.
 
     Returns:
         Sizes of the buckets of one best plan (several may finish together). O(L^2) at worst, but
@@ -245,7 +245,7 @@ def finish_times(
         ready, bytes, comm: as :func:`exact`.
 
     Returns:
-        Seconds after backward starts, one a bucket; float64.
+        Seconds after backward starts, one a bucket; float64. A ``blocking`` delay is in them.
 
     Raises:
         ValueError: the arrays are malformed or do not belong together.
@@ -263,6 +263,8 @@ def finish_times(
     ends = np.cumsum(groups)
     total = np.concatenate(([0.0], np.cumsum(bytes)))
     cost = comm(np.diff(total[np.concatenate(([0], ends))]))
+    if comm.blocking:
+        return np.array(blocked_ends(ready[ends - 1].tolist(), cost.tolist(), comm.delay))
     finish = np.empty(len(groups))
     last = 0.0
     for group, begin in enumerate(ready[ends - 1]):
@@ -296,6 +298,9 @@ def plan(
     messages take ``1 + margin`` times as long. As no plan finishes later on a faster link, it then
     finishes no later than the best plan for that slower link does there, on any link in between.
 
+    Where ``comm`` is ``blocking``, the plan is for messages that each have the delay, which is an
+    upper bound. What is predicted is exact.
+
     Args:
         names: L names, in the order in which the gradients become ready.
         ready: 1-D, L times in seconds after backward starts, not decreasing.
@@ -326,7 +331,7 @@ def plan(
         )
     sizes = sizes_of(ready, bytes, comm, method, bucket_bytes, margin)
     ends = np.cumsum(sizes)
-    finish = float(finish_times(sizes, ready, bytes, comm)[-1]) + comm.delay
+    finish = float(finish_times(sizes, ready, bytes, comm)[-1]) + comm.delay_behind
     buckets = tuple(tuple(names[end - size : end]) for end, size in zip(ends, sizes, strict=True))
     return Plan(buckets, method, finish, finish - float(ready[-1]))
 
@@ -360,9 +365,10 @@ def sizes_of(
         )
     if bucket_bytes is not None:
         return by_bytes(bytes, bucket_bytes)
+    slow = comm.each_alone()
     if method != "exact":
-        return _PLANNERS[method](np.asarray(ready), np.asarray(bytes), comm)
-    slow = comm.scaled(1.0, 1.0 + margin) if margin else comm
+        return _PLANNERS[method](np.asarray(ready), np.asarray(bytes), slow)
+    slow = slow.scaled(1.0, 1.0 + margin) if margin else slow
     return coalesce(exact(ready, bytes, slow), ready, bytes, slow)
 
 

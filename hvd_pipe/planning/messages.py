@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.codec import CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, blocked_ends
 from hvd_pipe.planning.methods import Conventional, LocalSGD, WidePipeSGD
 from hvd_pipe.planning.pipelined import Work, plan_pipelined
 from hvd_pipe.planning.plan import Plan
@@ -32,6 +32,8 @@ __all__ = [
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_SETTLED = 100  # steps, after which a step takes as long as those that follow
+
 
 @dataclass(frozen=True, eq=False)
 class Messages:
@@ -42,12 +44,14 @@ class Messages:
         bytes: uncompressed sizes, 1-D.
         seconds: how long the link carries each, codec included, 1-D.
         network_delay_s: what passes beside (:class:`hvd_pipe.planning.comm.CommModel`).
+        blocking: whether it passes before messages and keeps the link idle, as there.
     """
 
     ready_s: FloatArray
     bytes: FloatArray
     seconds: FloatArray
     network_delay_s: float = 0.0
+    blocking: bool = False
 
     @property
     def total_s(self) -> float:
@@ -56,7 +60,7 @@ class Messages:
 
     @property
     def delay_s(self) -> float:
-        """Seconds from the end of the last message to its being known; 0 where there is none."""
+        """What messages that leave together take longer than the link; 0 where there is none."""
         return self.network_delay_s if len(self.seconds) else 0.0
 
     @property
@@ -64,11 +68,35 @@ class Messages:
         """When the last message is known to have arrived, where the link is free at first.
 
         ``finish_i = max(finish_{i-1}, R_i) + T_i``: a message waits for the link or its gradients.
+        Where it is `blocking`, `hvd_pipe.planning.comm.blocked_ends` says how.
         """
         finish = 0.0
+        if self.blocking:
+            ready, seconds = self.ready_s.tolist(), self.seconds.tolist()
+            return max(blocked_ends(ready, seconds, self.network_delay_s), default=finish)
         for ready, seconds in zip(self.ready_s.tolist(), self.seconds.tolist(), strict=True):
             finish = max(finish, ready) + seconds
         return finish + self.delay_s
+
+    def settled_s(self, profile: ModelProfile, compute_s: float, lag: int) -> float:
+        """Seconds of a step that ends with the messages of ``lag`` steps before, where `blocking`.
+
+        No formula is known, as what is negotiated together changes from step to step: so steps
+        are followed, and this is their mean once they have settled.
+
+        Args:
+            profile: Of the model whose messages these are.
+            compute_s: Of a step; what it has more than the profile's passes are updates.
+            lag: How many steps they have to arrive.
+        """
+        begins, ends = [0.0], [0.0] * lag
+        update_s = compute_s - profile.forward_s - profile.backward_s
+        for step in range(2 * _SETTLED):
+            backward = begins[-1] + profile.forward_s
+            ready, seconds = (backward + self.ready_s).tolist(), self.seconds.tolist()
+            ends.append(blocked_ends(ready, seconds, self.network_delay_s, ends[-1])[-1])
+            begins.append(max(backward + profile.backward_s, ends[step]) + update_s)
+        return (begins[-1] - begins[_SETTLED]) / _SETTLED
 
 
 def gradient_messages(
@@ -110,7 +138,7 @@ def gradient_messages(
         return _planned(pipelined_plan(profile, comm, predicts), profile, comm)
     ends = np.cumsum(sizes)
     carried = np.add.reduceat(bytes, ends - sizes)
-    return Messages(ready[ends - 1], carried, comm(carried), comm.delay)
+    return Messages(ready[ends - 1], carried, comm(carried), comm.delay, comm.blocking)
 
 
 def pipelined_plan(profile: ModelProfile, comm: CommModel, predicts: bool = False) -> Plan:
@@ -172,7 +200,8 @@ def _planned(plan: Plan, profile: ModelProfile, comm: CommModel) -> Messages:
     moments = np.array([max(ready[name] for name in bucket) for bucket in plan.buckets])
     carried = np.array([float(sum(size[name] for name in bucket)) for bucket in plan.buckets])
     # The link carries them in the plan's order: none leaves before those in front of it.
-    return Messages(np.maximum.accumulate(moments), carried, comm(carried), comm.delay)
+    ready_s = np.maximum.accumulate(moments)
+    return Messages(ready_s, carried, comm(carried), comm.delay, comm.blocking)
 
 
 @overload

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel, fit_line
+from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.messages import Messages, gradient_messages, merged_sizes
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import FORWARD, ModelProfile
+from hvd_pipe.planning.samples import fit_line
 from hvd_pipe.strategy import MergedGradient
 
 __all__ = [

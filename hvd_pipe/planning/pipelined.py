@@ -95,7 +95,7 @@ def plan_pipelined(gradients: Gradients, comm: CommModel, work: Work) -> Plan:
     Buckets are filled up to sizes from all bytes down to a 256th part; the best plan with a
     barrier is tried, too, so that no step is longer than merged-gradient's. Of the plans whose
     steps are within `MARGIN` of the least, the result has the fewest messages that are as good
-    where steps are uneven.
+    where steps are uneven. Where ``comm`` is ``blocking``, each message counts as one by itself.
 
     Args:
         gradients: In the order in which they are ready.
@@ -110,6 +110,7 @@ def plan_pipelined(gradients: Gradients, comm: CommModel, work: Work) -> Plan:
         >>> plan_pipelined(found, CommModel.linear(0.01, 0.24), work).buckets
         (('c', 'b'), ('a',))
     """
+    comm = comm.each_alone()
     found = [
         _Option(plan, *_steps(plan, gradients, comm, work)) for plan in _plans(gradients, comm)
     ]

@@ -20,6 +20,7 @@ lognormal of mean 1 that is drawn anew each step. Without such jitter, what come
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from hvd_pipe.planning._recorder import MAX_EVENTS, Recorder
 from hvd_pipe.planning._training_run import TrainingRun, latest
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, blocked_ends
 from hvd_pipe.planning.messages import Messages, gradient_messages, model_messages
 from hvd_pipe.planning.methods import (
     Conventional,
@@ -138,14 +139,14 @@ def simulate(
     elif isinstance(method, MergedGradient) and method.overlaps_forward and sends:
         run_overlapped(run, *overlapped_messages(method, profile, net), net)
     elif isinstance(method, HorovodFusion):
-        _gradients(run, _fusion(profile, net, method), net.delay)
+        _gradients(run, _fusion(profile, net, method), net.delay_behind)
     else:
         sent = gradient_messages(method, profile, net)
         wide = method.width if isinstance(method, WidePipeSGD) else None
         lag = 1 if isinstance(method, PipeSGD) else (wide or 1) - 1
         twice = isinstance(method, PipeSGD) and method.prediction != "none"
         after = isinstance(method, Conventional) or wide == 1
-        _gradients(run, _buckets(profile, sent, after), net.delay, lag, updates=1 + twice)
+        _gradients(run, _buckets(profile, sent, after), net.delay_behind, lag, updates=1 + twice)
         period = lag + 1  # a step goes with the update that waits for it: they come in bursts
     return _result(run, label(method), period)
 
@@ -257,6 +258,10 @@ def _buckets(profile: ModelProfile, sent: Messages, after: bool) -> _Network:
             return []
         all_done = np.full(len(offset), backward.max())
         release = all_done if after else latest(begin, factors, offset)
+        if sent.blocking:
+            seconds = sent.seconds.tolist()
+            ends = blocked_ends(release.tolist(), seconds, sent.network_delay_s, free)
+            return list(map(_Message, *facts, map(operator.sub, ends, seconds), ends))
         # start_i = max over j <= i of max(free, release_j) + what is queued from j to i
         slack = np.maximum.accumulate(np.maximum(release, free) - queued)
         start = slack + queued
@@ -287,7 +292,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
             if late > slack:
                 now += cycle * math.ceil(late / cycle - TICK) if cycle else late
             seen = int(np.searchsorted(ready, now + slack, side="right"))
-            end = now
+            end = now + comm.delay - comm.delay_behind
             while sent < seen:
                 first, sent = sent, min(seen, int(full[sent]))
                 size = float(total[sent] - total[first])

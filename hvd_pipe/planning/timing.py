@@ -5,7 +5,7 @@ carries one message at a time, first in, first out, while the worker computes; a
 counts as the message's. All workers are alike (:mod:`hvd_pipe.planning.simulate` lets them
 differ), and warm-up steps are not counted. With m the seconds of a step's messages, d the delay of
 the network, and ``last`` when messages that have the link to themselves arrive after backward
-starts::
+starts (where it is ``blocking``, d is in ``last``, and Pipe-SGD's steps are followed one by one)::
 
     conventional     c + m + d                       no overlap, a message a tensor
     merged-gradient  f + max(b, last) + u
@@ -147,8 +147,7 @@ def conventional(profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
     """Synchronous SGD without overlap: forward, backward, a message a tensor, update.
 
     ``total = c + sum over tensors of T(bytes) + delay``. The limit is that of synchronous SGD,
-    which may overlap (:func:`hvd_pipe.planning.messages.synchronous_limit`): any order of messages
-    after backward is one of those that it bounds.
+    which may overlap (:func:`hvd_pipe.planning.messages.synchronous_limit`).
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile
@@ -235,12 +234,12 @@ def horovod_fusion(
         if late > TICK * cycle_s:
             tick += cycle_s * math.ceil(late / cycle_s - TICK) if cycle_s > 0.0 else late
         seen = sent + int((ready[sent:] <= tick + TICK * cycle_s).sum())
-        end = tick
+        end = tick + net.delay - net.delay_behind
         for count in merge.by_bytes(bytes[sent:seen], max(1, threshold_bytes)):
             seconds = net(float(bytes[sent : sent + count].sum()))
             end, busy, sent, messages = end + seconds, busy + seconds, sent + count, messages + 1
         tick = max(tick + cycle_s, end)
-    arrival = end + net.delay if messages else 0.0
+    arrival = end + net.delay_behind if messages else 0.0
     return StepTime(
         method=label(method),
         compute_s=profile.compute_s,
@@ -362,15 +361,16 @@ def _pipelined(
 ) -> StepTime:
     net = comm.compressed(codec)
     sent = gradient_messages(method, profile, net)
-    compute, width = profile.compute_s, 2
-    if isinstance(method, WidePipeSGD):
-        width = method.width
-    elif method.prediction != "none":
+    compute = profile.compute_s
+    width = method.width if isinstance(method, WidePipeSGD) else 2
+    if isinstance(method, PipeSGD) and method.prediction != "none":
         compute += profile.update_s  # one more update, with the guess
     chain = compute - profile.backward_s + sent.arrival_s
     if width == 1:
         chain = compute + sent.total_s + sent.delay_s
     total = max(compute, sent.total_s, chain / width)
+    if sent.blocking and width > 1:
+        total = max(total, sent.settled_s(profile, compute, width - 1))
     limit = max(compute, least_busy_s(profile, net), synchronous_limit(profile, net) / width)
     return _result(method, compute, sent, total, limit)
 

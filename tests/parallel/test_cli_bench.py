@@ -47,6 +47,8 @@ def test_rank_0_alone_reports(outcomes: Any, directory: Path) -> None:
     assert document["workers"] == 2
     assert document["controller"] == "MPI"
     assert document["delay_s"] >= 0
+    # Over MPI, one thread negotiates and carries.
+    assert document["cluster"]["network"]["measured"]["blocking"] is True
     assert document["written"] == [str(directory / "cluster.json"), str(directory / "comm.png")]
     assert {row["bytes"] for row in document["rows"]} <= set(sizes(4 * 2**20))
     for row in document["rows"]:

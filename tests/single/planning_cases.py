@@ -45,7 +45,13 @@ def comm_models(draw: st.DrawFn) -> CommModel:
         starts.append(start)
         intercepts.append(before + draw(numbers) * 0.25 - slope * start)
         slopes.append(slope)
-    return CommModel(tuple(starts), tuple(intercepts), tuple(slopes), draw(numbers) * 0.25)
+    return CommModel(
+        tuple(starts),
+        tuple(intercepts),
+        tuple(slopes),
+        draw(numbers) * 0.25,
+        blocking=draw(st.booleans()),
+    )
 
 
 @st.composite

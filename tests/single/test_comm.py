@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from hvd_pipe.planning import comm
 from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
+from hvd_pipe.planning.collectives import rescale
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import fit_error
 
@@ -197,5 +199,13 @@ def test_the_delay_goes_along() -> None:
     twice = comm.compressed(CodecCost("two", 0.5, 1e-10, phases=2))
     assert twice.delay == 2e-3
     assert twice(1e6) == pytest.approx(2 * (1e-4 + 1e-9 * 0.25e6) + 1e-10 * 1e6)
+    blocking = dataclasses.replace(comm, blocking=True)
+    assert CommModel.from_json(blocking.to_json()) == blocking != comm
+    for same in (blocking.scaled(0.5), blocking + comm, comm + blocking):
+        assert same.blocking
+    assert blocking.compressed(CodecCost("half", 0.5, 1e-10)).blocking
+    assert rescale(blocking, 2, 8).blocking
+    with pytest.raises(ValueError, match="blocking is true or false, got 1"):
+        CommModel.from_json(comm.to_json() | {"blocking": 1})
     with pytest.raises(ValueError, match="delay must be finite"):
         CommModel((0.0,), (0.0,), (0.0,), delay=-1.0)

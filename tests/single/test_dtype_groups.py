@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from itertools import accumulate, combinations, permutations, product
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_doctests() -> None:
 @settings(deadline=None, max_examples=150)
 @given(cases(most=5), comm_models())
 def test_no_buckets_in_no_order_are_faster(case: Case, comm: CommModel) -> None:
+    comm = replace(comm, blocking=False)  # else a plan is for an upper bound
     plan = plan_dtype_groups(*case, comm)
     assert finish(plan, case, comm) == pytest.approx(best_of_all(case, comm), rel=1e-12)
 
@@ -91,6 +93,12 @@ def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
     assert sorted(plan.names) == sorted(names)
     assert all(len({group_of[name] for name in bucket}) == 1 for bucket in plan.buckets)
     arrival = finish(plan, case, comm) + comm.delay
+    blocking, comm = comm.blocking, replace(comm, blocking=False)
+    if blocking:  # messages that are negotiated together have the delay once, not never or each
+        assert plan.predicted_s is not None
+        bound = finish(plan, case, replace(comm, blocking=True).each_alone())
+        assert arrival * (1 - 1e-12) <= plan.predicted_s <= bound * (1 + 1e-12)
+        return
     assert plan.predicted_s == pytest.approx(arrival, rel=1e-12)
     assert plan.exposed_s == pytest.approx(arrival - ready[-1])
     exact = plan_dtype_groups(*case, comm)

@@ -19,6 +19,7 @@ from hvd_pipe.planning import fit as fit_module
 from hvd_pipe.planning.collectives import allreduce, rescale
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import fit, fit_error, fit_segments, measured
+from hvd_pipe.planning.samples import fit_line
 
 DATA = Path(__file__).parent.parent / "data"
 FloatArray = npt.NDArray[np.float64]
@@ -147,7 +148,7 @@ def by_hand(x: FloatArray, t: FloatArray, cuts: tuple[int, ...]) -> tuple[float,
         return np.inf, False
     for i, j in itertools.pairwise(edges):
         w = 1 / t[i:j] ** 2
-        a, b = comm.fit_line(x[i:j], t[i:j], w) if i == 0 else free_line(x[i:j], t[i:j], w)
+        a, b = fit_line(x[i:j], t[i:j], w) if i == 0 else free_line(x[i:j], t[i:j], w)
         lines.append((a, b))
         cost += float(w @ (a + b * x[i:j] - t[i:j]) ** 2)
     never_drops = all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -448,3 +449,31 @@ def test_files_that_are_no_plan(text: str, message: str, tmp_path: Path) -> None
 
 def test_good_document() -> None:
     assert Plan.from_json(document()) == Plan((("a",),), "given")
+
+
+@settings(deadline=None, max_examples=200)
+@given(instances(), st.integers(0, 36).map(lambda quarters: quarters / 4))
+def test_no_message_ends_later_than_with_the_delay_in_each(
+    case: tuple[FloatArray, FloatArray, CommModel], delay: float
+) -> None:
+    """What plans for a blocking backend count on is an upper bound, with every plan."""
+    ready, nbytes, comm = case
+    blocking = replace(comm, delay=delay, blocking=True)
+    for sizes in (wfbp(ready, nbytes, comm), sizes_of(ready, nbytes, blocking)):
+        found = finish_times(sizes, ready, nbytes, blocking)
+        bound = finish_times(sizes, ready, nbytes, blocking.each_alone())
+        assert (found <= bound).all()
+        assert (found >= finish_times(sizes, ready, nbytes, comm) + delay).all()
+
+
+def test_a_blocking_delay_is_in_every_message_of_a_plan() -> None:
+    """Fewer messages where they would queue, and no fewer where one would wait for the next."""
+    ready, nbytes, net = [1.0, 2.0], [4.0, 4.0], CommModel((0.0,), (0.0,), (0.5,), delay=2.0)
+    assert sizes_of(ready, nbytes, net).tolist() == [1, 1]
+    blocking = replace(net, blocking=True)
+    assert sizes_of(ready, nbytes, blocking).tolist() == [2]
+    made = plan("ab", ready, nbytes, blocking)
+    assert (made.predicted_s, made.exposed_s) == (8.0, 6.0)  # 2 + 2 + 4
+    assert finish_times([1, 1], ready, nbytes, blocking).tolist() == [5.0, 9.0]
+    apart = replace(blocking, delay=3.0)
+    assert sizes_of([0.0, 10.0], nbytes, apart).tolist() == [1, 1]  # ends at 15, else at 17

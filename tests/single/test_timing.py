@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
 from hvd_pipe.planning import messages, timing
+from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
 from hvd_pipe.planning.collectives import allreduce
 from hvd_pipe.planning.comm import CommModel
@@ -24,6 +25,7 @@ from hvd_pipe.planning.methods import HorovodFusion, Method
 from hvd_pipe.planning.overlap import Pass, plan_overlap
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.planning.timing import (
     StepTime,
     cocod,
@@ -96,6 +98,26 @@ def test_worked_by_hand(
 )
 def test_where_the_network_is_the_bottleneck(method: str, slow_total: float) -> None:
     assert step_time(method, MODEL, CommModel.linear(5.0, 2.5)).total_s == slow_total
+
+
+@pytest.mark.parametrize(
+    ("method", "total"),
+    [
+        # fc is ready at 1 and negotiated until 1.5; conv is ready at 4, while it is carried.
+        ("wfbp", 2 + (1 + 0.5 + 3 + 0.5 + 1) + 1),
+        ("single", 2 + (4 + 0.5 + 3.5) + 1),
+        ("conventional", 7 + 0.5 + 4),  # a burst has the delay once
+        ("horovod:cycle=4s", 8 + 0.5 + 1 + 1),  # fc from 4.5 to 7.5, conv from 8.5
+        ("pipe-sgd:bucket_bytes=10", 7),
+        ("local-sgd:period=2", 7 + (3.5 + 0.5) / 2),
+        ("cocod:period=1", 7),
+    ],
+)
+def test_where_one_thread_negotiates_and_carries(method: str, total: float) -> None:
+    net = dataclasses.replace(NET, delay=0.5, blocking=True)
+    assert step_time(method, MODEL, net).total_s == total
+    cluster = Cluster(2, Network(None, measured=net, measured_workers=2))
+    assert simulate(MODEL, cluster, method).step_s == pytest.approx(total, rel=1e-12)
 
 
 def test_every_method_has_a_function() -> None:
@@ -198,6 +220,7 @@ def test_the_order_of_the_methods(
     profile: ModelProfile, comm: CommModel, codec: CodecCost
 ) -> None:
     """Exact is the fastest plan; more freedom never costs time."""
+    comm = dataclasses.replace(comm, blocking=False)  # else a plan is for an upper bound
     total = {m: step_time(m, profile, comm, codec).total_s * (1 + 1e-12) for m in ALL}
     best = merged_gradient(profile, comm, codec).total_s
     for plan in ("wfbp", "greedy", "single"):
