@@ -139,6 +139,7 @@ class Schedule:
         minibatches: Of all workers together.
         microbatches: Of a minibatch; 1 for 1F1B.
         programs: Instructions of each worker, in rank order: stage by stage.
+        in_transit: Minibatches between two stages, besides those that workers hold.
 
     Example:
         >>> alone = (Forward(0, 0, 0), Backward(0, 0, 0), Update(1))
@@ -151,6 +152,7 @@ class Schedule:
     minibatches: int
     microbatches: int
     programs: Mapping[Worker, tuple[Instruction, ...]]
+    in_transit: int = 0
 
     def __str__(self) -> str:
         return "\n".join(f"{worker}: {brief(steps)}" for worker, steps in self.programs.items())

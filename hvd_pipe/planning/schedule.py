@@ -15,7 +15,8 @@ gpipe               all F, then all B      flush: one               b
 two_bw              warm-up F, then F B    2bw: two                 b - 1
 ==================  =====================  =======================  =============================
 
-A negative version stands for 0. Every schedule drains: each forward has its backward, and each
+A negative version stands for 0. With k minibatches in transit between two stages, a straight
+pipeline's late versions are ``(1 + k) (n - 1 - s)`` and ``(1 + k) (n - 1)``. Every schedule drains: each forward has its backward, and each
 gradient is applied once.
 
 Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeDream-Flush, arXiv
@@ -53,29 +54,39 @@ METHODS = ("1f1b", "1f1b-vertical-sync", "1f1b-flush", "gpipe", "2bw")
 _ONE_MINIBATCH = ("1f1b", "1f1b-vertical-sync")  # an update takes one of each replica
 
 
-def warm_up(stage: int, replicas: Sequence[int]) -> int:
+def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     """Forward passes of a worker before its first backward pass.
 
-    ``floor((N - 1 - sum of R_u over u < s) / R_s)``, N workers in all; one more are then in
-    flight. For the input stage that is NOAM = ceil(N / R_0).
+    ``floor((N_s - 1 + k (n - 1 - s)) / R_s)``, N_s workers in this stage and those behind it; one
+    more are then in flight. For the input stage and k = 0 that is NOAM = ceil(N / R_0).
+
+    NOAM counts a minibatch in each worker, and none between two stages. Messages of 2c seconds
+    there and back take ``2c / period`` minibatches of their own (Little's law), so k = 1 hides
+    all that fits into a period.
 
     Args:
         stage: 0 for the input stage.
         replicas: R, workers of each stage.
+        in_transit: k, minibatches between each two neighbouring stages.
 
     Raises:
-        TypeError, ValueError: No such stage, or replicas that are not positive integers.
+        TypeError, ValueError: No such stage, or replicas that are not positive integers, or a
+            negative number in transit.
 
     Example:
         >>> [warm_up(stage, [1, 1, 1, 1]) for stage in range(4)]
         [3, 2, 1, 0]
+        >>> [warm_up(stage, [1, 1, 1, 1], in_transit=1) for stage in range(4)]
+        [6, 4, 2, 0]
         >>> [warm_up(stage, [15, 1]) for stage in range(2)]
         [1, 0]
 
-    Source: PipeDream's runtime, whose num_versions is this plus one.
+    Source: PipeDream's runtime, whose num_versions is this plus one, for k = 0.
     """
     _check_place(stage, replicas, 0)
-    return (sum(replicas[stage:]) - 1) // replicas[stage]
+    _check_count("in_transit", in_transit, least=0)
+    waiting = sum(replicas[stage:]) - 1 + in_transit * (len(replicas) - 1 - stage)
+    return waiting // replicas[stage]
 
 
 def one_f_one_b(
@@ -84,6 +95,7 @@ def one_f_one_b(
     replica: int,
     minibatches: int,
     versions: str = "stash",
+    in_transit: int = 0,
 ) -> Iterator[Instruction]:
     """1F1B, and 1F1B-RR where stages are replicated: one forward, one backward, an update each.
 
@@ -98,7 +110,7 @@ def one_f_one_b(
     updates, and all minibatches are used.
 
     Args:
-        stage, replicas: As :func:`warm_up`.
+        stage, replicas, in_transit: As :func:`warm_up`.
         replica: Which of the stage's workers, from 0.
         minibatches: Of all workers together, at least 1.
         versions: "stash" or "vertical-sync".
@@ -127,13 +139,14 @@ def one_f_one_b(
             f"versions of 1F1B must be 'stash' or 'vertical-sync', got {versions!r}; one version "
             "is one_f_one_b_flush, two are two_bw"
         )
-    width, warm = replicas[stage], warm_up(stage, replicas)
+    width, warm = replicas[stage], warm_up(stage, replicas, in_transit)
+    first_warm = warm_up(0, replicas, in_transit)
 
     def stashed(unit: int) -> int:
         return max(0, unit // width - warm)
 
     def synchronised(unit: int) -> int:
-        seen = max(0, unit // replicas[0] - warm_up(0, replicas)) * replicas[0]
+        seen = max(0, unit // replicas[0] - first_warm) * replicas[0]
         return seen // width
 
     version = stashed if versions == "stash" else synchronised
@@ -142,15 +155,20 @@ def one_f_one_b(
 
 
 def one_f_one_b_flush(
-    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    microbatches: int,
+    in_transit: int = 0,
 ) -> Iterator[Instruction]:
     """PipeDream-Flush: 1F1B within a minibatch, drained before its one update.
 
     ``w[t+1] = w[t] - lr * grad f(w[t])``, as GPipe, but with no more microbatches in flight than
-    the pipeline is deep.
+    the pipeline is deep, and those in transit.
 
     Args:
-        stage, replicas, replica, minibatches: As :func:`one_f_one_b`.
+        stage, replicas, replica, minibatches, in_transit: As :func:`one_f_one_b`.
         microbatches: Of one minibatch, a multiple of every R_s: all replicas then do equal work.
 
     Returns, Raises: As :func:`one_f_one_b`.
@@ -162,7 +180,7 @@ def one_f_one_b_flush(
     Source: PipeDream-2BW, arXiv 2006.09503.
     """
     share = _check_microbatches(stage, replicas, replica, minibatches, microbatches)
-    warm = warm_up(stage, replicas)
+    warm = warm_up(stage, replicas, in_transit)
     passes = (
         step
         for first in range(0, share * minibatches, share)
@@ -201,7 +219,12 @@ def gpipe(
 
 
 def two_bw(
-    stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    microbatches: int,
+    in_transit: int = 0,
 ) -> Iterator[Instruction]:
     """PipeDream-2BW: 1F1B without a flush; one update a minibatch, two versions, one late.
 
@@ -210,7 +233,7 @@ def two_bw(
     equally many replicas, each pipeline having its own m.
 
     Args:
-        stage, replicas, replica, minibatches: As :func:`one_f_one_b`.
+        stage, replicas, replica, minibatches, in_transit: As :func:`one_f_one_b`.
         microbatches: Of one minibatch, a multiple of every R_s, at least R_s (warm-up + 1).
 
     Returns, Raises: As :func:`one_f_one_b`.
@@ -222,15 +245,16 @@ def two_bw(
     Source: PipeDream-2BW, arXiv 2006.09503.
     """
     share = _check_microbatches(stage, replicas, replica, minibatches, microbatches)
-    least = max(width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+    least = max(width * (warm_up(s, replicas, in_transit) + 1) for s, width in enumerate(replicas))
     if microbatches < least:
         step = math.lcm(*replicas)
         raise ValueError(
             f"2BW keeps two versions, so a minibatch must cover what is in flight: microbatches "
-            f"must be at least {least} for replicas {tuple(replicas)}, got {microbatches}; "
-            f"{-(-least // step) * step} would do"
+            f"must be at least {least} for replicas {tuple(replicas)}"
+            + (f" and in_transit={in_transit}" if in_transit else "")
+            + f", got {microbatches}; {-(-least // step) * step} would do"
         )
-    passes = _alternate(0, share * minibatches, warm_up(stage, replicas))
+    passes = _alternate(0, share * minibatches, warm_up(stage, replicas, in_transit))
 
     def version(unit: int) -> int:
         return max(0, unit // microbatches - 1)
@@ -239,7 +263,11 @@ def two_bw(
 
 
 def schedule(
-    method: str, replicas: Sequence[int], minibatches: int, microbatches: int = 1
+    method: str,
+    replicas: Sequence[int],
+    minibatches: int,
+    microbatches: int = 1,
+    in_transit: int = 0,
 ) -> Schedule:
     """The schedule of a method for all workers.
 
@@ -248,6 +276,7 @@ def schedule(
         replicas: R, workers of each stage, the input stage first; all 1 is a straight pipeline.
         minibatches: Of all workers together, at least 1.
         microbatches: Of a minibatch.
+        in_transit: As :func:`warm_up`; "gpipe" has all microbatches in flight in any case.
 
     Raises:
         TypeError, ValueError: An unknown method, or numbers that it cannot do with.
@@ -262,10 +291,10 @@ def schedule(
     _check_place(0, replicas, 0)
     workers = [Worker(s, r) for s, width in enumerate(replicas) for r in range(width)]
     programs = {
-        worker: tuple(program(method, replicas, worker, minibatches, microbatches))
+        worker: tuple(program(method, replicas, worker, minibatches, microbatches, in_transit))
         for worker in workers
     }
-    return Schedule(method, tuple(replicas), minibatches, microbatches, programs)
+    return Schedule(method, tuple(replicas), minibatches, microbatches, programs, in_transit)
 
 
 def program(
@@ -274,12 +303,13 @@ def program(
     worker: Worker,
     minibatches: int,
     microbatches: int = 1,
+    in_transit: int = 0,
 ) -> Iterator[Instruction]:
     """One worker's part of a :func:`schedule`, without making those of all others.
 
     Args:
         worker: Whose.
-        method, replicas, minibatches, microbatches: As :func:`schedule`.
+        method, replicas, minibatches, microbatches, in_transit: As :func:`schedule`.
 
     Raises: As :func:`schedule`.
 
@@ -291,9 +321,11 @@ def program(
     stage, replica = worker
     if method in _ONE_MINIBATCH:
         versions = "stash" if method == "1f1b" else "vertical-sync"
-        return one_f_one_b(stage, replicas, replica, minibatches, versions)
-    generator = {"1f1b-flush": one_f_one_b_flush, "gpipe": gpipe, "2bw": two_bw}[method]
-    return generator(stage, replicas, replica, minibatches, microbatches)
+        return one_f_one_b(stage, replicas, replica, minibatches, versions, in_transit)
+    if method == "gpipe":
+        return gpipe(stage, replicas, replica, minibatches, microbatches)
+    generator = two_bw if method == "2bw" else one_f_one_b_flush
+    return generator(stage, replicas, replica, minibatches, microbatches, in_transit)
 
 
 def _alternate(first: int, count: int, warm: int) -> Passes:
@@ -322,11 +354,11 @@ def _check_method(method: str, microbatches: int) -> None:
         )
 
 
-def _check_count(name: str, value: int) -> None:
+def _check_count(name: str, value: int, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _check_place(stage: int, replicas: Sequence[int], replica: int) -> None:

@@ -162,7 +162,7 @@ class _Check:
         # A round is what one update applies: for 1F1B a minibatch of each replica.
         self.round = self.width if schedule.method in ONE else schedule.microbatches
         self.rounds = -(-units // self.round)
-        self.bound = warm_up(worker.stage, schedule.replicas) + 1
+        self.bound = warm_up(worker.stage, schedule.replicas, schedule.in_transit) + 1
         if schedule.method == "gpipe":
             self.bound = schedule.microbatches // self.width
         self.done: set[tuple[type[Instruction], int]] = set()
@@ -234,18 +234,21 @@ class _Check:
         elif isinstance(step, SendGradient):
             yield Backward
 
+    def _warm(self, stage: int) -> int:
+        return warm_up(stage, self.replicas, self.schedule.in_transit)
+
     def _of_version(self, step: Forward, unit: int) -> Iterator[Rule]:
         """The method's equation; a negative version stands for 0."""
         method = self.schedule.method
         yield step.version <= self.newest, "version", f"the newest one is {self.newest}"
         if method == "1f1b":
             # Straight: u - (n - 1 - s), DESIGN's w_s^(t-n+s) with stages from 1.
-            wanted = unit // self.width - warm_up(self.worker.stage, self.replicas)
+            wanted = unit // self.width - self._warm(self.worker.stage)
             yield step.version == self.newest, "version", f"the newest one is {self.newest}"
         elif method == "1f1b-vertical-sync":
             # Straight: u - (n - 1) everywhere.
             first = self.replicas[0]
-            seen = max(0, unit // first - warm_up(0, self.replicas)) * first
+            seen = max(0, unit // first - self._warm(0)) * first
             wanted = seen // self.width
         else:
             wanted = step.minibatch - (1 if method == "2bw" else 0)

@@ -41,18 +41,19 @@ make = schedule.schedule
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule of any method that is not too long."""
     method = draw(st.sampled_from(METHODS))
+    k = draw(st.integers(0, 3))
     replicas = draw(
         st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda r: math.lcm(*r) <= 12)
     )
     if method in {"1f1b", "1f1b-vertical-sync"}:
-        return make(method, replicas, draw(st.integers(1, 20)))
+        return make(method, replicas, draw(st.integers(1, 20)), 1, k)
     turn = math.lcm(*replicas)
     least = 1
     if method == "2bw":
-        depth = max(width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+        depth = max(width * (warm_up(s, replicas, k) + 1) for s, width in enumerate(replicas))
         least = -(-depth // turn)
     microbatches = turn * draw(st.integers(least, least + 2))
-    return make(method, replicas, draw(st.integers(1, 4)), microbatches)
+    return make(method, replicas, draw(st.integers(1, 4)), microbatches, k)
 
 
 def test_doctests() -> None:
@@ -104,12 +105,53 @@ def test_warm_up_is_that_of_pipedreams_runtime(replicas: list[int], warm: list[i
     assert warm[0] + 1 == math.ceil(sum(replicas) / replicas[0])  # NOAM
 
 
+@pytest.mark.parametrize(
+    ("replicas", "k", "warm"),
+    [
+        ([1], 3, [0]),
+        ([1] * 4, 1, [6, 4, 2, 0]),
+        ([1] * 4, 2, [9, 6, 3, 0]),
+        ([15, 1], 1, [1, 0]),
+        ([2, 1], 1, [1, 0]),
+        ([2, 1], 2, [2, 0]),
+        ([8, 4, 4], 3, [2, 2, 0]),
+    ],
+)
+def test_each_boundary_adds_what_is_in_transit(
+    replicas: list[int], k: int, warm: list[int]
+) -> None:
+    """Replicas share it: floor((N_s - 1 + k stages behind) / R_s)."""
+    assert [warm_up(stage, replicas, k) for stage in range(len(replicas))] == warm
+
+
+def test_the_schedule_of_1f1b_with_a_minibatch_in_transit() -> None:
+    assert str(make("1f1b", [1, 1], 5, in_transit=1)).splitlines() == [
+        "stage 0 replica 0: F0 F1 F2 B0 U1 F3 B1 U2 F4 B2 U3 B3 U4 B4 U5",
+        "stage 1 replica 0: F0 B0 U1 F1 B1 U2 F2 B2 U3 F3 B3 U4 F4 B4 U5",
+    ]
+
+
+@pytest.mark.parametrize("k", [-1, 1.0, True])
+def test_what_is_in_transit_is_counted(k: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="in_transit must be"):
+        make("1f1b", [1, 1], 5, in_transit=k)  # type: ignore[arg-type]
+
+
+def test_two_bw_says_what_is_in_transit() -> None:
+    with pytest.raises(
+        ValueError, match=r"at least 3 for replicas \(1, 1\) and in_transit=1, got"
+    ):
+        make("2bw", [1, 1], 2, 2, in_transit=1)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
 @pytest.mark.parametrize("stage", range(4))
-def test_equations_of_a_straight_pipeline(stage: int) -> None:
+def test_equations_of_a_straight_pipeline(stage: int, k: int) -> None:
     # With stages from 1 to n, minibatch t takes w_s^(t-n+s); with vertical sync, w_s^(t-n+1).
+    # With k in transit between each two stages, (1 + k) times as late.
     n = 4
-    for versions, late in (("stash", n - (stage + 1)), ("vertical-sync", n - 1)):
-        steps = one_f_one_b(stage, [1] * n, 0, 20, versions)
+    for versions, late in (("stash", (1 + k) * (n - 1 - stage)), ("vertical-sync", (1 + k) * 3)):
+        steps = one_f_one_b(stage, [1] * n, 0, 20, versions, k)
         forward = {step.minibatch: step.version for step in steps if isinstance(step, Forward)}
         assert forward == {t: max(0, t - late) for t in range(20)}
 

@@ -36,17 +36,18 @@ Program = list[Instruction]
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule of any method that is not too long."""
     method = draw(st.sampled_from(METHODS))
+    k = draw(st.integers(0, 3))
     replicas = draw(
         st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda r: math.lcm(*r) <= 12)
     )
     if method in {"1f1b", "1f1b-vertical-sync"}:
-        return schedule(method, replicas, draw(st.integers(1, 20)))
+        return schedule(method, replicas, draw(st.integers(1, 20)), 1, k)
     turn, least = math.lcm(*replicas), 1
     if method == "2bw":
-        depth = max(width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+        depth = max(width * (warm_up(s, replicas, k) + 1) for s, width in enumerate(replicas))
         least = -(-depth // turn)
     microbatches = turn * draw(st.integers(least, least + 2))
-    return schedule(method, replicas, draw(st.integers(1, 4)), microbatches)
+    return schedule(method, replicas, draw(st.integers(1, 4)), microbatches, k)
 
 
 def edited(plan: Schedule, worker: Worker, edit: Callable[[Program], object]) -> Schedule:
@@ -84,7 +85,7 @@ def test_every_schedule_runs(plan: Schedule) -> None:
         flushed = plan.method in {"gpipe", "1f1b-flush"}
         units = plan.microbatches * (1 if flushed else plan.minibatches)
         share = len(range(worker.replica, units, plan.replicas[worker.stage]))
-        warm = warm_up(worker.stage, plan.replicas)
+        warm = warm_up(worker.stage, plan.replicas, plan.in_transit)
         assert most == (share if plan.method == "gpipe" else min(share, warm + 1))
     if plan.method in {"gpipe", "1f1b-flush"}:
         assert set(report.versions.values()) == {1}
@@ -115,6 +116,21 @@ def test_what_straight_pipelines_need(stages: int) -> None:
     # The last stage has nothing in flight at an update, so it needs the old version no more than
     # for the next minibatch, which takes it.
     assert list(report.versions.values()) == [2] * stages
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_minibatches_in_transit_need(k: int) -> None:
+    """Each boundary holds k more, there and back; the last stage has none behind it."""
+    late = [(1 + k) * after for after in (3, 2, 1, 0)]
+    report = validate(schedule("1f1b", [1] * 4, 40, in_transit=k))
+    assert report.staleness == tuple(late)
+    assert list(report.in_flight.values()) == [each + 1 for each in late]
+    assert list(report.versions.values()) == [each + 1 for each in late]
+    report = validate(schedule("1f1b-vertical-sync", [1] * 4, 40, in_transit=k))
+    assert report.staleness == (late[0],) * 4
+    report = validate(schedule("2bw", [1] * 4, 4, late[0] + 1, in_transit=k))
+    assert set(report.staleness) == {1}
+    assert max(report.versions.values()) == 2
 
 
 def test_sends_that_wait_for_their_receive_stop_1f1b() -> None:
