@@ -945,6 +945,43 @@ _PLANNER = [
         _ids("single/test_schedule", "test_equations_of_a_straight_pipeline"),
     ),
     Mutation(
+        "schedule: minibatches in transit are forgotten",
+        "planning/schedule.py",
+        " + in_transit * (len(replicas) - 1 - stage)",
+        "",
+        _ids("single/test_schedule", "test_each_boundary_adds_what_is_in_transit"),
+    ),
+    Mutation(
+        "in transit: more than the plan needs",
+        "planning/in_transit.py",
+        "if run.period_s <= plan.period_s / REACHED:",
+        "if False:",
+        _ids("single/test_in_transit", "test_none_is_in_transit_where_messages_cost_nothing"),
+    ),
+    Mutation(
+        "in transit: the memory of a worker is exceeded",
+        "planning/in_transit.py",
+        "while in_transit and _exceeds(cluster, costs(in_transit)):",
+        "while False:",
+        _ids("single/test_in_transit", "test_memory_decides_how_many"),
+    ),
+    Mutation(
+        "in transit: the engine's schedule has none",
+        "pipeline/runner.py",
+        "self._in_transit = assignment.partition.in_transit",
+        "self._in_transit = 0",
+        _ids(
+            "parallel/test_pipedream", "test_pipelines_are_their_equations[1-1 stash in_transit=2]"
+        ),
+    ),
+    Mutation(
+        "pipeline plans: the best on paper is taken, however it runs",
+        "planning/pipeline_plans.py",
+        "best = found if found.period_s < to_beat else best",
+        "best = best or found",
+        _ids("single/test_in_transit", "test_the_plan_is_the_fastest_as_it_runs"),
+    ),
+    Mutation(
         "schedule: GPipe's backward passes go first to last",
         "planning/schedule.py",
         "for k in reversed(range(count)))",

@@ -4,7 +4,8 @@ With --json, in bytes and seconds::
 
     {"command", "profile", "cluster", "partition": as -o writes it, "config": "15-1",
      "simulated_period_s": null unless --versions stash,
-     "straight_simulated_period_s": null unless one worker a stage is faster}
+     "on_paper": null, or {"config", "period_s", "simulated_period_s"} of the plan that is faster
+                 where all messages are hidden, and slower where the schedule runs}
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,14 +25,14 @@ from hvd_pipe.cli import options, plots
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
 from hvd_pipe.planning.cluster import Cluster
+from hvd_pipe.planning.in_transit import scheduled
 from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
+from hvd_pipe.planning.pipeline_plans import best_plan
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage, parse_replicas
 
 __all__ = ["command"]
-
-_WORTH = 0.05  # by which one worker a stage has to be faster to be spoken of
 
 
 @click.command(
@@ -102,7 +104,8 @@ def command(
     """Split PROFILE's layers into pipeline stages.
 
     Finds the stages, and how many workers replicate each, with the shortest time a minibatch (with
-    --plan, the best cuts for it);
+    --plan, the best cuts for it). With --versions stash, that is the time which PipeDream's
+    schedule reaches in a simulation, with as many minibatches in flight as it needs;
     fails when nothing fits into --memory, and says how much would do.
     """
     if compression_ratio is not None and convention != "original":
@@ -112,48 +115,64 @@ def command(
     replicas = None if plan is None else _replicas(plan, cluster.workers, straight)
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
-    divide = functools.partial(
-        partition,
-        profile,
-        cluster,
-        convention=convention,
-        compression_ratio=compression_ratio,
-        versions=versions,
+    how: dict[str, Any] = {
+        "convention": convention,
+        "compression_ratio": compression_ratio,
+        "max_states": max_states,
+    }
+    reach = functools.partial(
+        scheduled,
+        profile=profile,
+        cluster=cluster,
         optimizer_bytes_per_parameter_byte=optimizer_state,
-        max_states=max_states,
     )
+    on_paper = None
     try:
-        made = divide(straight=straight, replicas=replicas)
+        made = partition(
+            profile,
+            cluster,
+            versions=versions,
+            optimizer_bytes_per_parameter_byte=optimizer_state,
+            straight=straight,
+            replicas=replicas,
+            **how,
+        )
+        if versions == "stash":
+            made, _ = reach(made)
+            if not straight and plan is None:
+                best = best_plan(profile, cluster, "stash", optimizer_state, **how)
+                if best.replicas != made.replicas:
+                    made, on_paper = reach(best)[0], made
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
         _save(made, path)
-    simulated = better = None
-    if versions == "stash":
-        simulated = _simulated(made, profile, cluster)
-        chosen = straight or plan is not None
-        better = None if chosen else _straight(divide, simulated, profile, cluster)
     if timeline is not None:
-        few = _turns(made, 2 * sum(made.replicas))
+        few = _turns(made, 2 * made.replicas[0] * made.in_flight[0])
         simulate_partition(made, profile, cluster, minibatches=few).timeline.save(timeline)
     if as_json:
         found = {
             "partition": json.loads(made.to_json()),
             "config": made.config,
-            "simulated_period_s": simulated,
-            "straight_simulated_period_s": better,
+            "simulated_period_s": made.simulated_s,
+            "on_paper": on_paper
+            and {
+                "config": on_paper.config,
+                "period_s": on_paper.period_s,
+                "simulated_period_s": on_paper.simulated_s,
+            },
         }
         write_json(options.document("partition", profile, cluster, **found))
         return
     options.heading(profile, cluster)
-    _print(made, simulated, better)
+    _print(made, on_paper)
     if not made.exact:
         note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
     for written in filter(None, (path, timeline)):
         note(f"Wrote {written}.")
 
 
-def _print(made: Partition, simulated: float | None, better: float | None) -> None:
+def _print(made: Partition, on_paper: Partition | None) -> None:
     table(
         [
             ">stage",
@@ -170,13 +189,26 @@ def _print(made: Partition, simulated: float | None, better: float | None) -> No
         title=f"{made.config} ({made.convention} cost model)",
     )
     note(_comparison(made))
-    if simulated is not None:
-        note(f"Simulated with 1F1B and round robin, it takes {units.format_seconds(simulated)}.")
-    if better is not None:
+    if made.simulated_s is not None:
+        price = f", with in_transit={made.in_transit}: {_price(made)}" if made.in_transit else ""
+        seconds = units.format_seconds(made.simulated_s)
+        note(f"Simulated with 1F1B and round robin, it takes {seconds}{price}.")
+    if on_paper is not None and on_paper.simulated_s is not None:
         note(
-            "Replicas that finish in bursts starve the stages behind them: one worker a stage "
-            f"takes {units.format_seconds(better)} (--straight)."
+            f"On paper {on_paper.config} takes {units.format_seconds(on_paper.period_s)}, but its "
+            f"schedule reaches {units.format_seconds(on_paper.simulated_s)}: replicas that finish "
+            f"in bursts starve the stages behind them (--plan {on_paper.config})."
         )
+
+
+def _price(made: Partition) -> str:
+    """What minibatches in transit cost."""
+    fewer = made.with_in_transit(0).in_flight[0]
+    return (
+        "messages take minibatches of their own, so a worker of the first stage has "
+        f"{made.in_flight[0]} in flight, not {fewer}, with the memory above, and its gradients "
+        "are as much later"
+    )
 
 
 def _save(made: Partition, path: Path) -> None:
@@ -193,24 +225,6 @@ def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
         return parse_replicas(plan, workers)
     except ValueError as error:
         raise click.BadParameter(one_line(error), param_hint="'--plan'") from error
-
-
-def _simulated(made: Partition, profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds per minibatch with PipeDream's schedule."""
-    steady = _turns(made, max(128, 8 * sum(made.replicas)))
-    return simulate_partition(made, profile, cluster, minibatches=steady).period_s
-
-
-def _straight(
-    divide: Callable[..., Partition], seconds: float, profile: ModelProfile, cluster: Cluster
-) -> float | None:
-    """Seconds per minibatch of the straight pipeline, divided likewise, where it is faster."""
-    try:
-        made = divide(straight=True)
-    except ValueError:  # fewer layers than workers, or too little memory
-        return None
-    found = _simulated(made, profile, cluster)
-    return found if found < seconds * (1 - _WORTH) else None
 
 
 def _with_flags(message: str) -> str:

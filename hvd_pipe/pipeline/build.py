@@ -113,7 +113,9 @@ def cut_together(
 
     def divide() -> tuple[tuple[list[S], int], Description]:
         replicas = assignment.layout.replicas
-        schedule(assignment.mode.method, replicas, 1, assignment.microbatches)  # refuses some
+        in_transit = assignment.partition.in_transit
+        method, microbatches = assignment.mode.method, assignment.microbatches
+        schedule(method, replicas, 1, microbatches, in_transit)  # refuses some
         stages, samples = cut()
         crossing = [spec for stage in stages for spec in stage.outputs]
         return (stages, samples), [(f"tensor {spec.name}", str(spec)) for spec in crossing]

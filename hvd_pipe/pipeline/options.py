@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_pipe.pipeline.transport import check_transport
+from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, parse_replicas
@@ -86,6 +87,7 @@ class Options:
     mode: str
     microbatches: int | None
     transport: str
+    in_transit: int | None
     recompute: bool
     wire_dtype: str | None
     scale_lr: bool
@@ -119,6 +121,8 @@ class Options:
         for name in ("max_grad_norm", "bandwidth", "memory_bytes"):
             check_positive(name, getattr(self, name))
         check_microbatches(self.microbatches, mode)
+        if self.in_transit is not None:
+            check_count("in_transit", self.in_transit, least=0)
         if self.profile is not None and not isinstance(self.profile, ModelProfile):
             self.profile = ModelProfile.read(self.profile)
         names = ("transport", "recompute", "wire_dtype", "scale_lr", "max_grad_norm", "bandwidth")
@@ -128,6 +132,7 @@ class Options:
             ("the mode of the pipeline", self.mode),
             ("the plan of the pipeline", str(request)),
             ("microbatches", str(self.microbatches)),
+            ("in_transit", str(self.in_transit)),
             ("the pipeline's options", ", ".join(shown)),
         ]
 

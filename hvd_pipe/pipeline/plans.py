@@ -10,18 +10,13 @@ from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.pipeline.options import Options, Request, read_plan
 from hvd_pipe.pipeline.transport import Layout
-from hvd_pipe.planning.advise_pipeline import best_plan
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.in_transit import scheduled
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.modes import Mode
-from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_cost import (
-    PipelineCost,
-    coalesced,
-    fewest_microbatches,
-    pipeline_cost,
-)
+from hvd_pipe.planning.pipeline_cost import PipelineCost, coalesced, fewest_microbatches
+from hvd_pipe.planning.pipeline_plans import best_plan
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.consensus import Agreement
@@ -83,7 +78,7 @@ def assign(options: Options, partition: Partition, rank: int) -> Assignment:
         partition,
         mode,
         rank,
-        options.microbatches or usual_microbatches(mode, replicas),
+        options.microbatches or usual_microbatches(mode, replicas, partition.in_transit),
         lr_scale=width / replicas[0] if scaled else 1.0,
     )
 
@@ -131,6 +126,7 @@ def plan_together(
             pieces,
             options.microbatches,
             options.recompute,
+            options.in_transit,
         )
         if options.progress:
             print(f"{found}\n{why}", flush=True)
@@ -148,6 +144,7 @@ def choose(
     pieces: int,
     microbatches: int | None,
     recompute: bool,
+    in_transit: int | None = None,
 ) -> tuple[Partition, str]:
     """Return the stages, with the memory that the mode takes, and why it is these.
 
@@ -160,27 +157,23 @@ def choose(
         pieces: How many of what was profiled make a minibatch.
         microbatches: Into which it is cut; None for the usual number.
         recompute: Whether backward runs forward again.
+        in_transit: Minibatches between two stages; None for a given plan's, or what is needed.
 
     Raises:
         ValueError: No stages fit; says what would.
     """
     if request.stages is not None:
-        return request.stages, "as given"
+        given = request.stages
+        return given if in_transit is None else given.with_in_transit(in_transit), "as given"
     model = profile()
-    if request.replicas is None:
-        asked, found = "the fastest plan", best_plan(model, cluster, mode.name, optimizer_ratio)
-    else:
-        asked = "the best cuts for these replicas"
-        found = partition(
-            model,
-            cluster,
-            versions=mode.versions,
-            optimizer_bytes_per_parameter_byte=optimizer_ratio,
-            replicas=request.replicas,
-        )
-    count = microbatches or usual_microbatches(mode, found.replicas)
+    settled = request.replicas is not None
+    asked = "the best cuts for these replicas" if settled else "the fastest plan"
+    found = best_plan(
+        model, cluster, mode.name, optimizer_ratio, in_transit, replicas=request.replicas
+    )
+    count = microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
     whole, plan = coalesced(model, found, pieces)
-    cost = pipeline_cost(
+    plan, cost = scheduled(
         plan,
         whole,
         cluster,
@@ -188,6 +181,7 @@ def choose(
         microbatches=count,
         optimizer_bytes_per_parameter_byte=optimizer_ratio,
         recompute=recompute,
+        in_transit=in_transit,
     )
     _check_memory(cost, cluster)
     stages = [
@@ -204,10 +198,27 @@ def choose(
     why = (
         f"{mode.name}: {asked} over links of {cluster.network.link_time.bandwidth * 8e-9:.3g} "
         f"Gbit/s; {period} a {'micro' if pieces > 1 else 'mini'}batch are predicted, where data "
-        f"parallelism would take {parallel} and one worker {single}; gradients are {staleness} "
+        f"parallelism would take {parallel} and one worker {single}; {_in_flight(plan)}, for "
+        f"{max(cost.memory_bytes) / 1e6:.1f} MB a worker; gradients are {staleness} "
         f"updates late, by stage; {saved:.0%} less is sent than by data parallelism"
     )
-    return replace(found, stages=tuple(stages)), why
+    found = found.with_in_transit(plan.in_transit)
+    return replace(found, stages=tuple(stages), simulated_s=cost.period_s / pieces), why
+
+
+def _in_flight(plan: Partition) -> str:
+    """How many minibatches are in flight, and why.
+
+    Example:
+        >>> from hvd_pipe.planning.stages import Stage
+        >>> two = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),) * 2
+        >>> plan = Partition(two, 2, 0.1, 0.2, 0.2, "paper", (2, 1))
+        >>> _in_flight(plan), _in_flight(plan.with_in_transit(1))
+        ('2-1 are in flight, by stage', '3-1 are in flight, by stage (in_transit=1)')
+    """
+    counts = "-".join(map(str, plan.in_flight))
+    more = f" (in_transit={plan.in_transit})" if plan.in_transit else ""
+    return f"{counts} are in flight, by stage{more}"
 
 
 def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:
@@ -226,7 +237,7 @@ def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:
         )
 
 
-def usual_microbatches(mode: Mode, replicas: Sequence[int]) -> int:
+def usual_microbatches(mode: Mode, replicas: Sequence[int], in_transit: int = 0) -> int:
     """Return the fewest microbatches that fill the pipeline and that replicas can share.
 
     Example:
@@ -234,7 +245,9 @@ def usual_microbatches(mode: Mode, replicas: Sequence[int]) -> int:
         >>> [usual_microbatches(MODES[mode], (2, 1)) for mode in ("stash", "2bw", "flush")]
         [1, 4, 4]
     """
-    return fewest_microbatches("2bw", replicas) if mode.coalesces else 1
+    if not mode.coalesces:
+        return 1
+    return fewest_microbatches("2bw", replicas, in_transit=in_transit)
 
 
 def link_of(comm: CommModel, workers: int) -> tuple[float, float]:

@@ -81,6 +81,7 @@ class PipelineRunner:
     ) -> None:
         self.layout, self.worker = assignment.layout, assignment.worker
         self.microbatches, self._method = assignment.microbatches, assignment.mode.method
+        self._in_transit = assignment.partition.in_transit
         self.transport = transport
         self._agreement, self._ranks = agreement, ranks
         self._has_metric = has_metric
@@ -94,8 +95,16 @@ class PipelineRunner:
         progress: bool = False,
     ) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
-        replicas = self.layout.replicas
-        steps = tuple(program(self._method, replicas, self.worker, minibatches, self.microbatches))
+        steps = tuple(
+            program(
+                self._method,
+                self.layout.replicas,
+                self.worker,
+                minibatches,
+                self.microbatches,
+                self._in_transit,
+            )
+        )
         passes = sum(isinstance(step, Backward) for step in steps)
         stage.begin(training=True)
         # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.

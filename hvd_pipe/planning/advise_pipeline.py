@@ -6,27 +6,27 @@ Modes that cut a minibatch get microbatches as large as a worker's batch, as man
 workers, or the nearest number that their replicas can share: an update then sees about as many
 samples as one of data parallelism.
 
-Among the plans that are tried are the best on paper (:mod:`hvd_pipe.planning.partition`), one
-worker a stage, equally many replicas a stage, and two stages of which the second has few. All but
-those that could not win are simulated, as replicas that finish in bursts are slower than on paper.
+Which plans are tried is said in :mod:`hvd_pipe.planning.pipeline_plans`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 from hvd_pipe.planning._advice import PipelinePlan, Row, Training, stability
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.modes import mode_named
-from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import (
     PipelineCost,
-    coalesced,
-    fewest_microbatches,
-    pipeline_cost,
+)
+from hvd_pipe.planning.pipeline_plans import (
+    Offer,
+    divider,
+    fastest,
+    offer_of,
+    plans_of,
+    slack_of,
 )
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stability import delayed_rate
@@ -34,24 +34,12 @@ from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime
 from hvd_pipe.units import format_bytes, format_seconds
 
-__all__ = ["MODES", "PIPEDREAM", "best_plan", "pipeline_rows"]
+__all__ = ["MODES", "PIPEDREAM", "pipeline_rows"]
 
 PIPEDREAM = "pipedream"
 """Its name among the methods that :func:`hvd_pipe.planning.advise.advise` chooses from."""
 
 MODES = ("stash", "2bw", "flush")
-
-_DEEPEST = 16  # stages of equally many replicas
-_MOST_TURNS = 8  # rounds of unlike replicas, in workers, above which a plan is not looked at
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """A plan in a mode, with its seconds for a worker's batch."""
-
-    plan: Partition
-    cost: PipelineCost
-    period_s: float
 
 
 def pipeline_rows(
@@ -91,16 +79,13 @@ def pipeline_rows(
     plans: list[Partition] = []
     fitting = False
     for mode in MODES:
-        best: _Offer | None = None
+        divide = divider(profile, cluster, mode, training.optimizer_ratio)
         # Without a limit of memory, plans do not depend on the versions that a mode keeps.
         if mode == MODES[0] or cluster.memory_bytes is not None:
-            plans = _plans(profile, cluster, mode, training.optimizer_ratio, reasons)
+            plans = plans_of(divide, cluster, reasons)
         fitting = fitting or bool(plans)
-        for plan in sorted(plans, key=lambda plan: plan.period_s):
-            least_s = best.period_s if best else slowest_s
-            if _bound(plan, cluster) < least_s:
-                offer = _offer(profile, cluster, plan, mode, training.optimizer_ratio)
-                best = offer if offer.period_s < least_s else best
+        offer = partial(offer_of, profile, cluster, mode, training.optimizer_ratio)
+        best = fastest(offer, plans, slack_of(divide, cluster, mode), cluster, slowest_s)
         if best is not None:
             rows.append(_row(profile, cluster, best, training))
     if rows:
@@ -111,47 +96,6 @@ def pipeline_rows(
         "No pipeline: data parallelism is PipeDream's best partition here, as no other is faster "
         f"than {format_seconds(data_parallel_s)} a step.",
     )
-
-
-def best_plan(
-    profile: ModelProfile,
-    cluster: Cluster,
-    mode: str,
-    optimizer_ratio: float = 1.0,
-) -> Partition:
-    """The stages with which a pipeline, or data parallelism as one of one stage, is fastest.
-
-    Args:
-        profile: the model on one worker; a microbatch of it, where the mode has them.
-        cluster: workers and network; its memory is kept to.
-        mode: of :data:`hvd_pipe.planning.modes.MODES`.
-        optimizer_ratio: bytes of the optimizer's state a byte of parameters.
-
-    Raises:
-        ValueError: nothing fits; says what would.
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((
-        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
-        >>> best_plan(model, Cluster(4, Network(Link.of(1e9, 0.0))), "stash").config
-        '3-1'
-    """
-    reasons: list[str] = []
-    plans = _plans(profile, cluster, mode, optimizer_ratio, reasons)
-    offers = [_offer(profile, cluster, plan, mode, optimizer_ratio) for plan in plans]
-    found = min(zip(offers, plans, strict=True), key=lambda pair: pair[0].period_s, default=None)
-    whole = partition(
-        profile,
-        cluster,
-        versions=mode_named(mode).versions,
-        optimizer_bytes_per_parameter_byte=optimizer_ratio,
-    )
-    one_stage = len(whole.stages) == 1
-    if found is None or (one_stage and whole.period_s <= found[0].period_s):
-        return whole
-    return found[1]
 
 
 def _refused(profile: ModelProfile, cluster: Cluster) -> str | None:
@@ -168,80 +112,7 @@ def _refused(profile: ModelProfile, cluster: Cluster) -> str | None:
     return None
 
 
-def _plans(
-    profile: ModelProfile, cluster: Cluster, mode: str, optimizer: float, reasons: list[str]
-) -> list[Partition]:
-    """Partitions to look at, which fit into the memory; what else there was goes to reasons."""
-    divide = partial(
-        partition,
-        profile,
-        cluster,
-        versions=mode_named(mode).versions,
-        optimizer_bytes_per_parameter_byte=optimizer,
-    )
-    found: dict[tuple[int, ...], Partition] = {}
-    tries = [partial(divide), partial(divide, straight=True)]
-    if len(cluster.network.levels(cluster.workers)) == 1:
-        tries += [partial(divide, replicas=replicas) for replicas in _shapes(cluster.workers)]
-    for make in tries:
-        try:
-            plan = make()
-        except ValueError as error:
-            reasons.append(str(error))
-            continue
-        turns = math.lcm(*plan.replicas)
-        if len(plan.stages) > 1 and turns <= _MOST_TURNS * cluster.workers:
-            found.setdefault(plan.replicas, plan)
-    return list(found.values())
-
-
-def _shapes(workers: int) -> Iterator[tuple[int, ...]]:
-    """Two stages of which the second has few workers, and equally many replicas a stage."""
-    few = 1
-    while 2 * few <= workers:
-        yield (workers - few, few)
-        few *= 2
-    deepest = min(_DEEPEST, workers)
-    yield from (
-        (workers // depth,) * depth for depth in range(2, deepest + 1) if workers % depth == 0
-    )
-
-
-def _bound(plan: Partition, cluster: Cluster) -> float:
-    """Seconds per worker's batch that no schedule of the plan can beat."""
-    speed = 1.0 if cluster.speeds is None else cluster.speeds[0]
-    seconds = max(stage.compute_s / stage.replicas for stage in plan.stages) / speed
-    if cluster.jitter:
-        return 0.0  # a run may be lucky
-    network = cluster.network
-    fastest = max(x.bandwidth for x in (network.link_time, network.inside) if x is not None)
-    for stage, after in zip(plan.stages, plan.stages[1:], strict=False):
-        links = min(stage.replicas, after.replicas)
-        seconds = max(seconds, stage.activation_out_bytes / (fastest * links))
-    return seconds
-
-
-def _offer(
-    profile: ModelProfile, cluster: Cluster, plan: Partition, mode: str, optimizer: float
-) -> _Offer:
-    count = 1
-    if mode_named(mode).coalesces:
-        step = math.lcm(*plan.replicas)
-        near = step * max(1, round(cluster.workers / step))
-        count = fewest_microbatches(mode, plan.replicas, near)
-        profile, plan = coalesced(profile, plan, count)
-    cost = pipeline_cost(
-        plan,
-        profile,
-        cluster,
-        mode=mode,
-        microbatches=count,
-        optimizer_bytes_per_parameter_byte=optimizer,
-    )
-    return _Offer(plan, cost, cost.period_s / count)
-
-
-def _row(profile: ModelProfile, cluster: Cluster, offer: _Offer, training: Training) -> Row:
+def _row(profile: ModelProfile, cluster: Cluster, offer: Offer, training: Training) -> Row:
     cost, plan, workers = offer.cost, offer.plan, cluster.workers
     staleness = tuple(one.staleness for one in cost.held)
     oldest = max(staleness)
@@ -275,7 +146,7 @@ def _row(profile: ModelProfile, cluster: Cluster, offer: _Offer, training: Train
     )
 
 
-def _time(name: str, cluster: Cluster, offer: _Offer) -> StepTime:
+def _time(name: str, cluster: Cluster, offer: Offer) -> StepTime:
     cost, plan, workers = offer.cost, offer.plan, cluster.workers
     speed = 1.0 if cluster.speeds is None else cluster.speeds[0]
     total = workers * offer.period_s
@@ -298,9 +169,10 @@ def _time(name: str, cluster: Cluster, offer: _Offer) -> StepTime:
     )
 
 
-def _plan(name: str, offer: _Offer, workers: int) -> PipelinePlan:
+def _plan(name: str, offer: Offer, workers: int) -> PipelinePlan:
     cost = offer.cost
     cut = f", microbatches={cost.microbatches}" if cost.microbatches > 1 else ""
+    cut += f", in_transit={offer.plan.in_transit}" if offer.plan.in_transit else ""
     # Of as many minibatches of one worker each, data parallelism sends for n of them at once.
     parallel = cost.data_parallel_bytes * cost.microbatches
     return PipelinePlan(

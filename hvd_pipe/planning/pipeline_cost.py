@@ -20,7 +20,15 @@ from hvd_pipe.planning.schedule import schedule, warm_up
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage
 
-__all__ = ["Held", "PipelineCost", "coalesced", "fewest_microbatches", "held", "pipeline_cost"]
+__all__ = [
+    "Held",
+    "PipelineCost",
+    "coalesced",
+    "fewest_microbatches",
+    "held",
+    "pipeline_cost",
+    "steady_minibatches",
+]
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,9 @@ class PipelineCost:
         return min(1.0, self.compute_s / self.period_s) if self.period_s else 1.0
 
 
-def fewest_microbatches(mode: str, replicas: Sequence[int], least: int = 1) -> int:
+def fewest_microbatches(
+    mode: str, replicas: Sequence[int], least: int = 1, in_transit: int = 0
+) -> int:
     """The fewest microbatches, and no fewer than ``least``, that a minibatch can have in a mode.
 
     All replicas of each stage do equal work, so it is a multiple of every R_s; with two versions a
@@ -107,7 +117,8 @@ def fewest_microbatches(mode: str, replicas: Sequence[int], least: int = 1) -> i
         return 1
     step = math.lcm(*replicas)
     if chosen.versions == "2bw":
-        in_flight = (width * (warm_up(s, replicas) + 1) for s, width in enumerate(replicas))
+        wide = enumerate(replicas)
+        in_flight = (width * (warm_up(s, replicas, in_transit) + 1) for s, width in wide)
         least = max(least, *in_flight)
     return -(-least // step) * step
 
@@ -165,12 +176,15 @@ def held(program: Iterable[Instruction]) -> Held:
             units -= 1
             named[step.version] -= 1
             since.append(step.version)
+            if not named[step.version] and step.version != newest:
+                kept.discard(step.version)
         elif isinstance(step, Update):
             stale = max([stale, *(newest - version for version in since)])
             since.clear()
+            if not named[newest]:
+                kept.discard(newest)
             newest = step.version
             kept.add(newest)
-        kept = {version for version in kept if version == newest or named[version]}
         most_versions = max(most_versions, len(kept))
     return Held(most_versions, most_units, stale)
 
@@ -238,8 +252,8 @@ def pipeline_cost(
             f"momentum, 2 Adam), got {optimizer_bytes_per_parameter_byte}"
         )
     if microbatches is None:
-        microbatches = fewest_microbatches(mode, replicas)
-    steady = _minibatches(replicas, microbatches)
+        microbatches = fewest_microbatches(mode, replicas, in_transit=partition.in_transit)
+    steady = steady_minibatches(partition, microbatches)
     run = simulate_partition(
         partition,
         profile,
@@ -249,7 +263,7 @@ def pipeline_cost(
         microbatches=microbatches,
         recompute=recompute,
     )
-    stages = _held(schedule(chosen.method, replicas, steady, microbatches))
+    stages = _held(schedule(chosen.method, replicas, steady, microbatches, partition.in_transit))
     by_name = {layer.name: layer for layer in profile.layers}
     parameters = math.fsum(stage.parameter_bytes for stage in partition.stages)
     memory, activations, sent, compute = [], [], [], []
@@ -295,12 +309,14 @@ def _passes_s(layers: Sequence[LayerProfile], recompute: bool) -> float:
     return forward * (2 if recompute else 1) + math.fsum(layer.backward_s for layer in layers)
 
 
-def _minibatches(replicas: Sequence[int], microbatches: int) -> int:
+def steady_minibatches(partition: Partition, microbatches: int = 1) -> int:
     """So many that the pipeline is steady for a while: whole rounds of all replicas."""
     if microbatches > 1:
         return 8
+    replicas = partition.replicas
     a_round = math.lcm(*replicas)
-    return a_round * -(-max(128, 8 * sum(replicas)) // a_round)
+    between = 4 * partition.in_transit * (len(replicas) - 1)
+    return a_round * -(-(max(128, 8 * sum(replicas)) + between) // a_round)
 
 
 def _held(plan: Schedule) -> list[Held]:

@@ -15,9 +15,9 @@ gpipe               all F, then all B      flush: one               b
 two_bw              warm-up F, then F B    2bw: two                 b - 1
 ==================  =====================  =======================  =============================
 
-A negative version stands for 0. With k minibatches in transit between two stages, a straight
-pipeline's late versions are ``(1 + k) (n - 1 - s)`` and ``(1 + k) (n - 1)``. Every schedule drains: each forward has its backward, and each
-gradient is applied once.
+A negative version stands for 0. With k minibatches in transit between two stages, 1F1B's versions
+are ``b - (1 + k) (n - 1 - s)`` and ``b - (1 + k) (n - 1)``. Every schedule drains: each forward
+has its backward, and each gradient is applied once.
 
 Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeDream-Flush, arXiv
 2006.09503.
@@ -62,7 +62,7 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
 
     NOAM counts a minibatch in each worker, and none between two stages. Messages of 2c seconds
     there and back take ``2c / period`` minibatches of their own (Little's law), so k = 1 hides
-    all that fits into a period.
+    them where links are not busy all of the time.
 
     Args:
         stage: 0 for the input stage.

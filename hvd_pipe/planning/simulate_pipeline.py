@@ -164,7 +164,7 @@ def simulate_partition(
     machines that they do not fill take an all-reduce over those machines as if they did.
 
     Args:
-        partition: Of :func:`hvd_pipe.planning.partition.partition`.
+        partition: Of :func:`hvd_pipe.planning.partition.partition`; its ``in_transit`` is taken.
         profile: The model that it divides.
         cluster: Network, speeds and jitter; it has as many workers as the partition, or more.
         method, minibatches, microbatches: As :func:`hvd_pipe.planning.schedule.schedule`.
@@ -183,7 +183,7 @@ def simulate_partition(
         >>> plan.period_s, simulate_partition(plan, model, cluster).period_s
         (3.0, 3.0)
     """
-    plan = schedule(method, partition.replicas, minibatches, microbatches)
+    plan = schedule(method, partition.replicas, minibatches, microbatches, partition.in_transit)
     workers = sum(partition.replicas)
     if cluster.workers < workers:
         raise ValueError(
@@ -238,7 +238,10 @@ def _allreduce_s(network: Network, first: int, replicas: int, bytes: int) -> flo
 def _period(schedule: Schedule, completed: Sequence[float], total_s: float) -> float:
     # Order of completion may not be that of the minibatches where stages are replicated.
     ends = np.maximum.accumulate(completed)
-    draining = 0 if schedule.method in {"gpipe", "1f1b-flush"} else sum(schedule.replicas)
+    stages = len(schedule.replicas)
+    draining = sum(schedule.replicas) + schedule.in_transit * (stages - 1)
+    if schedule.method in {"gpipe", "1f1b-flush"}:
+        draining = 0
     last = schedule.minibatches - 1 - -(-draining // schedule.microbatches)
     span = last - last // 2
     if span < 1:

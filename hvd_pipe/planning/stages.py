@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hvd_pipe.planning._checks import check_keys, load_text, read_object
+from hvd_pipe.planning.schedule import warm_up
 
 __all__ = ["STRAIGHT", "Partition", "Stage", "parse_replicas"]
 
 
 SCHEMA = "hvd_pipe.partition/1"
+_ADDED = {"in_transit", "simulated_s"}  # documents that were written before have none
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,13 @@ class Partition:
         in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
             first is PipeDream's NOAM, the minibatches that each of its workers admits.
         exact: all cuts of the model were tried; else those that were are a part of them.
+        in_transit: minibatches between each two neighbouring stages, besides those that workers
+            hold; they are counted in ``in_flight``. 0 is PipeDream's NOAM.
+        simulated_s: seconds per minibatch that the schedule reaches in a simulation, where
+            ``period_s`` takes all messages for hidden; None where it was not simulated.
 
     Raises:
-        ValueError: no stages, or not one number in flight a stage.
+        ValueError: no stages, not one number in flight a stage, or a negative number in transit.
     """
 
     stages: tuple[Stage, ...]
@@ -70,6 +76,8 @@ class Partition:
     convention: str
     in_flight: tuple[int, ...]
     exact: bool = True
+    in_transit: int = 0
+    simulated_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -79,6 +87,23 @@ class Partition:
                 "a partition has at least one stage and as many numbers in flight, "
                 f"got {len(self.stages)} stages and {len(self.in_flight)}"
             )
+        if self.in_transit < 0:
+            raise ValueError(f"in_transit must be at least 0, got {self.in_transit}")
+
+    def with_in_transit(self, count: int) -> Partition:
+        """The same stages with so many minibatches in transit; memory stays what it was.
+
+        Example:
+            >>> stages = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),) * 3
+            >>> made = Partition(stages, 3, 0.1, 0.3, 0.3, "paper", (3, 2, 1))
+            >>> made.with_in_transit(1).in_flight
+            (5, 3, 1)
+        """
+        if count == self.in_transit:
+            return self
+        numbers = range(len(self.stages))
+        in_flight = tuple(warm_up(number, self.replicas, count) + 1 for number in numbers)
+        return replace(self, in_transit=count, in_flight=in_flight, simulated_s=None)
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -98,6 +123,12 @@ class Partition:
             f"one worker {self.single_s * 1e3:.3f} ms, data-parallel "
             f"{self.data_parallel_s * 1e3:.3f} ms",
         ]
+        if self.simulated_s is not None:
+            lines.append(
+                f"the schedule reaches {self.simulated_s * 1e3:.3f} ms, with {self.in_transit} "
+                f"minibatches in transit between two stages and {self.in_flight[0]} in flight in "
+                "each worker of the first"
+            )
         if not self.exact:
             lines.append("found among a part of the model's cuts: raise max_states to try more")
         lines.append(
@@ -128,7 +159,8 @@ class Partition:
             >>> Partition.from_json(made.to_json()) == made
             True
         """
-        data = read_object(text, SCHEMA, {field.name for field in fields(cls)})
+        required = {field.name for field in fields(cls)} - _ADDED
+        data = read_object(text, SCHEMA, required, _ADDED)
         del data["schema"]
         if not isinstance(data["stages"], list) or not isinstance(data["in_flight"], list):
             raise ValueError('"stages" and "in_flight" are lists')
@@ -146,6 +178,10 @@ class Partition:
             stages.append(Stage(layers=tuple(stage["layers"]), **numbers))
         times = ("workers", "period_s", "single_s", "data_parallel_s")
         _check_numbers({key: data[key] for key in times}, "")
+        added = {key: data[key] for key in sorted(_ADDED & data.keys())}
+        if added.get("simulated_s", 0.0) is None:
+            del added["simulated_s"]
+        _check_numbers(added, "")
         return cls(**{**data, "stages": tuple(stages)})
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -106,16 +106,20 @@ def values_of(model: Any) -> Weights:
 
 
 def versions_of(
-    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int
+    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int, in_transit: int = 0
 ) -> list[list[int]]:
     """For each stage: the version of each minibatch."""
     stages = len(replicas)
     if set(replicas) == {1}:
-        late = {"stash": lambda s: stages - 1 - s, "2bw": lambda s: 1, "flush": lambda s: 0}[mode]
+        late = {
+            "stash": lambda s: (1 + in_transit) * (stages - 1 - s),
+            "2bw": lambda s: 1,
+            "flush": lambda s: 0,
+        }[mode]
         return [[max(0, b - late(s)) for b in range(minibatches)] for s in range(stages)]
     found = [[-1] * minibatches for _ in replicas]
     for worker, program in schedule(
-        METHODS[mode], replicas, minibatches, microbatches
+        METHODS[mode], replicas, minibatches, microbatches, in_transit
     ).programs.items():
         for step in program:
             if isinstance(step, Forward):
@@ -149,6 +153,7 @@ class Reference:
         microbatches: Of a minibatch.
         most: The largest norm of a gradient; of two straight stages, or in "flush".
         rounded: What crosses the cut between two stages is.
+        in_transit: Minibatches between two stages.
     """
 
     def __init__(
@@ -160,9 +165,10 @@ class Reference:
         microbatches: int = 1,
         most: float | None = None,
         rounded: bool = False,
+        in_transit: int = 0,
     ) -> None:
         model, self._gradients = _plain_model(rounded)
-        self._most = most
+        self._most, self._in_transit = most, in_transit
         self._norms: list[list[float]] = [[] for _ in replicas]  # squared, by update
         self.clipped = 0
         """How often a gradient was longer."""
@@ -188,7 +194,7 @@ class Reference:
         """Fill the pipeline, drain it, and return the mean loss of the minibatches."""
         m, stages = self.microbatches, range(len(self.replicas))
         history = [[one] for one in self.newest]
-        version = versions_of(self.mode, self.replicas, len(batches), m)
+        version = versions_of(self.mode, self.replicas, len(batches), m, self._in_transit)
         rounds: list[list[list[Any]]] = [[] for _ in stages]
         losses = []
         epoch = len(self._norms[0])

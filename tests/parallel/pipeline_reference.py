@@ -37,11 +37,13 @@ METHODS = {
 COALESCING = ("2bw", "flush", "gpipe")
 
 
-def straight_version(mode: str, stages: int, stage: int, minibatch: int) -> int:
-    """v_s(b) of n stages of one worker each."""
+def straight_version(
+    mode: str, stages: int, stage: int, minibatch: int, in_transit: int = 0
+) -> int:
+    """v_s(b) of n stages of one worker each, with k minibatches in transit between two."""
     late = {
-        "stash": stages - 1 - stage,
-        "vertical-sync": stages - 1,
+        "stash": (1 + in_transit) * (stages - 1 - stage),
+        "vertical-sync": (1 + in_transit) * (stages - 1),
         "2bw": 1,
         "flush": 0,
         "gpipe": 0,
@@ -50,11 +52,11 @@ def straight_version(mode: str, stages: int, stage: int, minibatch: int) -> int:
 
 
 def scheduled_versions(
-    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int
+    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int, in_transit: int = 0
 ) -> list[dict[int, int]]:
     """For each stage: the version of each minibatch, from the schedule's forward passes."""
     found: list[dict[int, int]] = [{} for _ in replicas]
-    whole = schedule(METHODS[mode], replicas, minibatches, microbatches)
+    whole = schedule(METHODS[mode], replicas, minibatches, microbatches, in_transit)
     for worker, program in whole.programs.items():
         for step in program:
             if isinstance(step, Forward):
@@ -74,6 +76,7 @@ class Reference:
         loss_fn: Of an output and a target: the mean over the batch.
         optimizer_fn: Makes a stage's optimizer of its parameters.
         microbatches: Of a minibatch.
+        in_transit: Minibatches between two stages.
         scale_lr: Multiply the learning rate by R_s / R_0 where every stage has rounds of its own.
         max_grad_norm: Clip the gradient of all stages together.
         scheduler_fn: Makes a scheduler of an optimizer.
@@ -90,6 +93,7 @@ class Reference:
         optimizer_fn: Callable[[list[nn.Parameter]], Optimizer],
         *,
         microbatches: int = 1,
+        in_transit: int = 0,
         scale_lr: bool = True,
         max_grad_norm: float | None = None,
         scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
@@ -97,7 +101,7 @@ class Reference:
     ) -> None:
         self._model, self._loss = model, loss_fn
         self._replicas, self._mode, self._microbatches = tuple(replicas), mode, microbatches
-        self._max_norm = max_grad_norm
+        self._max_norm, self._in_transit = max_grad_norm, in_transit
         stages = range(len(self._replicas))
         self.names = [[n for n, _ in model.named_parameters() if stage_of(n) == s] for s in stages]
         parameters = dict(model.named_parameters())
@@ -199,10 +203,11 @@ class Reference:
         return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
 
     def _versions(self, minibatches: int) -> Callable[[int, int], int]:
+        k = self._in_transit
         if set(self._replicas) == {1}:
             stages = len(self._replicas)
-            return lambda s, b: straight_version(self._mode, stages, s, b)
-        found = scheduled_versions(self._mode, self._replicas, minibatches, self._microbatches)
+            return lambda s, b: straight_version(self._mode, stages, s, b, k)
+        found = scheduled_versions(self._mode, self._replicas, minibatches, self._microbatches, k)
         return lambda s, b: found[s][b]
 
     def _minibatch(

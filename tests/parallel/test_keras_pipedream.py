@@ -56,6 +56,7 @@ CASES: dict[int, list[Case]] = {
         Case("stash", (2,), "momentum"),
         Case("stash", (1, 1), "momentum", most=3.0),
         Case("stash", (1, 1), "adam", short=True),
+        Case("stash", (1, 1), "momentum", in_transit=2),
     ],
     3: [
         Case("stash", (2, 1), "momentum"),
@@ -63,6 +64,7 @@ CASES: dict[int, list[Case]] = {
         Case("flush", (2, 1), "adam"),
         Case("stash", (1, 1, 1), "adam"),
         Case("flush", (2, 1), "momentum", most=3.0, recompute=True),
+        Case("stash", (2, 1), "momentum", in_transit=2),
     ],
 }
 
@@ -300,7 +302,7 @@ def test_pipelines_are_the_equation(n: int, launcher: str, transport: str, case:
     layers = STAGES[len(replicas)] if len(replicas) > 1 else [sum(STAGES[2], ())]
     m = 1 if mode == "stash" else 4
     make = OPTIMIZERS[optimizer]
-    reference = Reference(layers, replicas, mode, make, m, case.most, case.short)
+    reference = Reference(layers, replicas, mode, make, m, case.most, case.short, case.in_transit)
     wanted = [reference.train_epoch(batches) for _ in range(EPOCHS)]
     seen = workers_keras_pipedream.unseen()
     x, y = (np.concatenate(parts) for parts in zip(*seen, strict=True))

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     most: float | None = None
     short: bool = False
     recompute: bool = False
+    in_transit: int = 0
 
 
 MINIBATCHES = 7
@@ -78,6 +79,7 @@ def train(case: Case, transport: str) -> Run:
         max_grad_norm=case.most,
         wire_dtype="bfloat16" if case.short else None,
         recompute=case.recompute,
+        in_transit=case.in_transit,
     )
     batches = make_batches(MINIBATCHES)
     losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]

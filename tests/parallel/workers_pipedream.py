@@ -26,6 +26,7 @@ from pipeline_problem import (
 from pipeline_reference import COALESCING, METHODS, Reference
 from torch import nn
 
+from hvd_pipe.planning.pipeline_cost import fewest_microbatches
 from hvd_pipe.planning.schedule import warm_up
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.torch import pipedream
@@ -47,6 +48,7 @@ class Case:
         optimizer: One of `OPTIMIZERS`.
         model: As `make_model` has it.
         microbatches: Of a minibatch.
+        in_transit: Minibatches between two stages.
     """
 
     plan: Plan
@@ -54,6 +56,7 @@ class Case:
     optimizer: str = "momentum"
     model: str = "mixed"
     microbatches: int = 1
+    in_transit: int = 0
 
     def data(self, number: int) -> list[Batch]:
         return epoch(number, paired=self.model == "paired")
@@ -123,7 +126,21 @@ def _models() -> Iterable[tuple[str, Case]]:
         )
 
 
-CASES: dict[str, Case] = dict([*_equations(), *_models()])
+def _in_transit() -> Iterable[tuple[str, Case]]:
+    """More minibatches in flight than NOAM's: every mode but "gpipe", which has all in flight."""
+    for config, k in (("1-1", 2), ("1-1-1", 1), ("1-1-1-1", 1), ("2-1", 2), ("1-2", 1)):
+        for mode in METHODS:
+            if mode == "gpipe" or (mode == "flush" and config != "1-1-1"):
+                continue
+            case = dataclasses.replace(_case(config, mode), in_transit=k)
+            if mode == "2bw":
+                replicas = case.plan.replicas
+                fewest = fewest_microbatches("2bw", replicas, in_transit=k)
+                case = dataclasses.replace(case, microbatches=fewest)
+            yield f"{config} {mode} in_transit={k}", case
+
+
+CASES: dict[str, Case] = dict([*_equations(), *_models(), *_in_transit()])
 GLOO = {name: CASES[name] for name in ("1-1-1 stash momentum", "2-1 stash momentum")} | {
     "2-1 2bw momentum": CASES["2-1 2bw momentum"],
     "paired 1-1-1 stash": CASES["paired 1-1-1 stash"],
@@ -155,7 +172,7 @@ def make_engine(case: Case, **more: Any) -> Any:
     torch.set_num_threads(1)
     model = make_model(case.model)
     options = {
-        "plan": partition_of(model, case.plan),
+        "plan": partition_of(model, case.plan).with_in_transit(case.in_transit),
         "sample": case.data(0)[0],
         "progress": False,
         "loss_fn": squared,
@@ -191,6 +208,7 @@ def reference(case: Case, model: nn.Module | None = None, **more: Any) -> Refere
         squared,
         OPTIMIZERS[case.optimizer],
         microbatches=case.microbatches,
+        in_transit=case.in_transit,
         **more,
     )
 

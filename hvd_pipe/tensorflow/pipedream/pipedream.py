@@ -56,6 +56,8 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
         mode: "stash", "2bw" or "flush".
         microbatches: Of a minibatch, in the last two modes; None for the fewest that fill the
             pipeline.
+        in_transit: Minibatches between two stages, besides one in each worker. They hide messages,
+            at the price of memory and staleness. None for the plan's, or as many as it needs.
         sample: A minibatch as the dataset yields, as large as any that comes; None for the first.
         transport: "mpi", "process-sets" (no MPI needed), or "auto".
         recompute: Keep no activations from forward to backward, but run forward again.
@@ -104,6 +106,7 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
         mode: str = "stash",
         *,
         microbatches: int | None = None,
+        in_transit: int | None = None,
         sample: Any = None,
         transport: str = "auto",
         recompute: bool = False,
@@ -125,6 +128,7 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
             plan=plan,
             mode=mode,
             microbatches=microbatches,
+            in_transit=in_transit,
             transport=transport,
             recompute=recompute,
             wire_dtype=wire_dtype,
