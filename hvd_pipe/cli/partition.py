@@ -10,7 +10,6 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -169,14 +168,13 @@ def _found(
     )
     if versions != "stash":
         return made, None
-    reach = functools.partial(scheduled, profile=profile, cluster=cluster, **ratio)
-    made, _ = reach(made)
+    made, _ = scheduled(made, profile, cluster, **ratio)
     if straight or replicas is not None:
         return made, None
     best = best_plan(profile, cluster, "stash", optimizer_state, **how)
     if best.replicas == made.replicas:
         return made, None
-    return reach(best, in_transit=best.in_transit)[0], made
+    return scheduled(best, profile, cluster, in_transit=best.in_transit, **ratio)[0], made
 
 
 def _print(made: Partition, on_paper: Partition | None) -> None:

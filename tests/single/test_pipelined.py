@@ -153,6 +153,7 @@ def test_slack_is_not_bought_with_latency() -> None:
 def test_a_step_is_the_one_of_the_simulation(
     profile: ModelProfile, comm: CommModel, size: int
 ) -> None:
+    comm = replace(comm, blocking=False)  # such steps are followed, see `Messages.settled_s`
     method = PipeSGD(bucket_bytes=size)
     sent = gradient_messages(method, profile, comm)
     assume(len(sent.seconds) > 0)
