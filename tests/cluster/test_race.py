@@ -1,4 +1,4 @@
-"""One small cell of the throughput benchmark, from its command line to its files."""
+"""Small runs of benchmarks on emulated hosts, from their command lines to their files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ from pathlib import Path
 
 from hosts import as_root
 
+from hvd_pipe.timeline import Timeline
+
 pytestmark = as_root
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, arguments: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
@@ -20,16 +34,7 @@ def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
     arguments += ["--only", "horovod", "engine:buckets=3", "pipe-sgd", "pipe-sgd+int8"]
     arguments += ["--compute-ms", "60", "--busy", "0.1"]
     arguments += ["--rounds", "1", "--seconds", "0.3", "--json", "grid.json", "--page", "grid.md"]
-    script = ROOT / "benchmarks" / "throughput.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run("throughput.py", arguments, tmp_path)
     (cell,) = json.loads((tmp_path / "grid.json").read_text())
     seconds = {row["contestant"]: row["seconds"] for row in cell["rows"]}
     assert list(seconds) == [
@@ -50,3 +55,23 @@ def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
     page = (tmp_path / "grid.md").read_text()
     assert "| pipe-sgd " in page
     assert "![" not in page  # one point is no curve
+
+
+def test_messages_of_both_timelines_belong_to_their_steps(tmp_path: Path) -> None:
+    arguments = ["both.png", "--workers", "2", "--model", "vgg16", "--steps", "1"]
+    arguments += ["--compute-ms", "60", "--gradient-bytes", str(3 * 2**20), "--json", "both.json"]
+    run("timelines.py", arguments, tmp_path)
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    both = Timeline.load(tmp_path / "both.json")
+    for worker, steps_behind in ((0, 0), (1, 1)):  # stock Horovod; overlap=forward
+        mine = [event for event in both.events if event.worker == worker]
+        begins = sorted(event.start_s for event in mine if event.category == "forward")
+        assert len(begins) == 3
+        sent = [event for event in mine if event.category == "allreduce"]
+        assert {0, 1} <= {event.args["step"] for event in sent}
+        slack_s = 5e-3  # between the clocks of two timelines
+        for event in sent:
+            step = int(str(event.args["step"]))
+            assert step < 0 or event.start_s > begins[step] - slack_s
+            after = step + 1 + steps_behind
+            assert after >= 3 or event.end_s < begins[after] + slack_s
