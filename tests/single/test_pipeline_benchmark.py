@@ -167,7 +167,7 @@ def test_the_report_says_what_was_missed() -> None:
             row["seconds"] *= 1.2
             row["sent_bytes"] *= 2
     found = printed(pipeline.bounds([cell]))
-    assert found.count("(missed)") == 4
+    assert found.count("(missed)") == 5
     assert not printed(pipeline.bounds([{**cell, "ratio": 1.0}])).count("vgg16")
 
 
