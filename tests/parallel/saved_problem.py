@@ -23,11 +23,12 @@ from hvd_pipe.cli.main import main
 DATA = Path(__file__).parents[1] / "data" / "saved"
 
 GRAPH = str(DATA.parent / "alexnet.graph.txt")
+PIPE_SGD = "pipe-sgd:bucket_bytes=8388608"  # which the first version took by itself
 COMMANDS = {
     "profile": f"plan {GRAPH} --cluster CLUSTER -n 8 -o FOLDER/plan.json",
     "partition": f"partition {GRAPH} -n 4 --bandwidth 10gbit -o FOLDER/partition.json "
     "--timeline FOLDER/pipeline.json",
-    "simulated": f"trace {GRAPH} --strategy pipe-sgd -n 2 --bandwidth 10gbit "
+    "simulated": f"trace {GRAPH} --strategy {PIPE_SGD} -n 2 --bandwidth 10gbit "
     "-o FOLDER/simulated.json",
     "again": "trace FOLDER/simulated.json -o FOLDER/out.json",
     "pipeline": "trace FOLDER/pipeline.json -o FOLDER/out.json",
