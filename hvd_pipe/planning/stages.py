@@ -147,7 +147,11 @@ class Partition:
 
     def to_json(self) -> str:
         """A JSON document; :meth:`from_json` reads it back exactly."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        data = {"schema": SCHEMA, **asdict(self)}
+        if not self.in_transit and self.simulated_s is None:  # as before there were any
+            for name in _ADDED:
+                del data[name]
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
