@@ -33,7 +33,7 @@ from cluster import ClusterError
 from contestants import period_of
 from rich.console import Console
 from rich.table import Table
-from throughput import PLANNING_STEPS, SETTLE_STEPS, Team, set_ratio, steps_for
+from throughput import PLANNING_STEPS, SETTLE_STEPS, Team, set_ratio, settle_steps, steps_for
 from throughput_rank import write
 from tqdm import tqdm
 
@@ -173,7 +173,7 @@ def run_cell(
     expected: dict[tuple[str, str], dict[str, Any]] = {}
     for team, names in copies(ratio).items():
         for name in names:
-            settle = PLANNING_STEPS.get(name, SETTLE_STEPS)
+            settle = settle_steps(name)
             teams[team].ask("build", name=name, settle=settle, **build)
             expected[team, name] = predicted_row(profile, cluster, name)
             a_step = expected[team, name]["seconds"] * (1 if name == "single" else workers)

@@ -65,7 +65,12 @@ RING = {
 }
 SETTLE_STEPS = 4
 LEAST_STEPS = 2.0  # of a turn, where two take longer than it should
-PLANNING_STEPS = {"merged-gradient": 28, "merged-gradient:overlap=forward": 62, "auto": 36}
+PLANNING_STEPS = {  # until all plans were tried; by the beginning of a name
+    "merged-gradient:overlap=forward": 62,
+    "merged-gradient": 28,
+    "pipe-sgd": 34,
+    "auto": 36,
+}
 SMALL_BYTES = 2**16  # a second point, for the line that predictions take
 SAMPLES = 5  # messages of each size whose time is measured
 LONG_S = 0.5  # fewer do where one takes so long
@@ -331,8 +336,7 @@ def run_cell(
     for team, names in chosen.items():
         for name in names:
             if name != "single":
-                kind = name.removeprefix(TENSORFLOW).partition("+")[0]
-                settle = PLANNING_STEPS.get(kind, SETTLE_STEPS)
+                settle = settle_steps(name.removeprefix(TENSORFLOW))
                 settle = TUNING_STEPS if team == "autotune" else settle
                 built = teams[team].ask("build", name=name, settle=settle, **build)
                 planned[team, name] = built[0]["planned_exposed_s"]
@@ -386,6 +390,11 @@ def processor_s() -> float:
     words = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
     user, nice, system, _, _, irq, softirq, steal = map(int, words[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def settle_steps(name: str) -> int:
+    """Return after how many steps a contestant's steps stay as they are."""
+    return next((n for kind, n in PLANNING_STEPS.items() if name.startswith(kind)), SETTLE_STEPS)
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

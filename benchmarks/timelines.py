@@ -23,7 +23,7 @@ from typing import Any
 
 from cluster import Cluster, ClusterError
 from models import MODELS
-from throughput import PLANNING_STEPS, SETTLE_STEPS, Team, set_ratio
+from throughput import Team, set_ratio, settle_steps
 
 from hvd_pipe._pictures import COLOURS, figure_of, save
 from hvd_pipe.timeline import Event, Timeline
@@ -67,7 +67,7 @@ def record(options: argparse.Namespace) -> Timeline:
                     model=options.model,
                     compute_s=options.compute_ms / 1e3,
                     gradient_bytes=options.gradient_bytes,
-                    settle=PLANNING_STEPS.get(name, SETTLE_STEPS),
+                    settle=settle_steps(name),
                     steps=2 * options.steps + 1,
                 )
             events += [Event(worker=worker, **event) for event in answers[0]["events"]]

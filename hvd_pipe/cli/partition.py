@@ -169,12 +169,13 @@ def _found(
     if versions != "stash":
         return made, None
     made, _ = scheduled(made, profile, cluster, **ratio)
-    if straight or replicas is not None:
+    if straight:
         return made, None
-    best = best_plan(profile, cluster, "stash", optimizer_state, **how)
-    if best.replicas == made.replicas:
-        return made, None
-    return scheduled(best, profile, cluster, in_transit=best.in_transit, **ratio)[0], made
+    best = best_plan(profile, cluster, "stash", optimizer_state, replicas=replicas, **how)
+    best, _ = scheduled(best, profile, cluster, in_transit=best.in_transit, **ratio)
+    assert made.simulated_s is not None
+    assert best.simulated_s is not None
+    return (best, made) if best.simulated_s < made.simulated_s else (made, None)
 
 
 def _print(made: Partition, on_paper: Partition | None) -> None:
@@ -199,10 +200,11 @@ def _print(made: Partition, on_paper: Partition | None) -> None:
         seconds = units.format_seconds(made.simulated_s)
         note(f"Simulated with 1F1B and round robin, it takes {seconds}{price}.")
     if on_paper is not None and on_paper.simulated_s is not None:
+        other = on_paper.config if on_paper.replicas != made.replicas else "another cut"
         note(
-            f"On paper {on_paper.config} takes {units.format_seconds(on_paper.period_s)}, but its "
+            f"On paper {other} takes {units.format_seconds(on_paper.period_s)}, but its "
             f"schedule reaches {units.format_seconds(on_paper.simulated_s)}: replicas that finish "
-            f"in bursts starve the stages behind them (--plan {on_paper.config})."
+            "in bursts starve the stages behind them."
         )
 
 

@@ -60,6 +60,8 @@ class OverlapStart:
         self._trials: _Trials | None = None
         self._raced = False
         """Whether merged-gradient's plans were tried in this run."""
+        self._sparse_as_dense = False
+        """As the user has it."""
         self._over = False
 
     @property
@@ -74,8 +76,12 @@ class OverlapStart:
         if self._trials is not None:
             assert isinstance(engine, ForwardOverlapEngine)
             self._over = self._trials.after_step(engine)
-            back = self._over and engine.plan is not None and engine.plan.order is None
-            return _with_barrier(engine) if back else engine
+            if self._over:
+                self._trials = None
+                assert engine.plan is not None
+                if engine.plan.order is None:
+                    return _with_barrier(engine, engine.plan, self._sparse_as_dense)
+            return engine
         if engine.measures:
             self._raced = True
             return engine
@@ -102,21 +108,31 @@ class OverlapStart:
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
         self.close()
-        if saved is None or saved.strategy != engine.name or engine.reduction.alone:
-            return engine, saved
-        if self._is_given:
-            return engine, saved
-        text = saved.counters.get("plan")
-        if text is None or saved.workers != engine.reduction.workers:
-            return engine, saved
+        text = None if saved is None else saved.counters.get("plan")
+        if saved is None or saved.strategy != engine.name or self._is_given or text is None:
+            return self._as_it_was(engine), saved
         plan, settings = Plan.from_json(text), engine.settings
-        if set(plan.names) != set(settings.names):
-            return engine, saved
+        if (
+            engine.reduction.alone
+            or saved.workers != engine.reduction.workers
+            or set(plan.names) != set(settings.names)
+        ):
+            return self._as_it_was(engine), saved
+        self._watched = self._trials = None
+        self._raced = False  # what its steps took was seen elsewhere
+        self._over = plan.order is None and bool(plan.tried_forward)
+        if not isinstance(engine, ForwardOverlapEngine):
+            self._sparse_as_dense = settings.sparse_as_dense
         if plan.order is None:  # with the barrier, for good where others were slower
-            self._over = bool(plan.tried_forward)
-            return engine, saved
-        self._over, self._watched, self._trials = False, None, None
+            return _with_barrier(engine, plan, self._sparse_as_dense), saved
         return _overlapping(engine, plan, measured=True), saved
+
+    def _as_it_was(self, engine: Engine) -> Engine:
+        """Return the engine: the state says nothing of its plan, and a trial begins anew."""
+        self._watched = None
+        if self._trials is not None:
+            self._trials.again(engine.rounds)
+        return engine
 
     def note(self, saved: SavedState) -> SavedState:
         """Return a checkpoint, to which nothing is added."""
@@ -150,10 +166,11 @@ class OverlapStart:
             plan = barrier = engine.plan
             if plan.order is None:
                 plan = in_order(plan, settings.names, work)
+            self._sparse_as_dense = settings.sparse_as_dense
             engine = _overlapping(engine, plan, measured=False)
             if not self._is_given:
-                known = self._raced and bool(barrier.tried)
-                self._trials = _Trials(work, barrier if known else None)
+                known = len(barrier.buckets) in [count for count, _ in barrier.tried]
+                self._trials = _Trials(work, barrier if known and self._raced else None)
                 self._over = False
                 self._trials.begin(engine)
         assert isinstance(engine, ForwardOverlapEngine)
@@ -183,13 +200,17 @@ class _Trials:
         """Let the first plan be tried in the next step."""
         self._next(engine)
 
+    def again(self, first: int) -> None:
+        """Try the plan from after this round on."""
+        self._first = first
+        self._ends.clear()
+
     def after_step(self, engine: ForwardOverlapEngine) -> bool:
         """Note the end of a step; return whether the trials are over."""
         if len(engine.settings.names) != len(self._work.bytes):
             return True  # some have joined, of which nothing was seen
         if engine.rounds < self._first:
-            self._first = 0  # all have joined, and count anew
-            self._ends.clear()
+            self.again(0)  # all have joined, and count anew
         self._ends.append(time.perf_counter())
         if engine.rounds - self._first <= SETTLE_STEPS + TIMED_STEPS:
             return False
@@ -215,8 +236,7 @@ class _Trials:
             settings.reduction.process_set,
         )
         engine.take(Plan.from_json(text))
-        self._first = engine.rounds
-        self._ends.clear()
+        self.again(engine.rounds)
         if over:
             engine.is_measured()
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
@@ -239,13 +259,13 @@ class _Trials:
         return plan_overlap(settings.names, work, comm, kinds, parts)
 
     def _fastest(self) -> Plan:
-        """The plan to go on with: the barrier's where its steps were faster."""
+        """The plan to go on with: the barrier's where its steps were as fast."""
         seen = tuple((_count(plan), seconds) for plan, seconds in self._tried)
         fastest, seconds = min(self._tried, key=lambda each: each[1])
         if self._barrier is None:
             return dataclasses.replace(fastest, tried_forward=seen)
-        before = self._barrier.tried
-        if min(each for _, each in before) < seconds:
+        before, count = self._barrier.tried, len(self._barrier.buckets)
+        if min(each for messages, each in before if messages == count) <= seconds:
             fastest = self._barrier
         return dataclasses.replace(fastest, tried=before, tried_forward=seen)
 
@@ -301,11 +321,13 @@ def _overlapping(engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEn
     return successor
 
 
-def _with_barrier(engine: ForwardOverlapEngine) -> MergedGradientEngine:
-    """Return an engine of the same plan whose updates wait in ``step()``, between two steps."""
-    settings = dataclasses.replace(engine.settings, passes=engine.passes)
+def _with_barrier(engine: Engine, plan: Plan, sparse_as_dense: bool) -> MergedGradientEngine:
+    """Return an engine of this plan whose updates wait in ``step()``, between two steps."""
+    settings = dataclasses.replace(
+        engine.settings, passes=engine.passes, sparse_as_dense=sparse_as_dense
+    )
     successor = MergedGradientEngine(settings, MergedGradient(), None)
-    successor.load(MergedGradientState(engine.plan, {}).to_state())
+    successor.load(MergedGradientState(plan, {}).to_state())
     _go_on(successor, engine)
     return successor
 

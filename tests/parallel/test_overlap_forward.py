@@ -176,6 +176,17 @@ def test_the_barrier_comes_back_where_its_steps_were_faster() -> None:
         assert not back.went_on
 
 
+def test_a_state_of_any_phase_can_be_loaded_in_any_other() -> None:
+    """What a state says of its plan holds, whatever this run has tried or chosen."""
+    for found in of_case(at_two(), "loaded later"):
+        assert found == {
+            "barrier": (True, True),  # it was planned, and not raced yet
+            "ordered": (True, True),
+            "back": (False, False),
+            "none": (True, True),
+        }
+
+
 def test_parameters_that_join_while_uses_are_watched() -> None:
     pairs = [of_case(at_two(), ("joined while watched", each)) for each in (ALONE, BARRIER)]
     for (ours, deferred), (plain, _) in zip(*pairs, strict=True):

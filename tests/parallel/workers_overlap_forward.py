@@ -638,6 +638,45 @@ def barrier_wins() -> Back:
     return Back(runs, (before.plan, optimizer.plan), went_on)
 
 
+def loaded_later() -> dict[str, tuple[bool, bool]]:
+    """States of every phase are loaded in turn by a run that defers.
+
+    Returns:
+        By state, whether the last step was deferred, and whether the plan has an order.
+    """
+
+    def trained(optimizer: Any, model: nn.Module) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in range(LONG):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            state = {} if step % 2 else optimizer.state_dict()  # which makes the updates
+            plan = state.get("hvd_pipe", {}).get("counters", {}).get("plan")
+            kind = "none" if plan is None else "ordered" if '"order"' in plan else "barrier"
+            if state and kind not in found:
+                found[kind] = copy.deepcopy(state)
+        return found
+
+    def run(forward: bool) -> tuple[Any, nn.Module, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = sequential()
+        optimizer = hvd.DistributedOptimizer(
+            momentum(model), model.named_parameters(), strategy=PLANNED
+        )
+        return optimizer, model, decided(forward, trained, optimizer, model)
+
+    back, *_ = run(False)
+    optimizer, model, states = run(True)
+    states["back"] = copy.deepcopy(back.state_dict())
+    result = {}
+    for name in ("barrier", "ordered", "back", "barrier", "none", "back", "ordered"):
+        optimizer.load_state_dict(states[name])
+        decided(True, trained, optimizer, model)
+        result[name] = bool(pending(optimizer)), optimizer.plan.order is not None
+    return result
+
+
 def joined_while_watched(strategy: str) -> tuple[Weights, int]:
     """A parameter joins while uses are watched: it is watched anew."""
     torch.manual_seed(1)
@@ -778,6 +817,7 @@ def at_two() -> dict[Any, Any]:
         for each in (ALONE, BARRIER)
     }
     joins["joined in a trial"] = partial(decided, True, joined_in_a_trial, PLANNED)
+    joins["loaded later"] = loaded_later
     joins["barrier wins"] = partial(decided, False, barrier_wins)
     return run_cases(
         {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}

@@ -558,6 +558,17 @@ def test_a_reader_that_leaves_is_no_error(model: str) -> None:
     assert done.stderr == ""
 
 
+def test_partition_finds_cuts_that_run_faster_with_the_same_replicas() -> None:
+    asked = ("partition", DATA / "gnmt.graph.txt", "-n", "8", "--bandwidth", "24gbit")
+    found = run_json(*asked, "--latency", "0us")
+    made, other = found["partition"], found["on_paper"]
+    assert found["config"] == other["config"]
+    assert made["simulated_s"] < 0.8 * other["simulated_period_s"]
+    again = run_json(*asked, "--latency", "0us", "--plan", found["config"])
+    assert again["partition"]["stages"] == made["stages"]
+    assert "On paper another cut takes" in run(*asked, "--latency", "0us").stdout
+
+
 def test_partition_prints_what_is_fastest_as_it_runs() -> None:
     """GNMT's best replicas on paper finish in bursts, and starve the stages behind them."""
     asked = ("partition", DATA / "gnmt.graph.txt", "-n", "16", "--bandwidth", "25gbit")

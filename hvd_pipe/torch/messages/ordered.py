@@ -160,7 +160,7 @@ class _Round:
         with self._changed:
             while not (self._closed or self._flying or self._left in self._ready):
                 self._changed.wait()
-            leaves = self._left in self._ready and len(self._flying) < IN_FLIGHT
+            leaves = self._may_send()
             place = self._left
             self._left += leaves
         if self._closed:
@@ -176,7 +176,7 @@ class _Round:
         arrived = [place for place in self._flying if self._messages[place].arrived]
         for place in arrived:
             self._flying.remove(place)
-            self._note_seconds(place)
+            self._note_seconds(place, alone=len(arrived) == 1)
         if arrived:
             with self._changed:
                 self._done.update(arrived)
@@ -195,15 +195,20 @@ class _Round:
         if left < LEAST_SLEEP_S:
             return False
         with self._changed:  # what becomes ready may leave at once
-            if not self._closed:
+            if not (self._closed or self._may_send()):
                 self._changed.wait(MOST_OF * left)
         return True
 
-    def _note_seconds(self, place: int) -> None:
+    def _may_send(self) -> bool:
+        return self._left in self._ready and len(self._flying) < IN_FLIGHT
+
+    def _note_seconds(self, place: int, alone: bool) -> None:
+        """Note when a message has arrived; of several in one look, nobody knows when each had."""
         now = time.monotonic()
         busy = now - max(self._free, self._sent.pop(place))
         self._free = now
-        self.seconds[place] = min(busy, self.seconds.get(place, busy))
+        if alone:
+            self.seconds[place] = min(busy, self.seconds.get(place, busy))
 
 
 class OrderedMessages:

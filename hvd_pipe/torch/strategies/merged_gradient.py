@@ -253,6 +253,7 @@ class MergedGradientEngine(Engine):
             self._measured = True
             self._enter(Planned())
             self._adopt(plan)
+            self._usual_count = 0  # as many as the first step has
         restore_residuals(self.current, saved.residuals)
 
     def discard(self) -> None:
@@ -301,6 +302,7 @@ class MergedGradientEngine(Engine):
         if isinstance(self._phase, Measuring):
             return False
         order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
+        self._usual_count = self._usual_count or self._count
         as_planned = order == sorted(order) and self._count == self._usual_count
         self._phase.drifted_steps = 0 if as_planned else self._phase.drifted_steps + 1
         return self._phase.drifted_steps >= self._patience
