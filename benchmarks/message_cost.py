@@ -8,9 +8,9 @@ NCCL needs GPUs and is not measured. Rank 0 reads Horovod's timeline and the thr
     launched | until the next cycle | negotiation | all-reduce | until the thread has noticed
              queue                  negotiate     wire         wake
 
-In a burst, all is counted up to its last message, and the wire carries all. Cycles in which another
-rank is late are queueing. The two clocks differ by a constant: the least waking of a thread that
-asks without a pause is taken as none.
+In a burst, all is counted up to its last message, and the wire carries all. Cycles in which a rank
+is late are queueing. The two clocks differ by a constant: the least waking of a thread that asks
+without a pause is taken as none.
 """
 
 from __future__ import annotations

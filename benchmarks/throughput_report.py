@@ -80,6 +80,8 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     size = cell["gradient_bytes"] * codec.ratio
     measured = cell["exchange_s" if codec.phases > 1 else "all_reduce_s"]
     times = {int(key): value for key, value in measured.items()}
+    if not times:
+        raise LookupError(f"no exchange was measured for {contestant}")
     comm = times[min(times, key=lambda each: abs(each - size))]
     if kind == "single":
         return compute
