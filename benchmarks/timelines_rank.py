@@ -61,7 +61,8 @@ class TimelineRank(Rank):
             return {"events": []}
         if name != "horovod":
             own += _of_hvd_pipe(Path(os.environ["HVD_PIPE_TIMELINE"], "rank0.json"))
-        own += messages(json.loads(Path(os.environ["HOROVOD_TIMELINE"]).read_text()), steps)
+        records = json.loads(Path(os.environ["HOROVOD_TIMELINE"]).read_text())
+        own += messages(records, steps + 1)  # at the end, to synchronize sends once more
         return {
             "events": [
                 {
