@@ -1053,8 +1053,8 @@ _OVERLAP = [
     Mutation(
         "overlap: messages leave as they are ready",
         "torch/messages/ordered.py",
-        "leaves = self._left in self._ready and len(",
-        "leaves = bool(self._ready) and len(",
+        "return self._left in self._ready and len(",
+        "return bool(self._ready) and len(",
         _ids("single/test_ordered", "test_nothing_overtakes_what_is_not_ready"),
     ),
     Mutation(
@@ -1081,7 +1081,7 @@ _OVERLAP = [
     Mutation(
         "overlap: the barrier never comes back",
         "torch/overlap_start.py",
-        "if min(each for _, each in before) < seconds:",
+        "if min(each for messages, each in before if messages == count) <= seconds:",
         "if False:",
         _ids("parallel/test_overlap_forward", _BACK),
         "barrier wins",
@@ -1089,7 +1089,7 @@ _OVERLAP = [
     Mutation(
         "overlap: a resumed run races again",
         "torch/overlap_start.py",
-        "self._over = bool(plan.tried_forward)",
+        "self._over = plan.order is None and bool(plan.tried_forward)",
         "self._over = False",
         _ids("parallel/test_overlap_forward", _BACK),
         "barrier wins",

@@ -176,8 +176,8 @@ class _Round:
         arrived = [place for place in self._flying if self._messages[place].arrived]
         for place in arrived:
             self._flying.remove(place)
-            self._note_seconds(place, alone=len(arrived) == 1)
         if arrived:
+            self._note_seconds(arrived)
             with self._changed:
                 self._done.update(arrived)
                 self._changed.notify_all()
@@ -202,12 +202,12 @@ class _Round:
     def _may_send(self) -> bool:
         return self._left in self._ready and len(self._flying) < IN_FLIGHT
 
-    def _note_seconds(self, place: int, alone: bool) -> None:
-        """Note when a message has arrived; of several in one look, nobody knows when each had."""
+    def _note_seconds(self, places: Sequence[int]) -> None:
+        """Note how long the link was busy; messages that are found together share it."""
         now = time.monotonic()
-        busy = now - max(self._free, self._sent.pop(place))
-        self._free = now
-        if alone:
+        begun = max(self._free, min(self._sent.pop(place) for place in places))
+        self._free, busy = now, (now - begun) / len(places)
+        for place in places:
             self.seconds[place] = min(busy, self.seconds.get(place, busy))
 
 
