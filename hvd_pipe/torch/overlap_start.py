@@ -32,7 +32,7 @@ from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.first_uses import FirstUses, Uses
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
-from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine, MergedGradientState
+from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 
 __all__ = ["OverlapStart", "refusal"]
 
@@ -327,12 +327,11 @@ def _with_barrier(engine: Engine, plan: Plan, sparse_as_dense: bool) -> MergedGr
         engine.settings, passes=engine.passes, sparse_as_dense=sparse_as_dense
     )
     successor = MergedGradientEngine(settings, MergedGradient(), None)
-    successor.load(MergedGradientState(plan, {}).to_state())
-    _go_on(successor, engine)
+    _go_on(successor, engine, plan=plan.to_json())
     return successor
 
 
-def _go_on(successor: Engine, engine: Engine) -> None:
-    """Let an engine take the place of one that has finished a step."""
-    successor.load(dataclasses.replace(engine.state(), counters={}))
+def _go_on(successor: Engine, engine: Engine, **counters: str) -> None:
+    """Let an engine take the place of one that has finished a step, with a state's counters."""
+    successor.load(dataclasses.replace(engine.state(), counters=counters))
     successor.rounds, successor.held = engine.rounds, engine.held
