@@ -46,7 +46,7 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.planning.timing import step_time
 
-PIPELINE = {"HOROVOD_CYCLE_TIME": "20"}  # ms: over MPI its thread polls, and takes the cores
+CYCLE_MS = {"mpi": "20", "gloo": "2"}  # over MPI Horovod's thread polls, and takes the cores
 SCRIPT = Path(__file__).with_name("pipeline_rank.py")
 BATCHES = {"vgg16": 128, "language-model": 64}  # of the profiles
 PLANS = {"vgg16": "3-1", "language-model": "straight"}  # as the paper has them for 4 workers
@@ -386,7 +386,7 @@ def raced(grid: Sequence[tuple[str, float]], options: argparse.Namespace) -> lis
     ):
         teams = {}
         for name in ("stock", "ours", "pipeline"):
-            env = PIPELINE if name == "pipeline" else {}
+            env = {"HOROVOD_CYCLE_TIME": CYCLE_MS[options.backend]} if name == "pipeline" else {}
             teams[name] = Team(hosts, name, env, Path(folder), options.backend, SCRIPT)
             started.callback(teams[name].close)
             teams[name].ask("drop")  # it is up, and stops

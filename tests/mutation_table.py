@@ -961,9 +961,23 @@ _PLANNER = [
     Mutation(
         "in transit: the memory of a worker is exceeded",
         "planning/in_transit.py",
-        "while in_transit and _exceeds(cluster, costs(in_transit)):",
+        "while in_transit is None and count and _exceeds(cluster, cost):",
         "while False:",
         _ids("single/test_in_transit", "test_memory_decides_how_many"),
+    ),
+    Mutation(
+        "in transit: what was simulated is simulated again",
+        "planning/in_transit.py",
+        "period_s=periods[count] if count < len(periods) else None",
+        "period_s=None",
+        _ids("single/test_in_transit", "test_no_number_is_simulated_twice"),
+    ),
+    Mutation(
+        "in transit: a saved plan keeps its old memory",
+        "pipeline/plans.py",
+        "in_transit in (None, given.in_transit):",
+        "True:",
+        _ids("single/test_pipeline_plans", "test_a_saved_plan_has_the_memory_of_its_number"),
     ),
     Mutation(
         "in transit: the engine's schedule has none",
@@ -977,8 +991,8 @@ _PLANNER = [
     Mutation(
         "pipeline plans: the best on paper is taken, however it runs",
         "planning/pipeline_plans.py",
-        "best = found if found.period_s < to_beat else best",
-        "best = best or found",
+        "near = (found for found in offers if found.period_s <= fastest_s() / REACHED)",
+        "near = offers[:1]",
         _ids("single/test_in_transit", "test_the_plan_is_the_fastest_as_it_runs"),
     ),
     Mutation(

@@ -111,8 +111,12 @@ def warning(text: str) -> None:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
     """Show a bar on stderr while work goes on, on a terminal alone; yields what counts a step.
+
+    Args:
+        what: The work.
+        total: Its steps; None where they are not known before.
 
     Example:
         with progress("simulating", total=10) as step:

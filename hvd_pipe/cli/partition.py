@@ -10,6 +10,7 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -22,11 +23,10 @@ import click
 from hvd_pipe import units
 from hvd_pipe.cli import options, plots
 from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import InputError, note, one_line, table, write_json
+from hvd_pipe.cli.output import InputError, note, one_line, progress, table, write_json
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.in_transit import scheduled
 from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
-from hvd_pipe.planning.pipeline_plans import best_plan
+from hvd_pipe.planning.pipeline_plans import Offer, best_plan, offer_of
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage, parse_replicas
@@ -168,11 +168,21 @@ def _found(
     )
     if versions != "stash":
         return made, None
-    made, _ = scheduled(made, profile, cluster, **ratio)
-    if straight:
-        return made, None
-    best = best_plan(profile, cluster, "stash", optimizer_state, replicas=replicas, **how)
-    best, _ = scheduled(best, profile, cluster, in_transit=best.in_transit, **ratio)
+    with progress("simulating plans", None) as step:
+
+        @functools.cache
+        def offer(plan: Partition) -> Offer:
+            step()
+            return offer_of(profile, cluster, "stash", optimizer_state, plan)
+
+        made = offer(made).plan
+        if straight:
+            return made, None
+        best = best_plan(
+            profile, cluster, "stash", optimizer_state, replicas=replicas, offer=offer, **how
+        )
+        if best.simulated_s is None:  # one stage
+            best = offer(best).plan
     assert made.simulated_s is not None
     assert best.simulated_s is not None
     return (best, made) if best.simulated_s < made.simulated_s else (made, None)

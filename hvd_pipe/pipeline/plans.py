@@ -162,13 +162,13 @@ def choose(
     Raises:
         ValueError: No stages fit; says what would.
     """
-    if request.stages is not None:
-        given = request.stages
-        return given if in_transit is None else given.with_in_transit(in_transit), "as given"
+    given = request.stages
+    if given is not None and in_transit in (None, given.in_transit):
+        return given, "as given"
     model = profile()
     settled = request.replicas is not None
     asked = "the best cuts for these replicas" if settled else "the fastest plan"
-    found = best_plan(
+    found = given or best_plan(
         model, cluster, mode.name, optimizer_ratio, in_transit, replicas=request.replicas
     )
     count = microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
@@ -188,6 +188,10 @@ def choose(
         replace(stage, memory_bytes=memory)
         for stage, memory in zip(found.stages, cost.memory_bytes, strict=True)
     ]
+    found = replace(found.with_in_transit(plan.in_transit), stages=tuple(stages))
+    held = f"{_in_flight(plan)}, for {max(cost.memory_bytes) / 1e6:.1f} MB a worker"
+    if given is not None:  # nobody has measured the links
+        return found, f"as given; {held}"
     period, parallel, single = (
         f"{1e3 * seconds:.4g} ms"
         for seconds in (cost.period_s / pieces, found.data_parallel_s, found.single_s)
@@ -198,12 +202,10 @@ def choose(
     why = (
         f"{mode.name}: {asked} over links of {cluster.network.link_time.bandwidth * 8e-9:.3g} "
         f"Gbit/s; {period} a {'micro' if pieces > 1 else 'mini'}batch are predicted, where data "
-        f"parallelism would take {parallel} and one worker {single}; {_in_flight(plan)}, for "
-        f"{max(cost.memory_bytes) / 1e6:.1f} MB a worker; gradients are {staleness} "
-        f"updates late, by stage; {saved:.0%} less is sent than by data parallelism"
+        f"parallelism would take {parallel} and one worker {single}; {held}; gradients are "
+        f"{staleness} updates late, by stage; {saved:.0%} less is sent than by data parallelism"
     )
-    found = found.with_in_transit(plan.in_transit)
-    return replace(found, stages=tuple(stages), simulated_s=cost.period_s / pieces), why
+    return replace(found, simulated_s=cost.period_s / pieces), why
 
 
 def _in_flight(plan: Partition) -> str:

@@ -66,7 +66,7 @@ def pipeline_rows(
         >>> rows, notes = pipeline_rows(model, cluster, Training(None, None, None, 1.0), 0.19)
         >>> for row in rows:
         ...     print(row.strategy, round(row.time.total_s, 3), row.staleness)
-        pipedream 3-1 stash 0.041 1
+        pipedream 3-1 stash 0.04 2
         pipedream 3-1 2bw 0.041 1
         pipedream 3-1 flush 0.083 0
     """

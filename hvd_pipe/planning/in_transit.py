@@ -24,8 +24,12 @@ from hvd_pipe.planning.stages import Partition
 
 __all__ = ["MOST_IN_TRANSIT", "REACHED", "scheduled"]
 
-REACHED = 0.95
-"""The part of a plan's speed at which its schedule has reached it."""
+REACHED = 0.98
+"""The part of a plan's speed at which its schedule has reached it.
+
+Not less: a real message takes longer than a planned one, and where too few are in transit, all
+stages wait for that.
+"""
 
 MOST_IN_TRANSIT = 3
 """One hides messages; more make up for bursts of replicas, at a price in every stage."""
@@ -74,6 +78,7 @@ def scheduled(
         >>> found.in_transit, found.simulated_s, found.in_flight
         (1, 3.0, (5, 3, 1))
     """
+    periods: list[float] = []
 
     def costs(count: int) -> PipelineCost:
         return pipeline_cost(
@@ -84,27 +89,30 @@ def scheduled(
             microbatches=microbatches,
             optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
             recompute=recompute,
+            period_s=periods[count] if count < len(periods) else None,
         )
 
-    if in_transit is None:
-        in_transit = plan.in_transit
-        if not mode_named(mode).coalesces:
-            in_transit = _fewest(plan, profile, cluster, mode_named(mode).method, recompute)
-        while in_transit and _exceeds(cluster, costs(in_transit)):
-            in_transit -= 1
-    cost = costs(in_transit)
+    if in_transit is None and not mode_named(mode).coalesces:
+        periods = _periods(plan, profile, cluster, mode_named(mode).method, recompute)
+        count = _fewest(plan, periods)
+    else:
+        count = plan.in_transit if in_transit is None else in_transit
+    cost = costs(count)
+    while in_transit is None and count and _exceeds(cluster, cost):
+        count -= 1
+        cost = costs(count)
     stages = tuple(
         replace(stage, memory_bytes=memory)
         for stage, memory in zip(plan.stages, cost.memory_bytes, strict=True)
     )
-    found = plan.with_in_transit(in_transit)
+    found = plan.with_in_transit(count)
     return replace(found, stages=stages, simulated_s=cost.period_s), cost
 
 
-def _fewest(
+def _periods(
     plan: Partition, profile: ModelProfile, cluster: Cluster, method: str, recompute: bool
-) -> int:
-    """The fewest minibatches in transit that reach the plan's period, or what can be reached."""
+) -> list[float]:
+    """Simulated periods by the minibatches in transit, up to what reaches the plan's period."""
     periods: list[float] = []
     for count in range(MOST_IN_TRANSIT + 1 if len(plan.stages) > 1 else 1):
         tried = plan.with_in_transit(count)
@@ -115,6 +123,11 @@ def _fewest(
         periods.append(run.period_s)
         if run.period_s <= plan.period_s / REACHED:
             break
+    return periods
+
+
+def _fewest(plan: Partition, periods: list[float]) -> int:
+    """The fewest minibatches in transit that reach the plan's period, or what can be reached."""
     enough_s = max(plan.period_s, min(periods)) / REACHED
     return next(count for count, period_s in enumerate(periods) if period_s <= enough_s)
 

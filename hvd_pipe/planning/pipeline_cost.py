@@ -198,6 +198,7 @@ def pipeline_cost(
     microbatches: int | None = None,
     optimizer_bytes_per_parameter_byte: float = 1.0,
     recompute: bool = False,
+    period_s: float | None = None,
 ) -> PipelineCost:
     r"""Memory, speed and traffic of a partition in a mode.
 
@@ -226,6 +227,7 @@ def pipeline_cost(
         optimizer_bytes_per_parameter_byte: its state; 1 for momentum, 2 for Adam.
         recompute: backward runs forward again, and only inputs of stages are kept till then. The
             input of the first stage, the samples, is not in a profile and not counted.
+        period_s: what a simulation of the same has found before; None to simulate it.
 
     Raises:
         ValueError: an unknown mode, microbatches that it cannot have, another model, too few
@@ -246,23 +248,20 @@ def pipeline_cost(
     """
     chosen = mode_named(mode)
     replicas = partition.replicas
-    if not 0.0 <= optimizer_bytes_per_parameter_byte < math.inf:
-        raise ValueError(
-            "optimizer_bytes_per_parameter_byte must be finite and at least 0 (0 plain SGD, 1 "
-            f"momentum, 2 Adam), got {optimizer_bytes_per_parameter_byte}"
-        )
+    _check_ratio(optimizer_bytes_per_parameter_byte)
     if microbatches is None:
         microbatches = fewest_microbatches(mode, replicas, in_transit=partition.in_transit)
     steady = steady_minibatches(partition, microbatches)
-    run = simulate_partition(
-        partition,
-        profile,
-        cluster,
-        method=chosen.method,
-        minibatches=steady,
-        microbatches=microbatches,
-        recompute=recompute,
-    )
+    if period_s is None:
+        period_s = simulate_partition(
+            partition,
+            profile,
+            cluster,
+            method=chosen.method,
+            minibatches=steady,
+            microbatches=microbatches,
+            recompute=recompute,
+        ).period_s
     stages = _held(schedule(chosen.method, replicas, steady, microbatches, partition.in_transit))
     by_name = {layer.name: layer for layer in profile.layers}
     parameters = math.fsum(stage.parameter_bytes for stage in partition.stages)
@@ -288,12 +287,20 @@ def pipeline_cost(
         held=tuple(stages),
         memory_bytes=tuple(memory),
         activation_bytes=tuple(activations),
-        period_s=run.period_s,
+        period_s=period_s,
         compute_s=max(compute),
         replicas=replicas,
         sent_bytes=tuple(sent),
         data_parallel_bytes=2 * (workers - 1) / workers * parameters,
     )
+
+
+def _check_ratio(optimizer_bytes_per_parameter_byte: float) -> None:
+    if not 0.0 <= optimizer_bytes_per_parameter_byte < math.inf:
+        raise ValueError(
+            "optimizer_bytes_per_parameter_byte must be finite and at least 0 (0 plain SGD, 1 "
+            f"momentum, 2 Adam), got {optimizer_bytes_per_parameter_byte}"
+        )
 
 
 def _sent_bytes(stage: Stage, minibatches: int) -> float:

@@ -50,6 +50,7 @@ def best_plan(
     optimizer_ratio: float = 1.0,
     in_transit: int | None = None,
     replicas: Sequence[int] | None = None,
+    offer: Callable[[Partition], Offer] | None = None,
     **how: Any,
 ) -> Partition:
     """The stages with which a pipeline, or data parallelism as one of one stage, is fastest.
@@ -63,6 +64,8 @@ def best_plan(
         optimizer_ratio: bytes of the optimizer's state a byte of parameters.
         in_transit: minibatches between two stages; None for as many as each plan needs.
         replicas: workers of each stage, where they are settled: the fastest cuts for them.
+        offer: simulates a plan, as :func:`offer_of` does with the arguments above; None for that.
+            One that remembers spares plans that the caller has asked for, too.
         how: more arguments of :func:`hvd_pipe.planning.partition.partition`.
 
     Raises:
@@ -78,7 +81,9 @@ def best_plan(
     """
     reasons: list[str] = []
     divide = divider(profile, cluster, mode, optimizer_ratio, **how)
-    offer = partial(offer_of, profile, cluster, mode, optimizer_ratio, in_transit=in_transit)
+    offer = offer or partial(
+        offer_of, profile, cluster, mode, optimizer_ratio, in_transit=in_transit
+    )
     if replicas is not None:
         cut = partial(divide, replicas=replicas)
         plan = cut()
@@ -146,23 +151,30 @@ def fastest(
     cluster: Cluster,
     least_s: float = math.inf,
 ) -> Offer | None:
-    """What is fastest as it runs, and faster than this; plans with slack where others fail."""
-    best: Offer | None = None
+    """What is fastest as it runs, and faster than this; plans with slack where others fail.
+
+    Of plans that are about as fast, that with the fewest minibatches in flight: its gradients are
+    the least late.
+    """
+    offers: list[Offer] = []
+
+    def fastest_s() -> float:
+        return min((found.period_s for found in offers), default=least_s)
 
     def race(plans: Sequence[Partition]) -> None:
-        nonlocal best
         for plan in sorted(plans, key=lambda plan: plan.period_s):
-            to_beat = least_s if best is None else best.period_s
-            if _bound(plan, cluster) < to_beat:
+            if _bound(plan, cluster) < min(least_s, fastest_s() / REACHED):
                 found = offer(plan)
-                best = found if found.period_s < to_beat else best
+                if found.period_s < least_s:
+                    offers.append(found)
 
     race(plans)
     promised = min((plan.period_s for plan in plans), default=math.inf)
-    if best is not None and best.period_s > promised / REACHED:
+    if offers and fastest_s() > promised / REACHED:
         known = plans[0].data_parallel_s  # with links as they are
         race([replace(plan, data_parallel_s=known) for plan in slack()])
-    return best
+    near = (found for found in offers if found.period_s <= fastest_s() / REACHED)
+    return min(near, key=lambda each: (each.plan.in_flight[0], each.period_s), default=None)
 
 
 def plans_of(

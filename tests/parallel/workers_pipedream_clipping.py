@@ -36,6 +36,7 @@ def engine_of(plan: str, mode: str) -> pipedream.PipeDream:
         plan=plan,
         mode=mode,
         bandwidth=1e9,
+        in_transit=0,  # else what this machine takes decides
         max_grad_norm=MOST,
         progress=False,
     )

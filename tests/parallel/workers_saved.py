@@ -188,6 +188,7 @@ class Pipeline:
             plan=self.plan,
             mode=self.mode,
             sample=self.data(0)[0],
+            in_transit=0,  # else what this machine takes decides, and so what is trained
             microbatches=None if self.mode in ("stash", "vertical-sync") else 4,
             max_grad_norm=1.0,
             scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),

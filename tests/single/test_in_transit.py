@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hvd_pipe.cli.main import main
 from hvd_pipe.planning import in_transit, pipeline_plans
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.in_transit import MOST_IN_TRANSIT, REACHED, scheduled
@@ -16,8 +21,10 @@ from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import pipeline_cost
 from hvd_pipe.planning.pipeline_plans import best_plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.simulate_pipeline import simulate_partition
+from hvd_pipe.planning.simulate_pipeline import PipelineSimulation, simulate_partition
 from hvd_pipe.planning.stages import Partition
+
+pipeline_cost_module = importlib.import_module("hvd_pipe.planning.pipeline_cost")
 
 DATA = Path(__file__).parents[1] / "data"
 GNMT = ModelProfile.read(DATA / "gnmt.graph.txt")
@@ -100,6 +107,43 @@ def test_a_number_that_is_asked_for_is_taken() -> None:
         assert scheduled(plan, model, many, in_transit=count)[0].in_transit == count
         found = best_plan(GNMT, cluster(4), "stash", in_transit=count)
         assert (found.config, found.in_transit) == ("1-1-1-1", count)
+
+
+class Simulations:
+    """Counts what is simulated, by stages, number in transit and minibatches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[object] = Counter()
+        for module in (in_transit, pipeline_cost_module):
+            monkeypatch.setattr(module, "simulate_partition", self.simulate)
+
+    def simulate(self, plan: Partition, *others: Any, **options: Any) -> PipelineSimulation:
+        layers = tuple(stage.layers for stage in plan.stages)
+        self.counts[layers, plan.replicas, plan.in_transit, options["minibatches"]] += 1
+        return simulate_partition(plan, *others, **options)
+
+
+def test_no_number_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that a plan tries, nor those that memory leaves."""
+    model, many, plan = chain(3, 1.0)
+    ran = Simulations(monkeypatch)
+    found, cost = scheduled(plan, model, many)
+    assert (found.in_transit, sorted(ran.counts.values())) == (1, [1, 1])
+    limited = replace(many, memory_bytes=max(cost.memory_bytes) - 1)
+    ran.counts.clear()
+    found, cost = scheduled(plan, model, limited)
+    assert (found.in_transit, sorted(ran.counts.values())) == (0, [1, 1])
+    assert cost == pipeline_cost(plan, model, many)
+
+
+def test_the_command_simulates_each_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = Simulations(monkeypatch)
+    options = "--workers 4 --bandwidth 8gbit --json"
+    command = ["partition", str(DATA / "gnmt.graph.txt"), *options.split()]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["config"] == "1-1-1-1"
+    assert set(ran.counts.values()) == {1}
 
 
 @pytest.mark.parametrize("mode", ["2bw", "flush", "gpipe"])
