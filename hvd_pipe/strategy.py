@@ -68,7 +68,7 @@ class MergedGradient:
             `Plan` or the path of a saved one is used as it is.
         bucket_bytes: Fill buckets up to this many bytes instead of planning.
         overlap: ``"backward"``: all gradients have arrived when ``step()`` returns. ``"forward"``
-            (PyTorch): they travel behind the next forward pass, too, each until its layer runs.
+            (PyTorch, Keras' ``fit``): they travel behind the next forward pass, until layers run.
 
     Raises:
         TypeError, ValueError: An argument of the wrong kind or range, or both given.

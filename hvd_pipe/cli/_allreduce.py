@@ -18,7 +18,7 @@ from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
 from hvd_pipe.torch.agree import check_alike, largest
-from hvd_pipe.torch.measuring.probes import measure_allreduce
+from hvd_pipe.torch.measuring.probes import measure_allreduce, uses_nccl
 
 __all__ = ["Measurement", "measure", "sizes"]
 
@@ -128,13 +128,11 @@ def measure(
     done, seconds, delay = _rounds(sizes(max_bytes), place, budget_s, progress)
     workers, each, first = hvd.size(), hvd.local_size(), hvd.rank() == 0
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
-    # NCCL's messages are carried in a stream of their own; the thread goes on meanwhile.
-    blocking = not (where == "cuda" and hvd.nccl_built())
     hvd.shutdown()
     if not first:
         return None
     memory = torch.cuda.get_device_properties(place).total_memory if where == "cuda" else None
-    model = replace(measured(done, seconds), delay=delay, blocking=blocking)
+    model = replace(measured(done, seconds), delay=delay, blocking=not uses_nccl(place))
     network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
     cluster = Cluster(
         workers, network, memory_bytes=memory, name=f"measured on {workers} ranks, {where}"

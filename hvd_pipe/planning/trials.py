@@ -33,6 +33,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
 
 __all__ = [
+    "HIDDEN",
     "SETTLE_STEPS",
     "TRIAL_STEPS",
     "Gradients",

@@ -54,6 +54,9 @@ class Sender(Protocol):
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return, place by place, the largest of all ranks' values."""
 
+    def uses_nccl(self) -> bool:
+        """Return whether NCCL carries these messages, beside the thread that negotiates."""
+
 
 def measure_comm(largest_bytes: int, sender: Sender) -> CommModel:
     """Time all-reduces of growing messages through Horovod, as the job's own travel.
@@ -67,10 +70,12 @@ def measure_comm(largest_bytes: int, sender: Sender) -> CommModel:
 
     Returns:
         T, the time that a message occupies the link by its size; its delay is what passes beside.
+        It is ``blocking`` where NCCL does not carry the messages of every rank.
     """
     sizes = _sizes(min(largest_bytes, LARGEST))
     (sizes, seconds), delay = measure_allreduce(sizes, sender)
-    comm = replace(measured(sizes, seconds), delay=delay)
+    [blocking] = sender.largest([float(not sender.uses_nccl())])
+    comm = replace(measured(sizes, seconds), delay=delay, blocking=bool(blocking))
     if comm.error is not None:
         _log.info(
             "all-reduce: %d sizes up to %d bytes, delay %.3f ms, mean error of the model %.1f%%",

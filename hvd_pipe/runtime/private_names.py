@@ -254,6 +254,20 @@ ROWS = (
     ),
     *(
         PrivateName(
+            "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.late_updates"
+        )
+        for name in (
+            "_apply_weight_decay",
+            "_backend_apply_gradients",
+            "_backend_update_step",
+            "_clip_gradients",
+            "_iterations",
+            "_learning_rate",
+            "_trainable_variables",
+        )
+    ),
+    *(
+        PrivateName(
             "tensorflow", "keras.optimizers", f"Optimizer.{name}", "tensorflow.keras.optimizer"
         )
         for name in (

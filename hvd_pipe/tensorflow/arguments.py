@@ -29,7 +29,10 @@ from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
-__all__ = ["Arguments", "shapes_of"]
+__all__ = ["TAPE", "Arguments", "shapes_of"]
+
+TAPE = "a gradient tape"
+"""The `Arguments.owner` of tapes."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,20 @@ class Arguments:
         Raises:
             ValueError: Nothing is left.
         """
-        return allowed(auto, self._check_strategy)
+        return allowed(auto, self._check_allowed)
+
+    def _check_allowed(self, strategy: Method) -> None:
+        if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
+            raise ValueError(
+                "auto does not choose overlap='forward' under Keras: name the strategy "
+                "'merged-gradient:overlap=forward', which goes on with the barrier where that is "
+                "faster."
+            )
+        self._check_strategy(strategy)
 
     def _check_strategy(self, strategy: Method) -> None:
         if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
-            raise ValueError(
-                "overlap='forward' is for PyTorch, whose modules wait for their own parameters: a "
-                "step is one graph here, which ends when all updates are made. Leave it out; "
-                "'pipe-sgd' hides messages here, with gradients one step old."
-            )
+            self._check_overlap(strategy)
         if isinstance(strategy, CoCoD):
             refuse_for_cocod(
                 strategy,
@@ -133,6 +141,21 @@ class Arguments:
                 process_set=self.process_set,
             )
         check_buckets(strategy, self.groups is not None)
+
+    def _check_overlap(self, strategy: MergedGradient) -> None:
+        if self.owner == TAPE:
+            raise ValueError(
+                "overlap='forward' is for optimizers under model.fit, which has a place before "
+                "the forward pass where updates of the step before are made: leave it out for a "
+                "gradient tape."
+            )
+        plan = strategy.load_plan()
+        fixed = strategy.plan != "auto" and (plan is None or plan.order is None)
+        if fixed or strategy.bucket_bytes is not None or self.groups is not None:
+            raise ValueError(
+                "overlap='forward' plans its own messages under Keras: leave bucket_bytes, "
+                "groups and plan out, or give a plan with an order."
+            )
 
     def reduction(self) -> Reduction:
         """Return how gradients are reduced."""

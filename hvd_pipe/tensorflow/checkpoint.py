@@ -31,6 +31,10 @@ KEY = "chosen"
 """What ``strategy="auto"`` has come to, where it has."""
 
 
+COMMON = ("/plan", "/workers")
+"""What the names of arrays end with that are the same on all ranks."""
+
+
 class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
     """The state of an optimizer's sessions, asked for when a checkpoint is written.
 
@@ -77,7 +81,8 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
             )
             self._sessions.go_back(None)
             return
-        if (head["rank"], head["size"]) != (rank(), size()) and arrays:
+        own = [name for name in arrays if not name.endswith(COMMON)]
+        if (head["rank"], head["size"]) != (rank(), size()) and own:
             _log.warning(
                 "rank %d of %d goes on with what rank %d of %d had in flight; for a run that goes "
                 "on bit for bit, save and load on each rank, or call optimizer.synchronize() "

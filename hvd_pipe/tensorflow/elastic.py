@@ -74,7 +74,9 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
         super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
 
     def save(self) -> None:
-        """Copy everything to host memory; waits for what this rank has sent."""
+        """Copy everything to host memory, on all ranks; waits for what this rank has sent."""
+        with _failures():
+            _finish_late()
         self._keep()
         super().save()
 
@@ -151,8 +153,16 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finish(state: Any) -> None:
     with _failures():
+        _finish_late()
         share()
     state.save()
+
+
+def _finish_late() -> None:
+    """Make the updates that steps have left to the next one: they are of all ranks' gradients."""
+    for sessions in workers.running():
+        if sessions.watcher is not None:
+            sessions.watcher.finish()
 
 
 def _restart() -> None:

@@ -20,12 +20,15 @@ __all__ = [
     "Arrays",
     "all_finite",
     "branch",
+    "by_index",
     "call_name",
     "check_graph",
+    "data_of_step",
     "identity",
     "raw",
     "restore",
     "trace_anew",
+    "used_since",
     "variable",
 ]
 
@@ -89,6 +92,32 @@ def trace_anew() -> None:
     _traced.clear()
 
 
+def data_of_step() -> list[tf.Operation]:
+    """Return what brings data into the graph that is being traced: arguments, and iterators.
+
+    Where a dataset has run out, what depends on these does not run, and all else may: Keras ends
+    an epoch of unknown length by such a step.
+    """
+    if tf.executing_eagerly():
+        return []
+    graph = ops.get_default_graph()
+    captured = {each.op for each in graph.internal_captures}
+    kinds = ("Placeholder", "IteratorGetNext")
+    return [each for each in graph.get_operations() if each.type in kinds and each not in captured]
+
+
+def used_since(graph: Any, count: int, outer: Sequence[tf.Tensor]) -> list[int]:
+    """Return which tensors from outside of a graph its operations use, but for the first ones."""
+    later = set(graph.get_operations()[count:])
+    inside = {id(each): inner for each, inner in graph.captures}
+    handles = [inside.get(id(each)) for each in outer]
+    return [
+        index
+        for index, handle in enumerate(handles)
+        if handle is not None and not later.isdisjoint(handle.consumers())
+    ]
+
+
 def branch(what: Callable[..., None], *arguments: Any) -> Callable[[], Any]:
     """Return what ``tf.cond`` wants: a function without arguments that returns an operation."""
 
@@ -147,6 +176,15 @@ def raw(each: Any) -> Any:
 def identity(each: Any) -> int:
     """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
     return id(raw(each))
+
+
+def by_index(state: Arrays, begin: str) -> dict[int, Any]:
+    """Return what has names of this beginning, by the index that follows it."""
+    return {
+        int(name.removeprefix(begin)): array
+        for name, array in state.items()
+        if name.startswith(begin)
+    }
 
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:

@@ -24,7 +24,7 @@ from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-__all__ = ["PATCHES", "Patch", "install", "note_model", "noted_models"]
+__all__ = ["PATCHES", "Patch", "fitted_with", "install", "note_model", "noted_models"]
 
 _models: list[weakref.ref[Any]] = []
 
@@ -39,6 +39,15 @@ def note_model(model: Any) -> None:
 def noted_models() -> list[Any]:
     """Return the models that have been trained, and are still there."""
     return [model for model in (reference() for reference in _models) if model is not None]
+
+
+_FITTED_WITH = "_hvd_pipe_fitted_with"
+
+
+def fitted_with(model: Any) -> list[Any]:
+    """Return the callbacks of the call of ``fit`` that trains a model."""
+    found: list[Any] = model.__dict__.get(_FITTED_WITH, [])
+    return found
 
 
 def _distributed(optimizer: Any) -> Any:
@@ -102,9 +111,18 @@ def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _distributed(getattr(self, "optimizer", None)) is not None:
             given = inspect.signature(fit).bind(self, *args, **kwargs).arguments.get("callbacks")
-            for each in given if isinstance(given, list | tuple) else [given]:
+            given = getattr(given, "callbacks", given)
+            each_given = list(given) if isinstance(given, list | tuple) else [given]
+            self.__dict__[_FITTED_WITH] = each_given  # past Keras' tracking
+            for each in each_given:
                 _refuse_keras_2(each)
-        return fit(self, *args, **kwargs)
+        try:
+            return fit(self, *args, **kwargs)
+        finally:
+            self.__dict__.pop(_FITTED_WITH, None)
+            for each in (_distributed(value) for value in vars(self).values()):
+                if each is not None and each._hvd_pipe.watcher is not None:
+                    each._hvd_pipe.watcher.takes(None)  # also after an exception
 
     return fitted
 
@@ -185,7 +203,8 @@ PATCHES = (
         "fit",
         _with_own_callbacks,
         "Horovod's callbacks are of Keras 2: most fail with an AttributeError. With a distributed "
-        "optimizer, fit says at once which ones to take instead.",
+        "optimizer, fit says at once which ones to take instead. It notes the callbacks, as some "
+        "save weights within an epoch, when updates may still be to come.",
     ),
     Patch(
         keras.layers.BatchNormalization,

@@ -27,6 +27,7 @@ from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import identity, raw
 from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
 from hvd_pipe.tensorflow.strategies.cocod import CoCoDEngine
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.tensorflow.strategies.pipe_sgd import PipeSGDEngine
 
@@ -140,7 +141,10 @@ class Session:
 
     # Architecture: K9
     def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
-        """Return one gradient a variable: what is due, and this rank's own for local ones."""
+        """Return one gradient a variable: what is due, and this rank's own for local ones.
+
+        It is None where nothing is due.
+        """
         found = list(gradients)
         if self._arguments.scale_local_gradients:
             for index in self._kept:
@@ -148,7 +152,7 @@ class Session:
                     workers = self.engine.settings.reduction.workers
                     found[index] = _scaled(found[index], 1.0 / workers)
         for i, index in enumerate(self._sent):
-            found[index] = due[i]
+            found[index] = due.get(i)
         return found
 
     @property
@@ -275,7 +279,8 @@ class Session:
 def _make_engine(settings: Settings, strategy: Method) -> Engine:
     """Return the engine for arguments that all ranks have found good."""
     if isinstance(strategy, MergedGradient):
-        return MergedGradientEngine(settings, strategy, strategy.load_plan())
+        made = ForwardOverlapEngine if strategy.overlaps_forward else MergedGradientEngine
+        return made(settings, strategy, strategy.load_plan())
     if isinstance(strategy, PipeSGD):
         return PipeSGDEngine(settings, strategy)
     return CoCoDEngine(settings, strategy)

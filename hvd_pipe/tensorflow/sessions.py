@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized
+from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized, rank
 
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import answer_with
@@ -125,6 +125,11 @@ class Sessions:
         return strategy
 
     @property
+    def overlaps_forward(self) -> bool:
+        """Whether steps may come to leave messages to the next one."""
+        return isinstance(self.method, MergedGradient) and self.method.overlaps_forward
+
+    @property
     def tag(self) -> str:
         """What begins the names of all messages; the first time, all ranks must come here."""
         if self._tag is None:
@@ -181,6 +186,13 @@ class Sessions:
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
         number = next(self._count)
+        if self.overlaps_forward and self.watcher is None and number == 0 and rank() == 0:
+            _log.warning(
+                "overlap='forward': updates stay in their step, as nobody drives it who could "
+                "begin it with updates of the step before: pass "
+                "callbacks=[BroadcastGlobalVariablesCallback(0)] of "
+                "hvd_pipe.tensorflow.keras.callbacks to fit"
+            )
         tag = f"{self._tag}.{number}"
         made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
         made.number = number

@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.strategy import Auto, CoCoD, PipeSGD, Strategy, parse
-from hvd_pipe.tensorflow.arguments import Arguments
+from hvd_pipe.tensorflow.arguments import TAPE, Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.graphs import check_graph, identity
 from hvd_pipe.tensorflow.keras.api import layers_of
@@ -178,7 +178,7 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups is Horovod's old name: use groups", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
     arguments = Arguments(
-        owner="a gradient tape",
+        owner=TAPE,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
         op=op,

@@ -7,7 +7,7 @@ It measures while it trains synchronously, then goes on with the fastest method:
     the step after   all-reduces are measured; rank 0 predicts every method, all ranks follow it
     from then on     merged-gradient as it is, or an engine of the chosen method in its place;
                      for overlap=forward, `OverlapStart` takes over
-    some steps later one line says what was reached
+    some steps later one line says what was reached; where pipe-sgd tries plans, after that
 
 All of it happens at the end of ``step()``, where a synchronous method has nothing in flight, and
 at the step at which merged-gradient plans, which is the same on all ranks.
@@ -26,6 +26,7 @@ import torch
 
 from hvd_pipe.planning.choice import (
     OwnTimes,
+    Prediction,
     choose,
     kind_of,
     least_of,
@@ -36,7 +37,7 @@ from hvd_pipe.planning.choice import (
 )
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
 from hvd_pipe.torch.checkpoint import SavedState
@@ -78,7 +79,7 @@ class AutoChoice:
 
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
-        settled = self._overlap is None or self._overlap.is_over
+        settled = not engine.measures and (self._overlap is None or self._overlap.is_over)
         if self._reached is not None and settled and self._reached.end_step():
             self._say("auto: %s", self._reached)
             self._reached = None
@@ -185,7 +186,9 @@ class AutoChoice:
         profile = profile_of(own, settings.names, sizes)
         cost = settings.reduction.cost(settings.parameters[0])
         found = [
-            predict(self._as_planned(method, engine.plan), profile, engine.comm, cost)
+            _to_be_raced(
+                predict(self._as_planned(method, engine.plan), profile, engine.comm, cost)
+            )
             for method in candidates
         ]
         best = choose(found)
@@ -236,6 +239,16 @@ class _Reached:
             f"{spell(self._method)} reached {milliseconds(median(steps))} a step "
             f"(predicted {milliseconds(self._predicted)})"
         )
+
+
+def _to_be_raced(found: Prediction) -> Prediction:
+    """Return Pipe-SGD without the size that was found for its buckets: it tries some in training.
+
+    Nobody has asked for that size, as `Auto` takes no options of methods.
+    """
+    if not isinstance(found.method, PipeSGD):
+        return found
+    return dataclasses.replace(found, method=dataclasses.replace(found.method, bucket_bytes=None))
 
 
 def _is_forward(method: Method) -> bool:

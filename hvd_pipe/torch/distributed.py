@@ -311,12 +311,14 @@ class DistributedMixin(EngineHolder):
             return
         before = self._hvd_pipe
         before.finish_before_others()
-        message, had_begun = before.others_message, before.rounds > 0
+        message, had_begun, plan = before.others_message, before.rounds > 0, before.plan
         before.discard()
         super().load_state_dict(state_dict)
         engine, in_flight = self._resumed(before, in_flight)
         checkpoint.load(engine, in_flight, self._owned())
-        if engine.has_state_in_flight and (had_begun or engine.rounds > 0):
+        # What a state may change that ranks must do alike: messages, plans, trials of plans.
+        parts = engine.has_state_in_flight or self._hvd_pipe_auto or engine.plan is not plan
+        if parts and (had_begun or engine.rounds > 0):
             engine.note_load(message)
         self._note_old()
 

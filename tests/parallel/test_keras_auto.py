@@ -183,7 +183,8 @@ def test_the_slowest_ranks_times_count(case: str) -> None:
 def test_what_the_arguments_refuse_is_left_out() -> None:
     (forward, dropped, chose, chosen), (_,) = ranks_of("left out")
     assert forward.startswith(
-        "auto: merged-gradient:overlap=forward is left out: overlap='forward' is for PyTorch"
+        "auto: merged-gradient:overlap=forward is left out: auto does not choose "
+        "overlap='forward' under Keras"
     )
     assert dropped.startswith("auto: cocod is left out: op=hvd.Sum has no meaning under CoCoD")
     assert chose.startswith("auto: chose pipe-sgd: predicted")

@@ -16,7 +16,7 @@ from workers_keras_features import CODECS, EXACT, MOMENTA, STEPS, UPDATES
 from hvd_pipe.torch.compression import Int8
 
 N = 2
-MAX_FUNCTIONS, MAX_FILES = 15, 7
+MAX_FUNCTIONS, MAX_FILES = 16, 7
 MEAN = 1.5  # of rank + 1 over the ranks
 
 observed = once(lambda: run_ranks(N, features.observations, timeout=400))

@@ -18,6 +18,7 @@ from cases import Raised, of_case
 from ranks import once, run_ranks
 from workers_keras_timeline import BUCKETS, CASES, COCOD, PASSES, PERIOD, STEPS, WARM_COCOD, WARMUP
 
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.timeline import Event, Timeline
 
 N = 2
@@ -178,6 +179,22 @@ def test_sparse_gradients_are_messages() -> None:
         row = 2 * 8 + 8  # two numbers and an index
         wanted = [Counter({("sparse.0", 2 * row): 1})] * STEPS
         assert messages(of("sparse"), worker) == wanted
+
+
+def test_messages_behind_the_next_forward_pass_are_shown_in_its_step() -> None:
+    """Those that `fit` finishes at its end as well; see `workers_keras_forward.plan_of`."""
+    for worker in range(N):
+        sent = [{name for name, _ in found} for found in messages(of("forward"), worker)]
+        early, late = {f"gradients.{i}" for i in range(4)}, {"late.4", "late.5"}
+        assert sent[:SKIP_STEPS] == [{f"gradients.{i}" for i in range(3)}] * SKIP_STEPS
+        assert sent[SKIP_STEPS:] == [early | late] * (STEPS - SKIP_STEPS)
+        ready = {e.name for e in events(of("forward"), "ready", worker)}
+        assert not ready & late
+        last = [e for e in events(of("forward"), "allreduce", worker) if e.name in late][-2:]
+        first = [
+            e for e in events(of("forward"), "backward", worker) if e.args["step"] == STEPS - 1
+        ]
+        assert all(e.start_s > first[0].end_s for e in last)
 
 
 @pytest.mark.parametrize("case", ["tape merged-gradient", "tape pipe-sgd", "eager tape"])

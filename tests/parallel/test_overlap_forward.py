@@ -176,6 +176,18 @@ def test_the_barrier_comes_back_where_its_steps_were_faster() -> None:
         assert not back.went_on
 
 
+def test_ranks_with_unlike_times_keep_the_plan_of_the_slowest_ones() -> None:
+    """By itself, rank 0 would keep the first plan and rank 1 the third."""
+    first, second = of_case(at_two(), "timed unlike")
+    assert np.array_equal(first.weights, second.weights)
+    for tried, kept, _ in (first, second):
+        assert [seconds for _, seconds in kept.tried_forward] == [4e-9, 3e-9, 4e-9, 5e-9]
+        assert (kept.buckets, kept.order) == (tried[1].buckets, tried[1].order)
+        assert (tried[0].buckets, tried[0].order) != (tried[1].buckets, tried[1].order)
+    assert first.tried == second.tried
+    assert first.kept == second.kept
+
+
 def test_a_state_of_any_phase_can_be_loaded_in_any_other() -> None:
     """What a state says of its plan holds, whatever this run has tried or chosen."""
     for found in of_case(at_two(), "loaded later"):

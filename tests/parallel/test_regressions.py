@@ -143,6 +143,23 @@ def test_a_state_that_one_rank_alone_has_loaded(strategy: str, before: int) -> N
         assert "ranks have sent different things" in said
 
 
+@pytest.mark.parametrize(
+    ("strategy", "saved", "before"),
+    [
+        ("merged-gradient", 45, 5),
+        ("merged-gradient:overlap=forward", 5, 33),
+        ("auto:steps=9", 20, 5),
+    ],
+)
+def test_a_state_that_one_rank_alone_has_loaded_while_others_try_plans(
+    strategy: str, saved: int, before: int
+) -> None:
+    """It measured no more, or began anew, and the others waited for it."""
+    case = workers_regressions.loaded_alone_among_trials, strategy, saved, before
+    for said in run_ranks(2, *case):
+        assert "ranks have sent different things" in said
+
+
 def test_a_rank_hears_the_reason_after_the_other_has_left() -> None:
     """The slow rank raised HorovodInternalError: the fast one had shut Horovod down."""
     for said in run_ranks(2, workers_regressions.loaded_alone, "pipe-sgd", 3, 2.0):

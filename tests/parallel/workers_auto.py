@@ -24,9 +24,11 @@ from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weigh
 from serial import make_workers
 from torch import nn
 from workers_overlap_forward import Clipping, Sparse, pending, read_all
+from workers_pipe_sgd import DEFAULT_BYTES, race
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import bucket_planner
@@ -126,6 +128,52 @@ def into_pipe_sgd(optimizer: str, slow_rank: int | None = None) -> Run:
     weights = train(model, wrapped, hvd.rank(), steps=LONG, drains=[LONG - 1])
     expected = serial(f"pipe-sgd:warmup_steps={SWITCH}", LONG, optimizer)
     return Run(weights, expected, chosen_of(wrapped))
+
+
+class Raced(NamedTuple):
+    """A run of auto that has chosen pipe-sgd, whose plans were tried; its plan after each step."""
+
+    run: Run
+    plans: list[hvd.Plan]
+    said_after: list[int]
+    """The steps after which auto said something."""
+
+
+def into_a_race() -> Raced:
+    """Larger buckets are predicted to be faster, and each rank by itself would keep others."""
+    heard, model, steps = Lines(), make_model(), SWITCH + 60
+    plans: list[hvd.Plan] = []
+    said: list[int] = []
+
+    def slow_messages(method: Any, profile: Any, *_: object) -> choice.Prediction:
+        return predict(method, profile, CommModel.linear(10.0, 0.0))
+
+    def training(optimizer: Any) -> Weights:
+        def step() -> None:
+            before = len(heard.lines)
+            optimizer.step()
+            plans.append(optimizer.plan)
+            if any(line.startswith("auto") for line in heard.lines[before:]):
+                said.append(len(plans))
+
+        watched = mock.Mock(step=step, zero_grad=optimizer.zero_grad)
+        watched.synchronize = optimizer.synchronize
+        return train(model, watched, hvd.rank(), steps=steps, drains=[steps - 1])
+
+    clock = race(1)
+    with (
+        mock.patch.object(choice, "DEFAULT_BUCKET_BYTES", DEFAULT_BYTES),
+        mock.patch.object(auto_choice, "predict", slow_messages),
+    ):
+        weights = clock.run(
+            training,
+            model,
+            OPTIMIZERS["momentum"](model),
+            strategy=f"auto:allow=pipe-sgd,steps={STEPS}",
+        )
+    expected = serial(f"pipe-sgd:warmup_steps={SWITCH}", steps)
+    heard.taken()
+    return Raced(Run(weights, expected, chosen_of(clock.optimizer)), plans, said)
 
 
 def with_feedback() -> Run:
@@ -755,6 +803,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "as merged-gradient, a slow rank": partial(as_merged_gradient, 1),
     "pipe-sgd, momentum": partial(into_pipe_sgd, "momentum"),
     "pipe-sgd, adam, a slow rank": partial(into_pipe_sgd, "adam", 0),
+    "race": into_a_race,
     "feedback": with_feedback,
     "groups": with_groups,
     "scaler": with_grad_scaler,

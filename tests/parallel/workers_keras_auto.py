@@ -20,8 +20,9 @@ from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, make_model, weights_o
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.methods import spell
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
-from hvd_pipe.tensorflow.strategies import replan
+from hvd_pipe.tensorflow.strategies import auto_choice, replan
 
 Found = dict[str, Any]
 
@@ -88,7 +89,7 @@ def fit(model: Any, x: Any, y: Any, *callbacks: Any, **options: Any) -> Any:
 
 def chosen_of(model: Any) -> str | None:
     chosen = optimizer_of(model)._hvd_pipe.chosen
-    return None if chosen is None else str(replan.spell(chosen))
+    return None if chosen is None else str(spell(chosen))
 
 
 def optimizer_of(model: Any) -> Any:
@@ -261,7 +262,7 @@ def resumed(saved: int, others_load: bool = True) -> Found:
 
 def failing_on_rank_0() -> str:
     model = compiled(ALL)
-    broken = mock.patch.object(replan, "predict", side_effect=ValueError("no choice"))
+    broken = mock.patch.object(auto_choice, "predict", side_effect=ValueError("no choice"))
     try:
         with forced(SOME), broken:
             fit(model, *data())
@@ -314,8 +315,8 @@ def seen_by_rank_0(executed: int) -> Found | None:
     model = keras.Sequential([layers.Input((6,)), layers.Dense(5), Slow(), layers.Dense(3)])
     optimizer = hvd.DistributedOptimizer(SlowSGD(0.01), strategy=ALL)
     model.compile(optimizer, "mse", steps_per_execution=executed)
-    predicted = mock.Mock(wraps=replan.predict)
-    with mock.patch.object(replan, "predict", predicted):
+    predicted = mock.Mock(wraps=auto_choice.predict)
+    with mock.patch.object(auto_choice, "predict", predicted):
         fit(model, *data(0, SWITCH * executed))
     if hvd.rank() != 0:
         assert not predicted.called

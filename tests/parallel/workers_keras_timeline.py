@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from cases import Raised, run_cases
 from keras_problem import BATCH, batch, loss_of, make_model
+from workers_keras_forward import forward
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
@@ -66,6 +67,15 @@ def fit(strategy: str, wrap: Any = None, compile: Any = None, **options: Any) ->
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
 
 
+def behind_the_next_forward() -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy=forward(model))
+    model.compile(optimizer, "mse")
+    x, y = _data(hvd.rank())
+    callbacks = [hvd.callbacks.PlanningCallback()]
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+
+
 def embedding() -> None:
     table = keras.Variable(np.ones((12, 2)))
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
@@ -105,6 +115,7 @@ CASES: dict[str, Any] = {
     "accumulating": partial(fit, "merged-gradient", gradient_accumulation_steps=PASSES),
     "int8": partial(fit, "pipe-sgd", {"compression": hvd.Compression.int8}),
     "sparse": embedding,
+    "forward": behind_the_next_forward,
     "tape merged-gradient": partial(with_tape, "merged-gradient", False),
     "tape pipe-sgd": partial(with_tape, "pipe-sgd", False),
     "eager tape": partial(with_tape, "merged-gradient", True),

@@ -677,6 +677,41 @@ def loaded_later() -> dict[str, tuple[bool, bool]]:
     return result
 
 
+class Tried(NamedTuple):
+    """The plans as their trials end, the plan that stays, and the weights at the end."""
+
+    tried: list[hvd.Plan]
+    kept: hvd.Plan
+    weights: Weights
+
+
+UNLIKE_S = ((1e-9, 3e-9, 4e-9, 5e-9), (4e-9, 3e-9, 1e-9, 2e-9))
+"""By rank, the seconds of a step with each plan; each by itself would keep another plan."""
+
+
+def timed_unlike() -> Tried:
+    """Both are faster than the barrier."""
+    torch.manual_seed(1)
+    model = sequential()
+    optimizer = hvd.DistributedOptimizer(
+        momentum(model), model.named_parameters(), strategy=PLANNED
+    )
+    tried: list[hvd.Plan] = []
+
+    def seconds(steps: Iterator[float]) -> float:
+        tried.append(optimizer.plan)
+        return UNLIKE_S[hvd.rank()][len(tried) - 1]
+
+    with mock.patch.object(overlap_start, "median", seconds):
+        for step in range(LONG):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+    kept = optimizer.plan
+    optimizer.synchronize()
+    return Tried(tried, kept, weights_of(model))
+
+
 def joined_while_watched(strategy: str) -> tuple[Weights, int]:
     """A parameter joins while uses are watched: it is watched anew."""
     torch.manual_seed(1)
@@ -818,6 +853,7 @@ def at_two() -> dict[Any, Any]:
     }
     joins["joined in a trial"] = partial(decided, True, joined_in_a_trial, PLANNED)
     joins["loaded later"] = loaded_later
+    joins["timed unlike"] = timed_unlike
     joins["barrier wins"] = partial(decided, False, barrier_wins)
     return run_cases(
         {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}

@@ -356,6 +356,34 @@ def loaded_alone(strategy: str, before: int, pause_s: float = 0.0) -> str:
     return "nothing was raised"
 
 
+def loaded_alone_among_trials(strategy: str, saved: int, before: int) -> str:
+    """Rank 0 alone loads a state of so many steps, while others measure or try plans."""
+    hvd.init()
+
+    def made() -> tuple[nn.Module, Any]:
+        model = make_model()
+        plain = OPTIMIZERS["momentum"](model)
+        return model, hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+
+    model, optimizer = made()
+    for number in range(saved):
+        step(model, optimizer, number)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.synchronize()
+    model, optimizer = made()
+    for number in range(before):
+        step(model, optimizer, number)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    try:
+        for number in range(60):
+            step(model, optimizer, number)
+        optimizer.synchronize()
+    except hvd.HvdPipeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
 LOSSY = (
     "merged-gradient:plan=single",

@@ -202,6 +202,92 @@ def test_a_sender_that_nobody_has_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
+# What becomes ready while the thread falls asleep.
+
+
+class SpiedLock:
+    """Says when a thread finds it taken."""
+
+    def __init__(self, found_taken: threading.Event) -> None:
+        self._lock, self._found_taken = threading.Lock(), found_taken
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if self._lock.acquire(blocking=False):
+            return True
+        if not blocking:
+            return False
+        self._found_taken.set()
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Ready(dict[int, None]):
+    """What is ready, with a call between the next look for a place in vain and what follows it."""
+
+    def __init__(self, missed: Callable[[int], None]) -> None:
+        super().__init__()
+        self._missed, self.armed = missed, False
+
+    def __contains__(self, place: object) -> bool:
+        found = super().__contains__(place)
+        if self.armed and not found:
+            self.armed = False
+            self._missed(place)  # type: ignore[arg-type]
+        return found
+
+
+@pytest.mark.parametrize("flying", [False, True])
+def test_a_message_that_is_ready_as_the_thread_falls_asleep_leaves(flying: bool) -> None:
+    """Another thread calls ready() after the sender has looked, and before it sleeps.
+
+    Either it waits for the lock until the sender sleeps, and wakes it; or it is done by then, and
+    nobody wakes the sender.
+    """
+    happened, wire = threading.Event(), Wire(at_once=not flying)
+    sender = sender_of(wire, 2)
+    helpers: list[threading.Thread] = []
+
+    def ready(place: int) -> None:
+        sender.ready(place)
+        happened.set()
+
+    def missed(place: int) -> None:
+        helpers.append(threading.Thread(target=ready, args=[place], daemon=True))
+        happened.clear()
+        helpers[-1].start()
+        assert happened.wait(LIMIT_S)
+
+    each = sender._round
+    each._changed = threading.Condition(SpiedLock(happened))  # type: ignore[arg-type]
+    each._ready = places = Ready(missed)  # type: ignore[assignment]
+    if flying:  # message 0 is not due for days
+        each.seconds[0] = 1e6
+        sleep = each._sleep_until_due
+
+        def about_to_sleep() -> bool:
+            places.armed = not helpers
+            return sleep()
+
+        each._sleep_until_due = about_to_sleep  # type: ignore[method-assign]
+        sender.ready(0)
+    else:  # message 1 waits for message 0
+        places.armed = True
+        sender.ready(1)
+    wait_for(lambda: wire.left == [0, 1])
+    sender.close()
+    for helper in helpers:
+        helper.join(LIMIT_S)
+    assert len(helpers) == 1
+
+
 # Buckets and their pieces.
 
 

@@ -14,7 +14,7 @@ from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import _sizes
 from hvd_pipe.torch.measuring import probes
 from hvd_pipe.torch.measuring.clock import Stopwatch
-from hvd_pipe.torch.measuring.probes import measure_allreduce
+from hvd_pipe.torch.measuring.probes import measure_allreduce, measure_comm
 from hvd_pipe.torch.measuring.step_times import ReadyTimes
 
 
@@ -112,6 +112,26 @@ def test_the_link_and_the_delay_are_told_apart(
     assert delay == pytest.approx(2e-3)
     assert sum(spent) < 2 * budget
     assert budget < 10 or done == sizes
+
+
+@pytest.mark.parametrize("others_block", [False, True])
+@pytest.mark.parametrize("nccl", [0, 1])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_messages_are_blocking_unless_nccl_carries_them_everywhere(
+    monkeypatch: pytest.MonkeyPatch, device: str, nccl: int, others_block: bool
+) -> None:
+    network(monkeypatch, lambda size: 1e-4 + 1e-9 * size, delay=2e-3)
+    monkeypatch.setattr(probes._Sender, "allocate", lambda sender, count: None)
+    monkeypatch.setattr(
+        probes._Sender, "seconds", lambda sender, size, n: 2e-3 + n * (1e-4 + 1e-9 * size)
+    )
+    monkeypatch.setattr(probes, "nccl_built", lambda: nccl)
+    if others_block:
+        monkeypatch.setattr(probes, "largest", lambda values, *_: [max(x, 1.0) for x in values])
+    comm = measure_comm(2048, torch.device(device), global_process_set, "test")
+    assert comm.blocking == (others_block or device == "cpu" or not nccl)
+    if not others_block:
+        assert comm.delay == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize("latency", [1e-4, 5e-3, 2e-2, 0.2])

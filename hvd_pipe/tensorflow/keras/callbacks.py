@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,9 +16,17 @@ from hvd_pipe.tensorflow import workers
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.graphs import identity
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
+from hvd_pipe.tensorflow.keras.late_updates import (
+    WatchedStep,
+    check_eagerness,
+    finish_step,
+    interrupt_step,
+    problem,
+    traced_with,
+)
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.keras_patches import note_model
-from hvd_pipe.tensorflow.strategies.replan import Replan
+from hvd_pipe.tensorflow.strategies.replan import Deferral, Replan
 
 __all__ = [
     "BestModelCheckpoint",
@@ -47,22 +56,51 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         found = [
-            Replan.of(optimizer._hvd_pipe, optimizer._hvd_pipe_accumulation.passes)
+            Replan.of(
+                optimizer._hvd_pipe,
+                optimizer._hvd_pipe_accumulation.passes,
+                Deferral(partial(problem, self.model, optimizer), partial(finish_step, optimizer)),
+            )
             for optimizer in _distributed(self.model)
         ]
         self._replans = [replan for replan in found if replan.takes(self.params)]
-        self._trace_anew([replan.begin() for replan in self._replans])
+        if self._replans:
+            check_eagerness(self.model, _distributed(self.model))
+        self._finish_step()
+        wanted = [replan.begin() for replan in self._replans]
+        defers = any(each._hvd_pipe.overlaps_forward for each in _distributed(self.model))
+        self._trace_anew(
+            [*wanted, defers and not isinstance(self.model.train_function, WatchedStep)]
+        )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._trace_anew([replan.after_step() for replan in self._replans])
+        # Before callbacks of one rank look at weights. An execution of several may count past it.
+        if self.model.stop_training or batch + 1 >= (self.params.get("steps") or float("inf")):
+            self._finish_step()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._finish_step()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._finish_step()
 
     def on_train_end(self, logs: Any = None) -> None:
+        self._finish_step()
         for replan in self._replans:
             replan.takes(None)
+        self._replans = []
+
+    def _finish_step(self) -> None:
+        """Make the updates that are left to the next step, on all ranks."""
+        if self._replans:
+            for optimizer in _distributed(self.model):
+                finish_step(optimizer)
 
     def _trace_anew(self, wanted: list[bool]) -> None:
+        """Have the next step traced, which then begins with the updates that are late."""
         if any(wanted):
-            self.model.make_train_function(force=True)
+            traced_with(self.model, partial(_distributed, self.model))
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -121,6 +159,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._broadcast()
         self.planning.on_train_batch_end(batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.planning.on_test_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.planning.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Finish what optimizers beside the compiled one have in flight: a GAN's, say."""
@@ -277,8 +321,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if self.momentum_correction and isinstance(inner, keras.optimizers.SGD) and old:
-            # Keras' velocity holds the learning rate: v = mu v - lr g.
-            for velocity in getattr(inner, "momentums", None) or []:
+            velocities = getattr(inner, "momentums", []) if new != old else []
+            if velocities and isinstance(inner, DistributedMixin):
+                interrupt_step(inner)
+            for velocity in velocities:  # Keras' holds the learning rate: v = mu v - lr g
                 velocity.assign(velocity * (new / old))
 
 

@@ -29,19 +29,15 @@ from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
-from hvd_pipe.tensorflow.graphs import (
-    all_finite,
-    branch,
-    check_graph,
-    identity,
-    raw,
-)
+from hvd_pipe.tensorflow.graphs import all_finite, branch, check_graph, data_of_step, identity, raw
+from hvd_pipe.tensorflow.keras import late_updates
 from hvd_pipe.tensorflow.keras.accumulation import Accumulation
 from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions
 from hvd_pipe.tensorflow.strategies.base import Gradients, OptimizerAccess
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 
 __all__ = ["DistributedMixin", "distribute"]
 
@@ -56,6 +52,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     _hvd_pipe_local: set[int]
     _hvd_pipe_kept: set[int]
     _hvd_pipe_accumulation: Accumulation
+    _hvd_pipe_is_scaled: bool
+    """Whether a LossScaleOptimizer has unscaled gradients."""
     _hvd_pipe_plain: Any
     """The user's class."""
     _hvd_pipe_arguments: Arguments
@@ -89,7 +87,13 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             self._hvd_pipe_local,
             functools.partial(momenta_of, self),
         )
-        with timeline.step() if timeline.active.is_on else nullcontext() as step:
+        self._hvd_pipe_is_scaled |= scaler is not None
+        if isinstance(session.engine, ForwardOverlapEngine):
+            late_updates.finish_before_apply(self, session.engine)
+        with (
+            tf.control_dependencies(data_of_step()),  # Keras' own counts and decays without them
+            timeline.step() if timeline.active.is_on else nullcontext() as step,
+        ):
             if step is not None:
                 step.gradients(gradients)
             passes = self._hvd_pipe.arguments.backward_passes_per_step
@@ -110,6 +114,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         due = engine.exchange(session.outgoing(gradients))
         incoming, variables = session.incoming(due.gradients, gradients), session.variables
         update: Update = super().apply
+        if isinstance(engine, ForwardOverlapEngine) and engine.left(due.gradients):
+            engine.note(self._iterations, self.learning_rate)
+            update = self._hvd_pipe_apply_there
         own: Update = self._hvd_pipe_apply_own
         if scaler is not None:
             update, own = (
@@ -128,6 +135,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
         if engine.replicas is not None:
             engine.compare_replicas(due.gradients)
+        if isinstance(engine, ForwardOverlapEngine):
+            engine.end_update()
 
     def _hvd_pipe_access(self, session: Session) -> OptimizerAccess:
         return OptimizerAccess(
@@ -135,9 +144,12 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         )
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
+        engine = session.engine
+
         def update(gradients: Gradients) -> None:
             incoming = session.incoming(gradients, [None] * len(session.variables))
-            self._hvd_pipe_apply_there(incoming, session.variables)
+            with late_updates.step_before(self, engine):
+                self._hvd_pipe_apply_there(incoming, session.variables)
 
         return update
 
@@ -172,6 +184,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """
         check_graph()
         answer_with(mpi_ops)
+        late_updates.meet(self)
+        late_updates.finish_step(self)
         for session in self._hvd_pipe:
             plain = self._hvd_pipe_update_of(session)
 
@@ -246,7 +260,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """As Keras', also while an accumulated gradient is applied."""
         steps = self._hvd_pipe_accumulation.applying
         if steps is None:
-            return super().iterations
+            counter = super().iterations
+            return counter.value if isinstance(counter, late_updates.Past) else counter
         return keras.ops.floor_divide(self._iterations, steps)
 
     @property
@@ -323,6 +338,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         "_hvd_pipe_local": set(),
         "_hvd_pipe_kept": set(),
         "_hvd_pipe_accumulation": Accumulation(wrapped, arguments),
+        "_hvd_pipe_is_scaled": False,
     }
     wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
     sessions.own(wrapped._hvd_pipe_accumulation)

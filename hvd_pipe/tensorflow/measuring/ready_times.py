@@ -42,6 +42,11 @@ class ReadyTimes:
     """
 
     def __init__(self, count: int) -> None:
+        self._count = count
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has been recorded."""
         self._moments: dict[int, float] = {}
         self._averaged: float | None = None
         self._averages = 0
@@ -51,7 +56,6 @@ class ReadyTimes:
         self.step_s: list[float] = []
         """Seconds of each step but the first."""
         self._end: float | None = None
-        self._count = count
 
     @property
     def steps(self) -> int:
@@ -185,6 +189,9 @@ class _Sender:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
+
+    def uses_nccl(self) -> bool:
+        return "GPU" in self._buffer.device and bool(mpi_ops.nccl_built())
 
 
 class JobTimes(ReadyTimes):

@@ -35,8 +35,9 @@ them without any operation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ __all__ = [
     "Step",
     "TensorFlowRecorder",
     "active",
+    "beginning",
     "current",
     "describe",
     "start",
@@ -110,6 +112,8 @@ class Step(AbstractContextManager["Step"]):
 
     def __enter__(self) -> Step:
         self._outer, _open.step = getattr(_open, "step", None), self
+        if self._begin is not None:
+            return self  # begun in this graph, by `beginning`
         if not tf.executing_eagerly():
             self._begin = tf.numpy_function(self._noted(self._note_begin), [], tf.int32)
         elif self._is_backward:
@@ -303,7 +307,29 @@ def step(is_backward: bool = False) -> AbstractContextManager[Step | None]:
     Args:
         is_backward: Whether, executed eagerly, the backward pass begins with the context.
     """
-    return Step(active, is_backward) if isinstance(active, TensorFlowRecorder) else nullcontext()
+    if not isinstance(active, TensorFlowRecorder):
+        return nullcontext()
+    begun: tuple[Any, Step] | None = getattr(_open, "begun", None)
+    _open.begun = None
+    if begun is not None and begun[0]() is tf.compat.v1.get_default_graph():
+        return begun[1]
+    return Step(active, is_backward)
+
+
+@contextmanager
+def beginning() -> Iterator[None]:
+    """Return a context for what a step's graph does first; the next `step` in it goes on there."""
+    if not isinstance(active, TensorFlowRecorder):
+        yield
+        return
+    begun = Step(active)
+    outer, _open.begun = getattr(_open, "step", None), None
+    begun.__enter__()
+    try:
+        yield
+    finally:
+        _open.step = outer
+    _open.begun = weakref.ref(tf.compat.v1.get_default_graph()), begun
 
 
 def current() -> Step | None:

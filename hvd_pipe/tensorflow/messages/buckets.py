@@ -17,7 +17,7 @@ from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
-__all__ = ["Packing", "Residuals", "Shapes"]
+__all__ = ["Packing", "Residuals", "Shapes", "piece_sizes"]
 
 
 class Shapes(GradientIndex):
@@ -97,3 +97,13 @@ class Residuals:
     def state(self) -> Arrays:
         """Return copies of them all."""
         return {name: each.numpy() for name, each in self.named.items()}
+
+
+def piece_sizes(numel: int, count: int) -> list[int]:
+    """Return the sizes of about equal pieces.
+
+    >>> piece_sizes(10, 3)
+    [3, 3, 4]
+    """
+    ends = [numel * (i + 1) // count for i in range(count)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

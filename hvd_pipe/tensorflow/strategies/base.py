@@ -130,7 +130,7 @@ class Engine(abc.ABC):
         if self.replicas is None or self.is_local or not self.keeps_equal:
             return
         # What is sparse is equal where the weights are.
-        dense = [due[index] for index in self.settings.dense]
+        dense = [due[index] for index in self.settings.dense if index in due]
         self.replicas.step(dense if len(dense) == len(self.settings.shapes) else [])
 
     def joins(self) -> None:

@@ -8,7 +8,11 @@ the variables.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
@@ -18,6 +22,8 @@ from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 
 __all__ = ["MergedGradientEngine"]
+
+_log = logging.getLogger("hvd_pipe")
 
 
 class MergedGradientEngine(Engine):
@@ -46,6 +52,14 @@ class MergedGradientEngine(Engine):
         self.plan, self._packing = plan, Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
 
+    @property
+    def wire_bytes(self) -> npt.NDArray[np.float64]:
+        """The size of each gradient as it is sent, by index."""
+        shapes, ratio = self.settings.shapes, self.settings.reduction.ratio
+        return np.array(
+            [n * ratio(dtype) for n, dtype in zip(shapes.nbytes, shapes.dtypes, strict=True)]
+        )
+
     # Architecture: K6
     def exchange(self, gradients: Gradients) -> Due:
         reduction, tag = self.settings.reduction, self.settings.tag
@@ -72,4 +86,10 @@ class MergedGradientEngine(Engine):
         return self._residuals.state()
 
     def load(self, state: Arrays) -> None:
+        if any(name.startswith("gradient.") for name in state):
+            _log.warning(
+                "the checkpoint has updates that were still to come, which are lost: load it with "
+                "strategy='merged-gradient:overlap=forward', or call optimizer.synchronize() on "
+                "all ranks before saving"
+            )
         restore(self._residuals.named, state)

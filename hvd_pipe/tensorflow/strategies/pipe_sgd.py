@@ -4,9 +4,10 @@
                      forward ... backward -> g[t] -> assign to pending     |
                                                         update with mean g[t-1]
 
-The all-reduce depends on a variable alone, so it starts with the graph and overlaps all of it. The
-assignment waits for it: a message of this name must have arrived before the next is sent. The
-first pipelined step has nothing to apply and makes no update.
+The all-reduce depends on a variable, and on the step's data being there. So it starts with the
+graph and overlaps all of it, and a step whose data has run out applies nothing. The assignment
+waits for it: a message of this name must have arrived before the next is sent. The first pipelined
+step has nothing to apply and makes no update.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from horovod.tensorflow.mpi_ops import Sum
 
 from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
-from hvd_pipe.tensorflow.graphs import Arrays, all_finite, restore, variable
+from hvd_pipe.tensorflow.graphs import Arrays, all_finite, data_of_step, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
@@ -63,6 +64,10 @@ class PipeSGDEngine(Engine):
         self._step: tuple[Gradients, Due] = ({}, Due({}))
 
     def exchange(self, gradients: Gradients) -> Due:
+        with tf.control_dependencies(data_of_step()):
+            return self._exchange(gradients)
+
+    def _exchange(self, gradients: Gradients) -> Due:
         fresh = self._packing.pack(gradients)
         step = timeline.current()
         if step is not None and not self.settings.reduction.alone:

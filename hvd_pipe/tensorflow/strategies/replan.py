@@ -27,15 +27,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from horovod.tensorflow import mpi_ops
 
-from hvd_pipe.planning.choice import OwnTimes, choose, least_of, predict, profile_of, report
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.deferral import deferring_plan
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import (
@@ -48,20 +49,32 @@ from hvd_pipe.planning.trials import (
 )
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.runtime.consensus import answer_with
-from hvd_pipe.strategy import Auto, MergedGradient, parse
-from hvd_pipe.tensorflow.agree import check_alike, found_by_first, largest
+from hvd_pipe.strategy import Auto, MergedGradient
+from hvd_pipe.tensorflow.agree import check_alike, found_by_first, gather, largest
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes, measure_comm
 from hvd_pipe.tensorflow.sessions import Sessions
+from hvd_pipe.tensorflow.strategies.auto_choice import choose_method
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 
-__all__ = ["Replan"]
+__all__ = ["Deferral", "Replan"]
 
 _log = logging.getLogger("hvd_pipe")
 
 PLANS = 3
 """How many plans are tried."""
 
-Measured = tuple[MergedGradientEngine, JobTimes | None, CommModel | None]
+
+class Deferral(NamedTuple):
+    """What ``overlap="forward"`` asks of whoever drives the steps.
+
+    Args:
+        problem: Returns why updates cannot be made layer by layer, None where they can.
+        finish: Makes the updates that are left to the next step.
+    """
+
+    problem: Callable[[], str | None]
+    finish: Callable[[], None]
 
 
 class Replan:
@@ -70,30 +83,43 @@ class Replan:
     Args:
         sessions: Its sessions.
         passes: Batches that make one step.
+        deferral: None where a step cannot begin with updates of the one before.
     """
 
-    def __init__(self, sessions: Sessions, passes: int = 1) -> None:
+    def __init__(
+        self, sessions: Sessions, passes: int = 1, deferral: Deferral | None = None
+    ) -> None:
         self._sessions, self._batches, self._passes = sessions, 0, passes
+        self._deferral = deferral
+        self._said: str | None = None
+        """Why updates stay in their step, as was logged last."""
+        self._barriers: dict[int, Plan] = {}
+        """By session whose updates are deferred on trial, the plan with the barrier."""
         strategy, arguments = sessions.strategy, sessions.arguments
         steps, is_auto = SETTLE_STEPS + TRIAL_STEPS, isinstance(strategy, Auto)
+        self._given = False
+        """Whether the user has given a plan for messages behind the next forward pass."""
         self._method: str | None = None
         """How plans are made; None where the plan is fixed."""
         if isinstance(strategy, Auto):
             steps, strategy = strategy.steps, MergedGradient()
         if isinstance(strategy, MergedGradient) and strategy.bucket_bytes is None:
             self._method = measured_method(strategy, arguments.groups)
+            self._given = strategy.overlaps_forward and strategy.load_plan() is not None
         self._tried: dict[int, list[Trial]] = {}
         """By session, what was seen of the plans before; the same on all ranks."""
         self._fit: object = None
         self._last = SKIP_STEPS + steps * passes
-        self._open = (is_auto or self._method is not None) and not arguments.reduction().alone
+        plans = is_auto or self._given or self._method is not None
+        self._open = plans and not arguments.reduction().alone
 
     @classmethod
-    def of(cls, sessions: Sessions, passes: int = 1) -> Replan:
+    def of(cls, sessions: Sessions, passes: int = 1, deferral: Deferral | None = None) -> Replan:
         """Return what watches these sessions; one for all calls of ``fit``."""
         if sessions.watcher is None:
-            sessions.watcher = cls(sessions, passes)
+            sessions.watcher = cls(sessions, passes, deferral)
         watcher: Replan = sessions.watcher
+        watcher._deferral = deferral
         return watcher
 
     def takes(self, fit: object) -> bool:
@@ -104,6 +130,24 @@ class Replan:
         """
         before, self._fit = self._fit, fit
         return before is not fit
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a call of ``fit`` goes on."""
+        return self._fit is not None
+
+    def finish(self) -> None:
+        """Make the updates that are left to the next step, on all ranks."""
+        if self._deferral is not None:
+            self._deferral.finish()
+
+    def delay(self) -> None:
+        """Begin trials without the barrier anew: steps have been finished one by one."""
+        for number, session in enumerate(self._sessions):
+            times = getattr(session.engine, "times", None)
+            if number in self._barriers and times is not None:
+                times.restart()
+                self._last = self._batches + (SETTLE_STEPS + TRIAL_STEPS) * self._passes
 
     def begin(self) -> bool:
         """Note that training goes on; return whether the step must be traced anew.
@@ -117,6 +161,9 @@ class Replan:
         if isinstance(sessions.strategy, Auto) and process_set.included():
             chosen = "nothing yet" if sessions.chosen is None else spell(sessions.chosen)
             check_alike([("what auto has chosen", chosen)], f"{sessions.tag}.resumed", process_set)
+        # Callbacks and the model may be others than in the call of fit before.
+        if (self._barriers or not self._open) and self._permitted_anew():
+            return True
         return self._stale()
 
     def after_step(self) -> bool:
@@ -129,6 +176,10 @@ class Replan:
         if not merged:  # a checkpoint has brought a choice
             self._open = False
             return self._stale()
+        saved = all(getattr(each, "has_saved_plan", False) for each in merged)
+        if self._batches == SKIP_STEPS and (self._given or saved):
+            self._open = False
+            return self._permitted_anew()
         if self._batches == SKIP_STEPS:
             times = JobTimes if self._chooses else ReadyTimes
             for engine in merged:
@@ -146,7 +197,7 @@ class Replan:
             self._open = False
             recorded = [(engine, engine.times) for engine in merged]
             measured = [self._measured(engine) for engine in merged]
-            _choose_method(
+            choose_method(
                 self._sessions,
                 [
                     (engine, times if isinstance(times, JobTimes) else None, comm)
@@ -194,7 +245,7 @@ class Replan:
         recorded = self._recorded(engine)
         if recorded is None:
             return None
-        sizes, process_set = _wire_bytes(engine), settings.reduction.process_set
+        sizes, process_set = engine.wire_bytes, settings.reduction.process_set
         total = int(sizes[settings.dense].sum())
         comm = measure_comm(total, process_set, f"{settings.tag}.measure")
         if method is None:
@@ -214,95 +265,92 @@ class Replan:
         """Take the next plan to try, or the one that stays; return whether it does."""
         settings, method = engine.settings, self._method
         recorded = self._recorded(engine)
+        if number in self._barriers:
+            return self._end_deferral(engine, number, recorded)
         if recorded is None or method is None:
             return True
         ready, seen = recorded
         tried = self._tried.setdefault(number, [])
         tried.append(seen)
-        shapes, dense, sizes = settings.shapes, settings.dense, _wire_bytes(engine)
+        shapes, dense, sizes = settings.shapes, settings.dense, engine.wire_bytes
 
         def best(comm: CommModel, method: str, limit: int | None) -> Plan:
             return shapes.best_plan(dense, np.array(ready), sizes, comm, method, limit)
 
-        def find() -> tuple[str, bool]:
+        def find() -> tuple[str, bool, str | None]:
             names = [shapes.names[index] for index in dense]
             kinds = [shapes.kinds[index] for index in dense]
             gradients = Gradients(names, np.array(ready)[dense], sizes[dense], kinds)
             plan, stays = next_plan(tried, gradients, best, method, most=PLANS)
-            return plan.to_json(), stays
+            wanted = stays and isinstance(engine, ForwardOverlapEngine)
+            forward = deferring_plan(tried, gradients) if wanted else None
+            return plan.to_json(), stays, None if forward is None else forward.to_json()
 
         process_set = settings.reduction.process_set
-        text, stays = found_by_first(find, f"{settings.tag}.plan", process_set)
-        engine.adopt(Plan.from_json(text))
+        text, stays, forward = found_by_first(find, f"{settings.tag}.plan", process_set)
+        plan = Plan.from_json(text)
+        if forward is not None and self._permit(engine):
+            self._barriers[number] = plan
+            plan, stays = Plan.from_json(forward), False
+        engine.adopt(plan)
         if stays:
             _log.info("plan after step %d:\n%s", self._batches, engine.plan)
         else:
             engine.times = ReadyTimes(len(shapes))
         return bool(stays)
 
-
-def _wire_bytes(engine: MergedGradientEngine) -> npt.NDArray[np.float64]:
-    """Return, by index, the size of each gradient as it is sent."""
-    shapes, ratio = engine.settings.shapes, engine.settings.reduction.ratio
-    return np.array(
-        [n * ratio(dtype) for n, dtype in zip(shapes.nbytes, shapes.dtypes, strict=True)]
-    )
-
-
-def _choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:
-    """Let the first rank choose, and all sessions of all ranks follow.
-
-    Args:
-        sessions: Of one optimizer, under ``auto``.
-        measured: For each: its engine, its times, and what an all-reduce costs; all ranks have
-            None for that where no rank could measure.
-    """
-    assert isinstance(sessions.strategy, Auto)
-    candidates, left_out = sessions.arguments.candidates(sessions.strategy)
-    process_set = sessions.arguments.process_set
-    speaks = process_set.rank() == 0
-    for name, why in left_out.items():
-        if speaks:
-            _log.info("auto: %s is left out: %s", name, why)
-    (engine, times, comm), *more = measured
-    tag = f"{sessions.tag}.auto"
-    settings = engine.settings
-    mine = [0.0] * (3 + len(settings.shapes))
-    own = None if times is None else times.own()
-    if own is not None:
-        mine = [1.0, own.before_s, own.update_s, *own.ready_s]
-    found, before, update, *ready = largest(mine, f"{tag}.own", process_set)
-    if not found or comm is None or more:
-        why = "gradients come in several parts" if more else "no step could be measured"
-        least = least_of(candidates)
-        if speaks:
-            _log.info("auto: %s: goes on with %s", why, spell(least))
-        sessions.follow(least)
-        return
-
-    def find() -> str:
-        reduction, shapes = settings.reduction, settings.shapes
-        sizes = shapes.nbytes
-        # A sparse gradient travels by itself, in a size that the step decides, and not in the
-        # plan; other methods than merged-gradient send it as a dense one.
-        dense = settings.dense
-        planned = profile_of(
-            OwnTimes(before, [ready[index] for index in dense], update),
-            [shapes.names[index] for index in dense],
-            [sizes[index] for index in dense],
-        )
-        whole = profile_of(OwnTimes(before, ready, update), shapes.names, sizes)
-        cost = reduction.cost(shapes.dtypes[dense[0]])
-        predictions = [
-            predict(MergedGradient(plan=engine.plan), planned, comm, cost)
-            if isinstance(candidate, MergedGradient) and engine.plan is not None
-            else predict(candidate, whole, comm, cost)
-            for candidate in candidates
+    def _permitted_anew(self) -> bool:
+        """Return whether steps leave messages now and did not before, or the other way round."""
+        engines = [each.engine for each in self._sessions]
+        found = [each for each in engines if isinstance(each, ForwardOverlapEngine)]
+        wanting = [
+            each
+            for each in found
+            if not (each.settings.reduction.alone or each.plan is None or each.plan.order is None)
         ]
-        best = choose(predictions)
-        _log.info("auto: %s", report(best, predictions))
-        return spell(best.method)
+        before = [each.may_defer for each in wanting]
+        return [self._permit(each) for each in wanting] != before
 
-    method = parse(found_by_first(find, f"{tag}.choice", process_set))
-    assert not isinstance(method, Auto)
-    sessions.follow(method)
+    def _permit(self, engine: MergedGradientEngine) -> bool:
+        """Let updates be deferred unless some rank has found that they cannot be."""
+        if not isinstance(engine, ForwardOverlapEngine):
+            return False
+        problem = engine.problem() or (self._deferral and self._deferral.problem())
+        process_set = engine.settings.reduction.process_set
+        found = gather(problem, f"{engine.settings.tag}.defers", process_set)
+        problems = [each for each in found if each is not None]
+        engine.may_defer = self._deferral is not None and not problems
+        if problems and process_set.rank() == 0 and problems[0] != self._said:
+            self._said = problems[0]
+            _log.warning("overlap='forward': updates stay in their step, as %s", self._said)
+        return engine.may_defer
+
+    def _end_deferral(
+        self,
+        engine: MergedGradientEngine,
+        number: int,
+        recorded: tuple[list[float], Trial] | None,
+    ) -> bool:
+        """Take the plan on trial if its steps were faster than all with the barrier.
+
+        And if updates may still be deferred: callbacks may be others than at its begin.
+        """
+        assert isinstance(engine, ForwardOverlapEngine)
+        assert self._deferral is not None
+        assert engine.plan is not None
+        before = min(each.step_s for each in self._tried[number])
+        barrier = kept = self._barriers.pop(number)
+        if recorded is not None and self._permit(engine):
+            plan, step_s = engine.plan, recorded[1].step_s
+            seen = ((len(plan.order or ()), step_s),)
+            if step_s < before:
+                kept = replace(plan, predicted_s=step_s, exposed_s=None)
+            kept = replace(kept, tried=barrier.tried, tried_forward=seen)
+        if kept.order is None:
+            self._deferral.finish()
+            engine.may_defer = False
+            engine.adopt(kept)
+        else:
+            engine.plan = kept
+        _log.info("overlap='forward' after step %d:\n%s", self._batches, engine.plan)
+        return True

@@ -13,6 +13,7 @@ from horovod.torch.mpi_ops import (
     allreduce_async_,
     barrier,
     global_process_set,
+    nccl_built,
     synchronize,
 )
 
@@ -22,7 +23,7 @@ from hvd_pipe.runtime.comm_probe import BUDGET_S, Progress
 from hvd_pipe.runtime.consensus import allocated_everywhere
 from hvd_pipe.torch.agree import gather, largest
 
-__all__ = ["measure_allreduce", "measure_comm", "worker_speeds"]
+__all__ = ["measure_allreduce", "measure_comm", "uses_nccl", "worker_speeds"]
 
 LEAST_ROUNDS = 3
 
@@ -63,6 +64,14 @@ def measure_allreduce(
     return comm_probe.measure_allreduce(sizes, sender, budget_s, progress)
 
 
+def uses_nccl(device: torch.device) -> bool:
+    """Return whether NCCL carries messages that lie there, in a stream of their own.
+
+    Horovod's thread then negotiates the next ones meanwhile: messages are not ``blocking``.
+    """
+    return device.type == "cuda" and bool(nccl_built())
+
+
 class _Sender:
     """Sends messages through torch's Horovod; see `hvd_pipe.runtime.comm_probe.Sender`."""
 
@@ -84,6 +93,9 @@ class _Sender:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
+
+    def uses_nccl(self) -> bool:
+        return uses_nccl(self._device)
 
 
 def _time(messages: Sequence[torch.Tensor], name: str, process_set: ProcessSet) -> float:

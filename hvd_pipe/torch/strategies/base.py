@@ -166,6 +166,11 @@ class Engine(abc.ABC):
         """
 
     @property
+    def measures(self) -> bool:
+        """Whether a plan is to come from measured times."""
+        return False
+
+    @property
     def is_equal_everywhere(self) -> bool:
         """Whether all ranks have just made the same update, and are where this one is."""
         return False

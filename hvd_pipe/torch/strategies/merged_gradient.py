@@ -167,7 +167,6 @@ class MergedGradientEngine(Engine):
 
     @property
     def measures(self) -> bool:
-        """Whether a plan is to come from measured times."""
         return isinstance(self._phase, Measuring)
 
     def build(self) -> None:

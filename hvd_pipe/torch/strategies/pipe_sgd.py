@@ -163,6 +163,10 @@ class PipeSGDEngine(Engine):
         return self.current.last_message
 
     @property
+    def measures(self) -> bool:
+        return self._race is not None
+
+    @property
     def gradient_scale(self) -> float | None:
         return None if self._shown is None else self._scales.get(self._shown)
 

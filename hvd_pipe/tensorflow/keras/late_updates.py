@@ -1,0 +1,260 @@
+"""Updates that a step leaves to the next one, made by the user's optimizer, under ``fit``.
+
+See `hvd_pipe.tensorflow.strategies.forward_overlap`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.tensorflow.agree import check_alike
+from hvd_pipe.tensorflow.graphs import data_of_step
+from hvd_pipe.tensorflow.keras.variables import slots_of
+from hvd_pipe.tensorflow.keras_patches import fitted_with
+from hvd_pipe.tensorflow.measuring import timeline
+from hvd_pipe.tensorflow.messages.meeting import refused
+from hvd_pipe.tensorflow.strategies.base import Engine
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
+
+__all__ = [
+    "CannotDeferError",
+    "Past",
+    "WatchedStep",
+    "begin_step",
+    "check_eagerness",
+    "end_step",
+    "finish_before_apply",
+    "finish_loaded",
+    "finish_step",
+    "interrupt_step",
+    "meet",
+    "problem",
+    "step_before",
+    "traced_with",
+]
+
+_log = logging.getLogger("hvd_pipe")
+
+
+def begin_step(optimizer: Any) -> None:
+    """Before the forward pass of a step, in its graph: make the updates that are late."""
+    for session in optimizer._hvd_pipe:
+        if isinstance(session.engine, ForwardOverlapEngine) and session.engine.begins:
+            with timeline.beginning(), tf.control_dependencies(data_of_step()):
+                session.engine.begin_step(optimizer._hvd_pipe_update_of(session))
+
+
+def end_step(optimizer: Any) -> None:
+    """After all else that a step's graph does.
+
+    Raises:
+        CannotDeferError: It cannot leave updates to the next step. Traced again, it does not.
+    """
+    for session in optimizer._hvd_pipe:
+        engine = session.engine
+        if isinstance(engine, ForwardOverlapEngine):
+            if engine.end_step():
+                optimizer._hvd_pipe.is_stale = True
+            found = engine.problem()
+            if engine.defers and found is not None:
+                engine.may_defer = False
+                if optimizer._hvd_pipe.arguments.process_set.rank() == 0:
+                    _log.warning("overlap='forward': updates stay in their step, as %s", found)
+                raise CannotDeferError(found)
+
+
+class CannotDeferError(HvdPipeError):
+    """A step that leaves updates to the next one cannot, as its trace has shown."""
+
+
+def finish_step(optimizer: Any) -> None:
+    """Make the updates that are late, on all ranks, between two steps."""
+    for session in optimizer._hvd_pipe:
+        if isinstance(session.engine, ForwardOverlapEngine):
+            with timeline.step():
+                session.engine.drain(optimizer._hvd_pipe_update_of(session))
+
+
+def meet(optimizer: Any) -> None:
+    """Compare what is in flight with the other ranks, one of which may have loaded a checkpoint.
+
+    Raises:
+        RanksDisagreeError: It alone has.
+    """
+    for session in optimizer._hvd_pipe:
+        if isinstance(session.engine, ForwardOverlapEngine):
+            session.engine.meet()
+
+
+def interrupt_step(optimizer: Any) -> None:
+    """As `finish_step`, where that comes between any two steps for a while."""
+    if any(session.engine.is_ahead() for session in optimizer._hvd_pipe):
+        finish_step(optimizer)
+        if optimizer._hvd_pipe.watcher is not None:
+            optimizer._hvd_pipe.watcher.delay()
+
+
+def finish_before_apply(optimizer: Any, engine: ForwardOverlapEngine) -> None:
+    """As `finish_loaded`, with the gradients at hand.
+
+    Raises:
+        HvdPipeError: They were computed before that.
+    """
+    if tf.executing_eagerly() and engine.holds:
+        raise HvdPipeError(_COMPUTED)
+    finish_loaded(optimizer)
+
+
+_COMPUTED = (
+    "these gradients were computed before updates that the checkpoint holds: call "
+    "optimizer.synchronize() on all ranks and compute them again; or put the step into a "
+    "tf.function; or call optimizer.synchronize() on all ranks before saving."
+)
+
+
+def finish_loaded(optimizer: Any) -> None:
+    """Make the updates that a checkpoint has brought, on all ranks; also within a trace."""
+    for session in optimizer._hvd_pipe:
+        engine = session.engine
+        if isinstance(engine, ForwardOverlapEngine) and (engine.holds or engine.was_loaded):
+            with tf.init_scope():  # now, not in the graph that is being traced
+                engine.drain(optimizer._hvd_pipe_update_of(session))
+
+
+@dataclass(frozen=True)
+class WatchedStep:
+    """In place of a model's function of a step; leaves nothing where no call of ``fit`` watches.
+
+    Args:
+        step: Keras' function.
+        optimizers: Returns those of the model.
+    """
+
+    step: Callable[[Any], Any]
+    optimizers: Callable[[], list[Any]]
+
+    def __call__(self, iterator: Any) -> Any:
+        for each in self.optimizers():  # somebody may have read a checkpoint
+            finish_loaded(each)
+        try:
+            with refused():
+                found = self.step(iterator)
+        except CannotDeferError:  # in a trace, which is alike on all ranks
+            for each in self.optimizers():
+                finish_step(each)
+                each._hvd_pipe.is_stale = True
+            return self(iterator)
+        for each in self.optimizers():
+            watcher = each._hvd_pipe.watcher
+            if watcher is None or not watcher.is_driven:
+                finish_step(each)
+        return found
+
+
+def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
+    """Have a model's next step under ``fit`` traced anew, which begins with late updates."""
+    attributes, plain = model.__dict__, model.train_step
+    own = attributes.get("train_step")
+
+    def train_step(*arguments: Any, **keywords: Any) -> Any:
+        for each in optimizers():
+            begin_step(each)
+        found = plain(*arguments, **keywords)
+        for each in optimizers():
+            end_step(each)
+        return found
+
+    attributes["train_step"] = train_step  # past Keras' tracking, for this call alone
+    try:
+        model.make_train_function(force=True)
+    finally:
+        del attributes["train_step"]
+        if own is not None:
+            attributes["train_step"] = own
+    model.train_function = WatchedStep(model.train_function, optimizers)
+
+
+def check_eagerness(model: Any, optimizers: list[Any]) -> None:
+    """Refuse steps that are graphs on some ranks alone: their messages do not meet.
+
+    Raises:
+        RanksDisagreeError: Ranks have compiled the model differently, or one has loaded a
+            checkpoint alone.
+    """
+    lines = [("run_eagerly (compile the model alike on all)", str(model.run_eagerly))]
+    for each in optimizers:
+        process_set = each._hvd_pipe.arguments.process_set
+        if process_set.included():
+            check_alike(lines, f"{each._hvd_pipe.tag}.eager", process_set)
+            meet(each)
+
+
+_METHODS = (
+    "apply",
+    "_apply_weight_decay",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_clip_gradients",
+)
+"""Methods of Keras that treat each gradient by itself, if they are its own."""
+
+
+def problem(model: Any, optimizer: Any) -> str | None:
+    """Return why updates cannot be made layer by layer; None where they can."""
+    if model.run_eagerly:
+        return "the model runs eagerly, in which messages travel one by one"
+    for each in fitted_with(model):
+        if type(getattr(each, "save_freq", None)) is int:  # it may be False
+            return f"{type(each).__name__} saves weights within an epoch (save_freq)"
+    if optimizer.global_clipnorm:
+        return "global_clipnorm needs all gradients at once"
+    if optimizer.use_ema:
+        return "use_ema averages all weights after each step"
+    if optimizer._hvd_pipe_is_scaled:
+        return "a LossScaleOptimizer decides by all gradients"
+    if optimizer._hvd_pipe_accumulation.passes != 1:
+        return "gradients of several passes are summed up"
+    own = optimizer._hvd_pipe_plain
+    for name in _METHODS:
+        if getattr(own, name) is not getattr(keras.optimizers.SGD, name):
+            return f"{own.__name__}.{name}() is its own, and may need all gradients at once"
+    known = [optimizer._iterations, optimizer._learning_rate]
+    known += slots_of(optimizer, optimizer._trainable_variables)
+    indices = set(map(id, known))
+    others = [each.name for each in optimizer.variables if id(each) not in indices]
+    return f"{own.__name__} has {others[0]!r}, a state of all variables" if others else None
+
+
+@contextmanager
+def step_before(optimizer: Any, engine: Engine) -> Iterator[None]:
+    """Have `apply` update as in the step before, which has been counted, if updates are late."""
+    if not isinstance(engine, ForwardOverlapEngine):
+        yield
+        return
+    iterations, rate = engine.noted()
+    kept = {name: optimizer.__dict__[name] for name in ("_iterations", "_learning_rate")}
+    rate = tf.cast(rate, keras.ops.convert_to_tensor(optimizer.learning_rate).dtype)
+    past = Past(tf.cast(iterations, kept["_iterations"].dtype))
+    optimizer.__dict__.update(_iterations=past, _learning_rate=lambda: rate)
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(kept)
+
+
+@dataclass(frozen=True)
+class Past:
+    """In place of the counter of iterations: what it was in the step before."""
+
+    value: tf.Tensor
+
+    def assign_add(self, count: int) -> None:
+        """Count nothing: the step before has been counted."""

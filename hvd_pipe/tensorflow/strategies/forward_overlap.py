@@ -1,0 +1,395 @@
+"""Merged-gradient without the barrier, for ``fit``: some messages travel behind the next forward.
+
+Synchronous SGD, ``w[t+1] = w[t] - lr * mean_i g_i(w[t])``. A step of Keras is one call of a graph,
+which ends when all that it does is done. So what the next forward pass needs last is left to the
+next call, in variables::
+
+    call t    read pending (g[t-1]) -> all-reduce -> update of its layers    one bucket at a time
+              forward ............... each layer waits for its own update
+              backward -> g[t]  early buckets: all-reduce -> update
+                                late buckets:  assign to pending
+
+TensorFlow itself orders the reads and writes of each variable, so all that reads a weight inside
+the step reads the new one. Between two calls, late weights are one update old, until `drain`.
+
+Messages leave in the plan's order, at most two at a time. All ranks trace the same graph, so no
+rank waits for a message that another holds back.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import Sum
+from tensorflow.python.framework import ops
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.deferral import first_deferred
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.tensorflow.graphs import Arrays, branch, by_index, restore, used_since, variable
+from hvd_pipe.tensorflow.messages.buckets import Packing, piece_sizes
+from hvd_pipe.tensorflow.messages.meeting import meet
+from hvd_pipe.tensorflow.strategies.base import Due, Gradients, Settings
+from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
+
+__all__ = ["ForwardOverlapEngine"]
+
+_log = logging.getLogger("hvd_pipe")
+
+Update = Callable[[Gradients], None]
+
+
+class ForwardOverlapEngine(MergedGradientEngine):
+    """As its base, until it has a plan with an order, and a step that begins with `begin_step`."""
+
+    def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
+        self.may_defer = False
+        """Whether all ranks have found that updates may be made layer by layer."""
+        self.applies_again = False
+        """Whether some step has applied gradients more than once."""
+        self.read_after_update: str | None = None
+        """A variable that some step reads after its update."""
+        self._is_idle = False
+        """Whether the step that was traced last does not train these variables."""
+        self.has_saved_plan = False
+        """Whether a checkpoint has brought the plan, so that no other is tried."""
+        self._leaves: Callable[[], Any] = lambda: None
+        """The graph of a step that leaves messages to the next one."""
+        self._updated: Callable[[], Any] = lambda: None
+        self._operations = 0
+        """How many the graph of `_updated` had after the update."""
+        tag = settings.tag
+        self._is_pending = variable([], tf.bool, f"{tag}.is_pending")
+        self._iterations = variable([], tf.int64, f"{tag}.iterations")
+        self._rate = variable([], tf.float64, f"{tag}.rate")
+        self._graph: Callable[[], Any] = lambda: None
+        self._begun: Callable[[], Any] = lambda: None
+        self._sent: list[tf.Tensor] = []
+        self._held: Gradients = {}
+        """Gradients of a checkpoint that are still to be applied."""
+        self._held_weights: dict[int, tf.Tensor] = {}
+        """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint that NaN stands for."""
+        self.was_loaded = False
+        """Whether a checkpoint has changed what is in flight, and ranks have not met since."""
+        self._takes_plan = plan is None
+        """Whether the user has given none, and no step has been traced."""
+        super().__init__(settings, strategy, plan)
+
+    def adopt(self, plan: Plan | None) -> None:
+        """Take the plan's buckets and order; nothing is pending."""
+        super().adopt(plan)
+        order = () if plan is None or plan.order is None else plan.order
+        self._order = order
+        self._first_late = first_deferred(plan) if plan is not None and order else 0
+        self._late = frozenset(order[self._first_late :])
+        self._sizes = [
+            piece_sizes(size, max(1, order.count(bucket)))
+            for bucket, size in enumerate(self._packing.sizes)
+        ]
+        self._piece = [order[:place].count(bucket) for place, bucket in enumerate(order)]
+        """By place in the order, which piece of its bucket a message is."""
+        self._kept: dict[int, tf.Variable] = {
+            place: variable(
+                [self._sizes[bucket][self._piece[place]]],
+                self._packing.dtypes[bucket],
+                f"{self.settings.tag}.pending.{place}",
+            )
+            for place, bucket in enumerate(order)
+            if bucket in self._late
+        }
+        """By place in the order, of late buckets: what is to be sent, or has been averaged."""
+        late = [index for bucket in sorted(self._late) for index in self._packing.groups[bucket]]
+        shapes = self.settings.shapes
+        self._covered: dict[int, tf.Variable] = {
+            index: variable(shapes.shapes[index], shapes.dtypes[index], f"covered.{index}")
+            for index in (late if check_mode.active.on else ())
+        }
+        """By index, the late weights that NaN stands for between two steps."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether steps that are traced from now on leave messages to the next one."""
+        return bool(self._late) and self.may_defer and not self.settings.reduction.alone
+
+    @property
+    def begins(self) -> bool:
+        """Whether a step that is traced now begins with late updates of these variables."""
+        return self.defers and not self._is_idle
+
+    def problem(self) -> str | None:
+        """Return why messages of this engine cannot be left to the next step, or None."""
+        if self.settings.sparse:
+            name = self.settings.shapes.names[min(self.settings.sparse)]
+            return f"the gradient of {name!r} is sparse (sparse_as_dense=True sends a dense one)"
+        if self.settings.reduction.codec is not None:
+            return "compressed messages have residuals of their own"
+        if self.applies_again:
+            return "a step applies gradients more than once"
+        if self.read_after_update is not None:
+            return f"a step uses {self.read_after_update!r} after its update"
+        return None
+
+    @property
+    def holds(self) -> bool:
+        """Whether updates of a checkpoint are still to be made."""
+        return bool(self._held)
+
+    # A step.
+
+    def begin_step(self, update: Update) -> None:
+        """Before the forward pass, in its graph: finish the step before, bucket by bucket.
+
+        Args:
+            update: Applies gradients as of the step before.
+        """
+        if tf.executing_eagerly() or not self.begins:
+            return
+        self._begun, self._sent = weakref.ref(ops.get_default_graph()), []
+        pending = self._is_pending.read_value()
+        if self._covered:
+            tf.cond(pending, branch(self._uncover), tf.no_op)
+        flats = {place: each.read_value() for place, each in self._kept.items()}
+        for place in range(self._first_late, len(self._order)):
+            flats[place] = self._send(flats[place], f"late.{place}", fresh=False)
+        for gradients in self._whole(flats):
+            tf.cond(pending, branch(update, gradients), tf.no_op)
+        self._is_pending.assign(False)
+
+    def exchange(self, gradients: Gradients) -> Due:
+        self._takes_plan = False
+        if tf.executing_eagerly():
+            if self._is_pending.numpy():
+                raise HvdPipeError(_PENDING)
+            return super().exchange(gradients)
+        graph = ops.get_default_graph()
+        self.applies_again |= self._graph() is graph
+        self._graph = weakref.ref(graph)
+        begun, self._begun = self._begun(), lambda: None
+        if begun is not graph:
+            check = tf.debugging.Assert(tf.logical_not(self._is_pending), [_PENDING])
+            with tf.control_dependencies([check]):
+                gradients = {i: _same(each) for i, each in gradients.items()}
+            return super().exchange(gradients)
+        self._leaves = weakref.ref(graph)
+        return self._exchange_early(gradients)
+
+    def _exchange_early(self, gradients: Gradients) -> Due:
+        if self.times is not None:
+            gradients = self.times.watched(gradients)
+        flats: dict[int, tf.Tensor] = {}
+        pieces = [
+            tf.split(flat, sizes) if len(sizes) > 1 else [flat]
+            for flat, sizes in zip(self._packing.pack(gradients), self._sizes, strict=True)
+        ]
+        for place, bucket in enumerate(self._order):
+            flat = pieces[bucket][self._piece[place]]
+            is_early = place < self._first_late
+            flats[place] = self._send(flat, f"gradients.{place}") if is_early else flat
+        for place, each in self._kept.items():
+            each.assign(flats[place])
+        self._is_pending.assign(True)
+        *others, last = self._whole(flats, early=True)
+        if self.times is not None:
+            last = self.times.arrived(last)
+        return Due(_together([*others, last]))
+
+    def end_update(self) -> None:
+        """Note, in the graph of a step, that the update of these variables has been traced."""
+        if tf.executing_eagerly():
+            return
+        graph = ops.get_default_graph()
+        if self._leaves() is graph:
+            for index, each in self._covered.items():
+                weight = self.settings.variables[index]
+                each.assign(weight.read_value())
+                weight.assign(tf.fill(weight.shape, tf.constant(np.nan, weight.dtype)))
+        self._updated, self._operations = weakref.ref(graph), len(graph.get_operations())
+
+    def end_step(self) -> bool:
+        """Look, at the end of a step's graph, for operations that use what has been updated.
+
+        Returns:
+            Whether the step must be traced anew, as it has begun with updates of variables that
+            it does not train, or trains others without.
+        """
+        graph, self._leaves = ops.get_default_graph(), lambda: None
+        if self._updated() is graph:
+            handles = [each.handle for each in self.settings.variables]
+            for index in used_since(graph, self._operations, handles):
+                self.read_after_update = self.settings.shapes.names[index]
+        self._updated, self._sent = lambda: None, []
+        was_idle, self._is_idle = self._is_idle, self._graph() is not graph
+        return self.defers and was_idle is not self._is_idle
+
+    def _uncover(self) -> None:
+        for index, each in self._covered.items():
+            self.settings.variables[index].assign(each.read_value())
+
+    def left(self, due: Gradients) -> bool:
+        """Whether some of a step's gradients are left to the next one."""
+        return len(due) < len(self.settings.shapes)
+
+    def note(self, iterations: Any, rate: Any) -> None:
+        """Keep what the late updates of this step need to know of it."""
+        if self.defers:
+            self._iterations.assign(tf.cast(iterations, tf.int64))
+            self._rate.assign(tf.cast(rate, tf.float64))
+
+    def noted(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the iterations and the learning rate of the step whose updates are late."""
+        return self._iterations.read_value(), self._rate.read_value()
+
+    def _send(self, flat: tf.Tensor, name: str, fresh: bool = True) -> tf.Tensor:
+        """Reduce, behind the message before the last one."""
+        name = f"{self.settings.tag}.{name}"
+        with tf.control_dependencies(self._sent[-2:-1]):
+            found = self.settings.reduction.reduce(flat, name, fresh=fresh)
+        self._sent.append(found)
+        return found
+
+    def _whole(self, flats: dict[int, tf.Tensor], early: bool = False) -> list[Gradients]:
+        """Return the gradients of the early or the late buckets, in the order of their messages.
+
+        Args:
+            flats: By place in the order.
+            early: Which buckets.
+        """
+        places: dict[int, list[int]] = {}
+        for place, bucket in enumerate(self._order):
+            if (bucket in self._late) is not early:
+                places.setdefault(bucket, []).append(place)
+        found: list[Gradients] = []
+        for bucket, own in sorted(places.items(), key=lambda each: each[1][-1]):
+            packing = Packing(self.settings.shapes, [self._packing.groups[bucket]])
+            found.append(packing.unpack([tf.concat([flats[place] for place in own], axis=0)]))
+        return found
+
+    # Between two steps.
+
+    def is_ahead(self) -> bool:
+        return bool(self._held) or bool(self._is_pending.numpy())
+
+    def meet(self) -> None:
+        """Compare what is in flight with the other ranks; all come here before they go on."""
+        self.was_loaded = False
+        first = f"late.{self._first_late}" if self.defers else "gradients.0"
+        mine = [index in self._held for index in range(len(self.settings.shapes))]
+        mine.append(bool(self._is_pending.numpy()))
+        meet(mine, f"{self.settings.tag}.{first}", self.settings.reduction)
+
+    def drain(self, update: Update) -> None:
+        if self.was_loaded:
+            self.meet()
+        if self._held:
+            held, self._held = self._held, {}
+            for index, weight in self._held_weights.items():
+                self.settings.variables[index].assign(weight)
+            update(self._reduced(held))
+        if not self._is_pending.numpy():  # the same on all ranks: they run the same graph
+            return
+        self._is_pending.assign(False)
+        self._sent = []
+        self._uncover()
+        flats = {place: each.read_value() for place, each in self._kept.items()}
+        for place in range(self._first_late, len(self._order)):
+            flats[place] = self._send(flats[place], f"late.{place}", fresh=False)
+        update(_together(self._whole(flats)))
+        self._sent = []
+
+    def _reduced(self, gradients: Gradients) -> Gradients:
+        groups = self.settings.shapes.dtype_groups(sorted(gradients))
+        packing, reduction = Packing(self.settings.shapes, groups), self.settings.reduction
+        flats = [
+            reduction.reduce(flat, f"{self.settings.tag}.held.{i}")
+            for i, flat in enumerate(packing.pack(gradients))
+        ]
+        return packing.unpack(flats)
+
+    def state(self) -> Arrays:
+        """Return the gradients that are still to be applied, by variable, and the plan that stays.
+
+        What has been averaged stands there as this rank's own: that is its average once more.
+        """
+        found = super().state()
+        if self.plan is not None and self.plan.tried_forward:
+            index_of = {name: str(i) for i, name in enumerate(self.settings.shapes.names)}
+            found[_PLAN] = np.array(_renamed(self.plan, index_of).to_json())
+            found[_WORKERS] = np.array(self.settings.reduction.workers)
+        pending: Gradients = self._held
+        weights: Gradients = self._held_weights
+        if not pending and self._is_pending.numpy():
+            weights = self._covered
+            reduction = self.settings.reduction
+            share = 1.0 / reduction.workers if reduction.op == Sum else 1.0
+            flats = {
+                place: each.read_value() * (share if place < self._first_late else 1.0)
+                for place, each in self._kept.items()
+            }
+            pending = _together(self._whole(flats))
+        if pending:
+            found |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
+            found |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
+            found |= {name: each.numpy() for name, each in self._named.items()}
+        return found
+
+    def load(self, state: Arrays) -> None:
+        if self._takes_plan and state.get(_WORKERS) == self.settings.reduction.workers:
+            self._take_saved(Plan.from_json(str(state[_PLAN])))
+        super().load({name: each for name, each in state.items() if name in self._residuals.named})
+        restore(self._named, state)
+        self.was_loaded |= self.is_ahead()
+        self._is_pending.assign(False)
+        self._held, self._held_weights = {}, {}
+        found, weights = by_index(state, "gradient."), by_index(state, "weight.")
+        shapes, dtypes = self.settings.shapes.shapes, self.settings.shapes.dtypes
+        if all(i < len(shapes) and list(each.shape) == shapes[i] for i, each in found.items()):
+            self._held = {i: tf.constant(each, dtypes[i]) for i, each in found.items()}
+            self._held_weights = {i: tf.constant(each, dtypes[i]) for i, each in weights.items()}
+            self.was_loaded |= bool(found)
+        else:
+            _log.warning(
+                "the update that was in flight is lost, as it does not fit the variables here: "
+                "load with the model that it was saved with, or call optimizer.synchronize() on "
+                "all ranks before saving"
+            )
+
+    def _take_saved(self, plan: Plan) -> None:
+        """Go on with the plan of a checkpoint, if that is of these variables."""
+        names = self.settings.shapes.names
+        if set(plan.names) == set(map(str, self.settings.dense)):
+            self.adopt(_renamed(plan, {name: names[int(name)] for name in plan.names}))
+            self.has_saved_plan = True
+
+    @property
+    def _named(self) -> dict[str, tf.Variable]:
+        return {"iterations": self._iterations, "rate": self._rate}
+
+
+_PLAN, _WORKERS = "plan", "workers"
+"""In a state: the plan that has been found, and for how many workers."""
+
+_PENDING = (
+    "gradients were applied while updates of the step before were still to come: under "
+    "overlap='forward', call optimizer.synchronize() on all ranks before a step outside of fit."
+)
+
+
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """Return the plan of other names: Keras may call the variables of two models differently."""
+    return replace(plan, buckets=tuple(tuple(names[n] for n in b) for b in plan.buckets))
+
+
+def _together(parts: Sequence[Gradients]) -> Gradients:
+    return {index: each for part in parts for index, each in part.items()}
+
+
+def _same(gradient: Any) -> Any:
+    return gradient if isinstance(gradient, tf.IndexedSlices) else tf.identity(gradient)
