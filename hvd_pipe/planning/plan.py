@@ -93,8 +93,12 @@ class Plan:
             lines.append(f"sent as {' '.join(map(str, self.order))}, behind the next forward pass")
         for tried, where in ((self.tried, ""), (self.tried_forward, "behind the next forward, ")):
             if tried:
-                seen = ", ".join(f"{count} messages: {s * 1e3:.1f} ms" for count, s in tried)
+                seen = ", ".join(
+                    f"{count} message{'s' * (count != 1)}: {s * 1e3:.1f} ms" for count, s in tried
+                )
                 lines.append(f"tried in training, {where}a step with {seen}")
+        if self.tried_forward and self.order is None:
+            lines.append("the barrier stays, as its steps were no slower")
         return "\n".join(lines)
 
     def to_json(self) -> str:

@@ -32,7 +32,6 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
     if reduction.alone:
         return
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator] # eager operations lose names
     def counts() -> tf.Tensor:
         return mpi_ops._allreduce(
             tf.constant([mine], tf.float32),
@@ -43,7 +42,8 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
         )
 
     with tf.init_scope(), tf.device("/cpu:0"), waiting_for(name), refused():
-        found = counts().numpy()
+        # In a graph, as eager operations lose their names.
+        found = tf.function(counts, autograph=False).get_concrete_function()().numpy()
     if (found % reduction.workers).any():
         raise RanksDisagreeError(_ALONE)
 
