@@ -35,7 +35,7 @@ from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
 from rich.console import Console
 from throughput_rank import write
-from throughput_report import bounds, judged, table, write_page
+from throughput_report import all_bounds, table, write_page
 from tqdm import tqdm
 
 from hvd_pipe.planning.codec import CODECS
@@ -463,8 +463,8 @@ def main() -> int:
         return 130  # as a shell says it
     finally:
         progress.close()
-    if judged(found):
-        Console(width=170).print(bounds(found))
+    for sheet in all_bounds(found):
+        Console(width=170).print(sheet)
     if options.page:
         write_page(found, Path(options.page))
     return 0

@@ -23,7 +23,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 
-__all__ = ["bounds", "draw", "judged", "limit_s", "summary", "table", "write_page"]
+__all__ = ["all_bounds", "bounds", "draw", "limit_s", "summary", "table", "write_page"]
 
 FORWARD = "merged-gradient:overlap=forward"
 SETTINGS = {
@@ -177,7 +177,7 @@ def summary(cells: list[dict[str, Any]]) -> Table:
         found.add_row(
             cell["model"],
             f"{cell['workers']}",
-            f"{cell['compute']} {best_s(cell, 'single') * 1e3:.0f} ms",
+            f"{cell['compute']} {best_s(cell, 'single') * 1e3:.0f} ms{_beside(cell)}",
             cell["backend"],
             f"{cell['ratio']:g}",
             *("-" if math.isnan(stock / each) else f"{stock / each:.2f}" for each in seconds),
@@ -205,8 +205,7 @@ def write_page(cells: list[dict[str, Any]], path: Path) -> None:
         picture = path.with_name(f"{path.stem}-{number + 1}.png")
         draw(some, picture)
         console.print(f"\n![{title}]({picture.name})")
-    sheets = [bounds(cells)] if judged(cells) else []
-    for sheet in (*sheets, summary(cells), *map(table, cells)):
+    for sheet in (*all_bounds(cells), summary(cells), *map(table, cells)):
         console.print(f"\n## {sheet.title}")
         sheet.title, sheet.box = None, box.MARKDOWN
         console.print(sheet)
@@ -219,9 +218,12 @@ def setting(cell: dict[str, Any]) -> str:
     compute = f"{cell['compute']} compute"
     if cell["compute"] == "emulated":
         compute += f" of {cell['settings']['compute_ms']:g} ms"
+    return f"{cell['workers']} workers, {compute}, Horovod over {cell['backend']}{_beside(cell)}"
+
+
+def _beside(cell: dict[str, Any]) -> str:
     busy = cell["settings"].get("busy")
-    where = f", one core {busy:.0%} busy" if busy else ""
-    return f"{cell['workers']} workers, {compute}, Horovod over {cell['backend']}{where}"
+    return f", one core {busy:.0%} busy" if busy else ""
 
 
 JUDGED_WORKERS = 4
@@ -229,17 +231,28 @@ JUDGED_WORKERS = 4
 
 def judged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the cells that `bounds` is about."""
-    wanted = ("emulated", JUDGED_WORKERS)
-    return [cell for cell in cells if (cell["compute"], cell["workers"]) == wanted]
+    wanted = ("emulated", JUDGED_WORKERS, "gloo")
+    return [
+        cell for cell in cells if (cell["compute"], cell["workers"], cell["backend"]) == wanted
+    ]
+
+
+def all_bounds(cells: list[dict[str, Any]]) -> list[Table]:
+    """Return `bounds` of cells of their own, and of those beside a process that takes a core."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in judged(cells):
+        groups.setdefault(_beside(cell), []).append(cell)
+    return [bounds(some) for _, some in sorted(groups.items())]
 
 
 def bounds(cells: list[dict[str, Any]]) -> Table:
     """Return each bound with the worst cell, or the best where one will do.
 
-    All are ratios of medians within one cell; cells of 4 workers and emulated compute count.
+    All are ratios of medians within one cell; cells of 4 workers, emulated compute and Gloo count.
     """
     cells = judged(cells)
-    found = Table(title=f"Bounds ({JUDGED_WORKERS} workers, emulated compute)")
+    where = _beside(cells[0]) if cells else ""
+    found = Table(title=f"Bounds ({JUDGED_WORKERS} workers, emulated compute, Gloo{where})")
     for heading in ("what", "bound", "reached", "where"):
         found.add_column(heading)
     for text, least, values, all_cells in _bounds(cells):

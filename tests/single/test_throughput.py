@@ -125,9 +125,17 @@ def test_bounds_are_of_the_worst_cell_or_the_best_where_one_will_do() -> None:
     assert found["the best strategy / conventional, r = 8"] == "not measured"
 
 
-@pytest.mark.parametrize("changed", [{"workers": 2}, {"compute": "cpu"}])
-def test_bounds_are_of_four_workers_and_emulated_compute(changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changed", [{"workers": 2}, {"compute": "cpu"}, {"backend": "mpi"}])
+def test_bounds_are_of_four_workers_emulated_compute_and_gloo(changed: dict[str, Any]) -> None:
     assert set(reached([cell(**changed)]).values()) == {"not measured"}
+
+
+def test_cells_beside_a_busy_process_have_bounds_of_their_own() -> None:
+    busy = {**cell()["settings"], "busy": 0.5}
+    quiet, beside = report.all_bounds([cell(settings=busy), cell()])
+    assert quiet.title == "Bounds (4 workers, emulated compute, Gloo)"
+    assert beside.title == "Bounds (4 workers, emulated compute, Gloo, one core 50% busy)"
+    assert not report.all_bounds([cell(workers=2)])
 
 
 @pytest.mark.parametrize("kept", ["single", "conventional", "merged-gradient", "horovod"])
