@@ -166,6 +166,60 @@ def _uneven(text: str) -> Arrays:
     return _weights(names)
 
 
+def _loop(text: str) -> Arrays:
+    """A loop over the reader's own data, that ends with `synchronize()`."""
+    names = _start("pipe-sgd")
+    data = {"loader": [(torch.ones(6, 4) * (1 + hvd.rank()), TARGETS)] * STEPS}
+    execute(text, {**names, **data, "loss_fn": nn.functional.cross_entropy})
+    return _weights(names)
+
+
+def _local_steps(text: str) -> Arrays:
+    names = execute(text, _start(), _train)
+    return _weights(names)
+
+
+_tutorial: Names = {}
+"""What the blocks of the tutorial leave for those that follow."""
+
+
+def _script(text: str) -> Arrays:
+    """The tutorial's first script, which stock Horovod runs."""
+    import horovod.torch as stock  # noqa: PLC0415 - the block imports it, too
+
+    _tutorial.update(execute(text, {}))
+    assert _tutorial["hvd"] is stock
+    assert _tutorial["accuracy"] > 0.8
+    return _weights(_tutorial)
+
+
+def _renewed(text: str) -> Arrays:
+    """A block that makes another optimizer, for a model that no other optimizer knows."""
+    model = _tutorial["model"]
+    fresh = nn.Sequential(*(type(layer)(*_sizes(layer)) for layer in model))
+    hvd.broadcast_parameters(fresh.state_dict(), root_rank=0)
+    _tutorial.update(execute(text, {**_tutorial, "model": fresh}))
+    assert _tutorial["hvd"] is hvd
+    return _weights(_tutorial)
+
+
+def _sizes(layer: nn.Module) -> tuple[int, ...]:
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else ()
+
+
+def _checkpoint(text: str) -> Arrays:
+    """What `save` has written, `resume` gives to all ranks."""
+    restored = "save(model, optimizer, 3)\nassert resume(model, optimizer) == 3\n"
+    _tutorial.update(execute(f"{text}\n{restored}", _tutorial))
+    return _weights(_tutorial)
+
+
+def _epochs(text: str) -> Arrays:
+    _tutorial.update(execute(text, _tutorial))
+    assert _tutorial["accuracy"] > 0.8
+    return _weights(_tutorial)
+
+
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/pipedream.md python 0": _pipeline,  # first: its `init` allows process sets later
     "README.md python 0": _changed_line,
@@ -177,9 +231,17 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/pytorch.md python 1": _scaled,
     "docs/pytorch.md python 2": _clipping,
     "docs/strategies.md python 0": _optimizer,
-    "docs/strategies.md python 1": _saved_plan,
-    "docs/strategies.md python 2": _automatic,
-    "docs/strategies.md python 3": _unequal_speed,
+    "docs/merged-gradient.md python 0": _saved_plan,
+    "docs/pipe-sgd.md python 0": _loop,
+    "docs/cocod.md python 0": _unequal_speed,
+    "docs/auto.md python 0": _automatic,
+    "docs/migration.md python 0": _optimizer,
+    "docs/migration.md python 1": _local_steps,
+    "docs/tutorial.md python 0": _script,
+    "docs/tutorial.md python 1": _renewed,
+    "docs/tutorial.md python 2": _renewed,
+    "docs/tutorial.md python 3": _checkpoint,
+    "docs/tutorial.md python 4": _epochs,
     "docs/uneven-data.md python 0": _uneven,
 }
 

@@ -152,7 +152,7 @@ def test_bad_ratio(ratio: float) -> None:
 def test_stability_is_what_was_measured(
     momentum: float, synchronous: float, none: float, previous: float, local: float
 ) -> None:
-    """The table of docs/strategies.md; tests/parallel/test_prediction.py has real ranks."""
+    """The table of docs/pipe-sgd.md; tests/parallel/test_prediction.py has real ranks."""
     assert stable_rate(MergedGradient(), momentum) == pytest.approx(synchronous)
     assert stable_rate(LocalSGD(), momentum) == pytest.approx(synchronous)
     assert stable_rate(PipeSGD(), momentum) == pytest.approx(none)
@@ -189,7 +189,7 @@ def test_below_the_limit_it_settles_and_above_it_does_not(momentum: float, width
 
 
 def replicas_of_cocod(method: CoCoD, rate: float, momentum: float) -> float:
-    """The size of three replicas after many rounds of the rule of docs/strategies.md."""
+    """The size of three replicas after many rounds of the rule of docs/cocod.md."""
     weights, velocity, rounds = np.array([1.0, -2.0, 1.5]), np.zeros(3), 1500
     anchors = np.array([[weights.mean(), 0.0], [0.0, 0.0]])  # of weights and velocity: z, v
     for _ in range(rounds):

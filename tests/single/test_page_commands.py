@@ -11,6 +11,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -35,7 +36,8 @@ ELSEWHERE = {
         f"{EXAMPLES}::test_mnist_takes_its_strategy_from_the_environment"
     ),
 }
-RUN = ("README.md", "docs/planning.md", "docs/timelines.md")
+RUN = ("README.md", "docs/planning.md", "docs/timelines.md", "docs/tutorial.md")
+SHOWN = "docs/worth-it.md"  # the block behind a command is what the command prints
 
 TRAIN = """
 import torch
@@ -115,6 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages' commands read: a script, a cluster that was measured, a job's timeline."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "train.py").write_text(TRAIN)
+    (folder / "tests").symlink_to(pages.ROOT / "tests")
     ring = CommModel.linear(1e-4, 1e-9)
     measured = Network(None, measured=ring, measured_workers=2)
     Cluster(2, measured).save(folder / "cluster.json")
@@ -150,3 +153,26 @@ def test_commands_run(
             if "-o" in words:
                 assert Path(words[words.index("-o") + 1]).stat().st_size > 0
             ran.add(command)
+
+
+OUTPUTS = [
+    (command.text.strip(), output.text)
+    for command, output in pairwise(pages.blocks(pages.ROOT / SHOWN))
+    if output.language == "text"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "output"), OUTPUTS, ids=[command for command, _ in OUTPUTS])
+def test_a_page_shows_what_a_command_prints(
+    command: str,
+    output: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    main.main(shlex.split(command)[1:], prog_name="hvd-pipe", standalone_mode=False)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == output.splitlines()
