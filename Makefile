@@ -2,6 +2,7 @@
 # make test   the same set-up, then all tests, two files at a time (WORKERS=1 one after the other)
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
+# make docs   the site, in build/docs/index.html
 # make setup | lint | clean
 # CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
 
@@ -16,7 +17,7 @@ VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test test-fast image setup lint clean
+.PHONY: demo test test-fast image docs setup lint clean
 
 # horovodrun imports TensorFlow, which speaks of the processor unless told not to.
 demo: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -33,6 +34,9 @@ test-fast: setup
 
 image:
 	$(ENGINE) build -f docker/Dockerfile.$(IMAGE) -t hvd_pipe:$(IMAGE) .
+
+docs: setup
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
 setup:
 	@$(PYTHON) docker/setup_env.py --venv $(VENV) $(if $(filter 1,$(CUDA)),--cuda)

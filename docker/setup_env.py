@@ -152,7 +152,7 @@ def python_packages(python: Path, cuda: bool, tools: bool, tensorflow: bool, log
             "psutil",
             "pyyaml",
             "-e",
-            *([f"{ROOT}[mpi,plot,dev]"] if tools else [f"{ROOT}[mpi,plot]", *EXAMPLES]),
+            *([f"{ROOT}[mpi,plot,dev,docs]"] if tools else [f"{ROOT}[mpi,plot]", *EXAMPLES]),
         ],
         log,
         AGAIN,

@@ -2,7 +2,7 @@
 
 Each worker is a resource, and so is the link, which carries one message at a time, first in,
 first out. An all-reduce starts when the link is free and every worker has made its part, so one
-straggler delays all; whom it delays, and when, is the method's:
+straggler delays all; whom it delays, and when, is the method's::
 
     gradients     worker  forward, backward, wait for the average of step t - lag, update
                   link    bucket i leaves when the last worker has it (Pipe-SGD: lag 1, else 0)

@@ -133,8 +133,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 
     Args:
         gradtape: A ``tf.GradientTape``, persistent or not, recorded or about to.
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
-            num_groups, groups, process_set, scale_local_gradients: As `DistributedOptimizer`.
+        device_dense, device_sparse, compression, sparse_as_dense, op: As `DistributedOptimizer`.
+        gradient_predivide_factor, num_groups, groups, process_set: As there.
+        scale_local_gradients: As there.
         strategy: ``"merged-gradient"`` or ``"pipe-sgd"``, with options as in
             ``"pipe-sgd:warmup_steps=100"``; None takes ``HVD_PIPE_STRATEGY``.
 

@@ -246,7 +246,7 @@ def test_an_image_gets_what_running_needs(
     setup_env.python_packages(Path("python"), cuda, not image, True, tmp_path / "log")
     last = [str(part) for part in commands[-1]]
     assert ("scikit-learn" in last and "tqdm" in last) == image
-    assert last[last.index("-e") + 1] == f"{ROOT}[mpi,plot{'' if image else ',dev'}]"
+    assert last[last.index("-e") + 1] == f"{ROOT}[mpi,plot{'' if image else ',dev,docs'}]"
     # and-cuda brings CUDA 12 packages, which overwrite torch's CUDA 13 files (nvidia/nccl, cudnn)
     assert f"tensorflow{'' if cuda else '-cpu'}=={pins()['tensorflow-cpu']}" in last
 
