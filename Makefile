@@ -19,9 +19,9 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
 .PHONY: demo test test-fast image docs setup lint clean
 
-# horovodrun imports TensorFlow, which speaks of the processor unless told not to.
-demo: export TF_CPP_MIN_LOG_LEVEL = 3
-demo: export TF_ENABLE_ONEDNN_OPTS = 0
+# horovodrun and the site import TensorFlow, which speaks of the processor unless told not to.
+demo docs: export TF_CPP_MIN_LOG_LEVEL = 3
+demo docs: export TF_ENABLE_ONEDNN_OPTS = 0
 demo:
 	@$(PYTHON) docker/setup_env.py --venv $(VENV) --torch-only $(if $(filter 1,$(CUDA)),--cuda)
 	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare

@@ -49,6 +49,7 @@ myst_heading_anchors = 4
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 default_role = "py:obj"
 

@@ -28,7 +28,7 @@ LAYERS, GRADIENT_BYTES = 8, 1000
 LAYER = LayerProfile("layer", GRADIENT_BYTES, BACKWARD_S / LAYERS, FORWARD_S / LAYERS)
 MODEL = ModelProfile(tuple(replace(LAYER, name=f"layer {i}") for i in range(LAYERS)))
 
-WIDTH, LEFT, RIGHT = 640, 68, 16
+WIDTH, LEFT, RIGHT = 560, 66, 12
 BAR, ROW, PANEL, TITLE = 26, 30, 100, 24  # heights
 CHARACTER = 8.5  # width of one
 
@@ -132,7 +132,8 @@ def draw(panels: Sequence[Panel], span: int) -> str:
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom - 10}" y2="{bottom - 4}"/>')
         parts.append(_text(x, bottom + 10, str(tick), "axis"))
     parts += _legend(bottom + ROW + 8)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
 
 
