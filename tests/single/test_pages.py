@@ -16,7 +16,6 @@ README_LINES = 180
 ON_THE_SITE = {
     *(f"docs/{name}.md" for name in ("index", "benchmarks", "changelog", "contributing", "tests")),
     *(f"docs/{name}.md" for name in ("merged-gradient", "pipe-sgd", "cocod", "auto")),
-    *(f"docs/{name}.md" for name in ("getting-started", "tutorial", "worth-it", "migration")),
 }
 
 
