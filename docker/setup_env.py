@@ -2,7 +2,7 @@
 """Make the environment that ``make demo`` and ``make test`` run in: everything, or a clear line.
 
 System packages (installed when root, named otherwise), a virtual environment, the pinned Python
-packages, Horovod (docker/build_horovod.py) and this project. A second run takes no time.
+packages, Horovod (hvd_pipe/build_horovod) and this project. A second run takes no time.
 
     python3 docker/setup_env.py [--venv .venv] [--cuda] [--image | --torch-only]
 
@@ -19,40 +19,26 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from steps import SetupError, run, say
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hvd_pipe.build_horovod import system
+from hvd_pipe.build_horovod.steps import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "docker" / "constraints.txt"
 AGAIN = "Check the network, then run the same command again."
 
-# What must be there -> the Debian/Ubuntu package that brings it.
-TOOLS = {
-    "mpirun": "openmpi-bin",
-    "mpicxx": "libopenmpi-dev",
-    "cmake": "cmake",
-    "g++": "g++",
-    "make": "make",
-}
 # For the emulated cluster (benchmarks/cluster.py), which only root can have.
 ROOT_TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
-SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # where they are, and not every root's PATH leads
 
 # What torch_examples/ needs beyond hvd_pipe itself: an image has it without the other tools.
 EXAMPLES = ("scikit-learn", "tqdm")
 
 
 def missing_packages() -> list[str]:
-    tools = TOOLS | (ROOT_TOOLS if os.geteuid() == 0 else {})
-    path = f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
-    packages = [
-        package for tool, package in tools.items() if shutil.which(tool, path=path) is None
-    ]
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        packages.append("python3-dev")
+    """Return the system packages that are missing for the build, the tests and an environment."""
+    packages = system.missing_packages(more=ROOT_TOOLS if os.geteuid() == 0 else {})
     probe = "import venv, ensurepip"
     if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
         packages.append("python3-venv")
@@ -64,11 +50,9 @@ def system_packages(log: Path) -> None:
     if not packages:
         say("  system packages: all there")
         return
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise system.packages_error(packages)
     install = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
-    if shutil.which("apt-get") is None:
-        raise SetupError(f"missing what Debian calls {' '.join(packages)}: install these first.")
-    if os.geteuid() != 0:
-        raise SetupError(f"missing system packages. Run: sudo {' '.join(install)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     run("apt-get update", ["apt-get", "update"], log, AGAIN, env=environment)
     run(f"apt-get install {' '.join(packages)}", install, log, AGAIN, env=environment)
@@ -147,10 +131,7 @@ def python_packages(python: Path, cuda: bool, tools: bool, tensorflow: bool, log
             *pip,
             "--no-build-isolation",
             *wanted,
-            "cffi",
-            "cloudpickle",
-            "psutil",
-            "pyyaml",
+            *system.PYTHON_PACKAGES,
             "-e",
             *([f"{ROOT}[mpi,plot,dev,docs]"] if tools else [f"{ROOT}[mpi,plot]", *EXAMPLES]),
         ],
@@ -180,7 +161,8 @@ def fingerprint(cuda: bool, image: bool, torch_only: bool) -> str:
     """Hash the files that decide what gets installed; the stamp in the environment holds it."""
     digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda} {image} {torch_only}".encode())
     for path in [
-        *sorted((ROOT / "docker").glob("*.py")),
+        Path(__file__),
+        *sorted((ROOT / "hvd_pipe" / "build_horovod").glob("*.py")),
         CONSTRAINTS,
         ROOT / "pyproject.toml",
         ROOT / "setup.py",
@@ -229,8 +211,7 @@ def main() -> None:
     say("[3/4] Python packages")
     python_packages(python, cuda, not (image or torch_only), not torch_only, log)
     say("[4/4] Horovod")
-    options = [*(["--cuda"] if cuda else []), *(["--pytorch-only"] if torch_only else [])]
-    recipe = [python, ROOT / "docker" / "build_horovod.py", *options]
+    recipe = [python, "-m", "hvd_pipe.build_horovod", *(["--cuda"] if cuda else [])]
     if subprocess.run(recipe, check=False).returncode != 0:
         sys.exit(1)  # the recipe has said why
     if image:

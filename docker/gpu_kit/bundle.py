@@ -16,10 +16,11 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import build_horovod as recipe
+from hvd_pipe.build_horovod.recipe import VERSION, fetch_source
+from hvd_pipe.build_horovod.steps import SetupError, run, say
 from setup_env import pin
-from steps import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MOST_BYTES = 60 * 2**20
@@ -31,7 +32,7 @@ WHEELS = (
     *("click", "markdown-it-py", "mdurl", "Pygments", "rich"),
 )
 FILES = (
-    *("docker/gpu_check.sh", "docker/build_horovod.py", "docker/steps.py", "docker/gpu_kit/*.py"),
+    *("docker/gpu_check.sh", "docker/gpu_kit/*.py"),
     *("tests/parallel/cells.py", "tests/parallel/codec_reference.py"),
     *("tests/parallel/problem.py", "tests/parallel/reference.py", "tests/parallel/serial.py"),
     *("torch_examples/models.py", "LICENSE"),
@@ -64,8 +65,8 @@ def gather(folder: Path, python: str, machine: str, more: list[str]) -> None:
     """Put what is not in the checkout into ``folder``: Horovod's source, and wheels."""
     log = folder.parent / "bundle.log"
     again = "Check the network, then run the same command again."
-    recipe.fetch_source(folder.parent)
-    sdist = f"horovod-{recipe.VERSION}.tar.gz"
+    fetch_source(folder.parent)
+    sdist = f"horovod-{VERSION}.tar.gz"
     (folder.parent / sdist).rename(folder / sdist)
     wheels = folder / "wheels"
     command = wheel_command([*WHEELS, *more], python, machine, wheels)

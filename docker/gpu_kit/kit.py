@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+# An archive has hvd_pipe as a wheel, from which Python imports as from a folder.
+sys.path.insert(0, str(next(Path(sys.path[0]).glob("wheels/hvd_pipe-*.whl"), "")))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import build_horovod as recipe
-from steps import SetupError, say
+from hvd_pipe.build_horovod.recipe import VERSION
+from hvd_pipe.build_horovod.steps import SetupError, say
 
 import page
 from job import ROOT, Kit, SectionError
@@ -139,7 +141,7 @@ print(json.dumps({
 
 
 def build(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
-    """Horovod with Gloo, and with NCCL on a GPU, by docker/build_horovod.py."""
+    """Horovod with Gloo, and with NCCL on a GPU, by hvd_pipe.build_horovod."""
     begun = time.monotonic()
     kind = [] if kit.cpu else ["--cuda"]
     said = kit.run(recipe_command(kit, *kind), limit_s, **cuda_variables(kit))
@@ -151,11 +153,11 @@ def build(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
 
 def recipe_command(kit: Kit, *more: object) -> list[object]:
     """Return the recipe's command for PyTorch and Gloo, from the archive that lies here."""
-    source = ROOT / f"horovod-{recipe.VERSION}.tar.gz"
+    source = ROOT / f"horovod-{VERSION}.tar.gz"
     local = ["--source", source] if source.exists() else []
     return [
-        *(kit.python, ROOT / "docker" / "build_horovod.py"),
-        *("--pytorch-only", "--without-mpi", *local, *more),
+        *(kit.python, "-m", "hvd_pipe.build_horovod"),
+        *("--only", "torch", "--without-mpi", *local, *more),
     ]
 
 

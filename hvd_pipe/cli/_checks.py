@@ -26,7 +26,7 @@ __all__ = [
     "version_rows",
 ]
 
-BUILD = "make setup in hvd_pipe's checkout, or python docker/build_horovod.py with this Python"
+BUILD = "hvd-pipe build-horovod"
 VARIABLES = (
     "HVD_PIPE_CHECK",
     "HVD_PIPE_CHECK_SEED",
@@ -109,10 +109,9 @@ def version_rows(answer: Answer) -> list[Row]:
         "numpy": "pip install numpy",
         "horovod": BUILD,
     }
-    want = {
-        "torch": "pip install torch, then build Horovod again: " + BUILD,
-        "mpi4py": "pip install mpi4py (only pipelines need it)",
-    }
+    want = {"mpi4py": "pip install mpi4py (only pipelines need it)"}
+    if answer.found.get("tensorflow") is None:
+        want["torch"] = "pip install torch, then build Horovod again: " + BUILD
     rows = []
     for name, version in answer.found.items():
         absent = need | want
@@ -134,9 +133,10 @@ def built_rows(torch: Answer, tensorflow: Answer, installed: Mapping[str, Any]) 
 
     Args:
         torch: What importing our package for PyTorch told.
-        tensorflow: What importing Horovod for TensorFlow told.
+        tensorflow: What importing our package for TensorFlow told.
         installed: Versions by name; a framework that is not installed needs no mending.
     """
+    alone = installed.get("tensorflow") is not None and installed.get("torch") is None
     frameworks = []
     for name, package, answer in (
         ("PyTorch", "torch", torch),
@@ -150,7 +150,7 @@ def built_rows(torch: Answer, tensorflow: Answer, installed: Mapping[str, Any]) 
                 not answer.error,
                 ("" if not answer.error else answer.error if there else "not installed"),
                 _mend(answer.error, package) if answer.error and there else "",
-                package == "torch",
+                package == ("tensorflow" if alone else "torch"),
             )
         )
     built = torch.found or tensorflow.found
@@ -171,8 +171,8 @@ def built_rows(torch: Answer, tensorflow: Answer, installed: Mapping[str, Any]) 
 
 def _mend(error: str, package: str) -> str:
     if "no answer" in error:
-        module = "hvd_pipe.torch" if package == "torch" else f"horovod.{package}"
-        return f"python -X importtime -c 'import {module}' shows where it hangs; or more --timeout"
+        statement = f"import hvd_pipe.{package}"
+        return f"python -X importtime -c '{statement}' shows where it hangs; or more --timeout"
     return BUILD
 
 
@@ -222,7 +222,7 @@ def cuda_rows(answer: Answer, nccl_built: bool) -> list[Row]:
     found = answer.found
     if not found["devices"]:
         if found["driver"] and found["torch_cuda"] is None:
-            todo = "CUDA=1 make setup: an environment with CUDA builds and NCCL"
+            todo = "pip install a CUDA build of torch, then hvd-pipe build-horovod --cuda"
             return [Row("GPUs", "CUDA", False, "a driver, but torch is a CPU build", todo)]
         if found["torch_cuda"] is None:
             return [Row("GPUs", "CUDA", False, "torch is a CPU build, and there is no driver")]
@@ -233,7 +233,7 @@ def cuda_rows(answer: Answer, nccl_built: bool) -> list[Row]:
         memory = f"{device['memory_bytes'] / _GIB:.1f} GiB"
         rows.append(Row("GPUs", f"GPU {number}", True, f"{device['name']}, {memory}"))
     if not nccl_built:
-        todo = "CUDA=1 make setup: without NCCL gradients travel through the host's memory"
+        todo = "hvd-pipe build-horovod --cuda: without NCCL gradients go through the host's memory"
         rows.append(Row("GPUs", "NCCL in Horovod", False, "not built", todo))
     return rows
 

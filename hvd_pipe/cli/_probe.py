@@ -10,6 +10,8 @@ ever.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -154,8 +156,8 @@ def horovod_torch() -> dict[str, Any]:
 
 
 def horovod_tensorflow() -> dict[str, Any]:
-    """Import Horovod for TensorFlow; return what it was built with."""
-    import horovod.tensorflow as hvd
+    """Import our package for TensorFlow; return what its Horovod was built with."""
+    import hvd_pipe.tensorflow as hvd
 
     return _built(hvd)
 
@@ -181,8 +183,7 @@ def mpi() -> dict[str, Any]:
 
 def mpi_of_horovod() -> dict[str, Any]:
     """Return the same as Horovod sees it, where mpi4py is missing."""
-    import horovod.torch as hvd
-
+    hvd = importlib.import_module(f"horovod.{_framework()}")
     hvd.init()
     try:
         multiple = hvd.mpi_enabled() and hvd.mpi_threads_supported()
@@ -249,26 +250,43 @@ def machine() -> dict[str, Any]:
 
 def self_test() -> dict[str, Any]:
     """All-reduce through our package among the ranks that run this; return what came out."""
-    import torch
-
-    import hvd_pipe.torch
-
-    hvd: Any = hvd_pipe.torch  # most of its names are Horovod's, which has no types
+    hvd: Any = importlib.import_module(f"hvd_pipe.{_framework()}")
     hvd.init()
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size()
-    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
-    ones = torch.full((1000,), float(hvd.rank() + 1), device=device)
-    total = hvd.allreduce(ones, op=hvd.Sum, name="doctor")
+    total, device = (_sum_in_torch if _framework() == "torch" else _sum_in_tensorflow)(hvd)
     expected = hvd.size() * (hvd.size() + 1) / 2
     answer = {
         "ranks": hvd.size(),
         "right": bool((total == expected).all()),
-        "device": str(device.type),
+        "device": device,
         "controller": "MPI" if hvd.mpi_enabled() else "Gloo",
     }
     first = hvd.rank() == 0
     hvd.shutdown()
     return answer if first else {}
+
+
+def _framework() -> str:
+    """The framework that trains here: TensorFlow where there is no torch."""
+    return "torch" if importlib.util.find_spec("torch") else "tensorflow"
+
+
+def _sum_in_torch(hvd: Any) -> tuple[Any, str]:
+    """Return the sum of ``rank + 1`` over the ranks, and the device that it was on."""
+    import torch
+
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size()
+    device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
+    ones = torch.full((1000,), float(hvd.rank() + 1), device=device)
+    return hvd.allreduce(ones, op=hvd.Sum, name="doctor").cpu().numpy(), device.type
+
+
+def _sum_in_tensorflow(hvd: Any) -> tuple[Any, str]:
+    """Return the same from TensorFlow, on the CPU."""
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        ones = tf.fill([1000], float(hvd.rank() + 1))
+        return hvd.allreduce(ones, op=hvd.Sum, name="doctor").numpy(), "cpu"
 
 
 PROBES = {

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -85,7 +86,7 @@ def examine(hosts: Sequence[str], port: int | None, self_test: bool, seconds: in
         work[f"ssh {host}"] = lambda host=host: ask_host(host, port, "versions", seconds)  # type: ignore[misc]
     with progress("looking", len(work) + self_test) as step:
         answers = _all(work, step)
-        if answers["mpi"].error and answers["horovod_torch"].found.get("mpi"):
+        if answers["mpi"].error and _built(answers).get("mpi"):
             answers["mpi"] = ask("mpi_of_horovod", seconds)
         tools = {name: _tool(name) for name in ("horovodrun", "mpirun", "ssh")}
         rows = _rows(answers, tools, remote, seconds)
@@ -111,18 +112,22 @@ def _rows(
     answers: dict[str, Answer], tools: dict[str, str | None], remote: list[str], seconds: int
 ) -> list[Row]:
     here = answers["versions"].found
-    torch = answers["horovod_torch"]
     return [
         *checks.machine_rows(answers["machine"]),
         *checks.version_rows(answers["versions"]),
-        *checks.built_rows(torch, answers["horovod_tensorflow"], here),
+        *checks.built_rows(answers["horovod_torch"], answers["horovod_tensorflow"], here),
         *checks.tool_rows(tools, bool(remote)),
         *checks.mpi_rows(answers["mpi"]),
-        *checks.cuda_rows(answers["cuda"], bool(torch.found.get("nccl"))),
+        *checks.cuda_rows(answers["cuda"], bool(_built(answers).get("nccl"))),
         *checks.network_rows(answers["network"]),
         *checks.environment_rows(os.environ),
         *(checks.host_row(host, answers[f"ssh {host}"], here, seconds) for host in remote),
     ]
+
+
+def _built(answers: dict[str, Answer]) -> dict[str, Any]:
+    """Return what Horovod has, as the framework that loads tells."""
+    return answers["horovod_torch"].found or answers["horovod_tensorflow"].found
 
 
 def _self_test(

@@ -16,6 +16,7 @@ __all__ = ["COMMANDS", "main"]
 
 # In the order in which a new user needs them; each is hvd_pipe.cli.<name>'s `command`.
 COMMANDS = (
+    "build-horovod",
     "doctor",
     "bench",
     "profile",
@@ -37,7 +38,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"hvd_pipe.cli.{cmd_name}").command
+        command = importlib.import_module(f"hvd_pipe.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 

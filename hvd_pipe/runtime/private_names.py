@@ -308,8 +308,8 @@ def check(adapter: str) -> None:
     works = " ".join(f"{each}=={KNOWN_TO_WORK[each]}" for each in libraries)
     raise ImportError(
         f"hvd_pipe.{adapter} relies on private names that {have} does not have: {names}. "
-        f"Known to work: {works}. Install that, and build Horovod for it with `python "
-        "docker/build_horovod.py` in hvd_pipe's checkout."
+        f"Known to work: {works}. Install that, and build Horovod for it with `hvd-pipe "
+        "build-horovod`."
     )
 
 
@@ -324,9 +324,9 @@ def check_keras() -> None:
         raise ImportError(
             f"hvd_pipe.tensorflow needs Keras 3, as in TensorFlow 2.16 and newer (tested: 2.21); "
             f"this is Keras {keras.__version__} with TensorFlow {tf.__version__}. Upgrade with "
-            "`pip install 'tensorflow>=2.16'` and build Horovod for it with `python "
-            "docker/build_horovod.py` in hvd_pipe's checkout. Or stay, and import "
-            "horovod.tensorflow: under Keras 2, stock Horovod works."
+            "`pip install 'tensorflow>=2.16'` and build Horovod for it with `hvd-pipe "
+            "build-horovod`. Or stay, and import horovod.tensorflow: under Keras 2, stock Horovod "
+            "works."
         )
     if keras.backend.backend() != "tensorflow":
         raise ImportError(

@@ -12,8 +12,8 @@ try:
 except (ImportError, AttributeError) as error:
     check_keras()
     raise ImportError(
-        "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `make setup` in "
-        "hvd_pipe's checkout, or `python docker/build_horovod.py` with this Python."
+        "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `hvd-pipe "
+        "build-horovod` in this environment, with --cuda for GPUs."
     ) from error
 else:
     check("tensorflow")

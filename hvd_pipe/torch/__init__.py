@@ -9,8 +9,8 @@ try:
     _horovod.DistributedOptimizer  # noqa: B018 - absent when its extension is missing
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        "hvd_pipe.torch needs Horovod built for this torch: run `make setup` in hvd_pipe's "
-        "checkout, or `python docker/build_horovod.py` with this Python."
+        "hvd_pipe.torch needs Horovod built for this torch: run `hvd-pipe build-horovod` in this "
+        "environment, with --cuda for GPUs."
     ) from error
 else:
     from hvd_pipe.runtime.private_names import check

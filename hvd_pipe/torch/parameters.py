@@ -127,7 +127,9 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
     elif device == "meta":
         fix = "give the model memory first (model.to_empty(device=...), then load its weights)"
     elif device == "cuda" and not mpi_ops.cuda_built():
-        fix = "build Horovod for CUDA (make setup CUDA=1), or move the model to the CPU"
+        fix = (
+            "build Horovod for CUDA (hvd-pipe build-horovod --cuda), or move the model to the CPU"
+        )
     elif device not in ("cpu", "cuda"):
         fix = "move the model to the CPU or to a CUDA device"
     raise ValueError(

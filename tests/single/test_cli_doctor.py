@@ -101,7 +101,7 @@ def test_the_table_looks_like_check_build(answers: dict[str, Answer]) -> None:
             "horovod_torch",
             Answer(error="the process was ended by SIGSEGV"),
             "! [ ] PyTorch",
-            "-> make setup",
+            "-> hvd-pipe build-horovod",
         ),
         (
             "horovod_torch",
@@ -113,7 +113,7 @@ def test_the_table_looks_like_check_build(answers: dict[str, Answer]) -> None:
             "versions",
             Answer(GOOD["versions"] | {"horovod": None}),  # type: ignore[operator]
             "! [ ] horovod",
-            "build_horovod.py",
+            "-> hvd-pipe build-horovod",
         ),
         (
             "horovod_torch",
@@ -160,7 +160,7 @@ def test_what_training_needs_fails_the_run(
         (
             "cuda",
             Answer({"torch_cuda": None, "devices": [], "nccl": None, "driver": True}),
-            "CUDA=1 make setup",
+            "hvd-pipe build-horovod --cuda",
         ),
         (
             "cuda",
@@ -172,7 +172,7 @@ def test_what_training_needs_fails_the_run(
                     "driver": True,
                 }
             ),
-            "without NCCL gradients travel through the host's memory",
+            "without NCCL gradients go through the host's memory",
         ),
     ],
 )
@@ -184,6 +184,24 @@ def test_what_training_can_do_without_is_told_and_passes(
     result = invoke()
     assert result.exit_code == 0, result.output
     assert todo in result.stdout
+
+
+def test_tensorflow_alone_is_enough(answers: dict[str, Answer]) -> None:
+    """The row of PyTorch was required, so a machine for Keras was never good."""
+    answers["versions"] = Answer(answers["versions"].found | {"torch": None, "tensorflow": "2.21"})
+    answers["horovod_tensorflow"] = answers["horovod_torch"]
+    answers["horovod_torch"] = Answer(error="ImportError: no torch")
+    answers["mpi"] = Answer(error="ModuleNotFoundError: No module named 'mpi4py'")
+    answers["mpi_of_horovod"] = Answer({"library": None, "threads": "MPI_THREAD_MULTIPLE"})
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    assert "[X] TensorFlow" in result.stdout
+    assert "[X] MPI_THREAD_MULTIPLE" in result.stdout
+    assert "pip install torch" not in result.stdout
+    answers["horovod_tensorflow"] = Answer(error="ImportError: not built")
+    result = invoke()
+    assert result.exit_code == 1
+    assert "! [ ] TensorFlow" in result.stdout
 
 
 def test_without_mpi4py_horovod_is_asked_for_the_threads(answers: dict[str, Answer]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,28 @@ def test_the_archive_holds_the_kit_and_what_its_checks_import(tmp_path: Path) ->
         True,
         "the sum of 1 ranks",
     )
+
+
+def test_the_kit_runs_from_an_archive_where_hvd_pipe_is_a_wheel(tmp_path: Path) -> None:
+    """The recipe is a part of hvd_pipe, which is not installed yet when the kit starts."""
+    bundle.write(tmp_path / "b.tar.gz", tmp_path / "none")
+    with tarfile.open(tmp_path / "b.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    top = tmp_path / bundle.TOP
+    (top / "wheels").mkdir()
+    with zipfile.ZipFile(top / "wheels" / "hvd_pipe-0-py3-none-any.whl", "w") as wheel:
+        for path in (ROOT / "hvd_pipe").rglob("*.py"):
+            wheel.write(path, path.relative_to(ROOT))
+    for python in ([sys.executable], [sys.executable, "-S"]):
+        answer = subprocess.run(
+            [*python, top / "docker" / "gpu_kit" / "kit.py", "--help"],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "rehearse it over Gloo" in answer.stdout
 
 
 def test_an_archive_that_is_too_large_is_refused(

@@ -198,4 +198,4 @@ def test_the_adapter_says_so_at_its_import() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=200
     )
     assert "horovod.torch.mpi_ops._handle_map" in answer.stdout
-    assert "docker/build_horovod.py" in answer.stdout
+    assert "hvd-pipe build-horovod" in answer.stdout

@@ -15,7 +15,7 @@ have other memory, so the update leaves the parameter's version counter as it wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -101,7 +101,9 @@ class WeightVersions:
         self._newest = version
         self._shown = -1  # no version: the numbers' values have changed
         self.use(version)
-        with _unsafe_preserve_version_counter(self.parameters):
+        with ExitStack() as counters:
+            for parameter in self.parameters:  # torch 2.4 takes one tensor alone
+                counters.enter_context(_unsafe_preserve_version_counter(parameter))
             yield
         # Some optimizers put new tensors into parameters, in place of new values into theirs.
         self._values[version] = [parameter.data for parameter in self.parameters]

@@ -10,15 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvd_pipe.errors import HvdPipeError
+
+__all__ = ["SetupError", "run", "say"]
+
 _PERCENT = re.compile(rb"\[\s*(\d{1,3})%\]")
 _ERROR = re.compile(r"\berror\b|^E: |CMake Error|No space left", re.IGNORECASE)
 
 
-class SetupError(Exception):
+class SetupError(HvdPipeError):
     """A set-up step failed; the message says what failed and what to do, in one line."""
 
 
 def say(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)
 
 

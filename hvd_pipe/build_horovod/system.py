@@ -1,0 +1,152 @@
+"""What the recipe finds on this machine: packages, compilers, CUDA and NCCL."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_pipe.build_horovod.steps import SetupError
+
+__all__ = [
+    "PYTHON_PACKAGES",
+    "cuda_environment",
+    "cuda_home",
+    "first_line",
+    "installed",
+    "missing_packages",
+    "nccl_package",
+    "packages_error",
+]
+
+# What must be there -> the Debian/Ubuntu package that brings it.
+_TOOLS = {"cmake": "cmake", "c++": "g++", "make": "make"}
+_MPI_TOOLS = {"mpirun": "openmpi-bin", "mpicxx": "libopenmpi-dev"}
+_SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # not every root's PATH leads there
+
+PYTHON_PACKAGES = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
+"""What Horovod's build and Horovod itself import, beside a framework."""
+
+
+def missing_packages(mpi: bool = True, more: dict[str, str] | None = None) -> list[str]:
+    """Return the system packages that a build needs and this machine lacks.
+
+    Args:
+        mpi: Whether it is built with MPI.
+        more: Further commands that must be there, with the packages that bring them.
+
+    Example:
+        >>> missing_packages(mpi=False, more={"no-such-command": "its-package"})[-1]
+        'its-package'
+    """
+    tools = {**(_MPI_TOOLS if mpi else {}), **_TOOLS, **(more or {})}
+    path = f"{os.environ.get('PATH', os.defpath)}:{_SBIN}"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return [
+        *([] if headers else ["python3-dev"]),
+        *(package for tool, package in tools.items() if shutil.which(tool, path=path) is None),
+    ]
+
+
+def packages_error(packages: Sequence[str]) -> SetupError:
+    """Return the error that says how to install the system packages that are missing."""
+    names = " ".join(packages)
+    without = ""
+    if {"openmpi-bin", "libopenmpi-dev"} & set(packages):
+        without = " Or build with Gloo alone: --without-mpi."
+    if shutil.which("apt-get") is None:
+        return SetupError(f"missing what Debian calls {names}: install these first.{without}")
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    return SetupError(
+        f"missing system packages. Run: {sudo}apt-get install -y --no-install-recommends "
+        f"{names}.{without}"
+    )
+
+
+def installed(*names: str) -> str | None:
+    """Return the version of the first of some Python packages that is installed.
+
+    Example:
+        >>> installed("no-such-package") is None
+        True
+    """
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def first_line(command: list[str]) -> str:
+    """Return the first line that a command prints.
+
+    Raises:
+        SetupError: It failed.
+    """
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"`{' '.join(command)}` failed: {error}. Mend it first.") from error
+    return answer.strip().splitlines()[0]
+
+
+def cuda_home() -> Path:
+    """Return where the CUDA toolkit is.
+
+    Raises:
+        SetupError: There is none.
+    """
+    home = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda"))
+    if not (home / "bin" / "nvcc").exists():
+        raise SetupError(f"no nvcc in {home}: install the CUDA toolkit or set HOROVOD_CUDA_HOME.")
+    return home
+
+
+def nccl_package() -> Path:
+    """Return where torch's own NCCL wheel lies, which a thin environment has from another.
+
+    Raises:
+        SetupError: There is none.
+    """
+    for folder in (sysconfig.get_paths()["purelib"], *sys.path):
+        package = Path(folder) / "nvidia" / "nccl"
+        if (package / "lib" / "libnccl.so.2").exists():
+            return package
+    raise SetupError("no NCCL: install torch's CUDA build, or set HOROVOD_NCCL_HOME.")
+
+
+def cuda_environment(layout: Path, nccl: bool = True) -> dict[str, str]:
+    """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
+
+    Without NCCL, tensors of a GPU travel by way of the host.
+
+    Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the wheel has ``libnccl.so.2`` only,
+    so ``layout`` gets links to what is there.
+    """
+    home = cuda_home()
+    variables = {
+        "HOROVOD_CUDA_HOME": str(home),
+        # Horovod runs the nvcc on PATH, and torch, asked for CUDA's libraries, guesses from PATH.
+        "CUDA_HOME": str(home),
+        "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+    if not nccl:
+        return variables
+    variables |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
+    if "HOROVOD_NCCL_HOME" not in os.environ:
+        package = nccl_package()
+        (layout / "lib").mkdir(parents=True)
+        (layout / "include").symlink_to(package / "include")
+        for name in ("libnccl.so", "libnccl.so.2"):
+            (layout / "lib" / name).symlink_to(package / "lib" / "libnccl.so.2")
+        variables["HOROVOD_NCCL_HOME"] = str(layout)
+        # torch loads its NCCL itself; horovod.tensorflow has only this path to find it by.
+        flags = (os.environ.get("LDFLAGS"), f"-Wl,-rpath,{package / 'lib'}")
+        variables["LDFLAGS"] = " ".join(filter(None, flags))
+    return variables

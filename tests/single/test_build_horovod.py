@@ -1,0 +1,427 @@
+"""Horovod's recipe: its edits, its key, what it needs, what it says, and the command.
+
+Nothing is built here: `make setup` and `make matrix` do.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from hvd_pipe.build_horovod import __main__ as program
+from hvd_pipe.build_horovod import edits, recipe, steps, system
+from hvd_pipe.build_horovod.recipe import Features
+from hvd_pipe.cli import build_horovod as subcommand
+from hvd_pipe.cli.main import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_edits_follow_torch_and_tensorflow() -> None:
+    old = {edit.path: edit.new for edit in edits.edits(17, (2, 15))}
+    assert old["CMakeLists.txt"] == "set(CMAKE_CXX_STANDARD 17)"
+    assert old["horovod/torch/CMakeLists.txt"] == "set(CMAKE_CXX_STANDARD 17)"
+    new = {edit.path: edit.new for edit in edits.edits(20, (2, 21))}
+    assert new["CMakeLists.txt"] == "set(CMAKE_CXX_STANDARD 20)"
+    assert set(new) - set(old) == {"horovod/tensorflow/xla_mpi_ops.cc"}
+    cuda = {edit.path: edit.new for edit in edits.edits(20, (2, 21), cuda=True)}
+    assert set(cuda) - set(new) == {"horovod/tensorflow/mpi_ops.cc"}
+
+
+def test_an_edit_applies_once_or_not_at_all(tmp_path: Path) -> None:
+    edit = edits.Edit("a.txt", "14", "17")
+    (tmp_path / "a.txt").write_text("standard 14\n")
+    edits.apply(edit, tmp_path)
+    assert (tmp_path / "a.txt").read_text() == "standard 17\n"
+    for text, found in (("standard 17\n", 0), ("14 and 14\n", 2)):
+        (tmp_path / "a.txt").write_text(text)
+        with pytest.raises(steps.SetupError, match=rf"a.txt does not apply: '14' occurs {found}"):
+            edits.apply(edit, tmp_path)
+        assert (tmp_path / "a.txt").read_text() == text
+    with pytest.raises(steps.SetupError, match="occurs 0 times"):
+        edits.apply(edits.Edit("absent.txt", "14", "17"), tmp_path)
+
+
+def test_a_failing_step_says_why_and_what_to_do(tmp_path: Path) -> None:
+    log = tmp_path / "log" / "step.log"
+    program = "print('fine'); print('fatal error: mpi.h: No such file'); raise SystemExit(3)"
+    with pytest.raises(steps.SetupError) as caught:
+        steps.run("build it", [sys.executable, "-c", program], log, "Install libopenmpi-dev.")
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "build it failed: fatal error: mpi.h: No such file" in said
+    assert str(log) in said
+    assert said.endswith("Install libopenmpi-dev.")
+    with pytest.raises(steps.SetupError, match=r"build it failed: .*no-such-program.*Do that\."):
+        steps.run("build it", ["no-such-program"], log, "Do that.")
+
+
+def test_a_step_that_works_keeps_its_output_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps.run("count", [sys.executable, "-c", "print('[ 50%] half')"], tmp_path / "log", "")
+    assert (tmp_path / "log").read_text() == "[ 50%] half\n"
+    assert "count: done in" in capsys.readouterr().out
+
+
+def test_the_cuda_build_uses_one_toolkit_and_its_libraries_find_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit, package, layout = (tmp_path / name for name in ("cuda", "nccl", "layout"))
+    for name in (toolkit / "bin" / "nvcc", package / "lib" / "libnccl.so.2"):
+        name.parent.mkdir(parents=True)
+        name.touch()
+    monkeypatch.setattr(system, "nccl_package", lambda: package)
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", os.fspath(toolkit))
+    monkeypatch.setenv("LDFLAGS", "-s")
+    monkeypatch.delenv("HOROVOD_NCCL_HOME", raising=False)
+    environment = system.cuda_environment(layout)
+    # torch and Horovod's CMake would each look for a toolkit by themselves, and may find another
+    assert environment["CUDA_HOME"] == environment["HOROVOD_CUDA_HOME"] == os.fspath(toolkit)
+    assert environment["PATH"].split(os.pathsep)[0] == os.fspath(toolkit / "bin")
+    assert environment["LDFLAGS"] == f"-s -Wl,-rpath,{package}/lib"
+    assert (layout / "lib" / "libnccl.so").resolve() == package / "lib" / "libnccl.so.2"
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_the_source_unpacks_on_a_python_without_tar_filters(
+    filters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's Python 3.11.2 has none, and extractall(filter=...) ended the build there."""
+    if not filters and sys.version_info < (3, 14):  # newer ones need it themselves
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    (tmp_path / "readme").write_text("Horovod")
+    name = f"horovod-{recipe.VERSION}"
+    with tarfile.open(tmp_path / f"{name}.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "readme", f"{name}/readme")
+    digest = hashlib.sha256((tmp_path / f"{name}.tar.gz").read_bytes()).hexdigest()
+    monkeypatch.setattr(recipe, "SDIST_SHA256", digest)
+    monkeypatch.setattr(recipe, "run", lambda *_: None)
+    assert (recipe.fetch_source(tmp_path) / "readme").read_text() == "Horovod"
+
+
+def test_the_download_is_compared_with_its_hash_before_pip_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip download` runs the setup.py of an sdist.
+
+    The hash was compared after that: a replaced archive had run by then.
+    """
+    package = tmp_path / "index" / f"horovod-{recipe.VERSION}"
+    package.mkdir(parents=True)
+    ran = tmp_path / "ran"
+    (package / "setup.py").write_text(
+        f"open({os.fspath(ran)!r}, 'w')\n"
+        f"from setuptools import setup\nsetup(name='horovod', version={recipe.VERSION!r})\n"
+    )
+    (package / "PKG-INFO").write_text(
+        f"Metadata-Version: 2.1\nName: horovod\nVersion: {recipe.VERSION}\n"
+    )
+    archive = package.parent / f"{package.name}.tar.gz"
+    with tarfile.open(archive, "w:gz") as sdist:
+        sdist.add(package, package.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", os.fspath(archive.parent))
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    with pytest.raises(steps.SetupError):
+        recipe.fetch_source(folder)
+    assert not ran.exists()
+    monkeypatch.setattr(recipe, "SDIST_SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    assert (recipe.fetch_source(folder) / "setup.py").exists()
+    assert ran.exists()
+
+
+def test_a_cached_wheel_is_compared_with_its_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wheel that was cut off or replaced in the cache was installed without a look at it."""
+    wheel = tmp_path / "horovod-0-py3-none-any.whl"
+    assert recipe.cached_wheel(tmp_path) is None
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("horovod/__init__.py", "x = 1\n")
+    kept = wheel.read_bytes()
+    assert recipe.cached_wheel(tmp_path) == wheel  # kept before sums were: its archive is sound
+    assert recipe.sum_of(wheel).read_text().strip() == hashlib.sha256(kept).hexdigest()
+    assert "cached wheel" in capsys.readouterr().out
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("horovod/__init__.py", "x = 2\n")
+    assert recipe.cached_wheel(tmp_path) is None
+    assert "building it again" in capsys.readouterr().out
+    recipe.sum_of(wheel).unlink()
+    wheel.write_bytes(kept.replace(b"x = 1\n", b"x = 2\n"))
+    assert recipe.cached_wheel(tmp_path) is None
+    wheel.write_bytes(kept[:-20])
+    assert recipe.cached_wheel(tmp_path) is None
+
+
+def built(
+    features: Features, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, str], Path]:
+    """What the recipe would build with: the variables, and the wheel that it has put away."""
+    seen: dict[str, str] = {}
+
+    def source(target: Path, archive: Path | None) -> Path:
+        assert archive == Path("local.tar.gz")
+        return target
+
+    def command(
+        _: str, words: list[object], *__: object, env: dict[str, str], **___: Path
+    ) -> None:
+        seen.update(env)
+        made = Path(str(words[-1]))
+        made.mkdir()
+        (made / "horovod-0.whl").write_bytes(b"built")
+
+    monkeypatch.setattr(recipe, "fetch_source", source)
+    monkeypatch.setattr(recipe, "run", command)
+    monkeypatch.setattr(recipe, "apply", lambda *_: None)
+    monkeypatch.setattr(system, "cuda_home", lambda: Path("/cuda"))
+    return seen, recipe.build(folder / "key", features, Path("local.tar.gz"))
+
+
+def test_one_recipe_builds_for_torch_alone_and_without_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU kit's: Gloo, PyTorch, and a GPU's tensors by way of the host."""
+    features = Features("2.13.0", None, mpi=False, cuda=True, nccl=False)
+    seen, wheel = built(features, tmp_path, monkeypatch)
+    wanted = ("WITHOUT_MPI", "WITH_GLOO", "WITH_PYTORCH", "WITHOUT_TENSORFLOW", "WITHOUT_MXNET")
+    assert all(seen.get(f"HOROVOD_{name}") == "1" for name in wanted)
+    assert seen["HOROVOD_CUDA_HOME"] == "/cuda"
+    assert "HOROVOD_GPU_OPERATIONS" not in seen
+    assert wheel.read_bytes() == b"built"
+    assert recipe.sum_of(wheel).read_text().strip() == hashlib.sha256(b"built").hexdigest()
+    paths = {edit.path for edit in edits.edits(17, features.release, cuda=True)}
+    assert not any("tensorflow" in path for path in paths)
+
+
+def test_the_set_up_builds_with_tensorflow_and_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, _ = built(Features("2.13.0", "2.21.0"), tmp_path, monkeypatch)
+    assert seen["HOROVOD_WITH_MPI"] == seen["HOROVOD_WITH_TENSORFLOW"] == "1"
+    assert not any(name.startswith("HOROVOD_WITHOUT_TENSORFLOW") for name in seen)
+    # CMake 4 refuses what Gloo asks for, and GCC 13 has no uint8_t without its header
+    assert seen["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
+    assert "-include cstdint" in seen["CXXFLAGS"]
+
+
+# The key: wheels lie outside of checkouts under it, for years.
+
+KEYS = [
+    (
+        Features("2.13.0+cpu", "2.21.0"),
+        17,
+        "0.28.1-cp311-cpu-torch2.13.0+cpu-tf2.21.0-mpi4.1.4-b4021ae33c36",
+    ),
+    (
+        Features("2.13.0+cpu", None),
+        17,
+        "0.28.1-cp311-cpu-torch2.13.0+cpu-tfnone-mpi4.1.4-be06a70912ec",
+    ),
+    (
+        Features("2.13.0+cpu", None, mpi=False, cuda=True),
+        20,
+        "0.28.1-cp311-cuda-torch2.13.0+cpu-tfnone-mpinone-a45f6115f5fc",
+    ),
+    (
+        Features("2.13.0+cpu", None, mpi=False, cuda=True, nccl=False),
+        20,
+        "0.28.1-cp311-staged-torch2.13.0+cpu-tfnone-mpinone-2ceb03f55f48",
+    ),
+]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A machine whose tools and versions are always the same; tests change it."""
+    found = {
+        "mpirun": "mpirun (Open MPI) 4.1.4",
+        "c++": "c++ 12.2.0",
+        "nvcc": "nvcc 13.0",
+        "libc": "glibc 2.36",
+        "python": "3.11.7",
+    }
+    version = SimpleNamespace(major=3, minor=11)
+    monkeypatch.setattr(recipe, "first_line", lambda command: found[Path(command[0]).name])
+    monkeypatch.setattr(recipe.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(recipe.platform, "libc_ver", lambda: tuple(found["libc"].split()))
+    stand_in = SimpleNamespace(version=found["python"], version_info=version)
+    monkeypatch.setattr(recipe, "sys", stand_in)
+    monkeypatch.setattr(recipe, "cuda_home", lambda: Path("/cuda"))
+    monkeypatch.setattr(recipe, "nccl_package", lambda: Path("/nccl"))
+    for name in list(os.environ):
+        if name.startswith("HOROVOD_") or name in {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS"}:
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("CMAKE_PREFIX_PATH", raising=False)
+    return found
+
+
+@pytest.mark.parametrize(("features", "standard", "key"), KEYS)
+def test_the_key_of_a_kept_wheel_stays(
+    features: Features,
+    standard: int,
+    key: str,
+    machine: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Features, "cxx_standard", standard)
+    assert recipe.cache_key(features) == key
+    monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
+    assert recipe.cache_key(features) != key
+    monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST")
+    machine["c++"] = "c++ 13.1.0"
+    assert recipe.cache_key(features) != key
+
+
+def test_the_key_tells_frameworks_apart(
+    machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Features, "cxx_standard", 17)
+    cells = [Features(t, f) for t in ("2.4.1", "2.13.0", None) for f in ("2.16.2", None)]
+    assert len({recipe.cache_key(cell) for cell in cells}) == len(cells)
+    assert "torchnone-tf2.16.2" in recipe.cache_key(Features(None, "2.16.2"))
+
+
+# What it finds, and what it says
+
+
+def test_it_builds_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {"torch": "2.4.1", "tensorflow": "2.16.2"}
+    monkeypatch.setattr(
+        recipe, "installed", lambda *names: next((found[n] for n in names if n in found), None)
+    )
+    assert recipe.features_here() == Features("2.4.1", "2.16.2")
+    assert recipe.features_here("torch", mpi=False) == Features("2.4.1", None, mpi=False)
+    assert recipe.features_here("tensorflow").release == (2, 16)
+    del found["torch"]
+    alone = recipe.features_here()
+    assert (alone, alone.cxx_standard) == (Features(None, "2.16.2"), 17)
+    assert recipe.build_environment(alone, ROOT)["HOROVOD_WITHOUT_PYTORCH"] == "1"
+    with pytest.raises(steps.SetupError, match=r"no torch is installed .* `pip install torch`"):
+        recipe.features_here("torch")
+    found.clear()
+    with pytest.raises(steps.SetupError, match="neither torch nor tensorflow is installed"):
+        recipe.features_here()
+
+
+def test_system_packages_that_are_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(system.sysconfig, "get_paths", lambda: {"include": os.fspath(tmp_path)})
+    every = ["python3-dev", "openmpi-bin", "libopenmpi-dev", "cmake", "g++", "make"]
+    assert system.missing_packages() == every
+    assert system.missing_packages(mpi=False) == ["python3-dev", "cmake", "g++", "make"]
+    assert system.missing_packages(more={"ip": "iproute2"})[-1] == "iproute2"
+    with pytest.raises(steps.SetupError, match=r"Debian calls .* g\+\+ make: .*--without-mpi"):
+        recipe.install(Features("2.13.0", None), tmp_path / "cache")
+    monkeypatch.setattr(system.shutil, "which", lambda name, path=None: "/usr/bin/apt-get")
+    monkeypatch.setattr(system.os, "geteuid", lambda: 1000)
+    said = str(system.packages_error(["cmake"]))
+    assert "Run: sudo apt-get install -y --no-install-recommends cmake." in said
+    assert "--without-mpi" not in said
+
+
+def test_packages_of_python_that_are_missing_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new environment of Python 3.12 has no setuptools, with which Horovod builds."""
+    commands: list[str] = []
+    absent = {"setuptools", "psutil"}
+    monkeypatch.setattr(recipe, "missing_packages", lambda mpi: [])
+    monkeypatch.setattr(recipe, "installed", lambda name: None if name in absent else "1")
+    monkeypatch.setattr(recipe, "cache_key", lambda _: "key")
+    monkeypatch.setattr(recipe, "cached_wheel", lambda _: Path("horovod.whl"))
+    monkeypatch.setattr(recipe, "check", lambda *_: commands.append("check"))
+    monkeypatch.setattr(
+        recipe, "run", lambda _, words, *__: commands.append(" ".join(map(str, words[3:])))
+    )
+    recipe.install(Features("2.13.0", None), tmp_path)
+    assert commands == [
+        "install psutil setuptools",
+        "install --no-deps --force-reinstall horovod.whl",
+        "check",
+    ]
+    absent.add("pip")
+    with pytest.raises(steps.SetupError, match=r"has no pip: .*ensurepip"):
+        recipe.install(Features("2.13.0", None), tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(steps.SetupError, match=r"cannot write the cache .*Set HVD_PIPE_CACHE"):
+        recipe.install(Features("2.13.0", None), tmp_path / "file" / "cache")
+
+
+# How it is called
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    """`make setup` runs it before anything is installed: -S leaves out all that pip has put."""
+    for words in (["-m", "hvd_pipe.build_horovod"], ["docker/setup_env.py"]):
+        answer = subprocess.run(
+            [sys.executable, "-S", *words, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        assert "--cuda" in answer.stdout
+
+
+def test_the_command_and_the_module_ask_for_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def install(features: Features, cache: Path, *more: object) -> None:
+        asked.append((features, cache))
+
+    options = ["--cuda", "--only", "torch", "--without-mpi", "--cache", os.fspath(tmp_path)]
+    monkeypatch.setattr(subcommand, "install", install)
+    monkeypatch.setattr(program, "install", install)
+    result = CliRunner().invoke(main, ["build-horovod", *options])
+    assert result.exit_code == 0, result.output
+    monkeypatch.setattr(sys, "argv", ["build_horovod", *options])
+    program.main()
+    here = recipe.features_here("torch", mpi=False, cuda=True)
+    assert asked == [(here, tmp_path)] * 2
+    assert here.tensorflow is None
+    monkeypatch.setenv("HVD_PIPE_CACHE", os.fspath(tmp_path / "kept"))
+    CliRunner().invoke(main, ["build-horovod"])
+    assert asked[-1] == (recipe.features_here(), tmp_path / "kept")
+
+
+def test_an_error_of_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(*_: object) -> None:
+        raise steps.SetupError("no nvcc in /usr/local/cuda: install the CUDA toolkit.")
+
+    monkeypatch.setattr(subcommand, "install", install)
+    result = CliRunner().invoke(main, ["build-horovod", "--cuda"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: no nvcc in /usr/local/cuda: install the CUDA toolkit.\n"
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_an_import_without_horovod_names_the_command(framework: str) -> None:
+    """It named a checkout, which whoever installed with pip does not have."""
+    script = (
+        "import sys\n"
+        "sys.modules['horovod'] = None\n"
+        f"try:\n    import hvd_pipe.{framework}\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert "run `hvd-pipe build-horovod` in this environment" in answer.stdout
+    assert "checkout" not in answer.stdout
