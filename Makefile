@@ -3,6 +3,8 @@
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
 # make docs   the site, in build/docs/index.html
+# make release   the wheel and the sdist of this version in dist/, checked; nothing is uploaded
+# make matrix   new environments with the oldest and today's torch and TensorFlow, each tried
 # make setup | lint | clean
 # CUDA=1 builds for GPUs (NCCL), in an environment of its own; PYTHON=... names the Python (3.11 or newer) that .venv is made from.
 
@@ -17,7 +19,7 @@ VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test test-fast image docs setup lint clean
+.PHONY: demo test test-fast image docs release matrix setup lint clean
 
 # horovodrun and the site import TensorFlow, which speaks of the processor unless told not to.
 demo docs: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -38,6 +40,13 @@ image:
 docs: setup
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
 
+release: setup
+	$(VENV)/bin/python -m pip install --quiet -c docker/constraints.txt twine
+	$(VENV)/bin/python docker/release.py
+
+matrix: setup
+	$(VENV)/bin/python docker/matrix/matrix.py $(CELLS)
+
 setup:
 	@$(PYTHON) docker/setup_env.py --venv $(VENV) $(if $(filter 1,$(CUDA)),--cuda)
 
@@ -49,4 +58,4 @@ lint: setup
 	$(VENV)/bin/hadolint docker/Dockerfile.*
 
 clean:
-	rm -rf .venv .venv-cuda build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,7 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from hvd_pipe.build_horovod.recipe import default_cache, features_here, install
+from hvd_pipe.build_horovod.features import features_here
+from hvd_pipe.build_horovod.recipe import default_cache, install
 from hvd_pipe.build_horovod.steps import SetupError
 
 

@@ -84,8 +84,23 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 """
 
 
-def edits(cxx_standard: int, tensorflow: tuple[int, int], cuda: bool = False) -> list[Edit]:
-    """Return the source edits that this torch and this TensorFlow need."""
+HAS_CUDA = "True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False"
+
+
+def edits(
+    cxx_standard: int,
+    tensorflow: tuple[int, int],
+    cuda: bool = False,
+    hide_cuda: bool = False,
+) -> list[Edit]:
+    """Return the source edits that this torch and this TensorFlow need.
+
+    Args:
+        cxx_standard: With which torch compiles.
+        tensorflow: Its release.
+        cuda: Whether Horovod is built with CUDA.
+        hide_cuda: Whether torch has CUDA, and Horovod is built without.
+    """
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     needed = [Edit("CMakeLists.txt", *standard), Edit("horovod/torch/CMakeLists.txt", *standard)]
     if tensorflow >= (2, 16):
@@ -95,6 +110,9 @@ def edits(cxx_standard: int, tensorflow: tuple[int, int], cuda: bool = False) ->
     if tensorflow >= (2, 16) and cuda:
         # A function that these wheels do not export: horovod.tensorflow could not be loaded.
         needed.append(Edit("horovod/tensorflow/mpi_ops.cc", STREAM, STREAM_FROM_ITS_HANDLE))
+    if hide_cuda:
+        # It built with a CUDA toolkit that happened to be there, or stopped at parts of one.
+        needed.append(Edit("cmake/Modules/FindPytorch.cmake", HAS_CUDA, "False"))
     needed.append(Edit("third_party/gloo/gloo/alltoallv.cc", ALL_TO_ALL, ALL_TO_ALL_IN_TURN))
     return needed
 

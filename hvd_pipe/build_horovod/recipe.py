@@ -7,7 +7,6 @@ environment that agrees takes seconds.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -18,10 +17,10 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_pipe.build_horovod.edits import apply, edits
+from hvd_pipe.build_horovod.edits import apply
+from hvd_pipe.build_horovod.features import Features
 from hvd_pipe.build_horovod.steps import SetupError, run, say
 from hvd_pipe.build_horovod.system import (
     PYTHON_PACKAGES,
@@ -37,12 +36,10 @@ from hvd_pipe.build_horovod.system import (
 __all__ = [
     "SDIST_SHA256",
     "VERSION",
-    "Features",
     "build",
     "cache_key",
     "cached_wheel",
     "default_cache",
-    "features_here",
     "fetch_source",
     "install",
 ]
@@ -52,84 +49,11 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 _AGAIN = "Check the network and pip's configuration, then run the same command again."
 
 
-@dataclass(frozen=True)
-class Features:
-    """What a Horovod is built with, beside Gloo.
-
-    Args:
-        torch: The version of PyTorch; None builds without it.
-        tensorflow: The version of TensorFlow; None builds without it.
-        mpi: Whether it has MPI.
-        cuda: Whether it has CUDA.
-        nccl: With CUDA: whether a GPU's tensors travel by NCCL, or by way of the host.
-    """
-
-    torch: str | None
-    tensorflow: str | None
-    mpi: bool = True
-    cuda: bool = False
-    nccl: bool = True
-
-    @property
-    def release(self) -> tuple[int, int]:
-        """TensorFlow's, as the source edits ask for it."""
-        if self.tensorflow is None:
-            return 0, 0
-        major, minor = self.tensorflow.split(".")[:2]
-        return int(major), int(minor)
-
-    @property
-    def cxx_standard(self) -> int:
-        """The C++ standard that the frameworks' headers need (17, 20, ...).
-
-        Raises:
-            SetupError: torch does not say with which it compiles extensions.
-        """
-        if self.torch is None:
-            return 17  # TensorFlow's, 2.16 to 2.21
-        path = importlib.metadata.distribution("torch").locate_file("torch/utils/cpp_extension.py")
-        standards = re.findall(r"std[=:]c\+\+(\d\d)", Path(str(path)).read_text())
-        if not standards:
-            raise SetupError(
-                f"torch {self.torch} does not say which C++ standard it needs: adapt cxx_standard "
-                "in hvd_pipe/build_horovod/recipe.py."
-            )
-        return max(int(standard) for standard in standards)
-
-
-def features_here(
-    only: str | None = None, mpi: bool = True, cuda: bool = False, nccl: bool = True
-) -> Features:
-    """Return the features of a Horovod for the frameworks that are installed.
-
-    Args:
-        only: ``"torch"`` or ``"tensorflow"``: build for this one alone.
-        mpi: As in `Features`; so are cuda and nccl.
-        cuda: See there.
-        nccl: See there.
-
-    Raises:
-        SetupError: No framework, or not the one that is asked for, is installed.
-    """
-    found = {
-        "torch": installed("torch"),
-        "tensorflow": installed("tensorflow-cpu", "tensorflow"),
-    }
-    wanted = {name: version for name, version in found.items() if only in {None, name}}
-    if not any(wanted.values()):
-        names = " nor ".join(wanted)
-        raise SetupError(
-            f"{'neither ' if only is None else 'no '}{names} is installed for {sys.executable}: "
-            f"`pip install {only or 'torch'}` first, or run this with the Python that has it."
-        )
-    return Features(wanted.get("torch"), wanted.get("tensorflow"), mpi, cuda, nccl)
-
-
 def cache_key(features: Features) -> str:
     """Return a readable folder name; its last part hashes everything that the wheel depends on."""
     mpi = first_line(["mpirun", "--version"]) if features.mpi else "none"
     torch, tensorflow = features.torch or "none", features.tensorflow or "none"
-    cuda, cxx_standard = features.cuda, features.cxx_standard
+    cuda = features.cuda
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     parts = [
         VERSION,
@@ -141,8 +65,8 @@ def cache_key(features: Features) -> str:
         " ".join(platform.libc_ver()),
         mpi,
         first_line(["c++", "--version"]),
-        str(cxx_standard),
-        repr(edits(cxx_standard, features.release, cuda)),
+        str(features.cxx_standard),
+        repr(features.edits),
     ]
     if cuda:
         parts.append(first_line([str(cuda_home() / "bin" / "nvcc"), "--version"]))
@@ -270,7 +194,7 @@ def build(target: Path, features: Features, archive: Path | None = None) -> Path
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         folder = Path(name)
         root = fetch_source(folder, archive)
-        for edit in edits(features.cxx_standard, features.release, features.cuda):
+        for edit in features.edits:
             apply(edit, root)
         environment = build_environment(features, folder / "nccl")
         run(
@@ -373,6 +297,8 @@ def install(
     absent = [name for name in PYTHON_PACKAGES if installed(name) is None]
     if absent:
         run(f"install {' '.join(absent)}", [*pip, *absent], cache / "install.log", _AGAIN)
+    if features.hides_cuda:
+        say(f"  torch {features.torch} has CUDA, this Horovod will not: --cuda builds for GPUs")
     target = cache / cache_key(features)
     wheel = cached_wheel(target) or build(target, features, source)
     beside = ["--target", str(into)] if into else []

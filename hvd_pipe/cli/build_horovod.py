@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from hvd_pipe.build_horovod.recipe import default_cache, features_here, install
+from hvd_pipe.build_horovod.features import features_here
+from hvd_pipe.build_horovod.recipe import default_cache, install
 
 __all__ = ["command"]
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from hvd_pipe.build_horovod import __main__ as program
 from hvd_pipe.build_horovod import edits, recipe, steps, system
-from hvd_pipe.build_horovod.recipe import Features
+from hvd_pipe.build_horovod import features as chosen
+from hvd_pipe.build_horovod.features import Features, features_here
 from hvd_pipe.cli import build_horovod as subcommand
 from hvd_pipe.cli.main import main
 
@@ -33,6 +34,29 @@ def test_the_edits_follow_torch_and_tensorflow() -> None:
     assert set(new) - set(old) == {"horovod/tensorflow/xla_mpi_ops.cc"}
     cuda = {edit.path: edit.new for edit in edits.edits(20, (2, 21), cuda=True)}
     assert set(cuda) - set(new) == {"horovod/tensorflow/mpi_ops.cc"}
+    hidden = {edit.path: edit.new for edit in edits.edits(20, (2, 21), hide_cuda=True)}
+    assert set(hidden) - set(new) == {"cmake/Modules/FindPytorch.cmake"}
+
+
+@pytest.mark.parametrize(
+    ("version", "has_cuda"),
+    [
+        ("cuda: Optional[str] = '12.1'", True),
+        ('cuda: str | None = "13.0"', True),
+        ("cuda: Optional[str] = None", False),
+    ],
+)
+def test_a_cuda_build_of_torch_gets_cuda_only_where_it_is_asked_for(
+    version: str, has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's torch is one on any machine; the build then stopped at half a toolkit."""
+    files = {"version.py": f"debug = False\n{version}\n", "utils/cpp_extension.py": "-std=c++17"}
+    monkeypatch.setattr(chosen, "_of_torch", files.__getitem__)
+    assert Features("2.4.1", None).hides_cuda == has_cuda
+    assert not Features("2.4.1", None, cuda=True).hides_cuda
+    assert not Features(None, "2.16.2").hides_cuda
+    paths = {edit.path for edit in Features("2.4.1", None).edits}
+    assert ("cmake/Modules/FindPytorch.cmake" in paths) == has_cuda
 
 
 def test_an_edit_applies_once_or_not_at_all(tmp_path: Path) -> None:
@@ -273,7 +297,7 @@ def test_the_key_of_a_kept_wheel_stays(
     machine: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Features, "cxx_standard", standard)
+    monkeypatch.setattr(chosen, "_of_torch", lambda _: f"-std=c++{standard}")
     assert recipe.cache_key(features) == key
     monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "90")
     assert recipe.cache_key(features) != key
@@ -285,7 +309,7 @@ def test_the_key_of_a_kept_wheel_stays(
 def test_the_key_tells_frameworks_apart(
     machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Features, "cxx_standard", 17)
+    monkeypatch.setattr(chosen, "_of_torch", lambda _: "-std=c++17")
     cells = [Features(t, f) for t in ("2.4.1", "2.13.0", None) for f in ("2.16.2", None)]
     assert len({recipe.cache_key(cell) for cell in cells}) == len(cells)
     assert "torchnone-tf2.16.2" in recipe.cache_key(Features(None, "2.16.2"))
@@ -297,20 +321,20 @@ def test_the_key_tells_frameworks_apart(
 def test_it_builds_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, str] = {"torch": "2.4.1", "tensorflow": "2.16.2"}
     monkeypatch.setattr(
-        recipe, "installed", lambda *names: next((found[n] for n in names if n in found), None)
+        chosen, "installed", lambda *names: next((found[n] for n in names if n in found), None)
     )
-    assert recipe.features_here() == Features("2.4.1", "2.16.2")
-    assert recipe.features_here("torch", mpi=False) == Features("2.4.1", None, mpi=False)
-    assert recipe.features_here("tensorflow").release == (2, 16)
+    assert features_here() == Features("2.4.1", "2.16.2")
+    assert features_here("torch", mpi=False) == Features("2.4.1", None, mpi=False)
+    assert features_here("tensorflow").release == (2, 16)
     del found["torch"]
-    alone = recipe.features_here()
+    alone = features_here()
     assert (alone, alone.cxx_standard) == (Features(None, "2.16.2"), 17)
     assert recipe.build_environment(alone, ROOT)["HOROVOD_WITHOUT_PYTORCH"] == "1"
     with pytest.raises(steps.SetupError, match=r"no torch is installed .* `pip install torch`"):
-        recipe.features_here("torch")
+        features_here("torch")
     found.clear()
     with pytest.raises(steps.SetupError, match="neither torch nor tensorflow is installed"):
-        recipe.features_here()
+        features_here()
 
 
 def test_system_packages_that_are_missing_are_named(
@@ -393,12 +417,12 @@ def test_the_command_and_the_module_ask_for_the_same(
     assert result.exit_code == 0, result.output
     monkeypatch.setattr(sys, "argv", ["build_horovod", *options])
     program.main()
-    here = recipe.features_here("torch", mpi=False, cuda=True)
+    here = features_here("torch", mpi=False, cuda=True)
     assert asked == [(here, tmp_path)] * 2
     assert here.tensorflow is None
     monkeypatch.setenv("HVD_PIPE_CACHE", os.fspath(tmp_path / "kept"))
     CliRunner().invoke(main, ["build-horovod"])
-    assert asked[-1] == (recipe.features_here(), tmp_path / "kept")
+    assert asked[-1] == (features_here(), tmp_path / "kept")
 
 
 def test_an_error_of_the_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""`make matrix`: which environments it makes, where it goes on, and the table that it writes.
+
+Its cells build Horovod for minutes, so they are stand-ins here.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+sys.path.insert(0, os.fspath(ROOT / "docker" / "matrix"))
+try:
+    matrix = importlib.import_module("matrix")
+finally:
+    sys.path.remove(os.fspath(ROOT / "docker" / "matrix"))
+
+HAD = {"python": "3.11.7", "torch": "2.4.1", "tensorflow": "", "keras": "", "numpy": "2.2.6"}
+FIRST, SECOND = matrix.CELLS[:2]
+
+
+def pinned(name: str) -> str:
+    text = (ROOT / "docker" / "constraints.txt").read_text()
+    found = re.search(rf"^{name}==(.+)$", text, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_cells_have_the_oldest_and_the_pinned_versions_alone() -> None:
+    cells = {(cell.torch, cell.tensorflow) for cell in matrix.CELLS}
+    torch, tensorflow = pinned("torch"), pinned("tensorflow-cpu")
+    assert {(torch, None), (None, tensorflow), (torch, tensorflow)} <= cells
+    project = (ROOT / "pyproject.toml").read_text()
+    for name, versions in (
+        ("torch", {x for x, _ in cells}),
+        ("tensorflow", {y for _, y in cells}),
+    ):
+        least = re.search(rf'"{name}>=([\d.]+)"', project)
+        assert least is not None
+        assert any((version or "").startswith(f"{least[1]}.") for version in versions)
+    assert {cell.python for cell in matrix.CELLS} == {"3.11", "3.12", "3.13"}
+    assert len({cell.name for cell in matrix.CELLS}) == len(matrix.CELLS)
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the cells that were carried out; those in `FAILING` fail."""
+    names: list[str] = []
+
+    def try_cell(cell: object, wheel: Path, work: Path) -> dict[str, str]:
+        names.append(cell.name)  # type: ignore[attr-defined]
+        if cell == SECOND:
+            raise matrix.SetupError("Horovod failed: no compiler. Its log says more.")
+        return HAD
+
+    monkeypatch.setattr(matrix, "try_cell", try_cell)
+    monkeypatch.setattr(matrix, "build", lambda out: (out / "wheel", out / "sdist"))
+    return names
+
+
+def test_it_goes_on_where_it_stopped_and_begins_anew_for_other_sources(
+    tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not matrix.carry_out([FIRST, SECOND], tmp_path)
+    assert tried == [FIRST.name, SECOND.name]
+    kept = json.loads((tmp_path / f"{SECOND.name}.json").read_text())
+    assert kept["state"] == "failed: Horovod failed: no compiler. Its log says more."
+    assert not matrix.carry_out([FIRST, SECOND], tmp_path)
+    assert tried[2:] == [SECOND.name]  # the other one has passed
+    monkeypatch.setattr(matrix, "sources", lambda: "others")
+    assert matrix.carry_out([FIRST], tmp_path)
+    assert tried[3:] == [FIRST.name]
+
+
+def test_the_table_has_what_has_passed_and_nothing_else(tried: list[str], tmp_path: Path) -> None:
+    matrix.carry_out([FIRST, SECOND], tmp_path)
+    rows = matrix.table(tmp_path).splitlines()
+    assert rows[2:] == ["| 3.11.7 | 2.4.1 | - | - | 2.2.6 |"]
+    page = tmp_path / "page.md"
+    page.write_text(f"above\n\n{matrix.BEGIN}old\n{matrix.END}\nbelow\n")
+    for _ in range(2):
+        matrix.write(page, matrix.table(tmp_path))
+    text = page.read_text()
+    assert text.startswith(f"above\n\n{matrix.BEGIN}\n| Python |")
+    assert text.endswith(f"2.2.6 |\n\n{matrix.END}\nbelow\n")
+    assert "old" not in text
+    page.write_text("no marks")
+    with pytest.raises(matrix.SetupError, match="no place for the table"):
+        matrix.write(page, "")
+
+
+def test_the_page_has_a_place_for_the_table() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert page.count(matrix.BEGIN) == page.count(matrix.END) == 1
+
+
+def test_cells_are_outside_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "--work", os.fspath(ROOT / "work")])
+    with pytest.raises(matrix.SetupError, match="is in the checkout"):
+        matrix.main()
+    monkeypatch.setattr(sys, "argv", ["matrix.py", "py2.7"])
+    with pytest.raises(matrix.SetupError, match=r"no such cell: py2\.7"):
+        matrix.main()
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    assert "PYTHONPATH" not in matrix.environment()
+
+
+def test_the_names_of_folders_say_what_is_inside() -> None:
+    assert matrix.Cell("3.12", torch="2.13.0").name == "py3.12-torch2.13.0"
+    both = matrix.Cell("3.11", "2.13.0", "2.21.0")
+    assert both.name == "py3.11-torch2.13.0-tensorflow2.21.0"
+    assert both.frameworks == ["torch", "tensorflow"]
