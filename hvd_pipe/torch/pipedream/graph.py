@@ -75,7 +75,7 @@ class Traced:
     @property
     def output(self) -> fx.Node:
         """The node with what the model returns."""
-        return self.graph_module.graph.output_node()
+        return next(n for n in self.graph_module.graph.nodes if n.op == "output")
 
 
 def trace(model: nn.Module | Sequence[nn.Module], inputs: int | None = None) -> Traced:
