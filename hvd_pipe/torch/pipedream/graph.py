@@ -75,7 +75,9 @@ class Traced:
     @property
     def output(self) -> fx.Node:
         """The node with what the model returns."""
-        return next(n for n in self.graph_module.graph.nodes if n.op == "output")
+        (node,) = (n for n in self.graph_module.graph.nodes if n.op == "output")
+        assert isinstance(node, fx.Node)
+        return node
 
 
 def trace(model: nn.Module | Sequence[nn.Module], inputs: int | None = None) -> Traced:
