@@ -114,13 +114,23 @@ def run_script(
     Raises:
         AssertionError: It failed, or took longer than ``timeout`` seconds.
     """
+    return run_program([*HOROVODRUN, "-np", str(n), sys.executable, *command], env, timeout)
+
+
+def run_program(
+    command: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 120.0
+) -> str:
+    """Run a command that starts ranks in its own way, and return what it printed.
+
+    Raises:
+        AssertionError: It failed, or took longer than ``timeout`` seconds.
+    """
     _check_limit(timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
-        whole = [*HOROVODRUN, "-np", str(n), sys.executable, *command]
-        code = _run(whole, directory, dict(env or {}), timeout)
+        code = _run(command, directory, dict(env or {}), timeout)
         output = (directory / "log.launcher").read_text(errors="replace")
-        assert code == 0, f"{' '.join(command)} on {n} ranks: exit status {code}\n{output}"
+        assert code == 0, f"{' '.join(command)}: exit status {code}\n{output}"
         return output
 
 
