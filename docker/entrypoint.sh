@@ -5,8 +5,9 @@
 #   keys          make a key pair in SSH_KEYS, unless there is one
 #   COMMAND ...   run it; its ssh, horovodrun and mpirun reach other nodes with the mounted key
 #
-# SSH_KEYS is a mounted folder with id_ed25519 (logs in to others), authorized_keys (who may log in
-# here) and, where wanted, ssh_host_ed25519_key (otherwise made anew) and known_hosts.
+# SSH_KEYS is a mounted folder with id_ed25519 (logs in to others; id_rsa, as Kubeflow's operators
+# call a key of any kind, will do), authorized_keys (who may log in here) and, where wanted,
+# ssh_host_ed25519_key (otherwise made anew) and known_hosts.
 set -euo pipefail
 
 keys=${SSH_KEYS:-/keys}
@@ -24,7 +25,7 @@ take_keys() {
   if [[ -z $home ]] || ! install -d -m 700 "$ssh"; then
     fail "user $(id -u) has no home in here: run as hvd, or as root (--user)."
   fi
-  for name in id_ed25519 authorized_keys known_hosts ssh_host_ed25519_key; do
+  for name in id_ed25519 id_rsa authorized_keys known_hosts ssh_host_ed25519_key; do
     if [[ -e $keys/$name ]]; then
       [[ -r $keys/$name ]] || fail "$(id -un) cannot read $keys/$name: chmod a+r it on the host."
       install -m 600 "$keys/$name" "$ssh/$name"
@@ -67,7 +68,7 @@ case ${1:-node} in
   node) node ;;
   keys) new_keys ;;
   *)
-    if [[ -e $keys/id_ed25519 ]]; then take_keys; fi
+    if [[ -e $keys/id_ed25519 || -e $keys/id_rsa ]]; then take_keys; fi
     exec "$@"
     ;;
 esac

@@ -149,6 +149,26 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
     assert "cannot write" in entrypoint(tmp_path / "absent", "keys").stderr
 
 
+@needs_keygen
+@pytest.mark.parametrize("name", ["id_ed25519", "id_rsa"])
+def test_a_command_gets_the_key_under_either_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubeflow's operators mount a key as id_rsa, of whatever kind it is."""
+    keys, home = tmp_path / "keys", tmp_path / "home"
+    keys.mkdir()
+    home.mkdir()
+    (keys / name).write_text("a key")
+    (keys / name).chmod(0o644)
+    getent = tmp_path / "getent"  # where the entrypoint finds the user's home
+    getent.write_text(f"#!/bin/sh\necho hvd:x:10001:10001::{home}:/bin/bash\n")
+    getent.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert entrypoint(keys, "true").returncode == 0
+    assert (home / ".ssh" / name).stat().st_mode & 0o777 == 0o600
+    assert "Port 2222" in (home / ".ssh" / "config").read_text()
+
+
 # Stands for docker: writes down its calls, and fails where FAILS says.
 ENGINE = """#!/usr/bin/env bash
 echo "$*" >>"$CALLS"
