@@ -54,7 +54,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/shellcheck docker/*.sh .ci/run
+	$(VENV)/bin/shellcheck docker/*.sh docs/launching/*.sh .ci/run
 	$(VENV)/bin/hadolint docker/Dockerfile.*
 
 clean:
