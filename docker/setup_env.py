@@ -19,6 +19,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +33,16 @@ AGAIN = "Check the network, then run the same command again."
 
 # For the emulated cluster (benchmarks/cluster.py), which only root can have.
 ROOT_TOOLS = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client"}
+# For the tests of batch scripts (benchmarks/slurm.py): all else works without.
+SLURM_TOOLS = {
+    "munged": "munge",
+    "sbatch": "slurm-client",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+}
+
+# Debian's packages start their daemons unless this program ends with 101.
+POLICY = Path("/usr/sbin/policy-rc.d")
 
 # What torch_examples/ needs beyond hvd_pipe itself: an image has it without the other tools.
 EXAMPLES = ("scikit-learn", "tqdm")
@@ -52,13 +64,47 @@ def system_packages(log: Path) -> None:
         return
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         raise system.packages_error(packages)
+    apt_install(packages, log)
+    still = missing_packages()
+    if still:
+        raise SetupError(f"still missing after apt-get: {' '.join(still)}: install by hand.")
+
+
+def apt_install(packages: list[str], log: Path) -> None:
     install = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     run("apt-get update", ["apt-get", "update"], log, AGAIN, env=environment)
     run(f"apt-get install {' '.join(packages)}", install, log, AGAIN, env=environment)
-    still = missing_packages()
-    if still:
-        raise SetupError(f"still missing after apt-get: {' '.join(still)}: install by hand.")
+
+
+def slurm_packages(log: Path) -> None:
+    """Install Slurm for its tests, or say that they will be skipped."""
+    packages = system.missing_packages(more=SLURM_TOOLS)  # all others are there by now
+    if not packages:
+        return
+    skipped = f"  tests of Slurm will be skipped without {' '.join(packages)}"
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        say(skipped)
+        return
+    try:
+        with no_daemons():
+            apt_install(packages, log)
+    except SetupError as error:
+        say(f"{skipped}: {error}")
+
+
+@contextmanager
+def no_daemons() -> Iterator[None]:
+    """Have packages that are installed meanwhile start no daemon: tests start their own."""
+    if POLICY.exists():
+        yield
+        return
+    POLICY.write_text("#!/bin/sh\nexit 101\n")
+    try:
+        POLICY.chmod(0o755)
+        yield
+    finally:
+        POLICY.unlink()
 
 
 def pin(name: str) -> str:
@@ -200,6 +246,8 @@ def main() -> None:
     stamp.unlink(missing_ok=True)
     say("[1/4] system packages")
     system_packages(log)
+    if not (image or torch_only):
+        slurm_packages(log)
     say("[2/4] virtual environment")
     if not python.exists():
         run(

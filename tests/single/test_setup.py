@@ -53,6 +53,7 @@ def test_the_demo_needs_torch_alone(
         return "\n".join(commands)
 
     monkeypatch.setattr(setup_env, "missing_packages", list)
+    monkeypatch.setattr(setup_env, "slurm_packages", lambda _: commands.append("Slurm"))
     monkeypatch.setattr(setup_env, "install_torch", lambda *_: None)
     monkeypatch.setattr(setup_env, "run", install)
     monkeypatch.setattr(setup_env.subprocess, "run", run)
@@ -60,11 +61,13 @@ def test_the_demo_needs_torch_alone(
         done = make("--torch-only")
         assert "tensorflow" not in done
         assert ",dev" not in done
+        assert "Slurm" not in done
         assert done.endswith("-m hvd_pipe.build_horovod")
         assert make("--torch-only") == ""
     done = make()
     assert "tensorflow-cpu==" in done
     assert "[mpi,plot,dev,docs]" in done
+    assert "Slurm" in done
     assert done.endswith("-m hvd_pipe.build_horovod")
     assert make() == make("--torch-only") == ""
     (tmp_path / "hvd_pipe-setup").write_text("of an older checkout")
@@ -91,6 +94,56 @@ def test_without_root_the_missing_packages_are_named(
     monkeypatch.setattr(setup_env.shutil, "which", lambda _: "/usr/bin/apt-get")
     with pytest.raises(setup_env.SetupError, match=r"sudo apt-get .* openmpi-bin libopenmpi"):
         setup_env.system_packages(tmp_path / "log")
+
+
+def slurm(packages: list[str], user: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(setup_env.system, "missing_packages", lambda more: packages)
+    monkeypatch.setattr(setup_env.os, "geteuid", lambda: user)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: "/usr/bin/apt-get")
+    monkeypatch.setattr(setup_env, "POLICY", tmp_path / "policy-rc.d")
+    setup_env.slurm_packages(tmp_path / "log")
+
+
+def test_slurm_is_installed_and_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = []
+
+    def run(_: str, command: list[str], *__: object, **___: object) -> None:
+        policy = tmp_path / "policy-rc.d"
+        policies.append((command[1], policy.stat().st_mode & 0o777, policy.read_text()))
+
+    monkeypatch.setattr(setup_env, "run", run)
+    slurm([], 0, monkeypatch, tmp_path)
+    assert not policies
+    slurm(["munge", "slurmd"], 0, monkeypatch, tmp_path)
+    told = "#!/bin/sh\nexit 101\n"
+    assert policies == [("update", 0o755, told), ("install", 0o755, told)]
+    assert not (tmp_path / "policy-rc.d").exists()
+
+
+def test_a_policy_of_the_machine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy-rc.d").write_text("theirs")
+    monkeypatch.setattr(setup_env, "run", lambda *_, **__: None)
+    slurm(["munge"], 0, monkeypatch, tmp_path)
+    assert (tmp_path / "policy-rc.d").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_setting_up_goes_on_without_slurm(
+    user: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        assert user == 0
+        raise setup_env.SetupError("no such package")
+
+    monkeypatch.setattr(setup_env, "run", run)
+    slurm(["munge", "slurmd"], user, monkeypatch, tmp_path)
+    assert "skipped without munge slurmd" in capsys.readouterr().out
+    assert not (tmp_path / "policy-rc.d").exists()
 
 
 @pytest.mark.parametrize("nvidia", [False, True])
