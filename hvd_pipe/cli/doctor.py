@@ -15,6 +15,7 @@ import click
 
 from hvd_pipe.cli import _checks as checks
 from hvd_pipe.cli._checks import Row
+from hvd_pipe.cli._launchers import launcher_rows
 from hvd_pipe.cli._probe import Answer, ask, ask_host, ask_ranks
 from hvd_pipe.cli.options import job_size
 from hvd_pipe.cli.output import InputError, progress, write_json
@@ -120,6 +121,7 @@ def _rows(
         *checks.mpi_rows(answers["mpi"]),
         *checks.cuda_rows(answers["cuda"], bool(_built(answers).get("nccl"))),
         *checks.network_rows(answers["network"]),
+        *launcher_rows(os.environ, answers["machine"].found.get("cores", 1)),
         *checks.environment_rows(os.environ),
         *(checks.host_row(host, answers[f"ssh {host}"], here, seconds) for host in remote),
     ]

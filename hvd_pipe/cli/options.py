@@ -303,13 +303,14 @@ def _link(link: Link) -> str:
 
 
 _SIZE = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_STEP = "SLURM_STEP_NUM_TASKS"  # under srun; its tasks are ranks of one job only with PMIx
 _PATIENCE_S = 10.0
 
 
 def job_size() -> int:
-    """Return how many ranks the launcher (horovodrun, mpirun) has started; 1 without one."""
-    return _number(_SIZE, 1)
+    """Return how many ranks the launcher (horovodrun, mpirun, srun) has started; 1 without one."""
+    return _number((*_SIZE, _STEP) if "PMIX_RANK" in os.environ else _SIZE, 1)
 
 
 def job_rank() -> int:

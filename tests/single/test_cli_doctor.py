@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from test_public_cli import VARIABLES
 
-from hvd_pipe.cli import _checks, _probe, doctor
+from hvd_pipe.cli import _checks, _launchers, _probe, doctor, options
 from hvd_pipe.cli._probe import Answer
 from hvd_pipe.cli.main import main
 
@@ -44,7 +44,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     given["horovod_tensorflow"] = Answer(error="ModuleNotFoundError: tensorflow")
     given["self_test"] = Answer({"ranks": 2, "right": True, "device": "cpu", "controller": "MPI"})
     for name in [*os.environ]:
-        if name.startswith(("HVD_PIPE_", "HOROVOD_", "OMPI_")):
+        if name.startswith(("HVD_PIPE_", "HOROVOD_", "OMPI_", "SLURM_", "KUBERNETES_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "ask", lambda name, seconds: given[name])
     monkeypatch.setattr(doctor, "ask_host", lambda host, *_: given[f"ssh {host}"])
@@ -346,3 +346,98 @@ def test_a_crash_and_a_hang_are_answers(monkeypatch: pytest.MonkeyPatch) -> None
 def test_hosts_are_parsed_as_horovodrun_does() -> None:
     assert _checks.parse_hosts("h1:4,h2:4") == ("h1", "h2")
     assert _checks.parse_hosts("10.0.0.1, node-3.cluster:8") == ("10.0.0.1", "node-3.cluster")
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "4(x2)"}
+BATCH |= {"SLURM_NTASKS": "8", "SLURM_CPUS_PER_TASK": "2"}
+STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+PMIX = {"PMIX_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cores", "found", "todo"),
+    [
+        (BATCH, 8, "2 nodes, 4 tasks on this one", ""),
+        (BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, 8, "4 tasks", ""),
+        (BATCH, 7, "7 cores for the ranks of a node", "sbatch --ntasks-per-node=... --cpus"),
+        ({"SLURM_JOB_ID": "7"}, 1, "1 core for the ranks of a node", "a core for each rank: sb"),
+        ({"SLURM_JOB_ID": "7"}, 2, "1 node, 1 task on", "for more ranks on a node: sbatch --nta"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, 1, "1 task", "horovodrun --gloo"),
+        (STEP, 2, "8 tasks under srun, without PMIx", "srun --mpi=pmix makes the tasks ranks"),
+        (STEP | PMIX, 2, "8 tasks under srun, with PMIx", "in the batch script, without srun"),
+        (STEP | PMIX, 1, "1 core for this task, 2 asked for", "srun --cpus-per-task=2: srun does"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, 2, "1 task under", "in the batch script, without"),
+    ],
+)
+def test_what_slurm_gave(environment: dict[str, str], cores: int, found: str, todo: str) -> None:
+    rows = _launchers.launcher_rows(environment, cores)
+    assert [row.section for row in rows] == ["Slurm"] * 2
+    assert any(found in row.found for row in rows), rows
+    if todo:
+        assert any(todo in row.todo for row in rows), rows
+    else:
+        assert not [row for row in rows if row.todo or row.good is False]
+
+
+@pytest.mark.parametrize(
+    ("threads", "limit", "shared", "found", "todo"),
+    [
+        (None, None, 2**30, ["1024 MiB", "8, no limit"], ["", ""]),
+        (None, 8.0, 2**30, ["1024 MiB", "a limit of 8, 8 threads"], ["", ""]),
+        (None, 2.5, 2**26 + 2**20, ["65 MiB", "a limit of 2.5, 8 threads"], ["", "=2, or less"]),
+        ("4", 0.5, 2**26, ["64 MiB", "a limit of 0.5, 4 threads"], ["medium: Memory", "=1, or"]),
+        ("2", 2.0, 2**20, ["1 MiB", "a limit of 2, 2 threads"], ["emptyDir", ""]),
+    ],
+)
+def test_what_kubernetes_gave(
+    threads: str | None, limit: float | None, shared: int, found: list[str], todo: list[str]
+) -> None:
+    environment = {} if threads is None else {"OMP_NUM_THREADS": threads}
+    rows = _launchers.kubernetes_rows(environment, 8, shared, limit)
+    assert [row.found for row in rows] == found
+    assert [bool(row.todo) for row in rows] == [not row.good for row in rows]
+    assert all(words in row.todo for words, row in zip(todo, rows, strict=True))
+    assert [row.good for row in rows] == [not words for words in todo]
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 0.5),
+    ],
+)
+def test_the_limit_of_a_control_group(
+    files: dict[str, str], limit: float | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _launchers.cpu_limit(tmp_path) == limit
+
+
+def test_slurm_and_kubernetes_have_rows_where_they_are(
+    answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = invoke().stdout
+    assert "Slurm:" not in shown
+    assert "Kubernetes:" not in shown
+    for name, value in (BATCH | {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+    shown = invoke().stdout
+    assert "2 nodes, 4 tasks on this one" in shown
+    assert "MiB" in shown[shown.index("Kubernetes:") :]
+
+
+def test_tasks_of_srun_with_pmix_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert (options.job_size(), options.job_rank()) == (1, 0)
+    monkeypatch.setenv("PMIX_RANK", "3")
+    assert (options.job_size(), options.job_rank()) == (8, 3)
+    result = invoke()
+    assert result.exit_code == 2
+    assert "run `hvd-pipe doctor` alone" in result.stderr

@@ -14,6 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
+SHELL = [*DOCKER.glob("*.sh"), *ROOT.glob("docs/launching/*.sh")]
 IMAGES = ("cpu", "cuda")
 needs_keygen = pytest.mark.skipif(
     shutil.which("ssh-keygen") is None, reason="needs OpenSSH's client"
@@ -106,7 +107,7 @@ def test_hadolint_and_shellcheck_find_nothing() -> None:
     beside = Path(sys.executable).parent
     for command in (
         [beside / "hadolint", *(DOCKER / f"Dockerfile.{kind}" for kind in IMAGES)],
-        [beside / "shellcheck", *DOCKER.glob("*.sh"), ROOT / ".ci" / "run"],
+        [beside / "shellcheck", *SHELL, ROOT / ".ci" / "run"],
     ):
         assert command[0].exists(), f"no {command[0].name}: make setup"
         found = subprocess.run(command, capture_output=True, text=True, check=False)
