@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -418,7 +418,8 @@ def main() -> int:
     parser.add_argument("--rate", help="of each link, each way, such as 1gbit (default: no limit)")
     parser.add_argument("command", nargs="*", help="runs on h1 (default: a shell)")
     options = parser.parse_args()
-    try:
+
+    def run() -> int:
         with Cluster(options.hosts, options.rate) as cluster:
             before = cluster.traffic()
             command = options.command or [os.environ.get("SHELL", "sh")]
@@ -427,11 +428,20 @@ def main() -> int:
                 crossed = after - before[host]
                 sent, received = format_bytes(crossed.sent), format_bytes(crossed.received)
                 print(f"{host}: sent {sent}, received {received}", file=sys.stderr)
+        return code
+
+    return exit_status("cluster", run)
+
+
+def exit_status(name: str, run: Callable[[], int]) -> int:
+    """Run a command on a cluster; return what a shell would, and print why there is none."""
+    try:
+        code = run()
     except (ClusterError, ValueError) as error:
-        print(f"cluster: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # as a shell says it
+        return 130
     return code if code >= 0 else 128 - code
 
 

@@ -20,15 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
-from benchmarks.cluster import SBIN, Cluster, ClusterError, end, environment
+from benchmarks.cluster import SBIN, Cluster, ClusterError, end, environment, exit_status
 
-__all__ = ["Slurm", "missing_packages"]
+__all__ = ["Slurm", "missing_packages", "start_slurm"]
 
 START_S = 120.0  # until all nodes must be idle
 POLL_S = 0.3
@@ -74,51 +73,16 @@ AFTER_MUNGED = "until [ -S /run/munge/munge.socket.2 ]; do sleep 0.1; done; exec
 
 
 class Slurm:
-    """Slurm on the hosts of a cluster, for as long as the context lasts.
+    """Slurm on the hosts of a cluster, which are its nodes: see `start_slurm`.
 
     Args:
-        cluster: Its hosts become the nodes.
-        cpus: How many processors Slurm may give away on each.
-
-    Raises:
-        ClusterError: A package is missing, or a daemon does not start.
-
-    Example:
-        with Cluster(2) as cluster, Slurm(cluster) as slurm:
-            job = slurm.submit(["script.sh"], output=Path("log"))
-            assert slurm.wait(job, timeout=300) == "COMPLETED"
-
+        cluster: Where the daemons run.
+        folder: Slurm's configuration, key and logs.
     """
 
-    def __init__(self, cluster: Cluster, cpus: int = 2) -> None:
-        if missing := missing_packages():
-            raise ClusterError(f"Slurm is missing: apt-get install {' '.join(missing)}")
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster = cluster
-        self._cpus = cpus
-        self._ended = ExitStack()
-        self._folder = Path()
-
-    def __enter__(self) -> Slurm:
-        with self._ended:  # what has been started ends where the rest fails
-            made = self._ended.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
-            self._folder = Path(made)
-            self._write_files()
-            for host in self._cluster.hosts:
-                self._start(host, MUNGED.format(key=self._folder / "key"))
-            self._start(self._cluster.hosts[0], f"{AFTER_MUNGED} slurmctld -D")
-            for host in self._cluster.hosts:
-                self._start(host, f"{AFTER_MUNGED} slurmd -D")
-            self._wait_for_nodes()
-            self._ended = self._ended.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ended.close()
+        self._folder = folder
 
     @property
     def environment(self) -> dict[str, str]:
@@ -160,31 +124,12 @@ class Slurm:
         words = self.run(show, timeout=START_S, check=True).stdout.split()
         return next(word for word in words if word.startswith(f"{name}=")).partition("=")[2]
 
-    def _write_files(self) -> None:
-        first, last = self._cluster.hosts[0], self._cluster.hosts[-1]
-        nodes = first if first == last else f"h[1-{last[1:]}]"
-        text = CONFIGURATION.format(first=first, folder=self._folder, nodes=nodes, cpus=self._cpus)
-        (self._folder / "slurm.conf").write_text(text)
-        # Hosts share /tmp, where each would make the same folder for its ranks.
-        (self._folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/run\n")
-        key = self._folder / "key"
-        key.touch(mode=0o600)
-        key.write_bytes(secrets.token_bytes(1024))
+    def wait_for_nodes(self) -> None:
+        """Wait until jobs can start on every node.
 
-    def _start(self, host: str, script: str) -> None:
-        """Start a script that becomes a daemon of the host."""
-        with (self._folder / f"{host}.log").open("ab") as output:
-            daemon = self._cluster.popen(
-                host,
-                ["sh", "-c", script],
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self._ended.callback(end, daemon)
-
-    def _wait_for_nodes(self) -> None:
+        Raises:
+            ClusterError: They cannot; the text has the daemons' logs.
+        """
         deadline = time.monotonic() + START_S
         ask = ["sinfo", "--noheader", "--Node", "--format=%t"]
         idle = ["idle"] * len(self._cluster.hosts)
@@ -202,6 +147,56 @@ class Slurm:
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in files)
 
 
+@contextmanager
+def start_slurm(cluster: Cluster, cpus: int = 2) -> Iterator[Slurm]:
+    """Run Slurm on the hosts of a cluster for as long as the context lasts.
+
+    Args:
+        cluster: Its hosts become the nodes.
+        cpus: How many processors Slurm may give away on each.
+
+    Raises:
+        ClusterError: A package is missing, or the daemons do not start.
+
+    Example:
+        with Cluster(2) as cluster, start_slurm(cluster) as slurm:
+            job = slurm.submit(["script.sh"], output=Path("log"))
+            assert slurm.wait(job, timeout=300) == "COMPLETED"
+
+    """
+    if missing := missing_packages():
+        raise ClusterError(f"packages are missing: apt-get install {' '.join(missing)}")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as made, ExitStack() as ended:
+        folder, first = Path(made), cluster.hosts[0]
+        _write_files(folder, cluster.hosts, cpus)
+        slurm = Slurm(cluster, folder)
+        scripts = [(host, MUNGED.format(key=folder / "key")) for host in cluster.hosts]
+        scripts += [(first, f"{AFTER_MUNGED} slurmctld -D")]
+        scripts += [(host, f"{AFTER_MUNGED} slurmd -D") for host in cluster.hosts]
+        for host, script in scripts:
+            with (folder / f"{host}.log").open("ab") as log:
+                daemon = cluster.popen(
+                    host,
+                    ["sh", "-c", script],
+                    env=slurm.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            ended.callback(end, daemon)
+        slurm.wait_for_nodes()
+        yield slurm
+
+
+def _write_files(folder: Path, hosts: Sequence[str], cpus: int) -> None:
+    text = CONFIGURATION.format(first=hosts[0], folder=folder, nodes=",".join(hosts), cpus=cpus)
+    (folder / "slurm.conf").write_text(text)
+    # Hosts share /tmp, where each would make the same folder for its ranks.
+    (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/run\n")
+    (folder / "key").touch(mode=0o600)
+    (folder / "key").write_bytes(secrets.token_bytes(1024))
+
+
 def missing_packages() -> list[str]:
     """Return Debian's names of the packages that Slurm lacks here."""
     path = f"{os.environ.get('PATH', os.defpath)}:{SBIN}"
@@ -215,17 +210,14 @@ def main() -> int:
     parser.add_argument("--cpus", type=int, default=2, help="of each node (default 2)")
     parser.add_argument("command", nargs="*", help="runs on h1 (default: a shell)")
     options = parser.parse_args()
-    try:
-        with Cluster(options.hosts) as cluster, Slurm(cluster, options.cpus) as slurm:
+
+    def run() -> int:
+        with Cluster(options.hosts) as cluster, start_slurm(cluster, options.cpus) as slurm:
             command = options.command or [os.environ.get("SHELL", "sh")]
             variables = environment() | slurm.environment
-            code = subprocess.call(cluster.command("h1", command), env=variables)
-    except (ClusterError, ValueError) as error:
-        print(f"slurm: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130  # as a shell says it
-    return code if code >= 0 else 128 - code
+            return subprocess.call(cluster.command("h1", command), env=variables)
+
+    return exit_status("slurm", run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hosts import as_root
 
 from benchmarks import slurm as emulated
 from benchmarks.cluster import Cluster, ClusterError
-from benchmarks.slurm import Slurm, missing_packages
+from benchmarks.slurm import Slurm, missing_packages, start_slurm
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ needs_slurm = [
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    with Cluster(2) as cluster, Slurm(cluster) as made:
+    with Cluster(2) as cluster, start_slurm(cluster) as made:
         yield made
 
 
@@ -102,5 +102,8 @@ def test_missing_daemons_are_named_by_their_package(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(emulated.shutil, "which", which)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(ClusterError, match=r"apt-get install munge slurmd$"):
-        Slurm(Cluster(2))
+    with (
+        pytest.raises(ClusterError, match=r"apt-get install munge slurmd$"),
+        start_slurm(Cluster(2)),
+    ):
+        pass
