@@ -112,7 +112,7 @@ def run(line: str) -> Result:
         (f"plan good.json {GOOD} -o folder", r"'folder' is a directory"),
         ("plan", r"Missing argument 'PROFILE'"),
         ("plain good.json", r"no such command 'plain': did you mean 'plan'\?"),
-        ("zebra good.json", r"no such command 'zebra': use one of doctor, bench"),
+        ("zebra good.json", r"no such command 'zebra': use one of build-horovod, doctor, bench"),
         # advise
         (f"advise good.json {GOOD} --allow pipesgd", r"unknown .*did you mean 'pipe-sgd'"),
         (f"advise good.json {GOOD} --allow cocod:period=0", r"period must be >= 1, got 0"),
