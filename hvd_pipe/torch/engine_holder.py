@@ -256,8 +256,8 @@ class _Owner:
     def predict(self) -> None:
         self._optimizer()._predict_update()
 
-    def itself(self) -> object:
-        return self._optimizer()
+    def itself(self) -> object | None:
+        return self._reference()
 
     def updates_quietly(self) -> bool:
         return updates_quietly(self._optimizer())

@@ -97,6 +97,14 @@ def test_an_optimizer_that_was_replaced_updates_no_more() -> None:
         np.testing.assert_array_equal(before, after)
 
 
+def test_an_optimizer_that_is_gone_takes_no_part_in_a_join() -> None:
+    """One rank's collector had freed the optimizer and not yet its engine: that rank raised, and
+    all others failed.
+    """
+    for before, after in of_case(results(), "abandoned"):
+        np.testing.assert_array_equal(before, after)
+
+
 def test_buckets_with_room_for_sparse_gradients_are_let_go() -> None:
     """Pipe-SGD kept both sets that it had replaced: their memory was never free again."""
     assert of_case(results(), "sparse sets") == [2, 2]

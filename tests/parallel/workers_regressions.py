@@ -309,6 +309,23 @@ def superseded() -> tuple[Weights, Weights]:
     return before, weights_of(model)
 
 
+def abandoned() -> tuple[Weights, Weights]:
+    """The optimizer is gone, and on rank 0 its engine is not yet, when all ranks join."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy="pipe-sgd"
+    )
+    for number in range(3):
+        step(model, optimizer, number)
+    engine = optimizer._hvd_pipe if hvd.rank() == 0 else None
+    before = weights_of(model)
+    del optimizer
+    gc.collect()
+    hvd.join()
+    del engine
+    return before, weights_of(model)
+
+
 def sparse_sets() -> int:
     """How many sets of buckets there are when all know what is sparse."""
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
@@ -407,6 +424,7 @@ def run() -> dict[Any, Any]:
         "own scaler": own_scaler,
         "replanned": replanned,
         "superseded": superseded,
+        "abandoned": abandoned,
         "sparse sets": sparse_sets,
     }
     for strategy in LOSSY:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +83,7 @@ class Engine(abc.ABC):
         """Stop hearing of gradients."""
         self._listen(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
-        for other in list(_live):
+        for other in live_engines():
             if other.known == self.known:
                 other.finish()
                 other.retire()
@@ -92,10 +92,8 @@ class Engine(abc.ABC):
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
         engine, first = weakref.ref(self), len(self._passes_done)
         for index, parameter in enumerate(parameters, first):
-            hook = _hook(engine, index)
-            self._hooks.append(
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            )
+            listen = parameter.register_post_accumulate_grad_hook
+            self._hooks.append(listen(_hook(engine, index)))  # type: ignore[no-untyped-call]
         self.known.update(map(id, parameters))
         self._passes_done += [0] * len(parameters)
 
@@ -379,9 +377,13 @@ class Engine(abc.ABC):
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def live_engines() -> list[Engine]:
-    """Return the engines that may be in use."""
-    return list(_live)
+def live_engines() -> Iterator[Engine]:
+    """Return the engines in use, each while its optimizer is kept alive; retire all others."""
+    for engine in list(_live):
+        if (_optimizer := engine.settings.owner.itself()) is not None:
+            yield engine  # whose optimizer would else go while the engine is asked
+        else:
+            engine.retire()
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

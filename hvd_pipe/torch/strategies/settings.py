@@ -25,8 +25,8 @@ class Owner(Protocol):
     def predict(self) -> None:
         """Move the weights as `update` would, and leave all else as it is."""
 
-    def itself(self) -> object:
-        """Return the optimizer; who holds it keeps it alive."""
+    def itself(self) -> object | None:
+        """Return the optimizer, None where it is gone; who holds it keeps it alive."""
 
     def updates_quietly(self) -> bool:
         """Return whether nobody but the optimizer takes part in an update: no hook, no scaler."""
