@@ -1,4 +1,4 @@
-"""Two ranks train a small Keras model under each strategy and in a pipeline: it learns everywhere.
+"""Two ranks train a small Keras model under two strategies and in a pipeline: it learns.
 
 horovodrun -np 2 --gloo python smoke_tensorflow.py
 """

@@ -1,4 +1,4 @@
-"""Two ranks train a small network under each strategy and in a pipeline: they learn, and agree.
+"""Two ranks train a small network under two strategies and in a pipeline: they learn, and agree.
 
 horovodrun -np 2 --gloo python smoke_torch.py
 """

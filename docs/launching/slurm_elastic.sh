@@ -14,8 +14,10 @@ discover=$(mktemp)
 trap 'rm -f "$discover"' EXIT
 cat >"$discover" <<END
 #!/bin/sh
+set -e # an answer without nodes would end the job; horovodrun asks again after an error
 nodes=\$(squeue --noheader --jobs=$SLURM_JOB_ID --format=%N)
-scontrol show hostnames "\$nodes" | sed 's/\$/:$SLURM_NTASKS_PER_NODE/'
+names=\$(scontrol show hostnames "\$nodes")
+echo "\$names" | sed 's/\$/:$SLURM_NTASKS_PER_NODE/'
 END
 chmod +x "$discover"
 horovodrun -np "$SLURM_NTASKS" --min-np "$SLURM_NTASKS_PER_NODE" \

@@ -238,9 +238,9 @@ def check(cache: Path, features: Features) -> None:
     Raises:
         SetupError: Something is missing in it, or the ranks do not get the sum.
     """
-    horovodrun = Path(sys.executable).parent / "horovodrun"
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch"]  # wherever pip puts scripts
     answer = subprocess.run(
-        [horovodrun, "--check-build"], capture_output=True, text=True, check=False
+        [*horovodrun, "--check-build"], capture_output=True, text=True, check=False
     ).stdout
     parts = {
         "PyTorch": features.torch is not None,
@@ -259,7 +259,7 @@ def check(cache: Path, features: Features) -> None:
     for controller in ("mpi", "gloo") if features.mpi else ("gloo",):
         run(
             f"all-reduce over 2 ranks ({controller})",
-            [horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", program],
+            [*horovodrun, "-np", "2", f"--{controller}", sys.executable, "-c", program],
             cache / f"check-{controller}.log",
             "Two local processes could not talk: check that the loopback interface is up and that "
             "this machine's own name resolves (getent hosts $(hostname)).",

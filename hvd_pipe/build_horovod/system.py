@@ -58,7 +58,7 @@ def packages_error(packages: Sequence[str]) -> SetupError:
     names = " ".join(packages)
     without = ""
     if {"openmpi-bin", "libopenmpi-dev"} & set(packages):
-        without = " Or build with Gloo alone: --without-mpi."
+        without = " Or build with Gloo alone: hvd-pipe build-horovod --without-mpi."
     if shutil.which("apt-get") is None:
         return SetupError(f"missing what Debian calls {names}: install these first.{without}")
     sudo = "" if os.geteuid() == 0 else "sudo "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_pipe.cli._checks import Row
 
-__all__ = ["cpu_limit", "kubernetes_rows", "launcher_rows", "slurm_rows"]
+__all__ = ["cpu_limit", "kubernetes_rows", "launcher_rows", "slurm_rows", "tasks_here"]
 
 _MIB = 2**20
 _LEAST_SHARED = 64 * _MIB  # what a container has at /dev/shm unless told otherwise
@@ -37,7 +37,7 @@ def slurm_rows(environment: Mapping[str, str], cores: int) -> list[Row]:
     """Rows for the nodes, tasks and cores of a job, in its batch script or under srun."""
     step = environment.get("SLURM_STEP_ID", _INTERACTIVE) != _INTERACTIVE
     nodes = _number(environment.get("SLURM_JOB_NUM_NODES"))
-    here = _number(environment.get("SLURM_TASKS_PER_NODE"))
+    here = tasks_here(environment, 1)
     name = f"job {environment['SLURM_JOB_ID']}"
     if not step:
         found = f"{_count(nodes, 'node')}, {_count(here, 'task')} on this one"
@@ -68,6 +68,11 @@ def _cores_of_task(environment: Mapping[str, str], cores: int) -> Row:
     todo = "" if good else f"srun --cpus-per-task={asked}: srun does not take it from sbatch"
     found = f"{_count(cores, 'core')} for this task, {asked} asked for"
     return Row("Slurm", "cores", good, found, todo)
+
+
+def tasks_here(environment: Mapping[str, str], default: int) -> int:
+    """Return how many ranks mpirun starts on a node of a job of Slurm; ``default`` outside one."""
+    return _number(environment.get("SLURM_TASKS_PER_NODE"), default)
 
 
 def kubernetes_rows(

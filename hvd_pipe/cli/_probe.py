@@ -65,10 +65,16 @@ def ask_host(host: str, port: int | None, probe: str, seconds: int) -> Answer:
 
 
 def ask_ranks(
-    horovodrun: str, ranks: int, seconds: int, hosts: Sequence[str] = (), port: int | None = None
+    horovodrun: str,
+    ranks: int,
+    seconds: int,
+    hosts: Sequence[str] = (),
+    port: int | None = None,
+    *,
+    gloo: bool = False,
 ) -> Answer:
     """Run the self-test under horovodrun, on this machine or with one rank on each host."""
-    command = [horovodrun, "-np", str(ranks)]
+    command = [horovodrun, "-np", str(ranks), *(["--gloo"] if gloo else [])]
     if hosts:
         command += ["-H", ",".join(f"{host}:1" for host in hosts)]
     if port is not None:

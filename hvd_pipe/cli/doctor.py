@@ -15,7 +15,7 @@ import click
 
 from hvd_pipe.cli import _checks as checks
 from hvd_pipe.cli._checks import Row
-from hvd_pipe.cli._launchers import launcher_rows
+from hvd_pipe.cli._launchers import launcher_rows, tasks_here
 from hvd_pipe.cli._probe import Answer, ask, ask_host, ask_ranks
 from hvd_pipe.cli.options import job_size
 from hvd_pipe.cli.output import InputError, progress, write_json
@@ -147,9 +147,9 @@ def _self_test(
         found = f"not run: {', '.join(bad or ['horovodrun'])} first"
         return Row("Self-test", name, False, found, required=True)
     several = hosts if len(hosts) > 1 else ()
-    return checks.self_test_row(
-        ask_ranks(horovodrun, ranks, seconds, several, port), ranks, seconds, several
-    )
+    gloo = not several and ranks > tasks_here(os.environ, ranks)
+    answer = ask_ranks(horovodrun, ranks, seconds, several, port, gloo=gloo)
+    return checks.self_test_row(answer, ranks, seconds, several)
 
 
 def _tool(name: str) -> str | None:

@@ -78,6 +78,42 @@ class TestScripts:
         assert sizes[-1] == 1
         assert sizes == sorted(sizes, reverse=True)
 
+    def test_doctor_finds_a_job_with_one_task_a_node_good(
+        self, slurm: Slurm, tmp_path: Path
+    ) -> None:
+        """mpirun starts no more ranks on a node than tasks; two ranks try all-reduce."""
+        script, output = tmp_path / "job.sh", tmp_path / "output"
+        script.write_text(
+            "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1\n"
+            "hvd-pipe doctor --json\n"
+        )
+        job = slurm.submit([str(script)], output)
+        assert slurm.wait(job, JOB_S) == "COMPLETED", output.read_text()
+        assert "Gloo, cpu" in output.read_text()
+
+
+def test_an_elastic_job_asks_again_when_slurm_does_not_answer(tmp_path: Path) -> None:
+    """The script ended well and named no host: horovodrun took all of them for lost."""
+    for name, body in {
+        "squeue": "echo 'Unable to contact slurm controller' >&2; exit $SQUEUE",
+        "scontrol": "echo h1; echo h2",
+        "horovodrun": '"$6"; echo "answered with $?"',
+    }.items():
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\n{body}\n")
+        command.chmod(0o755)
+    job = {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS_PER_NODE": "1"}
+    for status, said in ("1", "answered with 1"), ("0", "h1:1 h2:1 answered with 0"):
+        done = subprocess.run(
+            ["bash", str(SCRIPTS / "slurm_elastic.sh"), "true"],
+            env=os.environ | job | path | {"SQUEUE": status},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert " ".join(done.stdout.split()) == said
+
 
 class TestCommand:
     pytestmark = needs_slurm

@@ -48,7 +48,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
             monkeypatch.delenv(name)
     monkeypatch.setattr(doctor, "ask", lambda name, seconds: given[name])
     monkeypatch.setattr(doctor, "ask_host", lambda host, *_: given[f"ssh {host}"])
-    monkeypatch.setattr(doctor, "ask_ranks", lambda *_: given["self_test"])
+    monkeypatch.setattr(doctor, "ask_ranks", lambda *_, **__: given["self_test"])
     monkeypatch.setattr(doctor, "_tool", lambda name: f"/usr/bin/{name}")
     return given
 
@@ -430,6 +430,25 @@ def test_slurm_and_kubernetes_have_rows_where_they_are(
     shown = invoke().stdout
     assert "2 nodes, 4 tasks on this one" in shown
     assert "MiB" in shown[shown.index("Kubernetes:") :]
+
+
+@pytest.mark.parametrize(("tasks", "gloo"), [("1(x2)", True), ("2(x2)", False), (None, False)])
+def test_the_self_test_has_two_ranks_also_where_slurm_has_one_task_on_a_node(
+    answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch, tasks: str | None, gloo: bool
+) -> None:
+    """mpirun starts no more ranks on a node than tasks: the self-test failed there."""
+    asked = []
+
+    def ask_ranks(*_: object, gloo: bool) -> Answer:
+        asked.append(gloo)
+        return answers["self_test"]
+
+    monkeypatch.setattr(doctor, "ask_ranks", ask_ranks)
+    if tasks is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    invoke()
+    assert asked == [gloo]
 
 
 def test_tasks_of_srun_with_pmix_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,3 +183,14 @@ def test_pods_agree_with_the_image(kind: str) -> None:
     groups = {place["fsGroup"] for place in _places(spec) if "fsGroup" in place}
     user = re.findall(r"useradd --uid (\d+)", (pages.ROOT / "docker/Dockerfile.cpu").read_text())
     assert groups <= {int(each) for each in user}
+
+
+def test_a_failed_job_ends_as_the_page_says() -> None:
+    """Kubernetes starts a failed job six times more where nothing is set."""
+    job = DOCUMENTS["MPIJob"]["spec"]
+    assert job["runPolicy"]["backoffLimit"] == 0
+    assert {each["restartPolicy"] for each in job["mpiReplicaSpecs"].values()} == {"Never"}
+    for replicated in DOCUMENTS["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]:
+        one = replicated["template"]["spec"]
+        assert one["backoffLimit"] == 0
+        assert one["template"]["spec"]["restartPolicy"] == "Never"

@@ -37,6 +37,7 @@ ELSEWHERE = {
     ),
 }
 RUN = ("README.md", "docs/planning.md", "docs/timelines.md", "docs/tutorial.md")
+FOLDERS = r"\.ci|benchmarks|docker|docs/launching|docs/kubernetes|tests|t[fo]\w+_examples"
 SHOWN = "docs/worth-it.md"  # the block behind a command is what the command prints
 
 TRAIN = """
@@ -80,7 +81,7 @@ def test_what_a_command_names_exists(page: str, command: str) -> None:
     for one, following in zip(words, [*words[1:], ""], strict=True):
         if one == "make" and words[0] == "make":
             assert following in phony[1].split(), f"the Makefile has no target {following!r}"
-        if re.match(r"(\.ci|benchmarks|docker|tests|t[fo]\w+_examples)/", one):
+        if re.match(rf"({FOLDERS})/", one):
             assert (pages.ROOT / one.split("::")[0]).exists(), f"there is no {one}"
         if one == "hvd-pipe":
             name, *options = _of_program(words, "hvd-pipe")

@@ -7,6 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from benchmarks.slurm import TOOLS
+
 DOCKER = Path(__file__).parent.parent.parent / "docker"
 
 
@@ -164,3 +166,8 @@ def test_a_cpu_machine_never_gets_the_cuda_build_of_torch(
     last = " ".join(commands[-1])
     assert ("--torch-backend cpu" in last) == nvidia
     assert last.endswith("torch==2.13.0")
+
+
+def test_the_emulated_slurm_gets_the_packages_that_it_asks_for() -> None:
+    """Set-up starts before there is an environment, and cannot ask benchmarks/slurm.py."""
+    assert setup_env.SLURM_TOOLS == TOOLS
