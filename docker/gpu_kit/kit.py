@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 # An archive has hvd_pipe as a wheel, from which Python imports as from a folder.
-sys.path.insert(0, str(next(Path(sys.path[0]).glob("wheels/hvd_pipe-*.whl"), "")))
+sys.path.insert(0, str(next(Path(sys.path[0]).glob("wheels/hvd_pipe-*.whl"), sys.path[0])))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hvd_pipe.build_horovod.recipe import VERSION
 from hvd_pipe.build_horovod.steps import SetupError, say

@@ -7,7 +7,8 @@ Each cell is an environment of its own outside of the checkout: a Python, and to
 of one version. It gets hvd_pipe's wheel from pip, `hvd-pipe build-horovod` and `hvd-pipe doctor`,
 and trains with smoke_torch.py or smoke_tensorflow.py under ``horovodrun --gloo``. What a cell has
 found is kept in the work folder, with the sources that it was found for: a second run goes on
-where the first one stopped. docs/install.md gets the table of the cells that have run.
+where the first one stopped. results.json and the table of docs/install.md get the cells that have
+run; the rows of all others stay.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
@@ -33,6 +35,7 @@ from hvd_pipe.build_horovod.steps import SetupError, run, say
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "install.md"
+RESULTS = HERE / "results.json"
 BEGIN, END = "<!-- make matrix -->\n", "<!-- end -->"
 SAYS = "run `hvd-pipe build-horovod` in this environment"
 LOOK = "Its log says more; then run the same command again."
@@ -156,7 +159,7 @@ def carry_out(cells: Sequence[Cell], work: Path) -> bool:
             say(f"{cell.name}: passed before")
             continue
         wheel = wheel or build(work / "dist")[0]
-        kept = {"cell": asdict(cell), "sources": made_for}
+        kept = {"cell": asdict(cell), "sources": made_for, "date": date.today().isoformat()}
         try:
             kept |= {"state": "passed", "versions": try_cell(cell, wheel, work)}
         except SetupError as error:
@@ -167,16 +170,31 @@ def carry_out(cells: Sequence[Cell], work: Path) -> bool:
     return good
 
 
-def table(work: Path) -> str:
-    """Return the cells that have passed, in Markdown."""
-    lines = ["| Python | torch | TensorFlow | Keras | NumPy |", "| --- | --- | --- | --- | --- |"]
-    for cell in CELLS:
-        result = work / f"{cell.name}.json"
-        found = json.loads(result.read_text()) if result.exists() else {"state": "not run"}
+def merge(results: Path, cells: Sequence[Cell], work: Path) -> dict[str, dict[str, str]]:
+    """Put what cells have found into the file of results; return all rows.
+
+    A cell that failed loses its row. What is known of other cells stays.
+    """
+    rows: dict[str, dict[str, str]] = json.loads(results.read_text())
+    for cell in cells:
+        found = json.loads((work / f"{cell.name}.json").read_text())
+        rows.pop(cell.name, None)
         if found["state"] == "passed":
-            had = found["versions"]
-            cells = [had["python"], *(had[name] or "-" for name in MODULES)]
-            lines.append(f"| {' | '.join(cells)} |")
+            rows[cell.name] = {**found["versions"], "date": found["date"]}
+    rows = {cell.name: rows[cell.name] for cell in CELLS if cell.name in rows}
+    results.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def table(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """Return rows in Markdown."""
+    lines = [
+        "| Python | torch | TensorFlow | Keras | NumPy | passed on |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for had in rows.values():
+        cells = [had["python"], *(had[name] or "-" for name in MODULES), had["date"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -210,8 +228,9 @@ def main() -> None:
     work = given.work.resolve()
     if work.is_relative_to(ROOT):
         raise SetupError(f"{work} is in the checkout, which the cells must not see: --work DIR.")
-    good = carry_out([names[name] for name in given.cells or names], work)
-    write(PAGE, table(work))
+    cells = [names[name] for name in given.cells or names]
+    good = carry_out(cells, work)
+    write(PAGE, table(merge(RESULTS, cells, work)))
     return None if good else sys.exit(1)
 
 

@@ -198,7 +198,7 @@ def build(target: Path, features: Features, archive: Path | None = None) -> Path
             apply(edit, root)
         environment = build_environment(features, folder / "nccl")
         run(
-            f"build Horovod for {_names(features)} (3 to 20 min, once)",
+            f"build Horovod for {_names(features)} (5 to 20 min, once)",
             [sys.executable, "setup.py", "--quiet", "bdist_wheel", "-d", folder / "dist"],
             log,
             "Mend what it names, then run the same command again.",

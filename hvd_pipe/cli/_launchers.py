@@ -92,8 +92,8 @@ def kubernetes_rows(
     if limit is None:
         return [*rows, Row("Kubernetes", "cores", True, f"{cores}, no limit")]
     threads = _number(environment.get("OMP_NUM_THREADS"), cores)
-    good = threads <= limit
-    found = f"a limit of {limit:g}, {threads} threads"
+    good = threads <= max(1, limit)
+    found = f"a limit of {limit:g}, {_count(threads, 'thread')}"
     todo = "" if good else f"OMP_NUM_THREADS={max(1, int(limit))}, or less with several ranks"
     return [*rows, Row("Kubernetes", "cores", good, found, todo)]
 

@@ -31,7 +31,7 @@ def command(cuda: bool, only: str | None, without_mpi: bool, cache: Path | None)
 
     Horovod has no wheels. This downloads the source of its newest release, 0.28.1, mends it for
     today's frameworks, builds it for the torch and the TensorFlow that are installed here,
-    installs it with pip and tries it on two ranks. That takes 3 to 20 minutes once; the wheel is
+    installs it with pip and tries it on two ranks. That takes 5 to 20 minutes once; the wheel is
     kept.
     """
     install(features_here(only, mpi=not without_mpi, cuda=cuda), cache or default_cache())

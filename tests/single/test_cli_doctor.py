@@ -386,6 +386,7 @@ def test_what_slurm_gave(environment: dict[str, str], cores: int, found: str, to
         (None, 8.0, 2**30, ["1024 MiB", "a limit of 8, 8 threads"], ["", ""]),
         (None, 2.5, 2**26 + 2**20, ["65 MiB", "a limit of 2.5, 8 threads"], ["", "=2, or less"]),
         ("4", 0.5, 2**26, ["64 MiB", "a limit of 0.5, 4 threads"], ["medium: Memory", "=1, or"]),
+        ("1", 0.5, 2**27, ["128 MiB", "a limit of 0.5, 1 thread"], ["", ""]),
         ("2", 2.0, 2**20, ["1 MiB", "a limit of 2, 2 threads"], ["emptyDir", ""]),
     ],
 )

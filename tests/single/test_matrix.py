@@ -77,26 +77,40 @@ def test_it_goes_on_where_it_stopped_and_begins_anew_for_other_sources(
     assert tried[3:] == [FIRST.name]
 
 
-def test_the_table_has_what_has_passed_and_nothing_else(tried: list[str], tmp_path: Path) -> None:
+def test_one_cell_leaves_the_rows_of_the_others(tried: list[str], tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    other = matrix.CELLS[2].name
+    known = {**HAD, "torch": "2.13.0", "date": "2026-11-24"}
+    results.write_text(json.dumps({other: known, SECOND.name: known, "gone": known}))
     matrix.carry_out([FIRST, SECOND], tmp_path)
-    rows = matrix.table(tmp_path).splitlines()
-    assert rows[2:] == ["| 3.11.7 | 2.4.1 | - | - | 2.2.6 |"]
+    rows = matrix.merge(results, [FIRST, SECOND], tmp_path)
+    assert json.loads(results.read_text()) == rows
+    assert list(rows) == [FIRST.name, other]  # in the order of cells; SECOND has failed
+    assert rows[other] == known
+    assert rows[FIRST.name] == {**HAD, "date": matrix.date.today().isoformat()}
+    assert matrix.table(rows).splitlines()[3] == "| 3.11.7 | 2.13.0 | - | - | 2.2.6 | 2026-11-24 |"
+
+
+def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"above\n\n{matrix.BEGIN}old\n{matrix.END}\nbelow\n")
     for _ in range(2):
-        matrix.write(page, matrix.table(tmp_path))
+        matrix.write(page, matrix.table({"cell": {**HAD, "date": "2026-11-24"}}))
     text = page.read_text()
     assert text.startswith(f"above\n\n{matrix.BEGIN}\n| Python |")
-    assert text.endswith(f"2.2.6 |\n\n{matrix.END}\nbelow\n")
+    assert text.endswith(f"2.2.6 | 2026-11-24 |\n\n{matrix.END}\nbelow\n")
     assert "old" not in text
     page.write_text("no marks")
     with pytest.raises(matrix.SetupError, match="no place for the table"):
         matrix.write(page, "")
 
 
-def test_the_page_has_a_place_for_the_table() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+def test_the_page_has_the_results_that_are_kept() -> None:
+    page = matrix.PAGE.read_text()
     assert page.count(matrix.BEGIN) == page.count(matrix.END) == 1
+    rows = json.loads(matrix.RESULTS.read_text())
+    assert set(rows) <= {cell.name for cell in matrix.CELLS}
+    assert f"{matrix.BEGIN}\n{matrix.table(rows)}\n{matrix.END}" in page
 
 
 def test_cells_are_outside_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
