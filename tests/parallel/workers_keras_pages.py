@@ -43,6 +43,12 @@ def _fit(text: str) -> Arrays:
     return model.get_weights()
 
 
+def _import(text: str) -> Arrays:
+    """The changed line alone."""
+    assert execute(text, {})["hvd"] is hvd
+    return []
+
+
 def _class_alone(text: str) -> Arrays:
     names = execute(text, {})
     assert names["hvd"].__name__ == "horovod.tensorflow"
@@ -56,6 +62,7 @@ def _class_alone(text: str) -> Arrays:
 
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "README.md python 1": _fit,
+    "docs/getting-started.md python 1": _import,
     "docs/class-alone.md python 1": _class_alone,
 }
 

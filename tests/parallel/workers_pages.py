@@ -69,6 +69,12 @@ def _pipeline(text: str) -> Arrays:
     return weights
 
 
+def _import(text: str) -> Arrays:
+    """The changed line alone."""
+    assert execute(text, {})["hvd"] is hvd
+    return []
+
+
 def _changed_line(text: str) -> Arrays:
     """Training in the place of ``...``, and replicas that are equal at the end."""
     names = execute(text, _start(), _train)
@@ -223,6 +229,8 @@ def _epochs(text: str) -> Arrays:
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/pipedream.md python 0": _pipeline,  # first: its `init` allows process sets later
     "README.md python 0": _changed_line,
+    "docs/index.md python 0": _import,
+    "docs/getting-started.md python 0": _import,
     "docs/class-alone.md python 0": _class_alone,
     "docs/elastic.md python 0": _elastic,
     "docs/overlap-forward.md python 0": _optimizer,
