@@ -237,10 +237,11 @@ def main() -> None:
     venv, cuda, image = arguments.venv.resolve(), arguments.cuda, arguments.image
     # What has TensorFlow keeps a Horovod for it.
     torch_only = arguments.torch_only and not has_tensorflow(venv)
+    ready = f"environment {venv.name}: ready. To use it: source {venv.name}/bin/activate"
     stamp, made_of = venv / "hvd_pipe-setup", fingerprint(cuda, image, torch_only)
     enough = {made_of, fingerprint(cuda, image, torch_only=False)}
     if stamp.is_file() and stamp.read_text() in enough and not missing_packages():
-        say(f"environment {venv.name}: ready")
+        say(ready)
         return
     log, python = venv / "log" / "setup.log", venv / "bin" / "python"
     stamp.unlink(missing_ok=True)
@@ -265,7 +266,7 @@ def main() -> None:
     if image:
         shrink(venv, python, log)
     stamp.write_text(made_of)
-    say(f"environment {venv.name}: ready")
+    say(ready)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import click
 from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import exposed, note, table, write_json
+from hvd_pipe.cli.output import exposed, note, table, wrapped, write_json
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.advise_pipeline import PIPEDREAM
 from hvd_pipe.planning.cluster import Cluster
@@ -140,7 +140,7 @@ def _print(advice: Advice) -> None:
 
 def _cells(row: Row, compressed: bool) -> list[object]:
     return [
-        _name(row).replace(",", ",\n") + ("" if row.usable else " (!)"),
+        wrapped(_name(row)) + ("" if row.usable else " (!)"),
         *([row.codec] if compressed else []),
         units.format_seconds(row.time.total_s),
         units.format_seconds(exposed(row.time.exposed_s, row.time.total_s)),

@@ -27,6 +27,7 @@ __all__ = [
     "table",
     "warning",
     "width",
+    "wrapped",
     "write_json",
 ]
 
@@ -103,6 +104,11 @@ def exposed(exposed_s: float, step_s: float) -> float:
 def width() -> int:
     """Columns that the human output may take: the terminal's, or COLUMNS, or 80."""
     return _console().width
+
+
+def wrapped(strategy: str) -> str:
+    """Return a strategy's name for a narrow column: long options on lines of their own."""
+    return strategy.replace(",", ",\n").replace(":overlap", ":\noverlap")
 
 
 def warning(text: str) -> None:

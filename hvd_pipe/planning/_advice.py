@@ -124,7 +124,7 @@ def stability(limit_at: Callable[[float], float], training: Training) -> tuple[b
         return False, [
             f"stable only while lr * curvature < {limit:.3g} without momentum, < {with_it:.3g} "
             f"with {supposed:g} (synchronous SGD: 2, {2.0 * (1.0 + supposed):.3g}): give "
-            "momentum, learning rate, curvature"
+            "--momentum, --learning-rate, --curvature"
         ]
     times = f"{usual / limit:.3g} times"
     text = f"stable only while {bound}: the largest learning rate is {times} smaller"

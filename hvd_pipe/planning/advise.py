@@ -100,7 +100,8 @@ def advise(
         cluster: workers and network. Where speeds differ, CoCoD gets batches in proportion to
             them, and its ``weights``; other methods wait for the slowest worker.
         methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
-            :mod:`hvd_pipe.planning.choice` fits them, and PipeDream, uncompressed, as
+            :mod:`hvd_pipe.planning.choice` fits them, ``merged-gradient:overlap=forward``, which
+            must beat the default by more than ``margin``, and PipeDream, uncompressed, as
             :mod:`hvd_pipe.planning.advise_pipeline` does, which "pipedream" asks for, too.
         codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
         learning_rate, curvature, momentum: of the training, as far as known; curvature is the
@@ -173,13 +174,14 @@ def _candidates(profile: ModelProfile, cluster: Cluster) -> tuple[Method, ...]:
     compute = profile.compute_s
     if cluster.speeds is not None:
         compute *= cluster.workers / sum(cluster.speeds)
-    return candidates(profile, cluster.comm(), compute)
+    fitted = candidates(profile, cluster.comm(), compute)
+    return (fitted[0], MergedGradient(overlap="forward"), *fitted[1:])
 
 
 def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
     usable = [row for row in rows if row.usable]
     fastest = (usable or list(rows))[0]
-    exact = next((row for row in usable or rows if row.exact), None)
+    exact = _exact(usable or rows, margin)
     name, seconds = _name(fastest), format_seconds(fastest.time.total_s)
     tail = "" if usable else " None is usable as it is: see its warnings."
     if exact is None:
@@ -197,6 +199,16 @@ def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
         f"{format_seconds(exact.time.total_s)}: "
         f"{exact.time.total_s / fastest.time.total_s:.2f} times.{tail}"
     )
+
+
+def _exact(rows: Sequence[Row], margin: float) -> Row | None:
+    """The fastest exact row; the default where no other is faster by more than the margin."""
+    exact = [row for row in rows if row.exact]
+    default = (row for row in exact if row.strategy == MergedGradient.name)
+    found = next(default, None)
+    if found and found.time.total_s <= exact[0].time.total_s * (1.0 + margin):
+        return found
+    return next(iter(exact), None)
 
 
 def _name(row: Row) -> str:

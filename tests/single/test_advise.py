@@ -72,7 +72,8 @@ def test_the_table() -> None:
     advice = advise(MODEL, cluster(2.5e9), codecs=("none", "bf16"))
     copies = [r for r in advice.rows if r.pipeline is None]
     own = [(r.strategy, r.codec) for r in copies if not r.baseline]
-    names = ("merged-gradient", "pipe-sgd", "cocod:period=2")
+    forward = "merged-gradient:overlap=forward"
+    names = ("merged-gradient", forward, "pipe-sgd", "cocod:period=2")
     assert sorted(own) == sorted((name, codec) for name in names for codec in ("none", "bf16"))
     beside = {r.strategy for r in advice.rows if r.baseline}
     assert beside == {"merged-gradient:plan=wfbp", "merged-gradient:plan=single", "horovod"}
@@ -90,6 +91,18 @@ def test_the_table() -> None:
     assert row(advice, "merged-gradient").exact
     rounds = row(advice, "cocod:period=2")
     assert (rounds.staleness, rounds.identical) == (3, False)
+
+
+def test_the_default_stays_where_nothing_exact_is_much_faster() -> None:
+    forward = "merged-gradient:overlap=forward"
+    exact = ["merged-gradient", forward]
+    slow, quick = cluster(2.5e9), cluster(250e9)
+    assert advise(MODEL, slow, exact).best.strategy == forward
+    gain = row(advise(MODEL, quick, exact), "merged-gradient").time.total_s
+    gain /= row(advise(MODEL, quick, exact), forward).time.total_s
+    assert gain < 1.05
+    assert advise(MODEL, quick, exact, margin=0.05).best.strategy == "merged-gradient"
+    assert advise(MODEL, slow, exact, margin=1.0).best.strategy == "merged-gradient"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +167,10 @@ def test_instability() -> None:
 @pytest.mark.parametrize(
     ("facts", "parts"),
     [
-        ({}, ["< 1 without momentum, < 0.1 with 0.9 (synchronous SGD: 2, 3.8)", "give momentum"]),
+        (
+            {},
+            ["< 1 without momentum, < 0.1 with 0.9 (synchronous SGD: 2, 3.8)", "give --momentum"],
+        ),
         ({"momentum": 0.9}, ["< 0.1 (momentum 0.9; synchronous SGD: 3.8)", "38 times smaller"]),
         ({"momentum": 0.5, "learning_rate": 0.25}, ["6 times smaller", "a curvature below 2"]),
     ],
