@@ -27,9 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import convergence_report
+from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "convergence.json"
@@ -83,8 +82,8 @@ TASKS = {
 
 PREDICTED = """\
 Stated before any of these ran. The largest eigenvalue L of the loss's Hessian was 6 to 13 along a
-run of stock Horovod on `images` (learning rate 0.02, momentum 0.9, seed 1). At 0.08, `images-fast`,
-lr * L is 0.5 to 1.0 if L stays, so `stable_rate` says for a momentum of 0.9:
+run of stock Horovod on `images` (learning rate 0.02, momentum 0.9, seed 1). At 0.08, which is
+`images-fast`, lr * L is 0.5 to 1.0 if L stays. So `stable_rate` says for a momentum of 0.9:
 
 1. `pipe-sgd` fails on `images-fast`: its bound is 0.1. So does `pipedream:stash` (0.1). Stock
    Horovod (3.8) trains, and `pipe-sgd:prediction=local` is at its bound (1.0).
@@ -147,9 +146,8 @@ def carry_out(run: Run, threads: int) -> dict[str, Any]:
     )
     found = [line for line in done.stdout.splitlines() if convergence_report.MARK in line]
     if done.returncode or not found:
-        raise SystemExit(
-            f"{run.key}: ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+        said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        raise SystemExit(f"{run.key}: ended with {done.returncode}\n{said}")
     result: dict[str, Any] = json.loads(found[-1].split(convergence_report.MARK, 1)[1])
     return {**asdict(run), **result, "run_s": round(time.monotonic() - begun, 1)}
 
