@@ -16,15 +16,13 @@ Options follow a colon: ``"cocod:period=8,warmup_steps=100"``. The environment v
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args
 
-from hvd_pipe.errors import require_int
+from hvd_pipe.cocod import CoCoD
+from hvd_pipe.errors import is_number, nearest, require_int, require_one_of
 from hvd_pipe.planning.plan import Plan
 
 __all__ = [
@@ -42,17 +40,8 @@ ENVIRONMENT_VARIABLE = "HVD_PIPE_STRATEGY"
 
 _PLANS = ("auto", "greedy", "wfbp", "single")
 _PREDICTIONS = ("none", "local", "previous")
-_MOMENTA = ("local", "average")
 _OVERLAPS = ("backward", "forward")
-
-
-def _require_one_of(owner: object, field: str, known: tuple[str, ...]) -> None:
-    value = getattr(owner, field)
-    if value not in known:
-        raise ValueError(
-            f"{type(owner).__name__}: {field} must be one of {', '.join(map(repr, known))}, got "
-            f"{value!r}{_nearest(str(value), known)}."
-        )
+_NUMBERS = ("pull_back", "anchor_momentum", "outer_lr", "outer_momentum")
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class MergedGradient:
     overlap: str = "backward"
 
     def __post_init__(self) -> None:
-        _require_one_of(self, "overlap", _OVERLAPS)
+        require_one_of(self, "overlap", _OVERLAPS)
         if not isinstance(self.plan, (str, Path, Plan)):
             raise TypeError(
                 f"MergedGradient: plan must be one of {', '.join(map(repr, _PLANS))}, a Plan or "
@@ -102,7 +91,7 @@ class MergedGradient:
                 )
         if isinstance(self.plan, str) and self.plan not in _PLANS and not _is_path(self.plan):
             raise ValueError(
-                f"MergedGradient: unknown plan {self.plan!r}{_nearest(self.plan, _PLANS)}: use "
+                f"MergedGradient: unknown plan {self.plan!r}{nearest(self.plan, _PLANS)}: use "
                 f"one of {', '.join(map(repr, _PLANS))}, a Plan, or a saved plan's path (*.json)."
             )
 
@@ -161,96 +150,7 @@ class PipeSGD:
         require_int(self, "warmup_steps", 0)
         if self.bucket_bytes is not None:
             require_int(self, "bucket_bytes", 1)
-        _require_one_of(self, "prediction", _PREDICTIONS)
-
-
-@dataclass(frozen=True)
-class CoCoD:
-    """Take ``period`` local steps while the models that they started from are averaged.
-
-    With W the sum of the weights, and end_i for x_i after ``period`` local steps::
-
-        mean[s]   = sum_j (w_j / W) x_j[s]
-        x_i[s+1]  = mean[s] + (end_i - x_i[s])            CoCoD-SGD
-        x_i[s+1]  = end_i - alpha (end_i - z[s])          with pull_back=alpha: Overlap-Local-SGD
-        z[s]      = z[s-1] + v[s],  v[s] = beta v[s-1] + (mean[s] - z[s-1])
-
-    Replicas differ in between and are equal after ``synchronize()``. With momentum they overshoot
-    and leave each other where synchronous SGD is still stable: at an SGD momentum of 0.9 from
-    ``lr * curvature`` 0.28 on with period 4, 0.08 with period 8. Pull-back prevents that, and
-    keeps replicas together when each worker sees other data; where CoCoD is stable at the same
-    learning rate it is slower, as a round moves the mean by (1 - alpha) / (1 - alpha beta) of
-    CoCoD's progress.
-
-    Args:
-        period: Local steps a round, the paper's k; more than all-reduce time over step time buys
-            nothing.
-        warmup_steps: Synchronous steps before the first round.
-        weights: One positive number a rank of the process set, for workers whose batches differ in
-            size (`hvd.split_batch` makes such batches); None for equal ones. In a string,
-            ``weights=3/1``.
-        momentum: ``"local"`` leaves the optimizer's state alone; ``"average"`` lets its tensors
-            of their parameter's shape (momentum, Adam's moments) follow the parameters' rule, for
-            a message more a round. With unlike data and large steps it diverges earlier.
-        pull_back: Overlap-Local-SGD's alpha, above 0 and below 1 (published: 0.6); None for
-            CoCoD's own rule.
-        anchor_momentum: Overlap-Local-SGD's beta, from 0 to below 1 (published: 0.7).
-
-    Raises:
-        TypeError, ValueError: An argument of the wrong kind or range, or ``anchor_momentum``
-            without ``pull_back``.
-
-    Example:
-        >>> parse("cocod:period=8").period
-        8
-        >>> parse("cocod:period=2,pull_back=0.6,anchor_momentum=0.7").pull_back
-        0.6
-
-    Source: Shen et al., "CoCoD-SGD" (IJCAI 2019); Wang, Liang, Joshi, "Overlap-Local-SGD"
-    (ICASSP 2020, arXiv 2002.09539).
-    """
-
-    name: ClassVar[str] = "cocod"
-    period: int = 4
-    warmup_steps: int = 0
-    weights: tuple[float, ...] | None = None
-    momentum: str = "local"
-    pull_back: float | None = None
-    anchor_momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        require_int(self, "period", 1)
-        require_int(self, "warmup_steps", 0)
-        if self.weights is not None:
-            if not isinstance(self.weights, tuple) or not all(map(_is_number, self.weights)):
-                raise TypeError(
-                    "CoCoD: weights must be a tuple of numbers, one a rank, such as (3, 1) or "
-                    f"'3/1' in a string, got {self.weights!r}."
-                )
-            if not self.weights or not all(0 < weight < math.inf for weight in self.weights):
-                raise ValueError(
-                    f"CoCoD: weights must be positive numbers, one a rank, got {self.weights!r}: "
-                    "leave out workers with a process set."
-                )
-        _require_one_of(self, "momentum", _MOMENTA)
-        for field in ("pull_back", "anchor_momentum"):
-            value = getattr(self, field)
-            if not _is_number(value) and not (field == "pull_back" and value is None):
-                raise TypeError(f"CoCoD: {field} must be a number, got {value!r}.")
-        if self.pull_back is not None and not 0 < self.pull_back < 1:
-            raise ValueError(
-                f"CoCoD: pull_back must be above 0 and below 1, got {self.pull_back}: at 1 every "
-                "round would end where it began; None is CoCoD without it."
-            )
-        if not 0 <= self.anchor_momentum < 1:
-            raise ValueError(
-                f"CoCoD: anchor_momentum must be from 0 to below 1, got {self.anchor_momentum}."
-            )
-        if self.anchor_momentum and self.pull_back is None:
-            raise ValueError(
-                f"CoCoD: anchor_momentum={self.anchor_momentum} needs pull_back, which pulls "
-                "models towards the anchor: give pull_back=0.6, or leave both out."
-            )
+        require_one_of(self, "prediction", _PREDICTIONS)
 
 
 Method = MergedGradient | PipeSGD | CoCoD
@@ -299,7 +199,7 @@ class Auto:
         for allowed in self.allow:
             if allowed not in _ALLOWED:
                 raise ValueError(
-                    f"Auto: allow has {allowed!r}, no method{_nearest(allowed, _ALLOWED)}: use "
+                    f"Auto: allow has {allowed!r}, no method{nearest(allowed, _ALLOWED)}: use "
                     f"some of {', '.join(map(repr, _ALLOWED))}, without other options."
                 )
         require_int(self, "steps", 1)
@@ -341,7 +241,7 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
     cls = _STRATEGIES.get(name.strip().lower().replace("_", "-"))
     if cls is None:
         raise ValueError(
-            f"{source}{text!r}: unknown strategy{_nearest(name, _STRATEGIES)}: use one of "
+            f"{source}{text!r}: unknown strategy{nearest(name, _STRATEGIES)}: use one of "
             f"{', '.join(map(repr, _STRATEGIES))}."
         )
     options: dict[str, object] = {}
@@ -353,7 +253,7 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
         if key not in fields or key in options:
             raise ValueError(
                 f"{source}{text!r}: {part!r} is not an option of {cls.name}"
-                f"{_nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "
+                f"{nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "
                 f"{', '.join(fields)}."
             )
         options[key] = _value(key, value)
@@ -372,8 +272,8 @@ def _value(key: str, text: str) -> object:
         return tuple(part.strip().lower().replace("_", "-") for part in text.split("/"))
     if key == "weights":
         parts = tuple(_number(part.strip()) for part in text.split("/"))
-        return parts if all(map(_is_number, parts)) else text
-    return _number(text) if key in ("pull_back", "anchor_momentum") else _int(text)
+        return parts if all(map(is_number, parts)) else text
+    return _number(text) if key in _NUMBERS else _int(text)
 
 
 def _int(text: str) -> int | str:
@@ -387,14 +287,5 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _is_path(text: str) -> bool:
     return text.endswith(".json") or os.sep in text
-
-
-def _nearest(word: str, known: object) -> str:
-    close = difflib.get_close_matches(word, list(known), 1, 0.6)  # type: ignore[call-overload]
-    return f" (did you mean {close[0]!r}?)" if close else ""

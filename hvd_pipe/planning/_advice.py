@@ -148,8 +148,9 @@ def memory_bytes(
         local-sgd                       2    gradients, and the vector that travels
         cocod                           3    gradients, the vector, the models of the round's start
                                              (pull_back: no start, but 2 for the anchor where it
-                                             has momentum; a codec: 1 for the last mean; averaged
-                                             momentum: the vector and start of momenta, too)
+                                             has momentum; outer: 2 more; a codec: 1 for the last
+                                             mean; averaged momentum: the vector and start of
+                                             momenta, too)
 
     Args:
         method: any.
@@ -180,9 +181,14 @@ def memory_bytes(
         copies = 2.0
     elif isinstance(method, CoCoD):
         averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
-        copies += averaged + (codec.ratio != 1.0) + (2.0 if method.anchor_momentum else 0.0)
+        copies += averaged + (codec.ratio != 1.0) + _slow_copies(method)
         copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
     elif isinstance(method, HorovodFusion):
         extra = method.threshold_bytes
     model = int(profile.gradient_bytes().sum())
     return round(model * (1.0 + optimizer_ratio + copies)) + extra
+
+
+def _slow_copies(method: CoCoD) -> float:
+    """An anchor that has momentum, or an outer model, and its velocity."""
+    return 2.0 if method.anchor_momentum or method.outer != "none" else 0.0

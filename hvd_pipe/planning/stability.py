@@ -119,10 +119,14 @@ def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, Flo
         deviation  d' = (A - P) d               with pull_back  d' = (1 - alpha P) A d
         mean       m' = A m                     with pull_back  m' = (1 - alpha P) A m + alpha z'
                                                 u' = beta u + P (m - z),  z' = P (z + u')
+        with outer, of the weights W            m' = (A - W) m + W g',  u' = mu u + W (g - m)
+                                                g' = g - lr (W (g - m) + mu u')
     """
     step = np.array([[1.0 - rate, -momentum], [rate, momentum]])
     steps = np.linalg.matrix_power(step, method.period)
     averaged = np.eye(2) if method.momentum == "average" else np.diag([1.0, 0.0])
+    if method.outer != "none":
+        return steps - averaged, _outer_round(method, steps)
     if method.pull_back is None:
         return steps - averaged, steps
     alpha, beta = method.pull_back, method.anchor_momentum
@@ -132,6 +136,18 @@ def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, Flo
     anchor = averaged @ (np.hstack([none, np.eye(2), none]) + velocity)
     models = np.hstack([pulled, none, none]) + alpha * anchor
     return pulled, np.vstack([models, anchor, velocity])
+
+
+def _outer_round(method: CoCoD, steps: FloatArray) -> FloatArray:
+    """A round on the mean (weights, velocity), the outer model g and its velocity u."""
+    lr, mu = method.outer_lr, method.outer_momentum
+    weight, g, u = np.eye(4)[0], np.eye(4)[2], np.eye(4)[3]
+    change = g - weight
+    velocity = mu * u + change
+    outer = g - lr * (change + mu * velocity)
+    mean = np.hstack([steps, np.zeros((2, 2))])
+    mean[0] += outer - weight
+    return np.vstack([mean, outer, velocity])
 
 
 def _delayed(rate: float, momentum: float, delay: int) -> FloatArray:

@@ -116,6 +116,8 @@ class Rounds:
 
     def finish(self, starts: list[Vectors], ends: list[Vectors]) -> list[Vectors]:
         alpha, average = self.method.pull_back, mean(starts, self.method.weights)
+        if self.method.outer != "none":
+            average = self._outer_models(average)
         z = average if alpha is None else self._anchors(average)
         found = []
         for start, end in zip(starts, ends, strict=True):
@@ -128,6 +130,19 @@ class Rounds:
                 one.append(value)
             found.append(one)
         return found
+
+    def _outer_models(self, average: Vectors) -> Vectors:
+        """The weights' outer models, and plain averages of momenta."""
+        lr, mu, mine = self.method.outer_lr, self.method.outer_momentum, average[: self.weights]
+        if not self.anchor:
+            self.anchor, self.velocity = mine, [np.zeros_like(each) for each in mine]
+        changes = [g - m for g, m in zip(self.anchor, mine, strict=True)]
+        self.velocity = [mu * u + d for u, d in zip(self.velocity, changes, strict=True)]
+        self.anchor = [
+            g - lr * (d + mu * u)
+            for g, d, u in zip(self.anchor, changes, self.velocity, strict=True)
+        ]
+        return [*self.anchor, *average[self.weights :]]
 
     def _anchors(self, average: Vectors) -> Vectors:
         """The weights' anchors, and plain averages of momenta."""

@@ -82,8 +82,23 @@ class Reference:
                 workers.record()
         return workers.trajectory
 
+    def _outer_model(self, mean: Named) -> Named:
+        """The outer model after DiLoCo's outer step; momenta keep their mean."""
+        lr, mu = self.options.outer_lr, self.options.outer_momentum
+        weights = {name: m for name, m in mean.items() if "." not in name}
+        if self.anchor is None:
+            self.anchor = weights
+            self.velocity = {name: torch.zeros_like(m) for name, m in weights.items()}
+        for name, m in weights.items():
+            change = self.anchor[name] - m
+            self.velocity[name] = mu * self.velocity[name] + change
+            self.anchor[name] = self.anchor[name] - lr * (change + mu * self.velocity[name])
+        return {**mean, **self.anchor}
+
     def _finish(self, start: list[Named], mean: Named) -> None:
         alpha, beta = self.options.pull_back, self.options.anchor_momentum
+        if self.options.outer != "none":
+            mean = self._outer_model(mean)
         self.base = mean
         z = dict(mean)
         if beta:

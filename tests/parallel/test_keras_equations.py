@@ -26,6 +26,8 @@ STRATEGIES = (
     "cocod:period=3,warmup_steps=4",
     "cocod:period=4,momentum=average",
     "cocod:period=3,pull_back=0.6,anchor_momentum=0.7",
+    "cocod:period=3,outer=nesterov,outer_lr=0.3,outer_momentum=0.6",
+    "cocod:period=2,momentum=average,outer=nesterov,outer_lr=0.5,warmup_steps=3",
     "cocod:period=2,momentum=average,pull_back=0.6,anchor_momentum=0.5,warmup_steps=3",
 )
 CASES: list[workers_keras_equations.Case] = [

@@ -62,6 +62,7 @@ COMPRESSIONS: dict[str, Any] = {
 
 _WEIGHTS = (3.0, 1.0, 2.5)
 _PULL = {"pull_back": 0.6, "anchor_momentum": 0.7}
+_OUTER = {"outer": "nesterov", "outer_lr": 0.3, "outer_momentum": 0.6}
 
 EXACT = [
     Case(CoCoD(weights=_WEIGHTS)),
@@ -77,12 +78,16 @@ EXACT = [
     Case(CoCoD(**_PULL)),
     Case(CoCoD(2, 5, **_PULL), "adam", drains=(2, 13)),
     Case(CoCoD(momentum="average", weights=_WEIGHTS, **_PULL), "momentum", drains=(13,)),
+    Case(CoCoD(**_OUTER)),
+    Case(CoCoD(2, 5, **_OUTER), "adam", drains=(2, 13, 14)),
+    Case(CoCoD(momentum="average", weights=_WEIGHTS, **_OUTER), "adam", drains=(13,)),
 ]
 COMPRESSED = [
     Case(CoCoD(), compression="fp16", drains=(13,)),
     Case(CoCoD(3, 4), "adam", compression="fp16"),
     Case(CoCoD(weights=_WEIGHTS), compression="fp16"),
     Case(CoCoD(momentum="average", **_PULL), "adam", compression="fp16"),
+    Case(CoCoD(2, **_OUTER), compression="fp16", drains=(13,)),
 ]
 CODED = [
     Case(CoCoD(), compression="bf16", drains=(13,)),

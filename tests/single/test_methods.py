@@ -131,6 +131,7 @@ MODEL = ModelProfile((LayerProfile("fc", 1000, 1.0),))
         ("cocod:momentum=average", "none", 5),
         ("cocod:pull_back=0.6", "none", 2),
         ("cocod:pull_back=0.6,anchor_momentum=0.7", "none", 4),
+        ("cocod:outer=nesterov", "none", 5),
     ],
 )
 def test_memory(method: str, codec: str, copies: int) -> None:
@@ -201,6 +202,11 @@ def replicas_of_cocod(method: CoCoD, rate: float, momentum: float) -> float:
         for place, (before, end) in enumerate(zip(start, (weights, velocity), strict=True)):
             if place and method.momentum == "local":
                 moved.append(end)
+            elif method.outer != "none" and place == 0:
+                anchor, change = anchors[0], anchors[0][0] - before.mean()
+                anchor[1] = method.outer_momentum * anchor[1] + change
+                anchor[0] -= method.outer_lr * (change + method.outer_momentum * anchor[1])
+                moved.append(anchor[0] + end - before)
             elif method.pull_back is None:
                 moved.append(before.mean() + end - before)
             else:
@@ -214,7 +220,13 @@ def replicas_of_cocod(method: CoCoD, rate: float, momentum: float) -> float:
     return float(abs(weights).max())
 
 
-COCODS = [
+OUTER = [
+    CoCoD(period=period, momentum=average, outer="nesterov", outer_lr=lr, outer_momentum=mu)
+    for period in (1, 2, 4, 8)
+    for average in ("local", "average")
+    for lr, mu in ((1.0, 0.0), (0.7, 0.9), (0.2, 0.9), (0.7, 0.5))
+]
+COCODS = OUTER + [
     CoCoD(period=period, momentum=average, pull_back=alpha, anchor_momentum=beta)
     for period in (1, 2, 3, 4, 8)
     for average in ("local", "average")
@@ -230,6 +242,14 @@ def test_replicas_of_cocod_stay_together_below_the_limit(method: CoCoD, momentum
     assert replicas_of_cocod(method, 0.97 * limit, momentum) < 10
     if method.pull_back is None and limit > 1.01:  # else it grows by less than a permille a round
         assert replicas_of_cocod(method, 1.05 * limit, momentum) > 1e3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("period", [1, 4, 8])
+def test_an_outer_rate_of_1_without_momentum_changes_nothing(period: int, momentum: float) -> None:
+    plain = CoCoD(period=period)
+    outer = CoCoD(period=period, outer="nesterov", outer_lr=1.0, outer_momentum=0.0)
+    assert stable_rate(outer, momentum) == pytest.approx(stable_rate(plain, momentum), rel=1e-6)
 
 
 def test_limits_of_cocod() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -237,8 +237,8 @@ class _Part:
 def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
     """Return the momenta, which travel uncompressed: float16 makes zeros of second moments.
 
-    They follow the pull-back, but no anchor momentum, which could carry a second moment below
-    zero. Progress can, so that these stop at zero.
+    They follow the pull-back, but no momentum of an anchor or an outer optimizer, which could
+    carry a second moment below zero. Progress can, so that these stop at zero.
     """
     variables = [each.variable for each in settings.momenta]
     shapes = shapes_of(variables)
@@ -251,7 +251,7 @@ def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
     packing = Packing(shapes, groups)
     average = ModelAverage(
         settings.reduction.lossless(),
-        replace(strategy, anchor_momentum=0.0),
+        CoCoD(weights=strategy.weights, pull_back=strategy.pull_back),
         packing.sizes,
         f"{settings.tag}.momenta",
         clamped,

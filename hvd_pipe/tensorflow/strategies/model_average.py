@@ -2,10 +2,11 @@
 
     start(x_i)    the models as they are leave, in a thread of their own
     finish(x_i)   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
+                  outer       x_i = g + (x_i - x_i at the start)         DiLoCo's outer optimizer
                   pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
 
 With compression, the first round sends models as they are, and all others ``x_i - (last round's
-mean)``: what is lost then is a part of a small difference, not of the model.
+mean)``, or ``x_i - g``: what is lost then is a part of a small difference, not of the model.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ class ModelAverage:
     ) -> None:
         self._reduction = reduction
         self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
+        self._outer = None
+        if strategy.outer != "none":
+            self._outer = (strategy.outer_lr, strategy.outer_momentum)
         self._nonnegative = nonnegative or [False] * len(sizes)
         self._is_lossy = reduction.compression is not Compression.none and not reduction.alone
         weights = strategy.weights
@@ -111,6 +115,10 @@ class ModelAverage:
     def finish(self, flats: Flats) -> list[tf.Tensor]:
         """Return the models that the next round starts with; after `arrival`."""
         means = self._arrive()
+        if self._outer is not None:
+            means = self._outer_moved(means, *self._outer)
+        if self._is_lossy:
+            self._base = means
         ends = [wide(flat) for flat in flats]
         if self._alpha is None:
             starts = [wide(flat) for flat in self._start]
@@ -220,8 +228,6 @@ class ModelAverage:
         timeline.active.waited(self._asked, self._name)
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
-        if self._is_lossy:
-            self._base = means
         return means
 
     def _averaging(
@@ -268,6 +274,21 @@ class ModelAverage:
             for v, mean, z in zip(self._velocity, means, self._anchor, strict=True)
         ]
         self._anchor = [z + v for z, v in zip(self._anchor, self._velocity, strict=True)]
+        return self._anchor
+
+    def _outer_moved(
+        self, means: Sequence[tf.Tensor], lr: float, momentum: float
+    ) -> list[tf.Tensor]:
+        """Return the outer models after u = mu u + d, g = g - lr (d + mu u), d = g - mean."""
+        if not self._anchor:
+            self._anchor = list(means)
+            self._velocity = [tf.zeros_like(mean) for mean in means]
+        changes = [g - mean for g, mean in zip(self._anchor, means, strict=True)]
+        self._velocity = [momentum * u + d for u, d in zip(self._velocity, changes, strict=True)]
+        self._anchor = [
+            g - lr * (d + momentum * u)
+            for g, d, u in zip(self._anchor, changes, self._velocity, strict=True)
+        ]
         return self._anchor
 
 

@@ -4,7 +4,7 @@ start of round s   snapshot x_i[s] is copied and sent
 k local steps      the user's optimizer, on local gradients
 end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next round starts
 
-`ModelAverage` has the arithmetic, and Overlap-Local-SGD's rule for the end of a round.
+`ModelAverage` has the arithmetic, and the other rules for the end of a round.
 """
 
 from __future__ import annotations
@@ -106,14 +106,15 @@ class CoCoDEngine(Engine):
                 partial(_values, settings.parameters, indices),
                 reduction,
                 f"{settings.tag}.model.{i}",
-                Rule(strategy.pull_back, strategy.anchor_momentum),
+                Rule.of(strategy),
                 words=int(follow and i == 0),
             )
             for i, indices in enumerate(self._indices)
         ]
         self._momenta: _Momenta | None = None
         if follow:
-            # Without anchor momentum, which could carry a second moment below zero.
+            # Without the momentum of an anchor or an outer optimizer, which could carry a second
+            # moment below zero.
             self._momenta = _Momenta(settings, reduction, Rule(strategy.pull_back))
         self._buffers.want(settings.parameters)
 

@@ -3,10 +3,11 @@
     start()    the values x_i as they are are copied and sent         [ x_i ... | present ]
     arrive()   the message holds their mean                           [ mean .. | present ]
     finish()   progress    x_i = mean + (x_i - x_i at the start)      CoCoD-SGD
+               outer       x_i = g + (x_i - x_i at the start)         DiLoCo's outer optimizer
                pull-back   x_i = x_i - alpha (x_i - z)                Overlap-Local-SGD
 
-With a codec, all rounds but the first send ``x_i - (last round's mean)``: what is lost then is a
-part of a small difference, not of the model.
+With a codec, all rounds but the first send ``x_i - (last round's mean)``, or, with an outer
+optimizer, ``x_i - g``: what is lost then is a part of a small difference, not of the model.
 
 Each rank marks its place in the tail ``present`` (with equal weights all share one, a count): one
 that has left by ``hvd.join()`` sends zeros, which would else be averaged in as a model.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from horovod.torch.compression import Compression
 
+from hvd_pipe.cocod import CoCoD
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
@@ -43,10 +45,20 @@ class Rule:
     Args:
         pull_back: Overlap-Local-SGD's alpha; None keeps all progress, as CoCoD does.
         anchor_momentum: Overlap-Local-SGD's beta.
+        outer: The learning rate and the momentum of an outer optimizer; None for no such one.
     """
 
     pull_back: float | None = None
     anchor_momentum: float = 0.0
+    outer: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, strategy: CoCoD) -> Rule:
+        """Return the rule for a model's weights."""
+        outer = None
+        if strategy.outer != "none":
+            outer = (strategy.outer_lr, strategy.outer_momentum)
+        return cls(strategy.pull_back, strategy.anchor_momentum, outer)
 
 
 class ModelAverage:
@@ -138,6 +150,8 @@ class ModelAverage:
         """Give every value the mean and its own progress, by the rule."""
         self.complete()
         self.due = False
+        if self._rule.outer is not None:
+            self._move_outer(*self._rule.outer)
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
         if self._rule.pull_back is None:
@@ -243,6 +257,15 @@ class ModelAverage:
             self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
         self._velocity.mul_(beta).add_(self._mean.sub_(self._anchor))
         self._anchor.add_(self._velocity)
+        self._mean.copy_(self._anchor)
+
+    def _move_outer(self, lr: float, momentum: float) -> None:
+        """u = mu u + d, g = g - lr (d + mu u), d = g - mean; then ``_mean`` holds g."""
+        if self._anchor is None or self._velocity is None:
+            self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
+        change = torch.sub(self._anchor, self._mean, out=self._mean)
+        self._velocity.mul_(momentum).add_(change)
+        self._anchor.sub_(change.add_(self._velocity, alpha=momentum), alpha=lr)
         self._mean.copy_(self._anchor)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
