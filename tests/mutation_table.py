@@ -701,6 +701,14 @@ _TORCH = [
         r"^pull_back=0.6, anchor_momentum=0.7, momentum, none, float64",
     ),
     Mutation(
+        "CoCoD: the outer optimizer forgets its momentum",
+        "torch/strategies/model_average.py",
+        "self._velocity.mul_(momentum).add_(change)",
+        "self._velocity.copy_(change)",
+        _cocod("outer=nesterov, outer_lr=0.3, outer_momentum=0.6, momentum, none, float64"),
+        r"^outer=nesterov, outer_lr=0.3, outer_momentum=0.6, momentum, none, float64",
+    ),
+    Mutation(
         "CoCoD: momenta are not averaged",
         "torch/strategies/cocod.py",
         "yield from self._momenta.averages",
@@ -719,8 +727,8 @@ _TORCH = [
     Mutation(
         "CoCoD: a round ends before its average is there",
         "torch/strategies/model_average.py",
-        "        self.complete()\n        self.due = False\n        if self._difference",
-        "        self.due = False\n        if self._difference",
+        "        self.complete()\n        self.due = False\n        if self._rule",
+        "        self.due = False\n        if self._rule",
         _equation("cocod:period=4, momentum"),
         "^cocod:period=4, momentum$",
     ),
@@ -932,6 +940,14 @@ _TENSORFLOW = [
         "self._anchor = [z for z, v in",
         _keras("fit-cocod:period=3,pull_back=0.6,anchor_momentum=0.7-momentum"),
         "'fit', 'cocod:period=3,pull_back=0.6,anchor_momentum=0.7', 'momentum'",
+    ),
+    Mutation(
+        "Keras: the outer optimizer forgets its momentum",
+        "tensorflow/strategies/model_average.py",
+        "self._velocity = [momentum * u + d for u, d in",
+        "self._velocity = [d for u, d in",
+        _keras("fit-cocod:period=3,outer=nesterov,outer_lr=0.3,outer_momentum=0.6-momentum"),
+        "'fit', 'cocod:period=3,outer=nesterov,outer_lr=0.3,outer_momentum=0.6', 'momentum'",
     ),
     Mutation(
         "Keras: a rank's own weight is ignored",

@@ -74,8 +74,12 @@ def test_commands_read_files(archive: Path, command: str, tmp_path: Path) -> Non
     text = (tmp_path / "made.json").read_text()
     if command == "simulated":
         text = text.replace('"pipe-sgd', f'"{PIPE_SGD}')
+    # Since then advice ranks overlap=forward, too, and names options as they are written.
+    text = text.replace("momentum, learning rate, c", "--momentum, --learning-rate, --c")
     wanted = json.loads(text)[command]
     found = document(tmp_path, COMMANDS[command].split())
+    if command.startswith("profile of"):
+        found["rows"] = [row for row in found["rows"] if "overlap" not in row["strategy"]]
     if command == "partition":  # since then a plan is chosen by what its schedule reaches
         del wanted["straight_simulated_period_s"], found["on_paper"]
         for key in ("in_transit", "simulated_s"):
