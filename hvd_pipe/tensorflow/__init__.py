@@ -3,6 +3,8 @@
 Change ``import horovod.tensorflow as hvd`` to ``import hvd_pipe.tensorflow as hvd``.
 """
 
+from importlib.util import find_spec as _find_spec
+
 from hvd_pipe.runtime.private_names import check, check_keras
 
 try:
@@ -11,6 +13,10 @@ try:
     _horovod.init  # noqa: B018 - absent when its extension is missing
 except (ImportError, AttributeError) as error:
     check_keras()
+    if _find_spec("tensorflow") is None:
+        raise ImportError(
+            "hvd_pipe.tensorflow needs TensorFlow: install it, then run `hvd-pipe build-horovod`."
+        ) from error
     raise ImportError(
         "hvd_pipe.tensorflow needs Horovod built for this TensorFlow: run `hvd-pipe "
         "build-horovod` in this environment, with --cuda for GPUs."

@@ -3,11 +3,17 @@
 Change ``import horovod.torch as hvd`` to ``import hvd_pipe.torch as hvd``.
 """
 
+from importlib.util import find_spec as _find_spec
+
 try:
     import horovod.torch as _horovod
 
     _horovod.DistributedOptimizer  # noqa: B018 - absent when its extension is missing
 except (ImportError, AttributeError) as error:
+    if _find_spec("torch") is None:
+        raise ImportError(
+            "hvd_pipe.torch needs torch: install it, then run `hvd-pipe build-horovod`."
+        ) from error
     raise ImportError(
         "hvd_pipe.torch needs Horovod built for this torch: run `hvd-pipe build-horovod` in this "
         "environment, with --cuda for GPUs."

@@ -60,9 +60,26 @@ def _class_alone(text: str) -> Arrays:
     return model.get_weights()
 
 
+def _tape(text: str) -> Arrays:
+    """A loop with a tape: it trains, and replicas are equal at its end."""
+    model, data = _model(), _data()
+    before = model.get_weights()
+    names = {
+        "tf": tf,
+        "model": model,
+        "loss": keras.losses.MeanSquaredError(),
+        "optimizer": keras.optimizers.SGD(0.01),
+        "batches": [(data["x"], data["y"])] * STEPS,
+    }
+    execute(text, names)
+    assert not all(map(np.array_equal, before, model.get_weights()))
+    return model.get_weights()
+
+
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "README.md python 1": _fit,
     "docs/getting-started.md python 1": _import,
+    "docs/keras.md python 1": _tape,
     "docs/class-alone.md python 1": _class_alone,
 }
 
