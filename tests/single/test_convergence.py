@@ -1,0 +1,125 @@
+"""The study of convergence: its runs, its intervals, and the page that shows them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import pages
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import convergence
+import convergence_rank as rank
+import convergence_report as report
+
+from hvd_pipe.strategy import parse
+
+PAGE = pages.ROOT / "docs" / "convergence.md"
+
+
+def result(contestant: str, seed: int, loss: float) -> dict[str, Any]:
+    curve = [[60, 1.0, 2.0, 0.5, 0.0], [120, 0.5, loss, 0.9, 0.0]]
+    task = {"task": "images", "workers": 2, "lr": 0.02, "steps": 120}
+    return {**task, "contestant": contestant, "seed": seed, "curve": curve}
+
+
+def test_an_interval_is_that_of_student() -> None:
+    mean, reach = report.interval([1.0, 2.0, 3.0])
+    assert mean == pytest.approx(2.0)
+    assert reach == pytest.approx(4.303 / math.sqrt(3))
+    assert math.isnan(report.interval([1.0, 2.0])[1])
+
+
+def test_methods_are_compared_seed_by_seed() -> None:
+    """Seeds differ by far more than methods do."""
+    stock = [result("horovod", seed, seed) for seed in (1, 2, 3)]
+    late = [result("pipe-sgd", seed, seed + 0.1) for seed in (2, 3, 1)]
+    table = report.tables([*stock, *late])["images", 2].splitlines()
+    assert table[2].startswith("| stock Horovod | 2.000 +- 2.484 |  | 90.0% | 0 | 3 |")
+    assert table[3].startswith("| `pipe-sgd` | 2.100 +- 2.484 | +0.100 +- 0.000 |")
+
+
+def test_a_seed_that_stock_horovod_lacks_is_not_compared() -> None:
+    table = report.tables([result("horovod", 1, 1.0), result("cocod:period=4", 2, 9.0)])
+    assert table["images", 2].splitlines()[3].startswith("| `cocod:period=4` | 9.000 |  |")
+
+
+def test_the_page_has_the_results_that_are_kept() -> None:
+    results = json.loads(convergence.RESULTS.read_text())
+    page = PAGE.read_text()
+    for (task, workers), table in report.tables(results).items():
+        assert f"<!-- {task} {workers} -->\n\n{table}\n\n<!-- end -->" in page
+    keys = [(each["task"], each["contestant"], each["workers"], each["seed"]) for each in results]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize("task", convergence.TASKS)
+def test_all_methods_can_be_asked_for(task: str) -> None:
+    for contestant in convergence.TASKS[task].contestants:
+        name = contestant.partition("+")[0]
+        if name != "horovod" and not name.startswith("pipedream:"):
+            parse(name)
+
+
+def test_runs_that_are_known_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results.json"
+    known = result("horovod", 1, 1.0) | {"steps": 600}
+    results.write_text(json.dumps([known]))
+    ask = ["convergence.py", "--task", "images", "--only", "horovod", "--list"]
+    monkeypatch.setattr(sys, "argv", [*ask, "--results", str(results)])
+    convergence.main()
+    assert capsys.readouterr().out.split("\n")[:2] == [
+        "images horovod 2 2 0.02 600",
+        "images horovod 2 3 0.02 600",
+    ]
+
+
+def test_the_first_seed_of_all_methods_comes_first() -> None:
+    asked = {"seeds": [1, 2], "workers": [2], "task": ["images", "text"], "only": None}
+    found = list(convergence.runs(argparse.Namespace(**asked, lr=None, steps=None)))
+    assert [run.seed for run in found] == sorted(run.seed for run in found)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_share_one_batch(workers: int) -> None:
+    """All methods see the same samples, whatever the number of workers."""
+    inputs = torch.arange(1000)
+    data = rank.Data((inputs, 2 * inputs), (inputs, inputs), "")
+    whole = data.batch(7, 3, 16)
+    shares = [data.share(7, 3, 16, one, workers) for one in range(workers)]
+    for part in (0, 1):
+        assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
+
+
+def test_a_worker_with_unlike_data_sees_its_own_shard() -> None:
+    inputs = torch.arange(1000)
+    shards = [torch.arange(500), torch.arange(500, 1000)]
+    data = rank.Data((inputs, inputs), (inputs, inputs), "", shards)
+    first, second = (data.share(7, 3, 16, one, 2)[0] for one in range(2))
+    assert len(first) == len(second) == 8
+    assert int(first.max()) < 500 <= int(second.min())
+
+
+def test_sharpness_is_the_largest_eigenvalue() -> None:
+    """Of cross-entropy on a linear model of two classes: the Hessian is small enough to write."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    batch = torch.randn(20, 3), torch.randint(2, (20,))
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        weight, bias = flat[:6].view(2, 3), flat[6:]
+        return rank.loss_of(batch[0] @ weight.T + bias, batch[1])
+
+    hessian = torch.autograd.functional.hessian(loss, start)
+    want = float(torch.linalg.eigvalsh(hessian).max())
+    assert rank.sharpness(model, batch, 200) == pytest.approx(want, rel=1e-4)
