@@ -97,14 +97,14 @@ def candidates(
         compute_s: a worker's own work a step, in seconds; None: the profile's.
 
     Example:
+        >>> from hvd_pipe.planning.methods import spell
         >>> from hvd_pipe.planning.profile import LayerProfile
         >>> model = ModelProfile((LayerProfile("fc", 1000, backward_s=0.01),))
-        >>> for method in candidates(model, CommModel.linear(0.035, 0.0)):
-        ...     print(method)
-        MergedGradient(plan='auto', bucket_bytes=None, overlap='backward')
-        PipeSGD(warmup_steps=0, bucket_bytes=None, prediction='none')
-        CoCoD(period=4, warmup_steps=0, weights=None, momentum='local', pull_back=None, \
-anchor_momentum=0.0)
+        >>> for method in candidates(model, CommModel.linear(0.025, 0.0)):
+        ...     print(spell(method))
+        merged-gradient
+        pipe-sgd
+        cocod:period=3
     """
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
     return MergedGradient(), PipeSGD(), CoCoD(period=period)

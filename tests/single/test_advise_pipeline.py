@@ -44,7 +44,7 @@ def test_doctests() -> None:
 
 @pytest.mark.parametrize(
     ("name", "plan", "least"),
-    [  # 16 workers at 10 Gbit/s; speedup over the fastest exact data parallelism, at least
+    [  # 16 workers at 10 Gbit/s; speedup over data parallelism with a barrier, at least
         ("vgg16", "15-1", 1.4),
         ("alexnet", "15-1", 2.2),
         ("gnmt", "1-1-10-1-1-1-1", 3.5),  # the paper's is straight, and reaches 2.9
@@ -57,9 +57,11 @@ def test_where_the_paper_splits_layers(name: str, plan: str, least: float) -> No
     row = found["stash"]
     assert row.pipeline is not None
     assert row.pipeline.plan == plan
-    parallel = min(row.time.total_s for row in advice.rows if row.exact and row.pipeline is None)
+    (parallel,) = (r.time.total_s for r in advice.rows if r.strategy == "merged-gradient")
     assert parallel / row.time.total_s > least
-    assert set(found) == {"stash", "2bw", "flush"}
+    exact = min(r.time.total_s for r in advice.rows if r.exact and r.pipeline is None)
+    assert {"stash", "2bw"} <= set(found) <= {"stash", "2bw", "flush"}
+    assert all(r.time.total_s < exact for r in found.values())  # others are not worth a row
     assert not advice.notes
 
 
