@@ -152,12 +152,9 @@ class Arguments:
     ) -> None:
         """Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised."""
         workers = int(self.process_set.size())
+        options = f"strategy={strategy.name!r} with its options"
         for wrong, what, fix in (
-            (
-                strategy != MergedGradient(),
-                f"{strategy.name!r} with its options",
-                "'merged-gradient' alone",
-            ),
+            (strategy != MergedGradient(), options, "'merged-gradient' as it is"),
             (groups is not None, "groups", "groups=None"),
             (isinstance(self.compression, Codec), f"{self.compression}", "hvd.Compression.fp16"),
             (self.process_set.process_set_id != 0, "a process_set", "the global one"),
