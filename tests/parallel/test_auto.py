@@ -248,20 +248,25 @@ def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(results: Any
 
 @pytest.mark.parametrize("case", ["forward, resumed", "forward, copied"])
 def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(results: Any, case: str) -> None:
-    for run, (plan, resumed) in of(results, case):
+    for run, (plan, *resumed) in of(results, case):
         assert_as_expected(run)
         assert run.chosen == workers_auto.FORWARD
         assert plan.order is not None
-        assert (resumed.buckets, resumed.order) == (plan.buckets, plan.order)
+        for later in resumed:
+            assert (later.buckets, later.order) == (plan.buckets, plan.order)
         begun = workers_auto.TRIED + 5 + 4  # watched from the first step on
         assert run.deferred == list(range(begun, workers_auto.TRIED + 5 + 50))
 
 
 def test_a_run_that_was_saved_in_a_trial_tries_again(results: Any) -> None:
-    for run, _ in of(results, "forward, resumed in a trial"):
+    """Which plan stays is for this machine to say; all but the last step of a trial defer."""
+    for run, (on_trial, resumed, kept) in of(results, "forward, resumed in a trial"):
         assert_as_expected(run)
         assert run.chosen == workers_auto.FORWARD
-        assert len(run.deferred) >= 20  # four plans; which one stays is for this machine to say
+        assert on_trial.order is not None
+        assert resumed.order is None  # with the barrier, as every run begins
+        assert len(kept.tried_forward) == workers_auto.TRIALS
+        assert len(run.deferred) >= workers_auto.TRIALS * (workers_auto.TRIAL - 1)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
 from hvd_pipe.runtime import bucket_planner
-from hvd_pipe.torch import auto_choice
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
+from hvd_pipe.torch import auto_choice, overlap_start
 from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 
@@ -43,8 +45,14 @@ SLEEP = 0.02
 FORWARD = "merged-gradient:overlap=forward"
 EXACT = f"merged-gradient/{FORWARD}"
 ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
+TRIALS = overlap_start.TRIALS  # of plans without the barrier
+TRIAL = overlap_start.SETTLE_STEPS + overlap_start.TIMED_STEPS + 1  # steps; the last one waits
 DEFERS = SWITCH + 3  # the first step of overlap=forward that defers updates
-TRIED = DEFERS + 4 * 7  # the first step with the plan that it keeps
+TRIED = DEFERS + TRIALS * TRIAL  # the first step with the plan that it keeps
+# Steps in which all is tried, however many of merged-gradient's plans, four at most, come before.
+ALL_TRIED = (
+    SKIP_STEPS + 4 * (SETTLE_STEPS + TRIAL_STEPS) + overlap_start.WATCH_STEPS + TRIALS * TRIAL
+)
 
 
 class Run(NamedTuple):
@@ -581,10 +589,10 @@ def into_forward(
     return Forward(weights, expected, chosen, deferred, heard.taken())
 
 
-def forward_resumed(saved: int, copied: bool) -> tuple[Forward, list[Any]]:
+def forward_resumed(saved: int, copied: bool, steps: int = 50) -> tuple[Forward, list[Any]]:
     """Saved after some steps and resumed (or copied), against a run without a break.
 
-    Also the plans of both when it was saved and after the first step from there.
+    Also the plans: when it was saved, after the first step from there, and at the end.
     """
     model = make_model()
     optimizer = wrap(model, ALL_BUT_COCOD)
@@ -602,11 +610,12 @@ def forward_resumed(saved: int, copied: bool) -> tuple[Forward, list[Any]]:
             other = wrap(other_model, ALL_BUT_COCOD)
             other_model.load_state_dict(states[0])
             other.load_state_dict(states[1])
-        expected, _ = looped(model, optimizer, range(saved, saved + 50))
+        expected, _ = looped(model, optimizer, range(saved, saved + steps))
     heard = Lines()
     first, _ = looped(other_model, other, range(saved, saved + 1))
     plans.append(other.plan)
-    weights, deferred = looped(other_model, other, range(saved + 1, saved + 50))
+    weights, deferred = looped(other_model, other, range(saved + 1, saved + steps))
+    plans.append(other.plan)
     if (saved + 1) % 10 == 0:
         weights = [*first[:-1], *weights]
     run = Forward(weights, expected, chosen_of(other), deferred, heard.taken())
@@ -740,7 +749,7 @@ FORWARDS: dict[str, Callable[[], Any]] = {
     "forward, refused on one rank": refused_on_one_rank,
     "forward, resumed": partial(forward_resumed, TRIED + 5, False),
     "forward, copied": partial(forward_resumed, TRIED + 5, True),
-    "forward, resumed in a trial": partial(forward_resumed, SWITCH + 12, False),
+    "forward, resumed in a trial": partial(forward_resumed, SWITCH + 12, False, ALL_TRIED + 10),
     "forward, loads pipe-sgd": partial(loaded_over, FORWARD, "pipe-sgd"),
     "forward, loads merged-gradient": partial(loaded_over, FORWARD, "merged-gradient"),
     "pipe-sgd, loads forward": partial(loaded_over, "pipe-sgd", FORWARD),
