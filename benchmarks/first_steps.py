@@ -10,6 +10,7 @@ and so counts what a strategy does to find its plan.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -96,6 +97,7 @@ def main() -> int:
     parser.add_argument(
         "--realtime", action="store_true", help="the hosts go before all else on this machine"
     )
+    parser.add_argument("--json", type=Path, help="write the seconds of all runs here")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = [STOCK, *options.strategies]
@@ -107,6 +109,8 @@ def main() -> int:
     table = Table(title=f"The first {options.steps} steps, {HOSTS} hosts, Horovod over Gloo")
     for heading in ("link", "", "seconds", "min .. max", "/ stock Horovod"):
         table.add_column(heading, justify="left" if heading in ("link", "") else "right")
+    seconds: dict[str, dict[str, list[float]]] = {}
+    load = os.getloadavg()[0]
     try:
         for rate in options.rates:
             with Cluster(HOSTS, rate) as cluster, tempfile.TemporaryDirectory() as folder:
@@ -119,6 +123,7 @@ def main() -> int:
                     raise ClusterError(f"{rate}: the job failed:\n{done.stdout}")
                 ranks = [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(HOSTS)]
             slowest = {name: list(map(max, *(found[name] for found in ranks))) for name in names}
+            seconds[rate] = slowest
             for name, runs in slowest.items():
                 ratios = [one / other for one, other in zip(runs, slowest[STOCK], strict=True)]
                 table.add_row(
@@ -132,6 +137,11 @@ def main() -> int:
         print(f"first_steps: {error}", file=sys.stderr)
         return 2
     Console(width=100).print(table)
+    if options.json:
+        settings = {"steps": options.steps, "realtime": options.realtime, "load_at_start": load}
+        begun = datetime.date.today().isoformat()
+        found = {"date": begun, "hosts": HOSTS, **settings, "seconds": seconds}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
