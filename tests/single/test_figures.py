@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,12 +35,16 @@ COLUMNS = {
 }
 
 
-def _steps(name: str) -> Steps:
-    """The cells of a file with four workers over Gloo on a machine that no test kept busy."""
-    cells = json.loads((pages.ROOT / "benchmarks" / "results" / name).read_text())
+def _read(name: str) -> Any:
+    return json.loads((pages.ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def _steps(name: str, workers: int = 4, backend: str = "gloo", busy: float = 0.0) -> Steps:
+    """The cells of a file that were measured in this way, and with no other load if not busy."""
     found = {}
-    for cell in cells:
-        if cell["workers"] == 4 and cell["backend"] == "gloo" and not cell["settings"]["busy"]:
+    for cell in _read(name):
+        way = cell["workers"], cell["backend"], cell["settings"]["busy"]
+        if way == (workers, backend, busy):
             times = {row["contestant"]: 1e3 * row["seconds"] for row in cell["rows"]}
             times["all-reduce"] = 1e3 * cell["all_reduce_s"][str(cell["gradient_bytes"])]
             found[cell["ratio"], cell["model"]] = times
@@ -119,3 +124,46 @@ def test_a_page_has_the_times_of_the_results(page: str, name: str, first: str) -
         found = dict(zip(heading[2:], row[2:], strict=True))
         assert found == {column: columns[column] for column in found}, cell
     assert shown == set(steps)
+
+
+def test_a_page_has_the_times_on_busy_machines_over_mpi_and_of_real_computation() -> None:
+    ways = {
+        "another process takes half of one core": _steps("exact-120ms.json", busy=0.5),
+        "Horovod over MPI": _steps("exact-120ms.json", backend="mpi"),
+        "two workers that really compute on one core each, 90 MiB, r = 0.78": _steps(
+            "exact-cpu.json", workers=2
+        ),
+    }
+    heading, *rows = _table("docs/performance.md", "| ms a step | | stock Horovod")
+    assert heading[2:] == [
+        "stock Horovod",
+        "PyTorch DDP",
+        "`merged-gradient`",
+        "`overlap=forward`",
+        "one worker alone",
+    ]
+    columns = (HOROVOD, DDP, ("merged-gradient",), (OVERLAP,), ("single",))
+    shown, way = [], ""
+    for model, said, *cells in rows:
+        way = way if said == "likewise" else said
+        shown.append((way, MODELS[model]))
+        times = ways[way][1.0, MODELS[model]]
+        assert cells == [f"{_best(times, column):.0f}" for column in columns], (model, way)
+    assert sorted(shown) == sorted((way, model) for way in ways for _, model in ways[way])
+
+
+def test_a_page_has_the_costs_of_a_message() -> None:
+    seconds = _read("message-cost.json")["seconds"]
+    _, *rows = _table("docs/performance.md", "| | messages | until Horovod looks")
+    shown = set()
+    for ranks, messages, *cells in rows:
+        count, _, size = messages.partition(" of ")
+        shown.add((ranks, f"{size}/{count}/sleeps"))
+        found = seconds[ranks][f"{size}/{count}/sleeps"]
+        parts = ("queue", "negotiate", "wire", "wake", "whole")
+        assert cells == [f"{1e3 * found[part]:.1f}" for part in parts], (ranks, messages)
+    every = {(ranks, way) for ranks, ways in seconds.items() for way in ways}
+    assert shown == {(ranks, way) for ranks, way in every if way.endswith("sleeps")}
+    assert f"{1e3 * seconds['gloo, 4 ranks']['4 KiB/1/spins']['whole']:.0f} ms" in " ".join(
+        (pages.ROOT / "docs/performance.md").read_text().split()
+    )
