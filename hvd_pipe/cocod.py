@@ -12,6 +12,7 @@ __all__ = ["CoCoD"]
 
 _MOMENTA = ("local", "average")
 _OUTERS = ("none", "nesterov")
+_WITHIN = ("none", "node")
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
 
 
@@ -31,6 +32,12 @@ class CoCoD:
 
     g, the outer model, is the same on all ranks and begins as the first mean. An outer learning
     rate of 1 without momentum is CoCoD's own rule.
+
+    With ``fragments=P`` the model is cut into P parts. Each keeps the rules above for itself, but
+    its average travels behind ``period / P`` steps only, one part after another: fragment p begins
+    its round p * period / P steps after fragment 0 and has what the others learnt that much
+    earlier. With ``within="node"`` the g_i of a local step are averaged over the ranks of a node,
+    so that these stay equal, and the models over all ranks.
 
     Replicas differ in between and are equal after ``synchronize()``. With momentum they overshoot
     and leave each other where synchronous SGD is still stable: at an SGD momentum of 0.9 from
@@ -57,6 +64,11 @@ class CoCoD:
             a round late here, and so bears smaller outer learning rates than DiLoCo's.
         outer_lr: The outer learning rate, above 0 (published: 0.7).
         outer_momentum: The outer momentum, from 0 to below 1 (published: 0.9).
+        fragments: Parts of about the same size, each of whole tensors; divides ``period``. What
+            travels at a time is smaller, and news are less late. At most one a tensor.
+        within: ``"node"`` trains synchronously within each node, and as CoCoD across nodes;
+            ``"none"``: each worker takes local steps by itself. Needs
+            ``hvd.init(process_sets="dynamic")``.
 
     Raises:
         TypeError, ValueError: An argument of the wrong kind or range, or one whose other is
@@ -65,11 +77,14 @@ class CoCoD:
     Example:
         >>> parse("cocod:period=8").period
         8
+        >>> parse("cocod:period=32,fragments=4,outer=nesterov").turn
+        8
         >>> parse("cocod:period=2,pull_back=0.6,anchor_momentum=0.7").pull_back
         0.6
 
     Source: Shen et al., "CoCoD-SGD" (IJCAI 2019); Wang, Liang, Joshi, "Overlap-Local-SGD"
-    (ICASSP 2020, arXiv 2002.09539); Douillard et al., "DiLoCo" (arXiv 2311.08105).
+    (ICASSP 2020, arXiv 2002.09539); Douillard et al., "DiLoCo" (arXiv 2311.08105), "Streaming
+    DiLoCo" (arXiv 2501.18512).
     """
 
     name: ClassVar[str] = "cocod"
@@ -82,6 +97,13 @@ class CoCoD:
     outer: str = "none"
     outer_lr: float = _OUTER_LR
     outer_momentum: float = _OUTER_MOMENTUM
+    fragments: int = 1
+    within: str = "none"
+
+    @property
+    def turn(self) -> int:
+        """Local steps behind which a fragment's average travels."""
+        return self.period // self.fragments
 
     def __post_init__(self) -> None:
         require_int(self, "period", 1)
@@ -118,6 +140,7 @@ class CoCoD:
                 "models towards the anchor: give pull_back=0.6, or leave both out."
             )
         self._check_outer()
+        self._check_fragments()
 
     def _check_outer(self) -> None:
         if not 0 < self.outer_lr < math.inf:
@@ -138,4 +161,18 @@ class CoCoD:
             raise ValueError(
                 f"CoCoD: outer={self.outer!r} and pull_back={self.pull_back} are two rules for "
                 "the end of a round: give one of them."
+            )
+
+    def _check_fragments(self) -> None:
+        require_int(self, "fragments", 1)
+        require_one_of(self, "within", _WITHIN)
+        if self.period % self.fragments:
+            raise ValueError(
+                f"CoCoD: fragments={self.fragments} must divide period={self.period}, as each "
+                "fragment travels behind as many steps: give another of the two."
+            )
+        if self.fragments > 1 and self.momentum == "average":
+            raise ValueError(
+                f"CoCoD: fragments={self.fragments} and momentum='average' do not go together: "
+                "momenta are averaged with the whole model. Give momentum='local', or fragments=1."
             )
