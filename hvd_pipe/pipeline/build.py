@@ -18,7 +18,7 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
 from hvd_pipe.pipeline.norms import Add, Clipping, Norms
 from hvd_pipe.pipeline.plans import Assignment
-from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start, make_process_sets
+from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start
 from hvd_pipe.pipeline.runner import PipelineRunner
 from hvd_pipe.pipeline.stage import Stage
 from hvd_pipe.pipeline.transport import (
@@ -31,6 +31,7 @@ from hvd_pipe.pipeline.transport import (
 )
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.runtime.consensus import Agreement, Description
+from hvd_pipe.runtime.process_sets import make_process_sets
 from hvd_pipe.runtime.timeline.recorder import Recorder
 
 __all__ = [
@@ -182,7 +183,7 @@ def connect(
     layout, rank = assignment.layout, assignment.rank
     before, after = (Boundary(specs, messages) if specs else None for specs in sides)
     groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
-    sets = make_process_sets(groups, framework.ranks)
+    sets = make_process_sets(groups, framework.ranks, _NEEDED)
     sizes = (None if side is None else side.capacities for side in (before, after))
     opened = open_transport(
         list(channels_of(layout, rank, *sizes)),
@@ -249,7 +250,7 @@ def open_transport(
 
     def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
         # All ranks fail together, or one that has left shuts Horovod down under the others.
-        return make_process_sets(_pairs(table), world), []
+        return make_process_sets(_pairs(table), world, _NEEDED), []
 
     sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
     return ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
@@ -259,3 +260,10 @@ def _pairs(table: Sequence[Sequence[Channel]]) -> Iterator[tuple[int, int]]:
     for rank, channels in enumerate(table):
         for channel in channels:
             yield min(rank, channel.peer), max(rank, channel.peer)
+
+
+_NEEDED = (
+    "a pipeline needs a Horovod process set for the replicas of each stage and, without "
+    "MPI, for each two neighbours; Horovod was initialised so that none can be added: "
+    'call pipedream.init() in place of hvd.init(), or hvd.init(process_sets="dynamic").'
+)

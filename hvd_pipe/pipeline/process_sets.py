@@ -13,11 +13,10 @@ ranks in step, so that broadcasts over sets that overlap do not wait for each ot
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
@@ -33,58 +32,12 @@ from hvd_pipe.pipeline.transport import (
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
-from hvd_pipe.runtime.consensus import members
 from hvd_pipe.runtime.watch.waits import waiting_for
 
-__all__ = ["Handle", "ProcessSetTransport", "Start", "make_process_sets"]
+__all__ = ["Handle", "ProcessSetTransport", "Start"]
 
 _serials = itertools.count()  # ranks make transports together, so they count alike
 _GONE = "Process set provided does not exist"  # Horovod removes all sets when it shuts down
-
-
-def make_process_sets(
-    groups: Iterable[tuple[int, ...]], world: ProcessSet
-) -> dict[tuple[int, ...], ProcessSet]:
-    """Return a process set of each group of ranks; all ranks call this with the same groups.
-
-    Sets that are there already are used again, and stay until Horovod shuts down.
-
-    Args:
-        groups: Of two ranks or more; alike on every rank, in any order.
-        world: All ranks.
-
-    Raises:
-        HvdPipeError: Horovod allows no process sets to be added; on every rank.
-    """
-    everyone = members(world)
-    wanted = sorted({tuple(sorted(group)) for group in groups})
-    sets: dict[tuple[int, ...], ProcessSet] = {}
-    found = {
-        tuple(ranks): number
-        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()
-    }
-    for group in wanted:
-        if list(group) == everyone:
-            sets[group] = world
-        elif group in found:
-            sets[group] = ProcessSet(list(group))
-            sets[group].process_set_id = found[group]
-        else:
-            sets[group] = _added(group)
-    return sets
-
-
-def _added(group: tuple[int, ...]) -> ProcessSet:
-    try:
-        return process_sets.add_process_set(list(group))
-    except ValueError as error:
-        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
-            raise
-        raise HvdPipeError(
-            "a pipeline needs a Horovod process set for the replicas of each stage and, without "
-            "MPI, for each two neighbours; Horovod was initialised so that none can be added: "
-            'call pipedream.init() in place of hvd.init(), or hvd.init(process_sets="dynamic").'
-        ) from error
 
 
 class Handle(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.runtime.consensus import members
+from hvd_pipe.runtime.process_sets import refuse_static_sets
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
 
 __all__ = [
@@ -171,6 +172,13 @@ def refuse_for_cocod(
             f"CoCoD has {len(strategy.weights)} weights, and the process set has {ranks} "
             "ranks: give one weight a rank, or weights=None."
         )
+    if strategy.within == "node":
+        if process_set.process_set_id != 0:
+            raise ValueError(
+                f"within='node' makes process sets of its own, and process_set is {process_set}: "
+                "leave one of them out."
+            )
+        refuse_static_sets()
 
 
 def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch.parameters import unscale
+from hvd_pipe.torch.agree import largest
+from hvd_pipe.torch.parameters import are_finite, unscale
 from hvd_pipe.torch.strategies.base import Engine
 
 __all__ = [
@@ -73,7 +74,7 @@ class LossScale:
         The user divides by this scale. Pipe-SGD's gradients may have been computed under another.
         """
         self.given = scale
-        engine.agree_on_overflow()
+        _agree_on_overflow(engine)
         engine.note_scale(scale)
         due = engine.gradient_scale
         if due is not None and due != scale:
@@ -84,7 +85,7 @@ class LossScale:
         if not engine.synchronized:
             self.averaged_for_scaler = True
             engine.prepare_now()
-            engine.agree_on_overflow()
+            _agree_on_overflow(engine)
 
     def unscale(self, optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
         """Divide the gradients by their scale in the scaler's place; False on an overflow."""
@@ -117,6 +118,21 @@ class LossScale:
                 "with scaler.unscale_() this strategy must know the loss scale: call "
                 "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
             )
+
+
+def _agree_on_overflow(engine: Engine) -> None:
+    """Let all ranks find a gradient that is not finite where one of them has.
+
+    An average is as finite on one rank as on all. Gradients that stay local are not, and
+    GradScaler, which looks at them, must come to the same scale and the same steps everywhere.
+    """
+    if engine.is_averaged or engine.reduction.alone:
+        return
+    gradients = [p.grad for p in engine.settings.parameters if p.grad is not None]
+    tag, process_set = f"{engine.settings.tag}.overflow", engine.reduction.process_set
+    if largest([float(not are_finite(gradients))], tag, process_set) == [1.0]:
+        for gradient in gradients:
+            gradient.mul_(torch.inf)
 
 
 def forget_scaler(optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 
+from hvd_pipe.planning.fragments import assign
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import (
@@ -102,6 +103,8 @@ class Arguments:
                 (strategy,), candidates = candidates, ()  # nothing to choose from
         else:
             self._check_strategy(optimizer, strategy, settings.groups)
+        if isinstance(strategy, CoCoD):
+            assign(settings.index.nbytes, strategy.fragments)
         plan = None
         if isinstance(strategy, MergedGradient):
             plan = strategy.load_plan()

@@ -111,10 +111,15 @@ def refuse_join() -> None:
     """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
 
     Raises:
-        HvdPipeError: An optimizer sends encoded or sparse gradients.
+        HvdPipeError: An optimizer sends encoded or sparse gradients, or some within a node.
     """
     for engine in live_engines():
         reduction = engine.reduction
+        if not engine.can_join and not reduction.alone:
+            raise HvdPipeError(
+                "hvd.join() does not go with within='node', whose gradients travel over process "
+                "sets: give every rank the same number of steps."
+            )
         encoded = any(
             codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
         )

@@ -24,13 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.torch.agree import Description, check_alike, failed, largest
+from hvd_pipe.torch.agree import Description, check_alike, failed
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
-from hvd_pipe.torch.parameters import are_finite, check_parameter
+from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Engine(abc.ABC):
     """Whether anything is in flight between steps, which a checkpoint should hold."""
     needs_loss_scale = True
     """Whether gradients may have another loss scale than the step's, or stay local."""
+    can_join = True
+    """Whether a rank may leave by ``hvd.join()``, which knows the global process set only."""
     plan: Plan | None = None
     """The buckets in use."""
     current: BucketSet | None = None
@@ -162,6 +164,11 @@ class Engine(abc.ABC):
 
         An index whose tensors are None belongs to a parameter that joins now.
         """
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether the gradients that are applied are averages over all ranks."""
+        return self.current is not None
 
     @property
     def measures(self) -> bool:
@@ -357,21 +364,6 @@ class Engine(abc.ABC):
             tensors[label] = [*indices, *(loaded.get(id(p)) for p in joining.values())]
         self.held.clear()
         self.load(State(state.counters, tensors))
-
-    def agree_on_overflow(self) -> None:
-        """Let all ranks find a gradient that is not finite where one of them has.
-
-        An average is as finite on one rank as on all. Gradients that stay local are not, and
-        GradScaler, which looks at them, must come to the same scale and the same steps everywhere.
-        """
-        if self.current is not None or self.reduction.alone:
-            return
-        gradients = [p.grad for p in self.settings.parameters if p.grad is not None]
-        finite = are_finite(gradients)
-        tag, process_set = f"{self.settings.tag}.overflow", self.reduction.process_set
-        if largest([float(not finite)], tag, process_set) == [1.0]:
-            for gradient in gradients:
-                gradient.mul_(torch.inf)
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

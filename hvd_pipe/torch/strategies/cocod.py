@@ -4,7 +4,14 @@ start of round s   snapshot x_i[s] is copied and sent
 k local steps      the user's optimizer, on local gradients
 end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next round starts
 
-`ModelAverage` has the arithmetic, and the other rules for the end of a round.
+`ModelAverage` has the arithmetic, and the other rules for the end of a round. With fragments, each
+has a `ModelAverage` of its own, and they take turns::
+
+    period 4, 2 fragments     step   1    2    3    4    5    6
+                              sent   |--- 0 ---|--- 1 ---|--- 0 --
+
+With ``within="node"`` gradients are averaged in buckets over the ranks of a node. Horovod carries
+one message after another, so the models' message delays those that are ready behind it.
 """
 
 from __future__ import annotations
@@ -14,22 +21,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from horovod.torch.compression import Compression
 
+from hvd_pipe.planning.fragments import assign
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.agree import Description, check_alike, gather
+from hvd_pipe.torch.agree import Description, check_alike
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
 from hvd_pipe.torch.model_buffers import ModelBuffers
+from hvd_pipe.torch.strategies.averaged_momenta import PREFIX, AveragedMomenta
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors
-from hvd_pipe.torch.strategies.settings import (
-    Settings,
-    State,
-)
+from hvd_pipe.torch.strategies.model_average import IN_FLIGHT, ModelAverage, Rule, Tensors
+from hvd_pipe.torch.strategies.settings import Settings, State
+from hvd_pipe.torch.strategies.within_node import Meeting, within_node
 
 __all__ = ["CoCoDEngine"]
 
@@ -40,12 +46,13 @@ class CoCoDState:
 
     Args:
         rounds: The steps so far.
-        local_steps: Those of them since the round began.
+        local_steps: Those of them since the round (of the first fragment) began.
         models: As `ModelAverage.state`, with an entry a parameter; while gradients are averaged,
             the residuals of these.
-        momenta: As `_Momenta.state`; empty unless momenta are averaged.
-        unsettled: As `_Momenta.unsettled`; None unless momenta are averaged.
+        momenta: As `AveragedMomenta.state`; empty unless momenta are averaged.
+        unsettled: As `AveragedMomenta.unsettled`; None unless momenta are averaged.
         news: Whether some rank has told of momenta that others do not know of; likewise.
+        fragment_of: The fragment of each parameter; empty where there is one fragment.
     """
 
     rounds: int
@@ -54,23 +61,36 @@ class CoCoDState:
     momenta: Tensors
     unsettled: int | None = None
     news: int | None = None
+    fragment_of: Sequence[int] = ()
 
     def to_state(self) -> State:
         """Return the form in which checkpoints have it."""
-        counters = {"rounds": self.rounds, "local_steps": self.local_steps}
+        counters: dict[str, int | str] = {"rounds": self.rounds, "local_steps": self.local_steps}
         if self.unsettled is not None and self.news is not None:
             counters |= {"unsettled": self.unsettled, "news": self.news}
+        if self.fragment_of:
+            counters["fragments"] = "/".join(map(str, self.fragment_of))
         return State(counters, self.models | self.momenta)
 
     @classmethod
     def from_state(cls, state: State) -> CoCoDState:
         """Return what a checkpoint holds."""
-        momenta = {k: v for k, v in state.tensors.items() if k.startswith(_MOMENTA)}
+        momenta = {k: v for k, v in state.tensors.items() if k.startswith(PREFIX)}
         models = {k: v for k, v in state.tensors.items() if k not in momenta}
         numbers = state.counters
         rounds, local_steps = numbers["rounds"], numbers["local_steps"]
         unsettled, news = numbers.get("unsettled"), numbers.get("news")
-        return cls(rounds, local_steps, models, momenta, unsettled, news)
+        fragments = [int(each) for each in numbers.get("fragments", "").split("/") if each]
+        return cls(rounds, local_steps, models, momenta, unsettled, news, fragments)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Parameters of one dtype and fragment, by index, and what averages them."""
+
+    fragment: int
+    indices: Sequence[int]
+    average: ModelAverage
 
 
 class CoCoDEngine(Engine):
@@ -81,53 +101,87 @@ class CoCoDEngine(Engine):
 
     def __init__(self, settings: Settings, strategy: CoCoD) -> None:
         super().__init__(settings)
-        self._strategy = strategy
-        self._local_steps = 0
+        self._strategy, self.can_join = strategy, strategy.within == "none"
+        self._local_steps = self._turn = 0
         self._started = False
         self._buffers = ModelBuffers()
+        self._fragment_of: list[int] = []
         self.build()
 
     @property
     def next_message(self) -> Message:
-        if self.current is not None:
-            return self.current.last_message
-        return self._models[0].next_message
+        nodes = [] if self.current is None else [self.current.last_message]
+        if self._is_warm:
+            return nodes[0]
+        turn = (self._turn + self._started) % self._strategy.fragments
+        models = next(part.average for part in self._parts if part.fragment == turn).next_message
+        return Meeting([*nodes, models]) if nodes else models
+
+    @property
+    def is_averaged(self) -> bool:
+        return self._is_warm
 
     def build(self) -> None:
         settings, strategy = self.settings, self._strategy
         reduction = replace(settings.reduction, weights=strategy.weights or ())
-        self.current = None
-        self._warm_up()
-        follow = strategy.momentum == "average"
-        self._indices = settings.index.dtype_groups(range(len(settings.names)))
-        self._models = [
-            ModelAverage(
-                [settings.parameters[index] for index in indices],
-                partial(_values, settings.parameters, indices),
-                reduction,
-                f"{settings.tag}.model.{i}",
-                Rule.of(strategy),
-                words=int(follow and i == 0),
-            )
-            for i, indices in enumerate(self._indices)
-        ]
-        self._momenta: _Momenta | None = None
-        if follow:
+        self._is_warm = self.rounds < strategy.warmup_steps
+        self._node = None
+        if strategy.within == "node":
+            self._node = within_node(settings, strategy)
+        self._choose_buckets()
+        self._cut()
+        self._momenta: AveragedMomenta | None = None
+        if strategy.momentum == "average":
             # Without the momentum of an anchor or an outer optimizer, which could carry a second
             # moment below zero.
-            self._momenta = _Momenta(settings, reduction, Rule(strategy.pull_back))
+            self._momenta = AveragedMomenta(settings, reduction, Rule(strategy.pull_back))
         self._buffers.want(settings.parameters)
 
-    def _warm_up(self) -> None:
-        """Have buckets while gradients are averaged, before the first round."""
+    def _cut(self) -> None:
+        """Make the parts of the model; parameters that have a fragment stay in it."""
         settings, strategy = self.settings, self._strategy
-        if self.current is None and self.rounds < strategy.warmup_steps:
-            groups = settings.index.default_groups(range(len(settings.names)))
-            reduction = replace(settings.reduction, weights=strategy.weights or ())
-            self.current = _warmup_buckets(settings, reduction, groups)
+        reduction = replace(settings.reduction, weights=strategy.weights or ())
+        index = settings.index
+        self._fragment_of = assign(index.nbytes, strategy.fragments, self._fragment_of)
+        groups = [
+            (fragment, indices)
+            for fragment in range(strategy.fragments)
+            for indices in index.dtype_groups(
+                [i for i, own in enumerate(self._fragment_of) if own == fragment]
+            )
+        ]
+        self._parts = [
+            _Part(
+                fragment,
+                indices,
+                ModelAverage(
+                    [settings.parameters[index] for index in indices],
+                    partial(_values, settings.parameters, indices),
+                    reduction,
+                    f"{settings.tag}.model.{i}",
+                    Rule.of(strategy),
+                    words=int(strategy.momentum == "average" and i == 0),
+                ),
+            )
+            for i, (fragment, indices) in enumerate(groups)
+        ]
+
+    def _choose_buckets(self) -> None:
+        """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
+        settings, weights = self.settings, self._strategy.weights or ()
+        self.current = None
+        groups = settings.index.default_groups(range(len(settings.names)))
+        if self._is_warm:
+            reduction = replace(settings.reduction, weights=weights)
+            self.current = _buckets(settings, reduction, groups, "warmup")
+        elif self._node is not None:
+            self.current = _buckets(settings, self._node, groups, "node")
 
     def position(self) -> Description:
-        return [*super().position(), ("local steps of the round", str(self._local_steps))]
+        lines = [*super().position(), ("local steps of the round", str(self._local_steps))]
+        if self._strategy.fragments > 1:
+            lines.append(("the parameters' fragments", str(self._fragment_of)))
+        return lines
 
     def prepare(self) -> bool:
         self._buffers.step()
@@ -135,23 +189,28 @@ class CoCoDEngine(Engine):
             self.current.flush()
             self.current.wait()
             self.current.bind_gradients()
-        elif not self._started:
+        if not self._is_warm and not self._started:
             self._start()
         return True
 
     def after_update(self) -> None:
         super().after_update()
-        if self.current is not None:
-            if self.rounds >= self._strategy.warmup_steps:
-                self.current = None
+        if self._is_warm:
+            self._is_warm = self.rounds < self._strategy.warmup_steps
+            if not self._is_warm:
+                self._choose_buckets()
             return
         self._local_steps += 1
-        if self._local_steps >= self._strategy.period:
-            for average in self._averages():
-                average.finish()
-            if self._momenta is not None:
-                self._momenta.heard(self._models[0].words)
-            self._start()
+        if self._local_steps < (self._turn + 1) * self._strategy.turn:
+            return
+        for average in self._in_turn():
+            average.finish()
+        if self._momenta is not None:
+            self._momenta.heard(self._parts[0].average.words)
+        self._turn = (self._turn + 1) % self._strategy.fragments
+        if self._turn == 0:
+            self._local_steps = 0
+        self._start()
 
     def drain(self) -> None:
         """Make all replicas equal: the average of the models and buffers as they are now.
@@ -180,13 +239,19 @@ class CoCoDEngine(Engine):
 
     def after_join(self) -> None:
         self._end_rounds()
-        self.current = None
         self.rounds = self._strategy.warmup_steps
+        self._begin()
 
     def discard(self) -> None:
         self._end_rounds()
         self.rounds = 0
-        self._warm_up()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be in warm-up or not, as `rounds` says, with the buckets for it."""
+        was_warm, self._is_warm = self._is_warm, self.rounds < self._strategy.warmup_steps
+        if was_warm != self._is_warm:
+            self._choose_buckets()
 
     def _end_rounds(self) -> None:
         super().discard()
@@ -197,193 +262,98 @@ class CoCoDEngine(Engine):
         self._pause()
 
     def state(self) -> State:
-        models = [average.state() for average in self._models]
         tensors: Tensors = {}
-        for indices, state in zip(self._indices, models, strict=True):
-            for label, values in state.items():
+        for part in self._parts:
+            for label, values in part.average.state().items():
                 whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
-                for index, value in zip(indices, values, strict=True):
+                for index, value in zip(part.indices, values, strict=True):
                     whole[index] = value
         if self.current is not None:
             tensors |= residuals_of(self.current)  # the models' own are zero until then
+        saved = CoCoDState(self.rounds, self._local_steps, tensors, {})
+        if self._strategy.fragments > 1:
+            saved = replace(saved, fragment_of=self._fragment_of)
         if self._momenta is not None:
-            unheard = bool(self._models[0].words) if self._started else False
-            return CoCoDState(
-                self.rounds,
-                self._local_steps,
-                tensors,
-                self._momenta.state(),
-                self._momenta.unsettled,
-                int(unheard),
-            ).to_state()
-        return CoCoDState(self.rounds, self._local_steps, tensors, {}).to_state()
+            unheard = bool(self._parts[0].average.words) if self._started else False
+            saved = replace(
+                saved,
+                momenta=self._momenta.state(),
+                unsettled=self._momenta.unsettled,
+                news=int(unheard),
+            )
+        return saved.to_state()
 
     def load(self, state: State) -> None:
         saved = CoCoDState.from_state(state)
         self.rounds = saved.rounds
-        if self.rounds >= self._strategy.warmup_steps:
-            self.current = None
+        self._begin()
         models = saved.models
         if self.current is not None:
             restore_residuals(self.current, models)
+        if self._is_warm:
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
-        for indices, average in zip(self._indices, self._models, strict=True):
-            average.load(
-                {label: [values[index] for index in indices] for label, values in models.items()}
+        self._take_fragments(saved.fragment_of)
+        last = self._strategy.fragments - 1
+        self._turn = min(saved.local_steps // self._strategy.turn, last)
+        for part in self._parts:
+            own = {label: [values[i] for i in part.indices] for label, values in models.items()}
+            part.average.load(
+                {
+                    label: values
+                    for label, values in own.items()
+                    if any(value is not None for value in values)
+                    and (part.fragment == self._turn or label not in IN_FLIGHT)
+                }
             )
-        self._started = all(average.due for average in self._models)
-        self._local_steps = saved.local_steps if self._started else 0
+        due = all(part.average.due for part in self._parts if part.fragment == self._turn)
+        if due:
+            self._started, self._local_steps = True, saved.local_steps
+        else:
+            self._pause()
         if self._momenta is not None:
             self._momenta.load(saved.momenta, saved.unsettled)
-            self._models[0].words.fill_(saved.news or 0)
+            self._parts[0].average.words.fill_(saved.news or 0)
+
+    def _take_fragments(self, fragment_of: Sequence[int]) -> None:
+        """Cut the model as it was when a state was saved, if that had as many fragments."""
+        same = list(fragment_of) == self._fragment_of[: len(fragment_of)]
+        if same or max(fragment_of) >= self._strategy.fragments:
+            return
+        self._fragment_of = list(fragment_of)
+        self._cut()
 
     def _averages(self) -> Iterator[ModelAverage]:
-        yield from self._models
+        yield from (part.average for part in self._parts)
+        if self._momenta is not None:
+            yield from self._momenta.averages
+
+    def _in_turn(self) -> Iterator[ModelAverage]:
+        """What travels now: a fragment's, and the momenta where there is one fragment."""
+        yield from (part.average for part in self._parts if part.fragment == self._turn)
         if self._momenta is not None:
             yield from self._momenta.averages
 
     def _start(self) -> None:
         if self._momenta is not None:
             self._momenta.settle()
-            self._models[0].words.fill_(float(self._momenta.has_news()))
-        for average in self._averages():
+            self._parts[0].average.words.fill_(float(self._momenta.has_news()))
+        for average in self._in_turn():
             average.start()
         self._started = True
-        self._local_steps = 0
 
     def _pause(self) -> None:
         self._started = False
-        self._local_steps = 0
+        self._local_steps = self._turn = 0
 
 
-def _warmup_buckets(
-    settings: Settings, reduction: Reduction, groups: Sequence[Sequence[int]]
+def _buckets(
+    settings: Settings, reduction: Reduction, groups: Sequence[Sequence[int]], tag: str
 ) -> BucketSet:
     # Sparse gradients that travel by themselves know no weights: with them, they go as dense ones.
     as_dense = settings.sparse_as_dense or bool(reduction.weights)
     settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
-    return BucketSet(settings, groups, "warmup")
+    return BucketSet(settings, groups, tag)
 
 
 def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:
     return [parameters[index].detach() for index in indices]
-
-
-class _Momenta:
-    """The tensors in the optimizer's state that are averaged as the parameters are.
-
-    Which there are shows only as training goes on, and differs where a parameter has had no
-    gradient on some rank. Ranks agree on them as training starts and after the first round, when
-    they usually come up; later a rank that has others says so by a control flag of its model, and
-    all agree at the end of that round. A rank that lacks one contributes zeros.
-
-    They travel uncompressed: float16 would make zeros of Adam's second moments.
-    """
-
-    def __init__(self, settings: Settings, reduction: Reduction, rule: Rule) -> None:
-        self._settings, self._rule = settings, rule
-        self._reduction = replace(reduction, compression=Compression.none)
-        self._keys: list[tuple[int, str]] = []
-        self._keys_of: list[list[tuple[int, str]]] = []
-        self.averages: list[ModelAverage] = []
-        self.unsettled = _UNSETTLED
-        """How many more rounds start with an agreement."""
-
-    def settle(self) -> None:
-        """Agree with the other ranks, if that is due."""
-        if self.unsettled:
-            self.unsettled -= 1
-            self.agree()
-
-    def settle_anew(self) -> None:
-        """Be as at the start of training."""
-        self.unsettled = _UNSETTLED
-
-    def has_news(self) -> bool:
-        """Return whether this rank has tensors that the others do not know of."""
-        return not set(self._own()) <= set(self._keys)
-
-    def heard(self, news: torch.Tensor) -> None:
-        """Take the control flag of all ranks."""
-        if float(news):
-            self.unsettled = max(self.unsettled, 1)
-
-    def agree(self) -> None:
-        """Take what any rank has."""
-        everyone, tag = [self._own()], f"{self._settings.tag}.momenta.keys"
-        if not self._reduction.alone:
-            everyone = gather(everyone[0], tag, self._reduction.process_set)
-        self._adopt(sorted({(index, key) for keys in everyone for index, key in keys}))
-
-    def state(self) -> Tensors:
-        """Return what is in flight, when it has arrived, by index."""
-        tensors: Tensors = {}
-        for keys, average in zip(self._keys_of, self.averages, strict=True):
-            for label, values in average.state().items():
-                for (index, key), value in zip(keys, values, strict=True):
-                    nobody: list[torch.Tensor | None] = [None] * len(self._settings.parameters)
-                    tensors.setdefault(f"{_MOMENTA}{label}.{key}", nobody)[index] = value
-        return tensors
-
-    def load(self, tensors: Tensors, unsettled: int | None) -> None:
-        """Go on from a `state`, which may have other entries as well."""
-        self.unsettled = _UNSETTLED if unsettled is None else unsettled
-        found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
-        for name, values in tensors.items():
-            if name.startswith(_MOMENTA):
-                label, key = name.removeprefix(_MOMENTA).split(".", 1)
-                here = {(index, key): v for index, v in enumerate(values) if v is not None}
-                found.setdefault(label, {}).update(here)
-        self._adopt(sorted({key for one in found.values() for key in one}))
-        for keys, average in zip(self._keys_of, self.averages, strict=True):
-            average.load({label: [one[key] for key in keys] for label, one in found.items()})
-
-    def _own(self) -> list[tuple[int, str]]:
-        return [
-            (index, key)
-            for index, parameter in enumerate(self._settings.parameters)
-            for key in self._settings.owner.state(parameter)
-            if self._tensor(index, key) is not None
-        ]
-
-    def _tensor(self, index: int, key: str) -> torch.Tensor | None:
-        parameter = self._settings.parameters[index]
-        value = self._settings.owner.state(parameter).get(key)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return None
-        return value if value.shape == parameter.shape and key not in _SCALARS else None
-
-    def _adopt(self, keys: list[tuple[int, str]]) -> None:
-        if keys == self._keys:
-            return
-        for average in self.averages:
-            average.discard()
-        parameters = self._settings.parameters
-        self._keys = keys
-        groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
-        self._keys_of = [[key for key in keys if key[0] in group] for group in map(set, groups)]
-        self.averages = [
-            ModelAverage(
-                [parameters[index] for index, _ in same],
-                partial(self._tensors, same),
-                self._reduction,
-                f"{self._settings.tag}.momenta.{i}",
-                self._rule,
-                nonnegative=[key in _NONNEGATIVE for _, key in same],
-            )
-            for i, same in enumerate(self._keys_of)
-        ]
-
-    def _tensors(self, keys: Sequence[tuple[int, str]]) -> list[torch.Tensor | None]:
-        return [self._tensor(index, key) for index, key in keys]
-
-
-_MOMENTA = "momenta."
-_UNSETTLED = 2
-
-# Numbers that torch's optimizers keep as tensors: not momenta even where a parameter is one, too.
-_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
-
-# What torch's optimizers take a root of, or bound steps with.
-_NONNEGATIVE = frozenset({"acc_delta", "exp_avg_sq", "exp_inf", "max_exp_avg_sq"})
-_NONNEGATIVE |= {"square_avg", "step_size", "sum", "variance"}

@@ -28,10 +28,13 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 
-__all__ = ["ModelAverage", "Rule", "Tensors"]
+__all__ = ["IN_FLIGHT", "ModelAverage", "Rule", "Tensors"]
 
 Tensors = dict[str, list[torch.Tensor | None]]
 """By name, one tensor a value, or None: see `engine.State`."""
+
+IN_FLIGHT = ("average", "start")
+"""The labels in a `state` of what has been sent in a round that is not over."""
 
 Values = Callable[[], Sequence[torch.Tensor | None]]
 
@@ -196,7 +199,7 @@ class ModelAverage:
         flats = {"base": self._base, "anchor": self._anchor, "velocity": self._velocity}
         flats |= self._residuals()
         if self.due:
-            flats |= {"average": self._mean, "start": self._start}
+            flats |= dict(zip(IN_FLIGHT, (self._mean, self._start), strict=True))
         return {
             label: [view.clone() for view in self._views(flat)]
             for label, flat in flats.items()

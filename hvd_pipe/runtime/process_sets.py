@@ -1,0 +1,122 @@
+"""Process sets of Horovod's that are made while a job runs; the ranks of each node."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+
+from horovod.common import process_sets
+from horovod.common.process_sets import ProcessSet
+
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.runtime.consensus import Agreement, Description, members
+
+__all__ = [
+    "NODES",
+    "by_node",
+    "make_process_sets",
+    "node_process_set",
+    "refuse_static_sets",
+    "this_node",
+]
+
+NODES = (
+    'within="node" needs a Horovod process set for the ranks of each node, and Horovod was '
+    'initialised so that none can be added: call hvd.init(process_sets="dynamic"), or set '
+    "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of every rank."
+)
+
+
+def make_process_sets(
+    groups: Iterable[tuple[int, ...]], world: ProcessSet, needed: str
+) -> dict[tuple[int, ...], ProcessSet]:
+    """Return a process set of each group of ranks; all ranks call this with the same groups.
+
+    Sets that are there already are used again, and stay until Horovod shuts down.
+
+    Args:
+        groups: Of two ranks or more; alike on every rank, in any order.
+        world: All ranks.
+        needed: What needs them, and what to do where none can be added: an error's text.
+
+    Raises:
+        HvdPipeError: Horovod allows no process sets to be added; on every rank.
+    """
+    everyone = members(world)
+    wanted = sorted({tuple(sorted(group)) for group in groups})
+    sets: dict[tuple[int, ...], ProcessSet] = {}
+    found = {
+        tuple(ranks): number
+        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()
+    }
+    for group in wanted:
+        if list(group) == everyone:
+            sets[group] = world
+        elif group in found:
+            sets[group] = ProcessSet(list(group))
+            sets[group].process_set_id = found[group]
+        else:
+            sets[group] = _added(group, needed)
+    return sets
+
+
+def refuse_static_sets(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise HvdPipeError where no process set can be added for a node, before anything is sent."""
+    if environment.get(_DYNAMIC, "0").strip() in ("", "0"):
+        raise HvdPipeError(NODES)
+
+
+def this_node(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name by which the launcher knows this rank's host, else the host's own."""
+    return environment.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+def node_process_set(agreement: Agreement, name: str, world: ProcessSet) -> ProcessSet | None:
+    """Return the process set of this rank's node; all ranks call this.
+
+    Args:
+        agreement: By which ranks tell each other their node.
+        name: Begins the messages' names.
+        world: All ranks.
+
+    Returns:
+        The set; None where this rank is the only one of its node.
+
+    Raises:
+        HvdPipeError: Horovod allows no process sets to be added; on every rank.
+    """
+    everyone, told = members(world), agreement.gather(this_node(), f"{name}.names", world)
+    nodes = by_node(everyone, told)
+
+    def made() -> tuple[dict[tuple[int, ...], ProcessSet], Description]:
+        groups = [ranks for ranks in nodes if len(ranks) > 1]
+        return make_process_sets(groups, world, NODES), []
+
+    sets = agreement.checked(made, f"{name}.process_sets", world)
+    mine = everyone[int(world.rank())]
+    return sets.get(next(ranks for ranks in nodes if mine in ranks))
+
+
+def by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the ranks of each node, in the order of its first rank.
+
+    >>> by_node([0, 1, 2], ["a", "b", "a"])
+    [(0, 2), (1,)]
+    """
+    found: dict[str, list[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        found.setdefault(node, []).append(rank)
+    return [tuple(one) for one in found.values()]
+
+
+def _added(group: tuple[int, ...], needed: str) -> ProcessSet:
+    try:
+        return process_sets.add_process_set(list(group))
+    except ValueError as error:
+        if _DYNAMIC not in str(error):
+            raise
+        raise HvdPipeError(needed) from error
+
+
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
