@@ -27,6 +27,7 @@ from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.planning.timing import step_time
+from hvd_pipe.planning.turns import node_comm
 
 __all__ = ["Row", "command", "simulate_row"]
 
@@ -73,7 +74,8 @@ def simulate_row(
 ) -> Row:
     """Simulate a method on a cluster, and compare it with its closed form."""
     run = simulate(profile, cluster, method, codec, iterations=steps, seed=seed)
-    formula = step_time(method, profile, cluster.comm(), codec)
+    node = node_comm(method, cluster.network)
+    formula = step_time(method, profile, cluster.comm(), codec, node)
     alike = not cluster.jitter and len(set(cluster.speeds or ())) <= 1
     speedup = cluster.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
     return Row(

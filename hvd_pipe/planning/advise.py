@@ -29,6 +29,7 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.planning.timing import StepTime, step_time
+from hvd_pipe.planning.turns import node_comm
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.units import format_bytes, format_seconds
 
@@ -224,7 +225,8 @@ def _row(
     baseline: bool,
 ) -> Row:
     method, batches, pace = _balanced(method, profile, cluster)
-    time = step_time(method, _slowed(profile, pace), cluster.comm(), codec)
+    node = node_comm(method, cluster.network)
+    time = step_time(method, _slowed(profile, pace), cluster.comm(), codec, node)
     if cluster.jitter:
         run = simulate(profile, cluster, method, codec, _SIMULATED_STEPS, trace_workers=())
         time = replace(time, total_s=max(run.step_s, time.limit_s))
@@ -282,8 +284,8 @@ def _staleness(method: Method) -> int:
         return method.width - 1
     if isinstance(method, LocalSGD):
         return method.period - 1
-    # A round's first gradient is in the next round's start, which arrives when that one ends.
-    return 2 * method.period - 1 if isinstance(method, CoCoD) else 0
+    # A round's first gradient is in the next round's start, which arrives a turn later.
+    return method.period + method.turn - 1 if isinstance(method, CoCoD) else 0
 
 
 def _identical(method: Method) -> bool:

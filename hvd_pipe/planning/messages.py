@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel, blocked_ends
+from hvd_pipe.planning.fragments import assign
 from hvd_pipe.planning.methods import Conventional, LocalSGD, WidePipeSGD
 from hvd_pipe.planning.pipelined import Work, plan_pipelined
 from hvd_pipe.planning.plan import Plan
@@ -159,7 +160,8 @@ def model_messages(
 ) -> Messages:
     """The messages of a round that averages models: one vector, and one of averaged momenta.
 
-    Momenta travel uncompressed, whatever the codec. ``ready_s`` is 0: all leave at once.
+    Momenta travel uncompressed, whatever the codec. ``ready_s`` is 0: all leave at once; but with
+    fragments there is a message of each, which leaves at the start of its own turn.
 
     Example:
         >>> from hvd_pipe.planning.codec import NONE
@@ -170,7 +172,13 @@ def model_messages(
     """
     total, coded = float(profile.gradient_bytes().sum()), comm.compressed(codec)
     carried, seconds = [], []
-    if total:
+    if total and isinstance(method, CoCoD) and method.fragments > 1:
+        sizes = profile.gradient_bytes().tolist()
+        carried = [0.0] * method.fragments
+        for size, fragment in zip(sizes, assign(sizes, method.fragments), strict=True):
+            carried[fragment] += size
+        seconds = [coded(each) for each in carried]
+    elif total:
         carried, seconds = [total], [coded(total)]
         if isinstance(method, CoCoD) and method.momentum == "average":
             carried, seconds = [total, total], [*seconds, comm(total)]

@@ -47,6 +47,7 @@ from hvd_pipe.planning.methods import (
 from hvd_pipe.planning.overlap import overlapped_messages
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import TICK
+from hvd_pipe.planning.turns import NodeWork, node_comm, turns_of, within_node
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.timeline import Timeline
 
@@ -135,7 +136,12 @@ def simulate(
     sends = bool(profile.gradient_order())
     if isinstance(method, LocalSGD | CoCoD):
         sent = model_messages(method, profile, cluster.comm(), codec)
-        _models(run, sent, method.period, behind=isinstance(method, CoCoD))
+        if isinstance(method, LocalSGD):
+            _models(run, sent, [list(range(len(sent.seconds)))], method.period, behind=False)
+        else:
+            work = within_node(profile, node_comm(method, cluster.network))
+            each = cluster.network.per_node if work else 1
+            _models(run, sent, turns_of(method, sent), method.turn, work=work, per_node=each)
     elif isinstance(method, MergedGradient) and method.overlaps_forward and sends:
         run_overlapped(run, *overlapped_messages(method, profile, net), net)
     elif isinstance(method, HorovodFusion):
@@ -215,27 +221,52 @@ def _gradients(
                 run.trace.note(message.name, "ready", worker, "compute", at, at, step=step)
 
 
-def _models(run: TrainingRun, sent: Messages, period: int, behind: bool) -> None:
-    """Rounds of local steps; the models of the round's start or end are averaged."""
+def _models(
+    run: TrainingRun,
+    sent: Messages,
+    turns: Sequence[Sequence[int]],
+    steps: int,
+    behind: bool = True,
+    work: NodeWork | None = None,
+    per_node: int = 1,
+) -> None:
+    """Local steps, in turns of ``steps``; the models of a turn's start or end are averaged.
+
+    Args:
+        run: the workers.
+        sent: all messages of a round.
+        turns: the numbers of those that travel in each of its turns.
+        steps: of a turn.
+        behind: whether messages travel behind the turn's steps, or after them.
+        work: what workers send within their node each step; they wait for each other, and for the
+            models' messages that have left before.
+        per_node: workers of a node, which have numbers one after another.
+    """
 
     def average(step: int) -> None:
         start = max(run.free, float(run.begin.max()))
-        for size, seconds in zip(sent.bytes.tolist(), sent.seconds.tolist(), strict=True):
-            run.send(step, "models", size, start, start + seconds)
+        for number in turns[step // steps % len(turns)]:
+            seconds = float(sent.seconds[number])
+            run.send(step, "models", float(sent.bytes[number]), start, start + seconds)
             start = run.free
 
     for step in range(run.iterations):
         run.trace.begin(len(sent.seconds))
-        if behind and step % period == 0:
+        if behind and step % steps == 0:
             average(step)
         factors, begin = run.factors(), run.begin
         forward = begin + run.forward_s * factors
         backward = forward + run.backward_s * factors
         end = backward + run.update_s * factors
         run.work[step] = (run.forward_s + run.backward_s + run.update_s) * float(factors.mean())
+        if work is not None:
+            end = np.repeat(end.reshape(-1, per_node).max(axis=1), per_node) + work.exposed_s
+            if step % steps == 0:
+                queued = run.free + sent.delay_s + work.busy_s
+                end = np.maximum(end, queued + run.update_s * factors)
         run.begin = end
         _trace_step(run.trace, step, begin, forward, backward, backward, end)
-        if step % period == period - 1:
+        if step % steps == steps - 1:
             if not behind:
                 average(step)
             late = np.maximum(end, run.free + sent.delay_s)

@@ -33,6 +33,7 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
     CoCoD's mean is as stable as synchronous SGD, but what a replica differs from it is not:
     ``mean + (end - start)`` takes a deviation d to ``(A - 1) d``, A being what k local steps do to
     it, and with momentum these overshoot. ``synchronize()`` hides that, as it leaves the mean.
+    With fragments a mean is taken in after ``period / fragments`` steps, and bears more.
     Unlike data on workers can make Local SGD and CoCoD diverge earlier, which no curvature tells.
 
     Args:
@@ -114,7 +115,8 @@ def _largest(matrix: Callable[[float], FloatArray]) -> float:
 def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, FloatArray]:
     """A round on the (weights, velocity) that a replica differs by, and on those of the mean.
 
-    With A the k steps and P what is averaged (the weights; under ``momentum=average`` all)::
+    With A the steps until the mean is taken in (k, or k / fragments; the others follow) and P what
+    is averaged (the weights; under ``momentum=average`` all)::
 
         deviation  d' = (A - P) d               with pull_back  d' = (1 - alpha P) A d
         mean       m' = A m                     with pull_back  m' = (1 - alpha P) A m + alpha z'
@@ -123,19 +125,25 @@ def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, Flo
                                                 g' = g - lr (W (g - m) + mu u')
     """
     step = np.array([[1.0 - rate, -momentum], [rate, momentum]])
-    steps = np.linalg.matrix_power(step, method.period)
+    steps = np.linalg.matrix_power(step, method.turn)
+    rest = np.linalg.matrix_power(step, method.period - method.turn)
     averaged = np.eye(2) if method.momentum == "average" else np.diag([1.0, 0.0])
     if method.outer != "none":
-        return steps - averaged, _outer_round(method, steps)
+        return rest @ (steps - averaged), _followed_by(rest, _outer_round(method, steps))
     if method.pull_back is None:
-        return steps - averaged, steps
+        return rest @ (steps - averaged), rest @ steps
     alpha, beta = method.pull_back, method.anchor_momentum
     pulled = (np.eye(2) - alpha * averaged) @ steps
     none = np.zeros((2, 2))
     velocity = np.hstack([averaged, -averaged, beta * np.eye(2)])
     anchor = averaged @ (np.hstack([none, np.eye(2), none]) + velocity)
     models = np.hstack([pulled, none, none]) + alpha * anchor
-    return pulled, np.vstack([models, anchor, velocity])
+    return rest @ pulled, _followed_by(rest, np.vstack([models, anchor, velocity]))
+
+
+def _followed_by(rest: FloatArray, mean: FloatArray) -> FloatArray:
+    """A round on the mean and what goes along with it, with local steps behind it."""
+    return np.vstack([rest @ mean[:2], mean[2:]])
 
 
 def _outer_round(method: CoCoD, steps: FloatArray) -> FloatArray:

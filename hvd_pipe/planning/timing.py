@@ -13,7 +13,7 @@ starts (where it is ``blocking``, d is in ``last``, and Pipe-SGD's steps are fol
     horovod          f + max(b, last) + u            buckets made at cycle ticks
     pipe-sgd         max(c, m, (f + last + u) / K)   K = 2; wider is as fast while all keep step
     local-sgd        (k c + m + d) / k               m: of one average of the model
-    cocod            max(k c, m + d) / k
+    cocod            max(k c, m + d) / k             fragments, within=node: `turns`
 
 Each comes with its limit, which no order, grouping or slicing of messages beats.
 
@@ -46,6 +46,7 @@ from hvd_pipe.planning.methods import (
 )
 from hvd_pipe.planning.overlap import overlapped_step
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.turns import averaged_behind
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 
 __all__ = [
@@ -104,7 +105,11 @@ class StepTime:
 
 
 def step_time(
-    method: Method | str, profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
+    method: Method | str,
+    profile: ModelProfile,
+    comm: CommModel,
+    codec: CodecCost = NONE,
+    node: CommModel | None = None,
 ) -> StepTime:
     """The time of a step of any method.
 
@@ -113,6 +118,7 @@ def step_time(
         profile: the model on one worker.
         comm: all-reduce time of an uncompressed message.
         codec: compression of what travels.
+        node: all-reduce time within a node, for ``within=node`` (`turns.node_comm`).
 
     Raises:
         TypeError, ValueError: an unknown method, or a plan of another model.
@@ -140,7 +146,8 @@ def step_time(
         return _pipelined(method, profile, comm, codec)
     if isinstance(method, LocalSGD):
         return local_sgd(profile, comm, codec, method.period)
-    return _averaged_behind(method, profile, comm, codec)
+    behind = averaged_behind(method, profile, comm, codec, node)
+    return _result(method, profile.compute_s, *behind, method.period)
 
 
 def conventional(profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE) -> StepTime:
@@ -341,7 +348,7 @@ def cocod(
 
     Source: Shen et al., "CoCoD-SGD", arXiv 1906.12043.
     """
-    return _averaged_behind(CoCoD(period=period), profile, comm, codec)
+    return step_time(CoCoD(period=period), profile, comm, codec)
 
 
 def _overlapped(
@@ -373,18 +380,6 @@ def _pipelined(
         total = max(total, sent.settled_s(profile, compute, width - 1))
     limit = max(compute, least_busy_s(profile, net), synchronous_limit(profile, net) / width)
     return _result(method, compute, sent, total, limit)
-
-
-def _averaged_behind(
-    method: CoCoD, profile: ModelProfile, comm: CommModel, codec: CodecCost
-) -> StepTime:
-    sent = model_messages(method, profile, comm, codec)
-    compute, period = profile.compute_s, method.period
-    least = least_busy_s(profile, comm.compressed(codec))
-    if method.momentum == "average":
-        least += least_busy_s(profile, comm)
-    total, limit = max(compute, sent.arrival_s / period), max(compute, least / period)
-    return _result(method, compute, sent, total, limit, period)
 
 
 def _result(

@@ -24,15 +24,18 @@ from workers_cocod_options import (
     LEAVES_AFTER,
     MOMENTS,
     OPTIMIZERS,
+    PER_NODE,
     RESUMED,
     Case,
 )
 
+from hvd_pipe.planning.fragments import assign
 from hvd_pipe.strategy import CoCoD
 
 TOLERANCE = 1e-12
 
 trajectories = once(lambda n: run_ranks(n, jobs.run, n))
+two_nodes = once(lambda: run_ranks(4, jobs.run_two_nodes))
 continued = once(lambda n: run_ranks(n, jobs.run_resumed, n))
 others = once(lambda: run_ranks(3, jobs.run_others))
 
@@ -51,14 +54,16 @@ class Reference:
         self.weights = self.options.weights or (1.0,) * n
         self.rounds = case.compression == "fp16" and n > 1
         self.leaves_after = leaves_after
-        self.base: Named | None = None
-        self.anchor: Named | None = None
+        self.base: Named = {}
+        self.anchor: Named = {}
         self.velocity: Named = {}
         self.clamped = 0
+        sizes = [p.numel() for p in self.workers.models[0].parameters()]
+        self.fragment_of = assign(sizes, self.options.fragments)
 
     def run(self, steps: int = STEPS) -> Trajectory:
         options, workers = self.options, self.workers
-        local_steps, start, mean = 0, [], {}
+        local_steps, fragment, start, mean = 0, 0, [], {}
         for step in range(steps):
             gradients = workers.gradients(step)
             if step < options.warmup_steps:
@@ -66,52 +71,64 @@ class Reference:
                 workers.update([average(gradients, step) for _ in gradients])
             else:
                 if local_steps == 0:
-                    start = self._values()
+                    start = self._values(fragment)
                     mean = self._mean(start, step)
-                workers.update(gradients)
+                workers.update(self._within_nodes(gradients))
                 local_steps += 1
-                if local_steps == options.period:
-                    self._finish(start, mean)
-                    local_steps = 0
+                if local_steps == options.period // options.fragments:
+                    self._finish(start, mean, fragment)
+                    local_steps, fragment = 0, (fragment + 1) % options.fragments
             workers.record()
             if step in self.case.drains or step == steps - 1:
                 values = self._values()
                 self.base = self._exact_mean(values, step)
                 self._set([self.base for _ in values])
-                local_steps = 0
+                local_steps, fragment = 0, 0
                 workers.record()
         return workers.trajectory
+
+    def _within_nodes(self, gradients: list[Vectors]) -> list[Vectors]:
+        """What each worker applies: its own gradient, or the mean of those of its node."""
+        if self.options.within == "none":
+            return gradients
+        found = []
+        for worker in range(len(gradients)):
+            node = [i for i in range(len(gradients)) if i // PER_NODE == worker // PER_NODE]
+            total = sum(self.weights[i] for i in node)
+            columns = zip(*(gradients[i] for i in node), strict=True)
+            found.append(
+                [
+                    torch.stack(
+                        [self.weights[i] / total * x for i, x in zip(node, column, strict=True)]
+                    ).sum(0)
+                    for column in columns
+                ]
+            )
+        return found
 
     def _outer_model(self, mean: Named) -> Named:
         """The outer model after DiLoCo's outer step; momenta keep their mean."""
         lr, mu = self.options.outer_lr, self.options.outer_momentum
         weights = {name: m for name, m in mean.items() if "." not in name}
-        if self.anchor is None:
-            self.anchor = weights
-            self.velocity = {name: torch.zeros_like(m) for name, m in weights.items()}
         for name, m in weights.items():
-            change = self.anchor[name] - m
-            self.velocity[name] = mu * self.velocity[name] + change
-            self.anchor[name] = self.anchor[name] - lr * (change + mu * self.velocity[name])
-        return {**mean, **self.anchor}
+            change = self.anchor.get(name, m) - m
+            self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(m)) + change
+            self.anchor[name] = m + change - lr * (change + mu * self.velocity[name])
+        return {**mean, **{name: self.anchor[name] for name in weights}}
 
-    def _finish(self, start: list[Named], mean: Named) -> None:
+    def _finish(self, start: list[Named], mean: Named, fragment: int) -> None:
         alpha, beta = self.options.pull_back, self.options.anchor_momentum
         if self.options.outer != "none":
             mean = self._outer_model(mean)
-        self.base = mean
+        self.base |= mean
         z = dict(mean)
         if beta:
-            weights = {name: m for name, m in mean.items() if "." not in name}
-            if self.anchor is None:
-                self.anchor = weights
-                self.velocity = {name: torch.zeros_like(m) for name, m in weights.items()}
-            for name, m in weights.items():
-                self.velocity[name] = beta * self.velocity[name] + (m - self.anchor[name])
-            self.anchor = {name: x + self.velocity[name] for name, x in self.anchor.items()}
-            z |= self.anchor
+            for name, m in ((name, m) for name, m in mean.items() if "." not in name):
+                moved_by = beta * self.velocity.get(name, torch.zeros_like(m))
+                self.velocity[name] = moved_by + (m - self.anchor.get(name, m))
+                z[name] = self.anchor[name] = self.anchor.get(name, m) + self.velocity[name]
         moved = []
-        for end, begin in zip(self._values(), start, strict=True):
+        for end, begin in zip(self._values(fragment), start, strict=True):
             new = {}
             for name in begin:
                 x, progress = end[name], end[name] - begin[name]
@@ -125,7 +142,7 @@ class Reference:
 
     def _mean(self, values: list[Named], step: int) -> Named:
         exact = self._exact_mean(values, step)
-        if not self.rounds or self.base is None:
+        if not self.rounds or not {name for name in exact if "." not in name} <= set(self.base):
             return exact
         for name in (name for name in exact if "." not in name):  # momenta travel uncompressed
             differences = [[value[name] - self.base[name]] for value in values]
@@ -168,9 +185,14 @@ class Reference:
                         found[f"{number}.{key}"] = value
         return found
 
-    def _values(self) -> list[Named]:
+    def _values(self, fragment: int | None = None) -> list[Named]:
+        """What is averaged, of all fragments or of one; momenta belong to the only one."""
         return [
-            {name: tensor.clone() for name, tensor in self._live(i).items()}
+            {
+                name: tensor.clone()
+                for name, tensor in self._live(i).items()
+                if fragment is None or self.fragment_of[int(name.split(".")[0])] == fragment
+            }
             for i in range(len(self.workers.models))
         ]
 
@@ -210,9 +232,10 @@ def test_trajectory(n: int, case: Case) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_replicas_are_equal_bit_for_bit_at_the_end(n: int, case: Case) -> None:
     first, *rest = of_case(trajectories(n), case)
-    for other in rest:
+    for rank, other in enumerate(rest, 1):
         assert np.array_equal(other[-1], first[-1])
-        assert not np.array_equal(other[-2], first[-2])
+        same_node = case.options.within == "node" and rank < PER_NODE
+        assert np.array_equal(other[-2], first[-2]) == same_node
 
 
 @pytest.mark.parametrize("case", COMPRESSED, ids=str)
@@ -259,6 +282,17 @@ def test_second_moments_would_become_negative() -> None:
     reference = Reference(case, 3)
     reference.run()
     assert reference.clamped > 0
+
+
+@pytest.mark.parametrize("case", jobs.WITHIN, ids=str)
+def test_two_nodes_of_two(case: Case) -> None:
+    """Workers of a node are equal in every bit at all times, and differ from other nodes'."""
+    ranks = of_case(two_nodes(), case)
+    assert_close(ranks, expected(case, 4), TOLERANCE)
+    assert np.array_equal(ranks[0], ranks[1])
+    assert np.array_equal(ranks[2], ranks[3])
+    assert not np.array_equal(ranks[0], ranks[2])
+    assert np.array_equal(ranks[0][-1], ranks[2][-1])
 
 
 # Checkpoints -------------------------------------------------------------------------------------

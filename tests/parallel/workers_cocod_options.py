@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ COMPRESSIONS: dict[str, Any] = {
     "int8 with feedback": Int8(error_feedback=True),
 }
 
-_WEIGHTS = (3.0, 1.0, 2.5)
+_WEIGHTS = (3.0, 1.0, 2.5, 1.5)
 _PULL = {"pull_back": 0.6, "anchor_momentum": 0.7}
 _OUTER = {"outer": "nesterov", "outer_lr": 0.3, "outer_momentum": 0.6}
 
@@ -81,18 +82,30 @@ EXACT = [
     Case(CoCoD(**_OUTER)),
     Case(CoCoD(2, 5, **_OUTER), "adam", drains=(2, 13, 14)),
     Case(CoCoD(momentum="average", weights=_WEIGHTS, **_OUTER), "adam", drains=(13,)),
+    Case(CoCoD(fragments=2)),
+    Case(CoCoD(6, 4, fragments=3), "adam", drains=(2, 13, 14)),
+    Case(CoCoD(fragments=4, weights=_WEIGHTS), "adam", drains=(13,)),
+    Case(CoCoD(fragments=2, **_PULL), "adam", drains=(15,)),
+    Case(CoCoD(4, 3, fragments=4, **_OUTER), drains=(12,)),
+    Case(CoCoD(within="node")),
+    Case(CoCoD(3, 4, within="node", weights=_WEIGHTS), "adam", drains=(13,)),
+    Case(CoCoD(fragments=4, within="node", **_OUTER), "adam", drains=(2, 14)),
+    Case(CoCoD(2, within="node", momentum="average"), drains=(7,)),
 ]
+WITHIN = [case for case in EXACT if case.options.within == "node"]
 COMPRESSED = [
     Case(CoCoD(), compression="fp16", drains=(13,)),
     Case(CoCoD(3, 4), "adam", compression="fp16"),
     Case(CoCoD(weights=_WEIGHTS), compression="fp16"),
     Case(CoCoD(momentum="average", **_PULL), "adam", compression="fp16"),
     Case(CoCoD(2, **_OUTER), compression="fp16", drains=(13,)),
+    Case(CoCoD(fragments=4), compression="fp16", drains=(14,)),
 ]
 CODED = [
     Case(CoCoD(), compression="bf16", drains=(13,)),
     Case(CoCoD(), compression="int8"),
     Case(CoCoD(weights=_WEIGHTS), compression="int8 with feedback", drains=(13,)),
+    Case(CoCoD(fragments=2), compression="int8 with feedback", drains=(13,)),
 ]
 HALF = [
     Case(CoCoD(), dtype=torch.float16),
@@ -102,10 +115,22 @@ HALF = [
 ]
 
 
+def _name_node() -> None:
+    """Be on a node of two ranks, as launchers say it."""
+    os.environ["HOROVOD_HOSTNAME"] = f"node-{hvd.rank() // PER_NODE}"
+
+
 def run(n: int) -> dict[Case, Weights | Raised]:
-    hvd.init()
+    hvd.init(process_sets="dynamic")
+    _name_node()
     cases = [*EXACT, *COMPRESSED, *CODED, *HALF]
     return run_cases({case: partial(trajectory, case, n) for case in cases})
+
+
+def run_two_nodes() -> dict[Case, Weights | Raised]:
+    hvd.init(process_sets="dynamic")
+    _name_node()
+    return run_cases({case: partial(trajectory, case, 4) for case in WITHIN})
 
 
 def wrap(model: nn.Module, case: Case, n: int, plain: Optimizer | None = None) -> Any:
@@ -146,9 +171,13 @@ RESUMED = [
     Case(CoCoD(momentum="average", weights=_WEIGHTS, **_PULL), "adam", compression="fp16"),
     Case(CoCoD(2, weights=_WEIGHTS), compression="int8 with feedback", drains=(5,)),
     Case(CoCoD(3, 4), compression="int8 with feedback", drains=(1,)),
+    Case(CoCoD(fragments=2), compression="int8 with feedback", drains=(5,)),
 ]
 MOMENTS = (2, 4, 7, 8, 14)
 """Steps after which a state is taken: in warm-up, in a round, at its end, after a drain."""
+
+PER_NODE = 2
+"""Ranks of a node, of which the last may have fewer."""
 
 
 class Resumed(NamedTuple):
@@ -161,7 +190,8 @@ class Resumed(NamedTuple):
 
 
 def run_resumed(n: int) -> dict[tuple[Case, int], Resumed | Raised]:
-    hvd.init()
+    hvd.init(process_sets="dynamic")
+    _name_node()
     return run_cases(
         {
             (case, moment): partial(resumed, case, moment, n)

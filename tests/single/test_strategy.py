@@ -31,6 +31,7 @@ PLAN = Plan((("fc.weight", "fc.bias"),), "given")
         ("cocod:pull_back=0.6,anchor_momentum=0.7", CoCoD(pull_back=0.6, anchor_momentum=0.7)),
         ("cocod:pull_back=5e-1", CoCoD(pull_back=0.5)),
         ("cocod:period=32,outer=nesterov", CoCoD(32, outer="nesterov")),
+        ("cocod:fragments=4,within=node", CoCoD(fragments=4, within="node")),
         (
             "cocod:outer=nesterov,outer_lr=1,outer_momentum=0",
             CoCoD(outer="nesterov", outer_lr=1, outer_momentum=0),
@@ -102,6 +103,10 @@ def test_the_environment_chooses_where_the_script_does_not(
         ("cocod:outer_lr=0.5", "outer_lr=0.5 and outer_momentum=0.9 need an outer optimizer"),
         ("cocod:outer_momentum=0.5", "give outer='nesterov', or leave them out"),
         ("cocod:outer=nesterov,pull_back=0.6", "two rules for the end of a round"),
+        ("cocod:fragments=3", "fragments=3 must divide period=4"),
+        ("cocod:fragments=0", "fragments must be >= 1, got 0"),
+        ("cocod:fragments=2,momentum=average", "do not go together"),
+        ("cocod:within=host", "within must be one of 'none', 'node', got 'host'"),
         ("pipe-sgd:warmup_steps=-3", "warmup_steps must be >= 0, got -3"),
         ("pipe-sgd:bucket_bytes=0", "bucket_bytes must be >= 1, got 0"),
         ("merged-gradient:plan=gredy", "unknown plan 'gredy' (did you mean 'greedy'?)"),

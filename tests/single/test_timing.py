@@ -80,6 +80,7 @@ def test_doctests() -> None:
         ("local-sgd:period=2", 7 + 1.75, 1.75, 0.5, (7 + 8) / 2),
         ("cocod:period=2", 7, 1.75, 0.5, 7),
         ("cocod:period=2,momentum=average", 7, 3.5, 1, 7),
+        ("cocod:period=2,fragments=2", 7, 2, 1, 7),
     ],
 )
 def test_worked_by_hand(
@@ -94,7 +95,12 @@ def test_worked_by_hand(
 
 @pytest.mark.parametrize(
     ("method", "slow_total"),
-    [("pipe-sgd", 35.0), ("cocod:period=4", 8.75), ("local-sgd:period=4", 7 + 8.75)],
+    [
+        ("pipe-sgd", 35.0),
+        ("cocod:period=4", 8.75),
+        ("cocod:period=4,fragments=2", (30 + 14) / 4),  # T(10) = 30, and T(2) = 10 < 2 c
+        ("local-sgd:period=4", 7 + 8.75),
+    ],
 )
 def test_where_the_network_is_the_bottleneck(method: str, slow_total: float) -> None:
     assert step_time(method, MODEL, CommModel.linear(5.0, 2.5)).total_s == slow_total

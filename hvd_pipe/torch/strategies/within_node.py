@@ -54,7 +54,9 @@ def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
         return None
     ranks = members(node)
     if len(ranks) == world.size() and world.rank() == 0:
-        _log.warning("cocod:within=node: all %d ranks are on one node, and synchronous", len(ranks))
+        _log.warning(
+            "cocod:within=node: all %d ranks are on one node, and synchronous", len(ranks)
+        )
     weights = tuple(strategy.weights[rank] for rank in ranks) if strategy.weights else ()
     return replace(
         settings.reduction,

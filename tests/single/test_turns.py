@@ -1,0 +1,153 @@
+"""CoCoD's fragments and nodes in plans: sizes, closed forms against simulated runs, limits."""
+
+from __future__ import annotations
+
+import doctest
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_cases import codecs, comm_models
+
+from hvd_pipe.planning import fragments, turns
+from hvd_pipe.planning.advise import advise
+from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.codec import CodecCost
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.fragments import assign
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.simulate import simulate
+from hvd_pipe.planning.timing import step_time
+from hvd_pipe.planning.turns import node_comm
+from hvd_pipe.strategy import CoCoD
+
+# Forward 2, backward 4, update 1; the fragments have 10 and 2 bytes, T(10) = 3, T(2) = 1.
+MODEL = ModelProfile(
+    (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0)), update_s=1.0
+)
+NET = CommModel.linear(0.5, 0.25)
+
+
+@pytest.mark.parametrize("module", [turns, fragments])
+def test_doctests(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12), st.data())
+def test_every_tensor_has_a_fragment_and_none_is_much_larger(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    """At most a mean and the largest tensor, as Graham has shown."""
+    count = data.draw(st.integers(1, len(sizes)))
+    found = assign(sizes, count)
+    loads = np.bincount(found, weights=sizes, minlength=count)
+    assert loads.sum() == sum(sizes)
+    assert loads.max() <= sum(sizes) / count + max(sizes)
+    assert set(found) <= set(range(count))
+    if min(sizes) > 0:
+        assert set(found) == set(range(count))
+
+
+@given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.integers(1, 2), st.data())
+def test_tensors_that_have_a_fragment_stay_in_it(
+    sizes: list[int], count: int, data: st.DataObject
+) -> None:
+    known = data.draw(st.integers(count, len(sizes)))
+    taken = assign(sizes[:known], count)
+    assert assign(sizes, count, taken)[:known] == taken
+
+
+def test_a_fragment_has_a_tensor() -> None:
+    with pytest.raises(ValueError, match=r"fragments=3, and the model has 2 tensors"):
+        assign([4, 4], 3)
+
+
+def nodes(comm: CommModel, inside: Link, count: int, per_node: int) -> Cluster:
+    """Workers whose all-reduce takes what a model says, over machines that a link joins inside."""
+    workers = count * per_node
+    network = Network(
+        None, measured=comm, measured_workers=workers, per_node=per_node, inside=inside
+    )
+    return Cluster(workers, network)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelProfile:
+    """From four to eight layers, each with a gradient."""
+    seconds = st.integers(0, 16).map(lambda x: x / 8)
+    layers = [
+        LayerProfile(f"layer {i}", draw(st.integers(1, 64)), draw(seconds), draw(seconds))
+        for i in range(draw(st.integers(4, 8)))
+    ]
+    return ModelProfile(tuple(layers), update_s=draw(seconds))
+
+
+CUT = [
+    CoCoD(period=period, fragments=count, within=within)
+    for period, count, within in product((4, 8), (1, 2, 4), ("none", "node"))
+]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(CUT), models(), comm_models(), codecs(), st.integers(1, 3))
+def test_without_jitter_it_is_the_closed_form(
+    method: CoCoD, profile: ModelProfile, comm: CommModel, codec: CodecCost, per_node: int
+) -> None:
+    cluster = nodes(comm, Link(0.125, 2.0**-7), 2, per_node)
+    node = node_comm(method, cluster.network)
+    assert (node is None) == (per_node == 1 or method.within == "none")
+    expected = step_time(method, profile, comm, codec, node)
+    found = simulate(profile, cluster, method, codec, iterations=40)
+    assert found.step_s == pytest.approx(expected.total_s, rel=1e-9, abs=1e-12)
+    assert found.comm_s == pytest.approx(expected.comm_s, rel=1e-9, abs=1e-12)
+    assert expected.limit_s <= expected.total_s * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=100)
+@given(models(), comm_models(), st.sampled_from([2, 4]))
+def test_fragments_of_one_size_lose_no_time_but_latency(
+    profile: ModelProfile, comm: CommModel, count: int
+) -> None:
+    """max(tau c, m / P) is max(k c, m) / P: only a message's own cost and unlike sizes differ."""
+    layers = tuple(LayerProfile(x.name, 8, x.backward_s, x.forward_s) for x in profile.layers[:4])
+    even = ModelProfile(layers, update_s=profile.update_s)
+    free = CommModel.linear(0.0, comm(8.0) / 8.0)
+    whole = step_time(CoCoD(period=4), even, free).total_s
+    cut = step_time(CoCoD(period=4, fragments=count), even, free).total_s
+    assert cut == pytest.approx(whole, rel=1e-12, abs=1e-12)
+
+
+def test_one_message_would_stop_what_a_node_sends() -> None:
+    """m = 3.5 of c = 7: behind forward and half of backward nothing waits for it; m = 10 does."""
+    inside = CommModel.linear(0.25, 0.0)
+    method = CoCoD(period=2, within="node")
+    short = step_time(method, MODEL, NET, node=inside)
+    assert short.total_s == 7.25  # the last of a node's messages begins as backward ends
+    slow = CommModel.linear(10.0, 0.0)
+    long = step_time(method, MODEL, slow, node=inside)
+    assert long.total_s == (10 + inside(1.0) + 1 + 7.25) / 2
+
+
+def test_a_network_must_say_what_joins_a_node() -> None:
+    cluster = Cluster(4, Network(None, measured=NET, measured_workers=4, per_node=2))
+    with pytest.raises(ValueError, match=r"within=node needs the link within a machine"):
+        simulate(MODEL, cluster, "cocod:within=node")
+    with pytest.raises(ValueError, match=r"within=node needs the link within a machine"):
+        advise(MODEL, cluster, ["cocod:within=node"])
+
+
+def test_advice_has_them() -> None:
+    cluster = nodes(CommModel.linear(8.0, 2.0), Link(0.01, 1e-4), 2, 4)
+    cut = "cocod:period=8,fragments=2"
+    outer = "cocod:period=8,outer=nesterov,fragments=2"
+    asked = [cut, f"{cut},within=node", outer]
+    rows = {row.strategy: row for row in advise(MODEL, cluster, asked, momentum=0.9).rows}
+    plain, within = rows[cut], rows[f"{cut},within=node"]
+    assert plain.time.total_s < within.time.total_s
+    assert plain.staleness == 8 + 4 - 1
+    assert any("stable only while" in text for text in rows[outer].warnings)
