@@ -37,6 +37,7 @@ TOLERANCE = 1e-12
 trajectories = once(lambda n: run_ranks(n, jobs.run, n))
 two_nodes = once(lambda: run_ranks(4, jobs.run_two_nodes))
 continued = once(lambda n: run_ranks(n, jobs.run_resumed, n))
+nodes = once(lambda: run_ranks(4, jobs.run_nodes))
 others = once(lambda: run_ranks(3, jobs.run_others))
 
 # The reference -----------------------------------------------------------------------------------
@@ -395,3 +396,67 @@ def test_all_ranks_hear_of_a_step_that_fails() -> None:
     assert errors[1] == "OSError: no data"
     for error in (errors[0], errors[2]):
         assert error.startswith("RuntimeError: the step failed on rank 1")
+
+
+# Nodes of two ranks, where ranks differ ---------------------------------------------------------
+
+
+def test_an_overflow_on_one_rank_is_one_on_all_nodes() -> None:
+    first, *rest = of_case(nodes(), "overflow")
+    assert rest == [first] * 3
+    assert first[-1] == 1024.0 / 2 ** len(jobs.OVERFLOWS)
+
+
+def test_join_does_not_go_with_process_sets() -> None:
+    for said in of_case(nodes(), "join"):
+        assert said.startswith("HvdPipeError: hvd.join() does not go with within='node'")
+
+
+def test_a_parameter_that_joins_within_nodes() -> None:
+    """All numbers here are exact in float64."""
+    now, start = [1.0, 1.0], [1.0, 1.0]
+    records = []
+    for step in range(16):
+        if step >= JOINS_AT:
+            now = [x - 0.125 * gradient for x, gradient in zip(now, (1.5, 3.5), strict=True)]
+        if step in (11, 15):
+            now = [sum(start) / 2 + (x - begin) for x, begin in zip(now, start, strict=True)]
+        if step % 4 == 3:
+            start = now
+        records.append(now)
+    records.append([sum(now) / 2] * 2)
+    want = np.array(records).T.repeat(PER_NODE, axis=0)
+    np.testing.assert_allclose(of_case(nodes(), "a parameter joins"), want, rtol=0, atol=TOLERANCE)
+
+
+def test_a_state_of_another_number_of_fragments() -> None:
+    """What travels is dropped, but nothing is mixed: replicas end equal, and near the others."""
+    ranks = of_case(nodes(), "another number of fragments")
+    for fragments in range(3):
+        ends = [rank[fragments][-1] for rank in ranks]
+        assert np.isfinite(ends).all()
+        assert all(np.array_equal(end, ends[0]) for end in ends)
+        assert np.abs(ends[0] - ranks[0][0][-1]).max() < 0.1
+
+
+def test_bytes_within_a_node_are_not_on_the_wire() -> None:
+    for within, plain in of_case(nodes(), "bytes"):
+        assert within == plain > 0
+
+
+def test_horovod_must_allow_process_sets_that_come_later() -> None:
+    for refused, other in run_ranks(3, jobs.static_sets)[:2]:
+        assert refused.startswith('HvdPipeError: within="node" needs a Horovod process set')
+        assert 'hvd.init(process_sets="dynamic")' in refused
+        assert "within='node' makes process sets of its own" in other
+
+
+@pytest.mark.parametrize("rank", [1, 2, -1])
+def test_ranks_of_all_nodes_hear_of_one_that_synchronizes_alone(rank: int) -> None:
+    """One rank of a node, or (-1) the first node as a whole."""
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(4, jobs.synchronize_alone, rank)
+    told = str(caught.value).split("--- rank ")[1:5]
+    mine = [0, 1] if rank < 2 else [2, 3]
+    for each in mine if rank >= 0 else range(4):
+        assert "ranks have sent different things" in told[each], told[each]

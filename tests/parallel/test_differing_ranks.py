@@ -30,6 +30,7 @@ SIDES = {
     "prediction": ("prediction='local'", "prediction='previous'"),
     "pull back": ("pull_back=0.5", "pull_back=0.6"),
     "momentum": ("momentum='local'", "momentum='average'"),
+    "fragments": ("fragments=2", "fragments=4"),
     "bucket bytes": ("bucket_bytes=64", "bucket_bytes=128"),
 }
 assert SIDES.keys() == UNLIKE.keys()
@@ -56,7 +57,9 @@ def check_both_are_told(*args: object) -> None:
 
 
 @pytest.mark.parametrize(("how", "codec"), [("add_param_group", "none"), ("unfreeze", "int8")])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "cocod:period=2,warmup_steps=20"])
+@pytest.mark.parametrize(
+    "strategy", [*STRATEGIES, "cocod:period=2,warmup_steps=20", "cocod:period=2,fragments=2"]
+)
 def test_a_parameter_that_joins_on_one_rank(strategy: str, how: str, codec: str) -> None:
     check_both_are_told(strategy, how, codec, AT + 4)
 

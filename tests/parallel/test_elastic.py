@@ -202,6 +202,42 @@ class CoCoDReference(Reference):
             self.start = [self.start[rank] for rank in old]
 
 
+class FragmentsReference(Reference):
+    """The large parameter, then the small one, travel for two steps each."""
+
+    TURN = 2
+    PARTS = (slice(0, NUMEL - 7), slice(NUMEL - 7, NUMEL))
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.sent: list[Weights] = []
+        self.local, self.turn = 0, 0
+
+    def step(self, step: int) -> None:
+        part = self.PARTS[self.turn]
+        if not self.sent:
+            self.sent = [x[part].copy() for x in self.x]
+            self.average = np.mean(self.sent, axis=0)
+        self.x = [x - LR * self.gradient(rank, step) for rank, x in enumerate(self.x)]
+        self.local += 1
+        if self.local == self.TURN:
+            for x, sent in zip(self.x, self.sent, strict=True):
+                x[part] += self.average - sent
+            self.sent, self.local, self.turn = [], 0, 1 - self.turn
+
+    def drain(self) -> None:
+        self.x = [np.asarray(np.mean(self.x, axis=0)) for _ in self.x]
+        self.sent, self.local, self.turn = [], 0, 0
+
+    def move(self, old: Sequence[int]) -> None:
+        if not self.sent:  # the next turn has begun where the last one ended
+            part = self.PARTS[self.turn]
+            self.sent = [x[part].copy() for x in self.x]
+            self.average = np.mean(self.sent, axis=0)
+        super().move(old)
+        self.sent = [self.sent[rank] for rank in old]
+
+
 REFERENCES = {
     "merged-gradient": Reference,
     "merged-gradient, bf16": Reference,
@@ -212,6 +248,7 @@ REFERENCES = {
     "auto": AutoReference,
     "cocod": CoCoDReference,
     "cocod, int8": CoCoDReference,
+    "cocod, fragments": FragmentsReference,
 }
 
 

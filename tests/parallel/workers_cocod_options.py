@@ -375,3 +375,128 @@ def a_step_fails() -> str:
             raise OSError("no data")
 
     return _error(lambda: worker_speeds(step, seconds=0.0))
+
+
+# Nodes of two ranks, where ranks differ ---------------------------------------------------------
+
+OVERFLOWS = (5, 6, 9)
+
+
+def run_nodes() -> dict[str, Any]:
+    hvd.init(process_sets="dynamic")
+    _name_node()
+    return run_cases(
+        {
+            "overflow": overflow_on_one_rank,
+            "join": join_is_refused,
+            "a parameter joins": a_parameter_joins_within_nodes,
+            "another number of fragments": another_number_of_fragments,
+            "bytes": bytes_on_the_wire,
+        }
+    )
+
+
+def overflow_on_one_rank() -> list[float]:
+    """The loss scale after each step; the last rank's gradients overflow in some."""
+    model = make_model(torch.float32)
+    optimizer = wrap(model, Case(CoCoD(fragments=2, within="node"), dtype=torch.float32), 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scales = []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if hvd.rank() == hvd.size() - 1 and step in OVERFLOWS:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(float(scaler.get_scale()))
+    optimizer.synchronize()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    return scales
+
+
+def join_is_refused() -> str:
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(within="node")), 4)
+    train(model, optimizer, hvd.rank(), steps=3, drains={2})
+    found = _error(hvd.join)
+    del optimizer
+    return found
+
+
+def a_parameter_joins_within_nodes() -> list[float]:
+    """As `a_parameter_joins`; gradients are 1.5 on the first node and 3.5 on the next one."""
+    model = TwoParts()
+    model.b.requires_grad_(False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.125)
+    named = model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(plain, named, strategy=CoCoD(within="node"))
+    records = []
+    for step in range(16):
+        model.b.requires_grad_(step >= JOINS_AT)
+        optimizer.zero_grad()
+        ((model.a.sum() + model.b.sum()) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        records.append(float(model.b[0].detach()))
+    optimizer.synchronize()
+    return [*records, float(model.b[0].detach())]
+
+
+def another_number_of_fragments() -> list[Weights]:
+    """A state of 4 fragments, in the middle of a turn, that one of 2 and one without take over."""
+    found = []
+    for fragments in (4, 2, 1):
+        model = make_model()
+        plain = OPTIMIZERS["momentum"](model)
+        optimizer = wrap(model, Case(CoCoD(8, fragments=4, **_OUTER)), 4, plain)
+        train(model, optimizer, hvd.rank(), steps=11, drains=set())
+        state = optimizer._hvd_pipe.state()
+        other = make_model()
+        other.load_state_dict(model.state_dict())
+        successor = wrap(other, Case(CoCoD(8, fragments=fragments, **_OUTER)), 4)
+        successor._hvd_pipe.load(state)
+        found.append(train(other, successor, hvd.rank(), steps=24, drains={23}))
+    return found
+
+
+def bytes_on_the_wire() -> tuple[float, float]:
+    """What 8 steps count, with the gradients of a node and without."""
+    found = []
+    for options in (CoCoD(within="node"), CoCoD()):
+        model = make_model()
+        optimizer = wrap(model, Case(options), 4)
+        train(model, optimizer, hvd.rank(), steps=8, drains=set())
+        found.append(optimizer.sent_bytes)
+    return found[0], found[1]
+
+
+def static_sets() -> tuple[str, str]:
+    """Horovod was not told that process sets come later; and a set of the user's own."""
+    hvd.init(process_sets=[TWO])
+    refused = _error(lambda: wrap(make_model(), Case(CoCoD(within="node")), 3))
+    model = make_model()
+    other = _error(
+        lambda: hvd.DistributedOptimizer(
+            OPTIMIZERS["momentum"](model),
+            model.named_parameters(),
+            process_set=TWO,
+            strategy=CoCoD(within="node"),
+        )
+    )
+    return refused, other
+
+
+def synchronize_alone(rank: int) -> None:
+    """One rank, or both of one node, call ``synchronize()`` where the others train on."""
+    hvd.init(process_sets="dynamic")
+    _name_node()
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(within="node")), 4)
+
+    def loss(model: nn.Module, mine: int, step: int) -> torch.Tensor:
+        if step == 6 and (mine == rank or (rank < 0 and mine < PER_NODE)):
+            optimizer.synchronize()
+        return loss_of(model, mine, step)
+
+    train(model, optimizer, hvd.rank(), loss=loss)

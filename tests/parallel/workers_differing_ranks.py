@@ -98,6 +98,7 @@ UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"strategy": "cocod:pull_back=0.6"},
     ),
     "momentum": ({"strategy": "cocod"}, {"strategy": "cocod:momentum=average"}),
+    "fragments": ({"strategy": "cocod:fragments=2"}, {"strategy": "cocod:fragments=4"}),
     "bucket bytes": (
         {"strategy": "pipe-sgd:bucket_bytes=64"},
         {"strategy": "pipe-sgd:bucket_bytes=128"},
@@ -175,6 +176,7 @@ PACED = (
     *(strategy for strategy in STRATEGIES if strategy != "merged-gradient"),
     "pipe-sgd:prediction=local",
     "cocod:period=3,momentum=average",
+    "cocod:period=4,fragments=4",
 )
 
 

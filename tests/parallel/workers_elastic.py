@@ -58,6 +58,7 @@ METHODS = {
     "pipe-sgd, local": Method("pipe-sgd:prediction=local"),
     "cocod": Method("cocod:period=3"),
     "cocod, int8": Method("cocod:period=3", FEEDBACK),
+    "cocod, fragments": Method("cocod:period=4,fragments=2"),
     "auto": Method("auto:allow=pipe-sgd,steps=4"),
 }
 

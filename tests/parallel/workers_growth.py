@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pipe-sgd": {},
     "pipe-sgd:prediction=local": {"compression": hvd.Int8(error_feedback=True)},
     "cocod:period=4,momentum=average": {"compression": hvd.Compression.bf16},
+    "cocod:period=4,fragments=4,outer=nesterov": {"compression": hvd.Int8(error_feedback=True)},
 }
 
 
