@@ -93,6 +93,7 @@ PICTURES = {
     "cocod": (
         Panel("pipe-sgd", "pipe-sgd", 3.0),
         Panel("cocod:period=4", "cocod:period=4", 3.0),
+        Panel("cocod:period=4,fragments=4", "cocod:period=4,fragments=4", 3.0),
     ),
     "auto": (
         Panel("m = 0.2 c: merged-gradient", "merged-gradient", 0.2),

@@ -87,7 +87,7 @@ ROWS = (
     *(PrivateName(a, "horovod.common.process_sets", "_setup", "runtime.consensus") for a in _BOTH),
     *(PrivateName(a, f"horovod.{a}.mpi_ops", "_basics", "runtime.consensus") for a in _BOTH),
     *(
-        PrivateName(a, "horovod.common.process_sets", "_basics", "pipeline.process_sets")
+        PrivateName(a, "horovod.common.process_sets", "_basics", "runtime.process_sets")
         for a in _BOTH
     ),
     *(
@@ -95,7 +95,7 @@ ROWS = (
             a,
             "horovod.common.basics",
             "HorovodBasics._get_process_set_ids_and_ranks",
-            "pipeline.process_sets",
+            "runtime.process_sets",
         )
         for a in _BOTH
     ),

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from horovod.torch.compression import Compression
 
 from hvd_pipe.torch.agree import gather
-from hvd_pipe.torch.messages.allreduce import Reduction
-from hvd_pipe.torch.strategies.model_average import ModelAverage, Rule, Tensors
 from hvd_pipe.torch.strategies.settings import Settings
+
+if TYPE_CHECKING:
+    from hvd_pipe.torch.strategies.model_average import ModelAverage, Tensors, Values
 
 __all__ = ["PREFIX", "AveragedMomenta"]
 
 PREFIX = "momenta."
 """Begins the names of their tensors in a checkpoint."""
+
+
+class MakeAverage(Protocol):
+    """Makes the average of some momenta, uncompressed."""
+
+    def __call__(
+        self, like: Sequence[torch.Tensor], values: Values, name: str, nonnegative: Sequence[bool]
+    ) -> ModelAverage:
+        """Make it; arguments as those of `ModelAverage`."""
 
 
 class AveragedMomenta:
@@ -31,9 +40,8 @@ class AveragedMomenta:
     They travel uncompressed: float16 would make zeros of Adam's second moments.
     """
 
-    def __init__(self, settings: Settings, reduction: Reduction, rule: Rule) -> None:
-        self._settings, self._rule = settings, rule
-        self._reduction = replace(reduction, compression=Compression.none)
+    def __init__(self, settings: Settings, make_average: MakeAverage) -> None:
+        self._settings, self._make_average = settings, make_average
         self._keys: list[tuple[int, str]] = []
         self._keys_of: list[list[tuple[int, str]]] = []
         self.averages: list[ModelAverage] = []
@@ -62,8 +70,9 @@ class AveragedMomenta:
     def agree(self) -> None:
         """Take what any rank has."""
         everyone, tag = [self._own()], f"{self._settings.tag}.momenta.keys"
-        if not self._reduction.alone:
-            everyone = gather(everyone[0], tag, self._reduction.process_set)
+        reduction = self._settings.reduction
+        if not reduction.alone:
+            everyone = gather(everyone[0], tag, reduction.process_set)
         self._adopt(sorted({(index, key) for keys in everyone for index, key in keys}))
 
     def state(self) -> Tensors:
@@ -114,13 +123,11 @@ class AveragedMomenta:
         groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
         self._keys_of = [[key for key in keys if key[0] in group] for group in map(set, groups)]
         self.averages = [
-            ModelAverage(
+            self._make_average(
                 [parameters[index] for index, _ in same],
                 partial(self._tensors, same),
-                self._reduction,
                 f"{self._settings.tag}.momenta.{i}",
-                self._rule,
-                nonnegative=[key in _NONNEGATIVE for _, key in same],
+                [key in _NONNEGATIVE for _, key in same],
             )
             for i, same in enumerate(self._keys_of)
         ]

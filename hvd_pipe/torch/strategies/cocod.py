@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from horovod.torch.compression import Compression
 
 from hvd_pipe.planning.fragments import assign
 from hvd_pipe.runtime import check_mode
@@ -33,7 +34,13 @@ from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
 from hvd_pipe.torch.model_buffers import ModelBuffers
 from hvd_pipe.torch.strategies.averaged_momenta import PREFIX, AveragedMomenta
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.model_average import IN_FLIGHT, ModelAverage, Rule, Tensors
+from hvd_pipe.torch.strategies.model_average import (
+    IN_FLIGHT,
+    ModelAverage,
+    Rule,
+    Tensors,
+    Values,
+)
 from hvd_pipe.torch.strategies.settings import Settings, State
 from hvd_pipe.torch.strategies.within_node import Meeting, within_node
 
@@ -132,9 +139,9 @@ class CoCoDEngine(Engine):
         self._cut()
         self._momenta: AveragedMomenta | None = None
         if strategy.momentum == "average":
-            # Without the momentum of an anchor or an outer optimizer, which could carry a second
-            # moment below zero.
-            self._momenta = AveragedMomenta(settings, reduction, Rule(strategy.pull_back))
+            self._momenta = AveragedMomenta(
+                settings, partial(_average_of_momenta, reduction, strategy)
+            )
         self._buffers.want(settings.parameters)
 
     def _cut(self) -> None:
@@ -357,3 +364,17 @@ def _buckets(
 
 def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:
     return [parameters[index].detach() for index in indices]
+
+
+def _average_of_momenta(
+    reduction: Reduction,
+    strategy: CoCoD,
+    like: Sequence[torch.Tensor],
+    values: Values,
+    name: str,
+    nonnegative: Sequence[bool],
+) -> ModelAverage:
+    # Without the momentum of an anchor or an outer optimizer, which could carry a second moment
+    # below zero; and float16 would make zeros of Adam's.
+    plain, rule = replace(reduction, compression=Compression.none), Rule(strategy.pull_back)
+    return ModelAverage(like, values, plain, name, rule, nonnegative=nonnegative)

@@ -28,7 +28,7 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 
-__all__ = ["IN_FLIGHT", "ModelAverage", "Rule", "Tensors"]
+__all__ = ["IN_FLIGHT", "ModelAverage", "Rule", "Tensors", "Values"]
 
 Tensors = dict[str, list[torch.Tensor | None]]
 """By name, one tensor a value, or None: see `engine.State`."""
