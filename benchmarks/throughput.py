@@ -97,6 +97,7 @@ class Team:
         directory: Where orders and answers lie.
         backend: Horovod's: ``gloo`` or ``mpi``.
         script: What its ranks run.
+        per_host: How many of them are on each host.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class Team:
         directory: Path,
         backend: str,
         script: Path = SCRIPT,
+        per_host: int = 1,
     ) -> None:
-        self.name, self.directory, self._size = name, directory, len(cluster.hosts)
+        self.name, self.directory = name, directory
+        self.size = per_host * len(cluster.hosts)
         self._script = script
         self._number = 0
         for left in directory.glob(f"{name}.*"):  # by a team of this name before
@@ -116,14 +119,14 @@ class Team:
         self._mark = f"THROUGHPUT_TEAM={directory}/{name}"
         env = {**env, "THROUGHPUT_TEAM": f"{directory}/{name}", "OMP_NUM_THREADS": "1"}
         env["HVD_PIPE_TIMEOUT"] = "0"  # ranks are stopped on purpose
-        hosts = ",".join(f"{host}:1" for host in cluster.hosts)
+        hosts = ",".join(f"{host}:{per_host}" for host in cluster.hosts)
         words = [sys.executable, str(script), str(directory), name]
         if backend == "gloo" and name != "ddp":
-            launcher = ["horovodrun", "--gloo", "-np", str(self._size), "-H", hosts]
+            launcher = ["horovodrun", "--gloo", "-np", str(self.size), "-H", hosts]
             # Ranks that are stopped for longer must not count as lost.
             env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "100000"
         else:
-            launcher = ["mpirun", "-np", str(self._size), "-H", hosts, "-bind-to", "none"]
+            launcher = ["mpirun", "-np", str(self.size), "-H", hosts, "-bind-to", "none"]
             launcher += ["-mca", "pml", "ob1", "-mca", "btl", "^openib"]
             passed = {"PATH", "TF_CPP_MIN_LOG_LEVEL", *env, *RING}
             launcher += [word for key in sorted(passed) for word in ("-x", key)]
@@ -155,8 +158,8 @@ class Team:
     def _answers(self) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + MOST_S
-        while len(found) < self._size:
-            for rank in set(range(self._size)) - set(found):
+        while len(found) < self.size:
+            for rank in set(range(self.size)) - set(found):
                 file = self.directory / f"{self.name}.{rank}.answer"
                 answer = json.loads(file.read_text()) if file.exists() else {"number": 0}
                 if answer.pop("number") == self._number:
@@ -165,10 +168,10 @@ class Team:
                     raise RuntimeError(f"team {self.name}: {answer['error']}")
             if self._job.poll() is not None or time.monotonic() > deadline:
                 said = (self.directory / f"{self.name}.log").read_text()[-3000:]
-                silent = sorted(set(range(self._size)) - set(found))
+                silent = sorted(set(range(self.size)) - set(found))
                 raise RuntimeError(f"team {self.name}: ranks {silent} gave no answer:\n{said}")
             time.sleep(0.01)
-        return [found[rank] for rank in range(self._size)]
+        return [found[rank] for rank in range(self.size)]
 
     def processor_s(self) -> float:
         """Seconds of processor time that its ranks have had."""
@@ -239,6 +242,8 @@ def swept(options: argparse.Namespace) -> dict[str, dict[str, str]]:
 def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str, Team]]:
     """All teams, started; none is left afterwards."""
     settings: dict[str, dict[str, str]] = {"stock": {}, "ours": {}, "ddp": {}} | swept(options)
+    if options.per_host > 1:
+        settings["ours"] = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # within=node
     if options.tensorflow:
         settings |= {"tf-stock": {}, "tf-ours": {}}
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder, ExitStack() as teams:
@@ -248,7 +253,9 @@ def started(cluster: Cluster, options: argparse.Namespace) -> Iterator[dict[str,
                 key: value.replace("M/8", str(options.gradient_bytes // 8))
                 for key, value in env.items()
             }
-            found[name] = Team(cluster, name, values, Path(folder), options.backend)
+            found[name] = Team(
+                cluster, name, values, Path(folder), options.backend, per_host=options.per_host
+            )
             teams.callback(found[name].close)
             found[name].ask("drop")  # it is up, and stops
         yield found
@@ -295,7 +302,7 @@ def tuned(
 
 def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size: int) -> float:
     """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
-    workers = len(cluster.hosts)
+    workers = team.size
     wire = 2 * (workers - 1) / workers * size
     wanted = 0.98 * ratio * compute_s  # not above: k steps hide k times the computation, no more
     rate, taken = wire / wanted, 0.0
@@ -400,7 +407,8 @@ def settle_steps(name: str) -> int:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
     names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
-    return {name: getattr(options, name) for name in (*names, "realtime", "tensorflow", "busy")}
+    found = {name: getattr(options, name) for name in (*names, "realtime", "tensorflow", "busy")}
+    return found | ({"per_host": options.per_host} if options.per_host > 1 else {})
 
 
 def measured(team: Team, kind: str, sizes: list[int], about_s: float) -> dict[int, float]:
@@ -445,7 +453,7 @@ def main() -> int:
             if not mine:
                 continue
             with (
-                Cluster(workers) as cluster,
+                Cluster(workers // options.per_host) as cluster,
                 started(cluster, options) as teams,
                 busy(options.busy),
             ):
@@ -510,6 +518,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ratios", type=float, nargs="+", default=list(RATIOS), help="communication / computation"
     )
+    parser.add_argument("--per-host", type=int, default=1, help="workers on each host (default 1)")
     parser.add_argument("--compute", choices=("emulated", "cpu"), default="emulated")
     parser.add_argument("--compute-ms", type=float, default=120.0, help="of an emulated step")
     parser.add_argument("--gradient-bytes", type=int, default=3 * 2**20, help="of emulated models")
@@ -544,8 +553,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --seconds: more than 0")
     if not 0.0 <= options.busy <= 1.0:
         parser.error("--busy: from 0 to 1")
-    if max(options.workers) > MOST_HOSTS:
-        parser.error(f"--workers: {MOST_HOSTS} at most")
+    if options.per_host < 1 or any(workers % options.per_host for workers in options.workers):
+        parser.error("--per-host: at least 1, and --workers a multiple of it")
+    if max(options.workers) > MOST_HOSTS * options.per_host:
+        parser.error(f"--workers: {MOST_HOSTS} hosts at most")
     if options.realtime and options.backend == "mpi":
         parser.error("--realtime: not with mpi, which polls and would lock everybody else out")
     if min(options.ratios) <= 0.0:

@@ -275,7 +275,7 @@ class CoCoDEngine(Engine):
                 whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
                 for index, value in zip(part.indices, values, strict=True):
                     whole[index] = value
-        if self.current is not None:
+        if self._is_warm and self.current is not None:
             tensors |= residuals_of(self.current)  # the models' own are zero until then
         saved = CoCoDState(self.rounds, self._local_steps, tensors, {})
         if self._strategy.fragments > 1:
@@ -295,20 +295,22 @@ class CoCoDEngine(Engine):
         self.rounds = saved.rounds
         self._begin()
         models = saved.models
-        if self.current is not None:
+        if self._is_warm and self.current is not None:
             restore_residuals(self.current, models)
-        if self._is_warm:
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
         self._take_fragments(saved.fragment_of)
         last = self._strategy.fragments - 1
         self._turn = min(saved.local_steps // self._strategy.turn, last)
+        # Of another number of fragments, a part has what some of its parameters have; of as many,
+        # those without have joined since.
+        enough = any if max(saved.fragment_of, default=0) == last else all
         for part in self._parts:
             own = {label: [values[i] for i in part.indices] for label, values in models.items()}
             part.average.load(
                 {
                     label: values
                     for label, values in own.items()
-                    if any(value is not None for value in values)
+                    if enough(value is not None for value in values)
                     and (part.fragment == self._turn or label not in IN_FLIGHT)
                 }
             )
