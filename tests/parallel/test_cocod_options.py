@@ -26,6 +26,7 @@ from workers_cocod_options import (
     OPTIMIZERS,
     PER_NODE,
     RESUMED,
+    WITHIN,
     Case,
 )
 
@@ -35,7 +36,8 @@ from hvd_pipe.strategy import CoCoD
 TOLERANCE = 1e-12
 
 trajectories = once(lambda n: run_ranks(n, jobs.run, n))
-two_nodes = once(lambda: run_ranks(4, jobs.run_two_nodes))
+within = once(lambda n: run_ranks(n, jobs.run_within, n))
+continued_within = once(lambda: run_ranks(3, jobs.run_resumed_within, 3))
 continued = once(lambda n: run_ranks(n, jobs.run_resumed, n))
 nodes = once(lambda: run_ranks(4, jobs.run_nodes))
 others = once(lambda: run_ranks(3, jobs.run_others))
@@ -233,10 +235,9 @@ def test_trajectory(n: int, case: Case) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_replicas_are_equal_bit_for_bit_at_the_end(n: int, case: Case) -> None:
     first, *rest = of_case(trajectories(n), case)
-    for rank, other in enumerate(rest, 1):
+    for other in rest:
         assert np.array_equal(other[-1], first[-1])
-        same_node = case.options.within == "node" and rank < PER_NODE
-        assert np.array_equal(other[-2], first[-2]) == same_node
+        assert not np.array_equal(other[-2], first[-2])
 
 
 @pytest.mark.parametrize("case", COMPRESSED, ids=str)
@@ -271,7 +272,7 @@ def test_half_precision_parameters(n: int, case: Case) -> None:
 
 
 def test_the_cases_can_be_told_apart() -> None:
-    for case in EXACT:
+    for case in [*EXACT, *WITHIN]:
         options = case.options
         plain = CoCoD(options.period, options.warmup_steps)
         other = expected(Case(plain, case.optimizer, case.drains), 3)
@@ -285,15 +286,16 @@ def test_second_moments_would_become_negative() -> None:
     assert reference.clamped > 0
 
 
-@pytest.mark.parametrize("case", jobs.WITHIN, ids=str)
-def test_two_nodes_of_two(case: Case) -> None:
-    """Workers of a node are equal in every bit at all times, and differ from other nodes'."""
-    ranks = of_case(two_nodes(), case)
-    assert_close(ranks, expected(case, 4), TOLERANCE)
-    assert np.array_equal(ranks[0], ranks[1])
-    assert np.array_equal(ranks[2], ranks[3])
-    assert not np.array_equal(ranks[0], ranks[2])
-    assert np.array_equal(ranks[0][-1], ranks[2][-1])
+@pytest.mark.parametrize("case", WITHIN, ids=str)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_workers_of_a_node_stay_equal(n: int, case: Case) -> None:
+    """In every bit at all times; those of other nodes are equal after a drain."""
+    ranks = of_case(within(n), case)
+    assert_close(ranks, expected(case, n), TOLERANCE)
+    for rank, actual in enumerate(ranks):
+        assert np.array_equal(actual, ranks[rank // PER_NODE * PER_NODE])
+        assert np.array_equal(actual[-1], ranks[0][-1])
+        assert np.array_equal(actual[-2], ranks[0][-2]) == (rank < PER_NODE)
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -302,7 +304,17 @@ def test_two_nodes_of_two(case: Case) -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("case", RESUMED, ids=str)
 def test_going_on_from_a_state(case: Case, moment: int) -> None:
-    for straight, saved, on_rank_0, resumed in of_case(continued(2), (case, moment)):
+    assert_continued(of_case(continued(2), (case, moment)))
+
+
+@pytest.mark.parametrize("moment", MOMENTS[1:4])
+@pytest.mark.parametrize("case", WITHIN[1:3], ids=str)
+def test_going_on_within_nodes(case: Case, moment: int) -> None:
+    assert_continued(of_case(continued_within(), (case, moment)))
+
+
+def assert_continued(ranks: list[jobs.Resumed]) -> None:
+    for straight, saved, on_rank_0, resumed in ranks:
         assert np.array_equal(straight, saved)
         assert np.array_equal(straight, on_rank_0)
         assert np.array_equal(straight, resumed)

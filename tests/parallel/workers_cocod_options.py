@@ -87,12 +87,13 @@ EXACT = [
     Case(CoCoD(fragments=4, weights=_WEIGHTS), "adam", drains=(13,)),
     Case(CoCoD(fragments=2, **_PULL), "adam", drains=(15,)),
     Case(CoCoD(4, 3, fragments=4, **_OUTER), drains=(12,)),
+]
+WITHIN = [
     Case(CoCoD(within="node")),
     Case(CoCoD(3, 4, within="node", weights=_WEIGHTS), "adam", drains=(13,)),
     Case(CoCoD(fragments=4, within="node", **_OUTER), "adam", drains=(2, 14)),
     Case(CoCoD(2, within="node", momentum="average"), drains=(7,)),
 ]
-WITHIN = [case for case in EXACT if case.options.within == "node"]
 COMPRESSED = [
     Case(CoCoD(), compression="fp16", drains=(13,)),
     Case(CoCoD(3, 4), "adam", compression="fp16"),
@@ -121,16 +122,15 @@ def _name_node() -> None:
 
 
 def run(n: int) -> dict[Case, Weights | Raised]:
-    hvd.init(process_sets="dynamic")
-    _name_node()
+    hvd.init()
     cases = [*EXACT, *COMPRESSED, *CODED, *HALF]
     return run_cases({case: partial(trajectory, case, n) for case in cases})
 
 
-def run_two_nodes() -> dict[Case, Weights | Raised]:
+def run_within(n: int) -> dict[Case, Weights | Raised]:
     hvd.init(process_sets="dynamic")
     _name_node()
-    return run_cases({case: partial(trajectory, case, 4) for case in WITHIN})
+    return run_cases({case: partial(trajectory, case, n) for case in WITHIN})
 
 
 def wrap(model: nn.Module, case: Case, n: int, plain: Optimizer | None = None) -> Any:
@@ -190,13 +190,24 @@ class Resumed(NamedTuple):
 
 
 def run_resumed(n: int) -> dict[tuple[Case, int], Resumed | Raised]:
-    hvd.init(process_sets="dynamic")
-    _name_node()
+    hvd.init()
     return run_cases(
         {
             (case, moment): partial(resumed, case, moment, n)
             for case in RESUMED
             for moment in MOMENTS
+        }
+    )
+
+
+def run_resumed_within(n: int) -> dict[tuple[Case, int], Resumed | Raised]:
+    hvd.init(process_sets="dynamic")
+    _name_node()
+    return run_cases(
+        {
+            (case, moment): partial(resumed, case, moment, n)
+            for case in WITHIN[1:3]
+            for moment in MOMENTS[1:4]
         }
     )
 
@@ -484,6 +495,7 @@ def static_sets() -> tuple[str, str]:
             strategy=CoCoD(within="node"),
         )
     )
+    hvd.barrier()  # who leaves first ends Horovod for all
     return refused, other
 
 
