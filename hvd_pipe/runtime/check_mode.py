@@ -152,8 +152,7 @@ def compare(
     digest = checksum(repr(list(lines)).encode())
     if len(set(gather(digest, f"{name}.digest", process_set))) == 1:
         return
-    everyone = gather([list(line) for line in lines], f"{name}.lines", process_set)
-    place = first_difference([[checksum for _, checksum in one] for one in everyone])
+    place = first_difference(gather([one for _, one in lines], f"{name}.lines", process_set))
     if place is None:
         raise HvdPipeError("ranks compare different numbers of parameters.")
     details = gather(detail(place), f"{name}.detail", process_set)

@@ -15,7 +15,7 @@ import pytest
 
 from hvd_pipe.runtime.watch import rendezvous
 from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat
-from hvd_pipe.runtime.watch.link import Peer, Status
+from hvd_pipe.runtime.watch.link import Peer, Status, encode
 from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 
 pytestmark = pytest.mark.slow
@@ -196,7 +196,7 @@ def test_an_error_that_sending_has_met_first_is_not_lost(job: Job) -> None:
         raise OSError(errno.ETIMEDOUT, "")
 
     link.socket = SimpleNamespace(send=send, recv=lambda size: b"")  # type: ignore[assignment]
-    link.send({})
+    link.send(encode({}))
     with pytest.raises(TimeoutError):
         link.receive()
     link.socket = real
@@ -289,7 +289,7 @@ def test_a_last_word_may_come_after_an_empty_line(job: Job) -> None:
 
 def test_a_long_message_to_a_link_that_takes_nothing_does_not_block(job: Job) -> None:
     for _ in range(10_000):
-        job.hearts[0]._links[1].send({"lost": 2, "how": "x" * 300})
+        job.hearts[0]._links[1].send(encode({"lost": 2, "how": "x" * 300}))
 
 
 def port_of(listener: Listener) -> int:

@@ -11,6 +11,7 @@ of its own, `hvd_pipe.runtime.watch.child`.
 from __future__ import annotations
 
 import errno
+import heapq
 import selectors
 import socket
 import threading
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
 
-from hvd_pipe.runtime.watch.link import Link, Peer, Status
+from hvd_pipe.runtime.watch.link import Link, Peer, Status, encode
 
 __all__ = [
     "FIRST",
@@ -35,6 +36,7 @@ FIRST = 0
 """The rank that all others are connected to."""
 BEAT_S = 1.0
 RANKS_A_SECOND = 100  # the first rank hears of so many at most: larger jobs beat more slowly
+MOST_SILENT = 16  # of silent ranks, so many are named, and told to the others: the longest
 WARN = 0.25  # of the limit: who has been silent for so long is named
 
 
@@ -123,8 +125,9 @@ class Heartbeat:
         self._sockets = list(links.values())
         self._links = {rank: Link(rank, one, self._clock.now) for rank, one in links.items()}
         self._silent: dict[int, Silence] = {}
-        self._left: list[int] = []
+        self._left: dict[int, None] = {}  # as a set that keeps its order
         self._lost: dict[int, str] = {}  # the first is the cause of what follows
+        self._news = b""  # what the first rank has heard and not passed on yet
         self._kept_waiting: set[int] = set()
         self._changed = threading.Condition()
         self._stopped = False
@@ -170,9 +173,9 @@ class Heartbeat:
                 return found[1]
             if self.me in self._lost:
                 return f"the others have given this rank up: {self._lost[self.me]}"
-            if self._left:
+            for rank in self._left:  # the first
                 return (
-                    f"{self.peers[self._left[0]]} has ended without an exception: its script was "
+                    f"{self.peers[rank]} has ended without an exception: its script was "
                     "over, or called sys.exit() or hvd.shutdown() (unless it has said itself that "
                     "it can no longer hear of others). Give every rank as many steps."
                 )
@@ -199,6 +202,7 @@ class Heartbeat:
                 return
             for key, _ in events:
                 self._hear(key.data)
+            self._pass_on()
             if due > 0:
                 continue
             self._is_stopped = self._process.is_stopped()
@@ -209,8 +213,11 @@ class Heartbeat:
                 self._judge()
 
     def _send(self, message: Mapping[str, Any]) -> None:
+        self._send_all(encode(message))
+
+    def _send_all(self, messages: bytes) -> None:
         for link in list(self._links.values()):
-            link.send(message)
+            link.send(messages)
 
     def _beat(self) -> None:
         self._status = self._process.status()
@@ -223,7 +230,10 @@ class Heartbeat:
             if self._clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
         }
         if self.me == FIRST:
-            message["silent"] = list(silent.items())
+            longest = heapq.nlargest(MOST_SILENT, silent.items(), lambda one: one[1].seconds)
+            message["silent"] = (
+                longest  # a cut between two halves of a job is silence of half of it
+            )
             message["busy"] = self._someone_is_busy()
         if self.me == FIRST or silent:
             self._silent = silent
@@ -253,35 +263,41 @@ class Heartbeat:
             self._note(message)
 
     def _note(self, message: Mapping[str, Any]) -> None:
-        """Take down what has become of a rank; the first rank passes it on."""
+        """Take down what has become of a rank; the first rank is to pass it on."""
         with self._changed:
             left = "left" in message and message["left"] not in self._left
             lost = "lost" in message and message["lost"] not in self._lost
             if left:
-                self._left.append(message["left"])
+                self._left[message["left"]] = None
             if lost:
                 self._lost[message["lost"]] = message["how"]
             if not (left or lost):
                 return
             self._changed.notify_all()
-        if self.me == FIRST:
-            self._send(message)
+            if self.me == FIRST:
+                self._news += encode(message)
+
+    def _pass_on(self) -> None:
+        """Tell the others what the first rank has heard.
+
+        All that has come at once goes at once: where n ranks leave together, that is n sendings
+        of n messages instead of n times n.
+        """
+        with self._changed:
+            news, self._news = self._news, b""
+        if news:
+            self._send_all(news)
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         """Take down what has become of this rank; from any thread, as it may be the last word."""
         self._note(message)
-        if self.me != FIRST:
+        if self.me == FIRST:
+            self._pass_on()
+        else:
             self._send(message)
 
     def _judge(self) -> None:
-        for link in self._links.values():
-            silence = self._silent.get(link.rank)
-            if silence and silence.seconds > WARN * self.limit_s and not link.warned:
-                link.warned = True
-                self._process.say(
-                    f"{self._describe(link.rank, silence)} Ranks that wait for it end after "
-                    f"{self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
-                )
+        self._warn()
         loss = self._loss(self.limit_s)
         if loss is None:
             self._may_end = None
@@ -294,6 +310,25 @@ class Heartbeat:
             self._process.end(how)
         if self.me == FIRST:
             self._name_the_slow()
+
+    def _warn(self) -> None:
+        """Name ranks that have been silent for long, each once; of many, some."""
+        late = WARN * self.limit_s
+        links = [
+            link
+            for link in self._links.values()
+            if not link.warned and link.rank in self._silent
+            if self._silent[link.rank].seconds > late
+        ]
+        for at, link in enumerate(links):
+            link.warned = True
+            if at < MOST_SILENT:
+                self._process.say(
+                    f"{self._describe(link.rank, self._silent[link.rank])} Ranks that wait for it "
+                    f"end after {self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
+                )
+        if len(links) > MOST_SILENT:
+            self._process.say(f"{len(links) - MOST_SILENT} more ranks are as silent.")
 
     def _someone_is_busy(self) -> bool:
         """Whether a rank has a thread at work: the launcher ends all with the first that ends."""

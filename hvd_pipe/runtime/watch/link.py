@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Link", "Peer", "Status"]
+__all__ = ["Link", "Peer", "Status", "encode"]
 
 LONGEST = 1 << 16  # bytes of a message
 
@@ -46,6 +46,11 @@ class Status:
     busy: bool = False
 
 
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return a message as it travels: once for all ranks that it goes to."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Link:
     """A connection to one rank."""
 
@@ -59,11 +64,11 @@ class Link:
         self._sending = threading.Lock()
         connected.setblocking(False)
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send as much as the network takes now; the rest goes with the next message."""
+    def send(self, messages: bytes) -> None:
+        """Send as much as the network takes now; the rest goes with the next messages."""
         with self._sending:
             if len(self._unsent) < LONGEST:  # a link that is cut takes nothing: do not queue
-                self._unsent += json.dumps(message).encode() + b"\n"
+                self._unsent += messages
             try:
                 self._unsent = self._unsent[self.socket.send(self._unsent) :]
             except BlockingIOError:

@@ -8,8 +8,10 @@ so for about a second.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -21,11 +23,13 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
 
-__all__ = ["Listener", "connect"]
+__all__ = ["Listener", "connect", "files_lacking"]
 
 AUTH_TIMEOUT_S = 3.0  # close connections that do not authenticate
 CONNECT_S = 10.0  # in all: a firewall lets connections neither in nor fail
 LONGEST_LINE = 100
+BACKLOG = 8192  # connections that wait to be accepted; the kernel lowers it to net.core.somaxconn
+SPARE_FILES = 64  # that the rank opens beside: its data and checkpoints
 
 
 @dataclass
@@ -98,14 +102,16 @@ class Listener:
         self._selector.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # it has gone again
+        try:
             accepted, _ = listener.accept()
-            accepted.setblocking(False)
-            connection = _Connection(accepted, time.monotonic() + AUTH_TIMEOUT_S)
-            self._pending[accepted.fileno()] = connection
-            self._selector.register(
-                accepted, selectors.EVENT_READ, lambda _: self._read(connection)
-            )
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would stay ready for ever
+                self._selector.unregister(listener)
+            return  # else it has gone again
+        accepted.setblocking(False)
+        connection = _Connection(accepted, time.monotonic() + AUTH_TIMEOUT_S)
+        self._pending[accepted.fileno()] = connection
+        self._selector.register(accepted, selectors.EVENT_READ, lambda _: self._read(connection))
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -138,6 +144,14 @@ class Listener:
     def _refuse(self, connection: _Connection) -> None:
         self._forget(connection)
         connection.socket.close()
+
+
+def files_lacking(connections: int) -> int:
+    """Return how many files more this process must be allowed to open for so many connections."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return 0
+    return max(0, int(psutil.Process().num_fds()) + connections + SPARE_FILES - allowed)
 
 
 def connect(address: dict[str, Any], rank: int) -> socket.socket | None:
@@ -185,16 +199,16 @@ def _line(link: socket.socket, deadline: float) -> bytes:
 
 def _listen(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=1024)
+    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
 
 
 def _listen_to_all() -> socket.socket:
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 may be switched off
             return socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+                ("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
             )
-    return socket.create_server(("", 0), backlog=1024)
+    return socket.create_server(("", 0), backlog=BACKLOG)
 
 
 def _addresses_of(interface: str) -> list[str]:

@@ -16,6 +16,7 @@ import atexit
 import math
 import os
 import re
+import resource
 import socket
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.runtime.watch.heartbeat import FIRST
 from hvd_pipe.runtime.watch.link import Peer, Status
-from hvd_pipe.runtime.watch.rendezvous import Listener, connect
+from hvd_pipe.runtime.watch.rendezvous import Listener, connect, files_lacking
 from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.waits import OtherThreads, Wait
 
@@ -93,14 +94,16 @@ def start(job: Job) -> None:
         return
     rank: int = ranks.rank()
     listener: Listener | None = None
+    why = ""
 
     def offer() -> dict[str, Any] | None:
-        nonlocal listener
+        nonlocal listener, why
         limit_s = _limit(os.environ.get(ENVIRONMENT_VARIABLE, ""))
         if limit_s == 0:
             return None
+        why = _short_of_files(ranks.size())
         with suppress(OSError):  # no port can be opened: the warning below says so
-            listener = Listener()
+            listener = None if why else Listener()
         return {"limit_s": limit_s, "listener": None if listener is None else listener.address}
 
     name = "hvd_pipe.watchdog"
@@ -124,15 +127,9 @@ def start(job: Job) -> None:
             if not (told and told[other]["met"]):
                 links.pop(other).close()
     peers = [Peer(number, one["host"], one["pid"]) for number, one in enumerate(told)]
-    missed = [str(peer) for peer in peers if not told[peer.rank]["met"]]
+    missed = [peer for peer in peers if not told[peer.rank]["met"]]
     if missed and rank == FIRST:
-        warnings.warn(
-            f"{', '.join(missed[:3])}{' and others' if len(missed) > 3 else ''} cannot connect to "
-            f"{peers[FIRST]}: where one of them is stopped or its link is cut, nobody notices. "
-            f"Let TCP connections between these hosts through, or set {ENVIRONMENT_VARIABLE}=0 "
-            "to go without.",
-            stacklevel=3,
-        )
+        warnings.warn(why or _unreachable(missed, peers[FIRST]), stacklevel=3)
     if links:
         limit_s = offered["limit_s"]
         process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
@@ -140,6 +137,29 @@ def start(job: Job) -> None:
         _job = job
         _reporter.start()
         _install()
+
+
+def _short_of_files(ranks: int) -> str:
+    """Return what to do where this process may not open a connection to every other rank."""
+    lacking = files_lacking(ranks - 1)
+    if not lacking:
+        return ""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"rank {FIRST} may open {allowed} files, too few for a connection to each of {ranks - 1} "
+        "other ranks: where one of them is stopped or its link is cut, nobody notices. Raise the "
+        f"limit where the job starts (ulimit -n {allowed + lacking}, or more), or set "
+        f"{ENVIRONMENT_VARIABLE}=0 to go without."
+    )
+
+
+def _unreachable(missed: Sequence[Peer], first: Peer) -> str:
+    names = ", ".join(map(str, missed[:3])) + (" and others" if len(missed) > 3 else "")
+    return (
+        f"{names} cannot connect to {first}: where one of them is stopped or its link is cut, "
+        "nobody notices. Let TCP connections between these hosts through, or set "
+        f"{ENVIRONMENT_VARIABLE}=0 to go without."
+    )
 
 
 def leave() -> None:

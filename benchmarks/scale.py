@@ -1,0 +1,276 @@
+"""What grows with the number of ranks in one job: start, agreement, plan, steps, memory, files.
+
+    python benchmarks/scale.py --ranks 2 4 8 16 32 64 --json benchmarks/results/scale.json
+
+Each size is a job of its own over Gloo, with one thread a rank, all ranks on this machine. The
+model has 160 tensors, as a ResNet-50 has, and 23 KB of them: it is the number of messages that
+counts here. Ranks share the cores, so times grow with their number for that alone: counts
+(bytes, collectives, files, threads, memory) say what one rank of a real cluster has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=4")
+LAYERS = 80  # of a weight and a bias each
+WARM_UP = 28  # merged-gradient tries plans for 26 steps
+LEAST = 10
+START_S = 900
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "HVD_PIPE_TIMEOUT": str(START_S),
+}
+
+
+# A rank ---------------------------------------------------------------------------------------
+
+
+def work(steps: int, seconds: float, output: Path) -> None:
+    """Train under each strategy; the first rank writes what all have found."""
+    import torch  # noqa: PLC0415 - the launching side needs none of this
+
+    import hvd_pipe.torch as hvd  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    alone = holds()
+    begun = time.perf_counter()
+    hvd.init()
+    found: dict[str, Any] = {"init_s": time.perf_counter() - begun, "alone": alone}
+    found |= {"init": holds(), "strategies": {}}
+    counted = count_agreements()
+    for strategy in STRATEGIES:
+        found["strategies"][strategy] = train(strategy, steps, seconds, counted)
+    everyone = hvd.allgather_object(found)
+    if hvd.rank() == 0:
+        output.write_text(json.dumps({"ranks": hvd.size(), **gather(everyone)}))
+    hvd.shutdown()
+
+
+def train(strategy: str, steps: int, seconds: float, counted: dict[str, int]) -> dict[str, Any]:
+    """Construct, broadcast, plan, and train so many steps, or for so long."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    import hvd_pipe.torch as hvd  # noqa: PLC0415
+
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    data = torch.randn(4, 8)
+    counted.update(collectives=0, received=0)
+    begun = [time.perf_counter()]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), strategy=strategy
+    )
+    begun.append(time.perf_counter())
+    found: dict[str, Any] = {"agreement": dict(counted)}
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    begun.append(time.perf_counter())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(WARM_UP):
+        step()
+    begun.append(time.perf_counter())
+    for _ in range(LEAST):
+        step()
+    mine = (time.perf_counter() - begun[3]) / LEAST
+    slowest = hvd.allreduce(torch.tensor([mine]), op=hvd.Max, name=f"{strategy}.step").item()
+    more = max(0, min(steps - WARM_UP - LEAST, int(seconds / slowest) - LEAST))
+    for _ in range(more):
+        step()
+    optimizer.synchronize()
+    seconds_of = [after - before for before, after in pairwise(begun)]
+    found |= dict(zip(("construct_s", "broadcast_s", "plan_s"), seconds_of, strict=True))
+    found |= {"step_s": (time.perf_counter() - begun[3]) / (LEAST + more)}
+    return found | {"steps": WARM_UP + LEAST + more, "holds": holds()}
+
+
+def holds() -> dict[str, float]:
+    """Return what this process holds now, and the small process of its watch."""
+    import psutil  # noqa: PLC0415
+
+    own = psutil.Process()
+    found = {"rss_mb": own.memory_info().rss / 1e6, "files": float(own.num_fds())}
+    found["threads"] = float(own.num_threads())
+    children = own.children()
+    found["child_mb"] = sum(one.memory_info().rss for one in children) / 1e6
+    found["child_files"] = float(sum(one.num_fds() for one in children))
+    return found
+
+
+def count_agreements() -> dict[str, int]:
+    """Count the all-gathers by which ranks agree, and the bytes that a rank gets by them."""
+    from hvd_pipe.torch import agree  # noqa: PLC0415
+
+    counted, real = {"collectives": 0, "received": 0}, agree.allgather
+
+    def allgather(tensor: Any, **options: Any) -> Any:
+        result = real(tensor, **options)
+        counted["collectives"] += 1
+        counted["received"] += result.numel() * result.element_size()
+        return result
+
+    agree.allgather = allgather  # type: ignore[assignment]
+    return counted
+
+
+def gather(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all ranks have found as one: the longest times, the first rank and the others.
+
+    >>> both = [{"rss_mb": 3.0}, {"rss_mb": 1.0}, {"rss_mb": 2.0}]
+    >>> apart(both, lambda one: one)["rss_mb"]
+    [3.0, 2.0]
+    """
+    strategies = {}
+    for name, first in everyone[0]["strategies"].items():
+        parts = [one["strategies"][name] for one in everyone]
+        times = [key for key in first if key.endswith("_s")]
+        strategies[name] = {key: max(part[key] for part in parts) for key in times}
+        strategies[name] |= {"steps": first["steps"], "agreement": first["agreement"]}
+        strategies[name]["holds"] = apart(parts, lambda part: part["holds"])
+    return {
+        "init_s": max(one["init_s"] for one in everyone),
+        "alone": apart(everyone, lambda one: one["alone"]),
+        "init": apart(everyone, lambda one: one["init"]),
+        "strategies": strategies,
+    }
+
+
+def apart(
+    everyone: list[dict[str, Any]], of: Callable[[dict[str, Any]], dict[str, float]]
+) -> dict[str, list[float]]:
+    """Return, by kind, what the first rank holds, and the most that another does."""
+    return {
+        kind: [of(everyone[0])[kind], max((of(one)[kind] for one in everyone[1:]), default=0.0)]
+        for kind in of(everyone[0])
+    }
+
+
+# The launching side -----------------------------------------------------------------------------
+
+
+def launch(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one job and return what its first rank has written."""
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        output = Path(folder) / "found.json"
+        command = [
+            *(sys.executable, str(Path(sys.executable).with_name("horovodrun"))),
+            *("-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo"),
+            *("--start-timeout", str(START_S), "--gloo-timeout-seconds", str(START_S)),
+            *(sys.executable, __file__, "--steps", str(options.steps)),
+            *("--seconds", str(options.seconds), "--worker", str(output)),
+        ]
+        before = os.getloadavg()[0]
+        begun = time.perf_counter()
+        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found | {"job_s": time.perf_counter() - begun, "load_before": before}
+
+
+def growth(sizes: list[int], values: list[float]) -> str:
+    """Say how values grow with sizes: of the laws, the one whose line is closest.
+
+    >>> growth([2, 4, 8, 16], [5.0, 5.0, 5.0, 5.1])
+    'O(1)'
+    >>> growth([2, 4, 8, 16], [10.0, 12.0, 16.0, 24.0])
+    'O(n)'
+    >>> growth([2, 4, 8, 16], [1.0, 2.0, 3.0, 4.0])
+    'O(log n)'
+    """
+    import numpy as np  # noqa: PLC0415
+
+    found = np.asarray(values)
+    if found.max() <= 1.1 * max(found.min(), 1e-12):
+        return "O(1)"
+    misses = {}
+    for law, scale in (("O(log n)", np.log2(sizes)), ("O(n)", np.asarray(sizes, dtype=float))):
+        line = np.polyval(np.polyfit(scale, found, 1), scale)
+        misses[law] = float(np.abs(line - found).sum())
+    return min(misses, key=lambda law: misses[law])
+
+
+def rows(found: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the table: a line for each figure, a column for each size, and how it grows."""
+    sizes = [one["ranks"] for one in found]
+    table = [["", *map(str, sizes), "grows"]]
+
+    def add(label: str, of: Callable[[dict[str, Any]], float], digits: int = 0) -> None:
+        values = [of(one) for one in found]
+        law = growth(sizes, values) if len(sizes) > 2 else ""
+        table.append([label, *(f"{value:.{digits}f}" for value in values), law])
+
+    first = STRATEGIES[0]
+    add("`hvd.init()`, s", lambda one: one["init_s"], 2)
+    add("constructor, s", lambda one: one["strategies"][first]["construct_s"], 2)
+    add("its collectives", lambda one: one["strategies"][first]["agreement"]["collectives"])
+    add("its bytes a rank", lambda one: one["strategies"][first]["agreement"]["received"])
+    add("broadcast, s", lambda one: one["strategies"][first]["broadcast_s"], 2)
+    add(f"{WARM_UP} steps with trials, s", lambda one: one["strategies"][first]["plan_s"], 1)
+    for name in STRATEGIES:
+        add(f"ms a step, `{name}`", lambda one, name=name: 1e3 * one["strategies"][name]["step_s"])
+        add(f"steps, `{name}`", lambda one, name=name: one["strategies"][name]["steps"])
+
+    def held(one: dict[str, Any]) -> dict[str, list[float]]:
+        holds: dict[str, list[float]] = one["strategies"][STRATEGIES[-1]]["holds"]
+        return holds
+
+    for at, who in enumerate(("rank 0", "another rank")):
+        for kind, label in (("rss_mb", "MB"), ("files", "open files"), ("threads", "threads")):
+            add(f"{label}, {who}", lambda one, k=kind, i=at: held(one)[k][i])
+    add("MB, small process of rank 0", lambda one: one["init"]["child_mb"][0], 1)
+    add("open files, small process of rank 0", lambda one: one["init"]["child_files"][0])
+    add("MB, small process of another", lambda one: one["init"]["child_mb"][1], 1)
+    return table
+
+
+def markdown(table: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    """Run a job of each size, print and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--steps", type=int, default=200, help="of each strategy, at most")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each strategy, about")
+    parser.add_argument("--json", type=Path, help="write the results here, and add to them")
+    parser.add_argument(
+        "--page", action="store_true", help="print the table of --json, run nothing"
+    )
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker is not None:
+        work(options.steps, options.seconds, options.worker)
+        return 0
+    found: list[dict[str, Any]] = []
+    if options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text())
+    for ranks in [] if options.page else options.ranks:
+        one = launch(ranks, options)
+        found = sorted([*(o for o in found if o["ranks"] != ranks), one], key=lambda o: o["ranks"])
+        print(f"{ranks} ranks: {one['job_s']:.0f} s", flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(markdown(rows(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""The watch and the agreements of hundreds of ranks on one machine, without Horovod between them.
+
+    python benchmarks/watch_scale.py --ranks 64 256 1024 2048
+
+Rank 0 is real: its watch (`hvd_pipe.runtime.watch.watchdog`), its small process and one connection
+to every other rank. The others are threads of one more process, each with its own connection and
+its own `Heartbeat`, and no small process. What they would ask each other by Horovod's collectives
+goes over a pipe. All share this machine's cores, so times are upper bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.runtime.consensus import Agreement
+from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch.heartbeat import Heartbeat, beat_s
+from hvd_pipe.runtime.watch.link import Peer, Status
+from hvd_pipe.runtime.watch.rendezvous import connect
+
+TICKS = os.sysconf("SC_CLK_TCK")
+LIMIT_S = 120.0
+QUIET_S = 30.0  # at 2,048 ranks a beat is 15 s
+LONGEST_S = 300.0  # for what a machine that is very busy takes
+TENSORS = 160  # of the model that is agreed on, as many as a ResNet-50 has
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Stands for a process set."""
+
+    count: int
+    own: int = 0
+    ranks: None = None
+    process_set_id: int = 0
+
+    def size(self) -> int:
+        return self.count
+
+    def rank(self) -> int:
+        return self.own
+
+    def included(self) -> bool:
+        return True
+
+
+# The other ranks ------------------------------------------------------------------------------
+
+
+class Seen:
+    """A rank's process as its heartbeat sees it."""
+
+    frozen = threading.Event()
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def status(self) -> Status:
+        return Status("train.py:57", waits=True, since_s=1.0)
+
+    def say(self, text: str) -> None:
+        """Tell nobody."""
+
+    def end(self, text: str) -> None:
+        """Live on."""
+
+
+class Others:
+    """Ranks 1 to n - 1, as threads; rank 0's process tells them what to do."""
+
+    def __init__(self, ranks: int, limit_s: float) -> None:
+        self.count, self.limit_s = ranks, limit_s
+        self.links: dict[int, Any] = {}
+        self.hearts: dict[int, Heartbeat] = {}
+
+    def offer(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """Connect all at once; say who has got through."""
+
+        def join(rank: int) -> None:
+            self.links[rank] = connect(value["listener"], rank)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [
+            {"host": "here", "pid": rank, "met": self.links[rank] is not None}
+            for rank in range(1, self.count)
+        ]
+
+    def met(self, told: list[dict[str, Any]]) -> None:
+        """Begin to watch."""
+        peers = [Peer(rank, one["host"], one["pid"]) for rank, one in enumerate(told)]
+        for rank, link in self.links.items():
+            if link is not None:
+                heart = Heartbeat(peers, rank, {0: link}, self.limit_s, Seen())
+                self.hearts[rank] = heart
+                heart.start()
+
+    def lose(self, rank: int) -> float:
+        """End one without a word; return when every other one has a name for it."""
+        self.hearts.pop(rank).stop()
+        return self.named()
+
+    def named(self) -> float:
+        """Return when every rank knows of a rank that is lost."""
+        for heart in self.hearts.values():
+            while heart.cause(LONGEST_S) is None:
+                pass
+        return time.monotonic()
+
+    def leave(self, _: None) -> float:
+        """End all, in order; return when all of them know of it."""
+        for heart in self.hearts.values():
+            heart.leave()
+        last = len(self.hearts)
+        while any(len(heart._left) < last for heart in self.hearts.values()):
+            time.sleep(0.05)
+        return time.monotonic()
+
+
+def others(ranks: int, limit_s: float) -> None:
+    """Do as rank 0's process says: a line each, a method and its argument."""
+    them = Others(ranks, limit_s)
+    for line in sys.stdin:
+        method, argument = json.loads(line)
+        print(json.dumps(getattr(them, method)(argument)), flush=True)
+    os._exit(0)
+
+
+# Rank 0 ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watch:
+    """What the watch of n ranks took.
+
+    Args:
+        ranks: n.
+        beat_s: Seconds between two messages of a rank.
+        join_s: From the start until all ranks are connected and watched.
+        missed: How many could not connect.
+        files: Open descriptors of rank 0's process.
+        child_files: Of its small process.
+        child_mb: Resident memory of that.
+        threads: Of rank 0's process.
+        cpu_share: Processor seconds a second of the small process while nothing happens.
+        lost_s: From a rank's end until all others have its name.
+        leave_s: From the moment at which all leave until all know it.
+        leave_cpu_s: Processor seconds of the small process for that.
+    """
+
+    ranks: int
+    beat_s: float
+    join_s: float = 0.0
+    missed: int = 0
+    files: int = 0
+    child_files: int = 0
+    child_mb: float = 0.0
+    threads: int = 0
+    cpu_share: float = 0.0
+    lost_s: float = 0.0
+    leave_s: float = 0.0
+    leave_cpu_s: float = 0.0
+
+
+def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
+    """Watch so many ranks, lose one, and let the rest leave."""
+    os.environ[watchdog.ENVIRONMENT_VARIABLE] = str(limit_s)
+    command = [sys.executable, __file__, "--others", str(ranks), "--limit", str(limit_s)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told, answers = process.stdin, process.stdout
+
+    def tell(method: str, argument: Any) -> None:
+        told.write(json.dumps([method, argument]) + "\n")
+        told.flush()
+
+    def ask(method: str, argument: Any) -> Any:
+        tell(method, argument)
+        return json.loads(answers.readline())
+
+    def gather_bytes(data: bytes, name: str, _: Any) -> list[bytes]:
+        if name.endswith(".offer"):
+            tell("offer", json.loads(data)["value"])
+            return [data] + [b"null"] * (ranks - 1)
+        everyone = [json.loads(data), *json.loads(answers.readline())]
+        ask("met", everyone)
+        return [json.dumps(one).encode() for one in everyone]
+
+    found = Watch(ranks, beat_s(ranks, limit_s))
+    job = watchdog.Job(
+        Ranks(ranks),
+        Agreement(gather_bytes),
+        lambda _: None,
+        lambda _: False,  # type: ignore[arg-type]
+    )
+    try:
+        begun = time.monotonic()
+        watchdog.start(job)
+        found.join_s = time.monotonic() - begun
+        reporter = watchdog._reporter
+        assert reporter is not None
+        assert reporter._child is not None
+        child = reporter._child.pid
+        found.missed = ranks - 1 - len(reporter.links)
+        found.files, found.child_files = _files(os.getpid()), _files(child)
+        found.threads = threading.active_count()
+        before, begun = _cpu_s(child), time.monotonic()
+        time.sleep(QUIET_S)
+        found.cpu_share = (_cpu_s(child) - before) / (time.monotonic() - begun)
+        found.child_mb = _rss_mb(child)
+        begun = time.monotonic()
+        found.lost_s = ask("lose", ranks // 2) - begun
+        before, begun = _cpu_s(child), time.monotonic()
+        found.leave_s = ask("leave", None) - begun
+        found.leave_cpu_s = _cpu_s(child) - before
+    finally:
+        watchdog.stop()
+        told.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
+        process.wait()
+    return found
+
+
+def _files(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _rss_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+# Agreements ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Agreed:
+    """What an agreement of n ranks took a rank.
+
+    Args:
+        ranks: n.
+        alike: Whether all described the same.
+        collectives: How often bytes were gathered; each is two of Horovod's all-gathers.
+        received_kb: What a rank got, in KB.
+        cpu_ms: Of one rank.
+        peak_mb: Memory of one rank at most, beside what it had before.
+    """
+
+    ranks: int
+    alike: bool
+    collectives: int = 0
+    received_kb: float = 0.0
+    cpu_ms: float = 0.0
+    peak_mb: float = 0.0
+
+
+@dataclass
+class Turns:
+    """Gathers bytes between threads; between two gathers, one thread runs at a time."""
+
+    count: int
+    turn: Any = field(default_factory=threading.Lock)
+    sent: dict[str, list[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.count)
+
+    def gather_of(self, rank: int) -> Callable[[bytes, str, Any], list[bytes]]:
+        """Return the collective of one rank."""
+
+        def gather_bytes(data: bytes, name: str, _: Any) -> list[bytes]:
+            self.sent.setdefault(name, [b""] * self.count)[rank] = data
+            self.turn.release()
+            self.barrier.wait()
+            self.turn.acquire()
+            return self.sent[name]
+
+        return gather_bytes
+
+
+def measure_agreement(ranks: int, alike: bool) -> Agreed:
+    """Let ranks describe a model of `TENSORS` tensors; unless alike, the last one differs."""
+    begun = time.process_time()
+    sent = _agree(ranks, alike)
+    cpu = time.process_time() - begun
+    with _traced() as peak_mb:  # which takes time of its own
+        _agree(ranks, alike)
+        peak = peak_mb()
+    received = sum(len(part) for parts in sent.values() for part in parts)
+    return Agreed(ranks, alike, len(sent), received / 1e3, 1e3 * cpu / ranks, peak)
+
+
+def _agree(ranks: int, alike: bool) -> dict[str, list[bytes]]:
+    lines = [(f"gradient {at}", f"module.{at}.weight float32 [256, 256]") for at in range(TENSORS)]
+    turns, passed = Turns(ranks), []
+
+    def run(rank: int) -> None:
+        mine = [*lines, ("op", "Sum" if alike or rank < ranks - 1 else "Average")]
+        with turns.turn, suppress(RanksDisagreeError):
+            agreement = Agreement(turns.gather_of(rank))  # type: ignore[arg-type]
+            agreement.check_alike(mine, "scale", Ranks(ranks, rank))  # type: ignore[arg-type]
+            passed.append(rank)
+
+    threading.stack_size(256 * 1024)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(passed) != (ranks if alike else 0):
+        raise AssertionError(f"{ranks} ranks: {len(passed)} of them found all alike")
+    return turns.sent
+
+
+@contextmanager
+def _traced() -> Iterator[Callable[[], float]]:
+    """Trace memory; the function says how many MB were held at most beside what there was."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        yield lambda: (tracemalloc.get_traced_memory()[1] - before) / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+# The table -------------------------------------------------------------------------------------
+
+
+def table(found: list[Watch] | list[Agreed]) -> str:
+    """Return what was measured, a line for each number of ranks."""
+    rows = [[str(key) for key in asdict(found[0])]]
+    for one in found:
+        cells = asdict(one).values()
+        rows.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def main() -> int:
+    """Measure, print, and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 2048])
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="HVD_PIPE_TIMEOUT")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--others", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.others is not None:
+        others(options.others, options.limit)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
+    agreed = [
+        measure_agreement(ranks, alike) for alike in (True, False) for ranks in options.ranks
+    ]
+    print(table(agreed), end="\n\n", flush=True)
+    watched = []
+    for ranks in options.ranks:
+        watched.append(measure_watch(ranks, options.limit))
+        print(table(watched[-1:]), flush=True)
+    if options.json is not None:
+        results = {"watch": watched, "agreement": agreed}
+        text = {name: [asdict(one) for one in many] for name, many in results.items()}
+        options.json.write_text(json.dumps(text, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
