@@ -265,13 +265,15 @@ def slopes(study: Study) -> list[list[str]]:
         [
             network,
             str(workers),
-            *(
-                f"{1e9 * min(values):.2f} to {1e9 * max(values):.2f}"
-                for values in zip(*pairs, strict=True)
-            ),
+            *(_range([1e9 * value for value in values]) for values in zip(*pairs, strict=True)),
         ]
         for (network, workers), pairs in table.items()
     ]
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.1f}", f"{max(values):.1f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def main() -> int:

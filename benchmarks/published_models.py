@@ -7,7 +7,7 @@ that MG-WFBP (arXiv 1912.09268, table 4) gives for the same networks check the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
@@ -178,10 +178,3 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "densenet201": densenet201,
     "inception-v4": inception_v4,
 }
-
-
-def counts() -> Iterator[tuple[str, int, int]]:
-    """Tensors and parameters of every network, by name."""
-    for name, make in NETWORKS.items():
-        net = make()
-        yield name, len(net.tensors), net.parameters

@@ -64,8 +64,6 @@ class Ranks:
 class Seen:
     """A rank's process as its heartbeat sees it."""
 
-    frozen = threading.Event()
-
     def is_stopped(self) -> bool:
         return False
 
@@ -159,7 +157,7 @@ class Watch:
         child_files: Of its small process.
         child_mb: Resident memory of that.
         threads: Of rank 0's process.
-        cpu_share: Processor seconds a second of the small process while nothing happens.
+        cpu_percent: Of one core, that the small process takes while nothing happens.
         lost_s: From a rank's end until all others have its name.
         leave_s: From the moment at which all leave until all know it.
         leave_cpu_s: Processor seconds of the small process for that.
@@ -173,7 +171,7 @@ class Watch:
     child_files: int = 0
     child_mb: float = 0.0
     threads: int = 0
-    cpu_share: float = 0.0
+    cpu_percent: float = 0.0
     lost_s: float = 0.0
     leave_s: float = 0.0
     leave_cpu_s: float = 0.0
@@ -226,7 +224,7 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
         found.threads = threading.active_count()
         before, begun = _cpu_s(child), time.monotonic()
         time.sleep(QUIET_S)
-        found.cpu_share = (_cpu_s(child) - before) / (time.monotonic() - begun)
+        found.cpu_percent = 100 * (_cpu_s(child) - before) / (time.monotonic() - begun)
         found.child_mb = _rss_mb(child)
         begun = time.monotonic()
         found.lost_s = ask("lose", ranks // 2) - begun
@@ -350,20 +348,61 @@ def _traced() -> Iterator[Callable[[], float]]:
         tracemalloc.stop()
 
 
-# The table -------------------------------------------------------------------------------------
+# The tables ------------------------------------------------------------------------------------
+
+WATCH = {
+    "beat_s": "seconds between two messages of a rank",
+    "join_s": "all connected and watched after, s",
+    "missed": "ranks that could not connect",
+    "files": "open files of rank 0",
+    "child_files": "open files of its small process",
+    "child_mb": "memory of its small process, MB",
+    "threads": "Python threads of rank 0",
+    "cpu_percent": "processor of its small process, % of a core",
+    "lost_s": "a rank ends: all others have its name after, s",
+    "leave_s": "all leave at once: all know it after, s",
+    "leave_cpu_s": "processor of the small process for that, s",
+}
+AGREED = {
+    "collectives": "gathered, times",
+    "received_kb": "bytes that a rank gets, KB",
+    "cpu_ms": "processor of a rank, ms",
+    "peak_mb": "memory of a rank at most, MB",
+}
 
 
-def table(found: list[Watch] | list[Agreed]) -> str:
-    """Return what was measured, a line for each number of ranks."""
-    rows = [[str(key) for key in asdict(found[0])]]
-    for one in found:
-        cells = asdict(one).values()
-        rows.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+def rows(found: list[dict[str, Any]], labels: dict[str, str]) -> list[list[str]]:
+    """Return a table: a line for each figure, a column for each number of ranks."""
+    table = [["ranks", *(str(one["ranks"]) for one in found)]]
+    for key, label in labels.items():
+        cells = [_short(one[key]) for one in found]
+        table.append([label, *cells])
+    return table
+
+
+def _short(value: float) -> str:
+    """Write a number with two digits or all of them before the point.
+
+    >>> _short(0.0234), _short(2047), _short(15.62), _short(0)
+    ('0.023', '2047', '16', '0')
+    """
+    return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
+
+def tables(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the tables of the watch, and of agreements where ranks are alike, and are not."""
+    agreed = results["agreement"]
+    parts = [rows(results["watch"], WATCH)]
+    parts += [
+        rows([one for one in agreed if one["alike"] is alike], AGREED) for alike in (True, False)
+    ]
+    return [markdown(part) for part in parts if len(part[0]) > 1]
+
+
+def markdown(table: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:
@@ -372,24 +411,25 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 2048])
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="HVD_PIPE_TIMEOUT")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--page", action="store_true", help="print --json's tables")
     parser.add_argument("--others", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.others is not None:
         others(options.others, options.limit)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
-    agreed = [
-        measure_agreement(ranks, alike) for alike in (True, False) for ranks in options.ranks
-    ]
-    print(table(agreed), end="\n\n", flush=True)
-    watched = []
-    for ranks in options.ranks:
-        watched.append(measure_watch(ranks, options.limit))
-        print(table(watched[-1:]), flush=True)
-    if options.json is not None:
-        results = {"watch": watched, "agreement": agreed}
-        text = {name: [asdict(one) for one in many] for name, many in results.items()}
-        options.json.write_text(json.dumps(text, indent=1) + "\n")
+    results: dict[str, list[dict[str, Any]]] = {"watch": [], "agreement": []}
+    if options.page:
+        results = json.loads(options.json.read_text())
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
+        for ranks in options.ranks:
+            for alike in (True, False):
+                results["agreement"].append(asdict(measure_agreement(ranks, alike)))
+            results["watch"].append(asdict(measure_watch(ranks, options.limit)))
+            print(f"{ranks} ranks: load {os.getloadavg()[0]:.1f}", flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    print("\n\n".join(tables(results)))
     return 0
 
 

@@ -25,6 +25,7 @@ from hvd_pipe.runtime.watch import heartbeat, watchdog
 from hvd_pipe.runtime.watch.heartbeat import Heartbeat
 from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import Listener, files_lacking
+from tests import pages
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scale
@@ -33,6 +34,7 @@ import watch_scale
 
 def test_doctests() -> None:
     assert doctest.testmod(scale).failed == 0
+    assert doctest.testmod(watch_scale).failed == 0
 
 
 # Agreements
@@ -224,3 +226,17 @@ def test_a_job_of_too_many_ranks_for_its_files_is_told_so(
     assert offered[0]["listener"] is None
     assert len(told) == 1
     assert watchdog._reporter is None
+
+
+# The page
+
+
+def _results(name: str) -> Any:
+    return json.loads((pages.ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_the_page_has_the_tables_of_the_results() -> None:
+    text = (pages.ROOT / "docs" / "scale.md").read_text()
+    assert scale.markdown(scale.rows(_results("scale.json"))) in text
+    for table in watch_scale.tables(_results("watch-scale.json")):
+        assert table in text
