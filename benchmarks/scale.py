@@ -1,6 +1,6 @@
 """What grows with the number of ranks in one job: start, agreement, plan, steps, memory, files.
 
-    python benchmarks/scale.py --ranks 2 4 8 16 32 64 --json benchmarks/results/scale.json
+    python benchmarks/scale.py --ranks 2 4 8 16 32 64 --json scale.json
 
 Each size is a job of its own over Gloo, with one thread a rank, all ranks on this machine. The
 model has 160 tensors, as a ResNet-50 has, and 23 KB of them: it is the number of messages that
