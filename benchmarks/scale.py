@@ -24,6 +24,12 @@ from typing import Any
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=4")
 LAYERS = 80  # of a weight and a bias each
+LABELS = {
+    "rss_mb": "resident MB",
+    "own_mb": "MB of its own",
+    "files": "open files",
+    "threads": "threads",
+}
 WARM_UP = 28  # merged-gradient tries plans for 26 steps
 LEAST = 10
 START_S = 900
@@ -67,12 +73,10 @@ def train(strategy: str, steps: int, seconds: float, counted: dict[str, int]) ->
 
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(8, 8), nn.Tanh())]
     model = nn.Sequential(*layers)
-    data = torch.randn(4, 8)
+    data, sgd = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=1e-3)
     counted.update(collectives=0, received=0)
     begun = [time.perf_counter()]
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), strategy=strategy
-    )
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), strategy=strategy)
     begun.append(time.perf_counter())
     found: dict[str, Any] = {"agreement": dict(counted)}
     hvd.broadcast_parameters(model.state_dict(), 0)
@@ -105,7 +109,8 @@ def holds() -> dict[str, float]:
     import psutil  # noqa: PLC0415
 
     own = psutil.Process()
-    found = {"rss_mb": own.memory_info().rss / 1e6, "files": float(own.num_fds())}
+    memory = own.memory_full_info()  # uss: without the pages of libraries that ranks share
+    found = {"rss_mb": memory.rss / 1e6, "own_mb": memory.uss / 1e6, "files": float(own.num_fds())}
     found["threads"] = float(own.num_threads())
     children = own.children()
     found["child_mb"] = sum(one.memory_info().rss for one in children) / 1e6
@@ -230,7 +235,7 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
         return holds
 
     for at, who in enumerate(("rank 0", "another rank")):
-        for kind, label in (("rss_mb", "MB"), ("files", "open files"), ("threads", "threads")):
+        for kind, label in LABELS.items():
             add(f"{label}, {who}", lambda one, k=kind, i=at: held(one)[k][i])
     add("MB, small process of rank 0", lambda one: one["init"]["child_mb"][0], 1)
     add("open files, small process of rank 0", lambda one: one["init"]["child_files"][0])
