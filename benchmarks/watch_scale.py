@@ -89,7 +89,8 @@ class Others:
         """Connect all at once; say who has got through."""
 
         def join(rank: int) -> None:
-            self.links[rank] = connect(value["listener"], rank)
+            listener = value["listener"]
+            self.links[rank] = None if listener is None else connect(listener, rank)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, self.count)]
         for thread in threads:
