@@ -36,6 +36,9 @@ class Process:
     def is_stopped(self) -> bool:
         return False
 
+    def end_stopped(self, text: str) -> None:
+        self.ended.append(text)
+
     def status(self) -> Status:
         return self.doing
 

@@ -142,6 +142,19 @@ def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
     assert told in rank.process.stderr.read()
 
 
+def test_a_rank_whose_other_thread_stands_still_is_ended(rank: Rank) -> None:
+    """Its main thread asks for Python's lock 200 times a second, and so counted as busy.
+
+    A sending thread kept the lock in a call of Horovod's, whose own thread had failed.
+    """
+    rank.do("import threading; t = threading.Thread(target=ctypes.PyDLL(None).pause)")
+    rank.do("t.start(), any(time.sleep(0.001) for _ in iter(int, 1))")
+    rank.hear(stands_still)
+    rank.tell({"lost": 7, "how": "rank 7 on h7 (pid 7) raised ValueError"})
+    rank.process.wait(SOON_S)
+    assert rank.process.returncode == -signal.SIGKILL
+
+
 def test_a_rank_that_computes_in_one_long_call_neither_waits_nor_is_silent(rank: Rank) -> None:
     rank.do("sum(range(1 << 60))")  # runs, and lets no other thread of Python run
     heard = rank.hear(lambda one: one.get("status", {}).get("since_s", 0) > LIMIT_S)
@@ -157,6 +170,35 @@ def test_a_rank_that_is_stopped_says_so_and_goes_on(rank: Rank) -> None:
     assert "status" not in rank.hear(lambda one: "stopped" in one)[-1]
     os.kill(rank.process.pid, signal.SIGCONT)
     rank.hear(lambda one: "status" in one)
+
+
+def test_a_stopped_rank_that_the_others_have_given_up_ends_after_them(rank: Rank) -> None:
+    """Under Gloo, the ssh of a rank on another host was ended, and the rank stayed for ever."""
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    rank.hear(lambda one: "stopped" in one)
+    rank.tell({"lost": 1, "how": "rank 1 on h1 (pid 1) has been silent for 9 s"})
+    rank.hear(lambda one: "stopped" in one)
+    rank.hear(lambda one: "stopped" in one)  # not before they have ended
+    rank.link.close()
+    rank._lines.close()
+    rank.process.wait(SOON_S)
+    assert rank.process.returncode == -signal.SIGKILL
+    assert rank.process.stderr is not None
+    told = "hvd_pipe: rank 1 is ended, as the others have ended: rank 1 on h1 (pid 1) has been"
+    assert told in rank.process.stderr.read()
+
+
+def test_a_stopped_rank_is_left_alone_where_the_others_have_only_finished(rank: Rank) -> None:
+    os.kill(rank.process.pid, signal.SIGSTOP)
+    rank.hear(lambda one: "stopped" in one)
+    rank.tell({"left": 0})
+    rank.link.close()
+    rank._lines.close()
+    assert rank.process.poll() is None
+    os.kill(rank.process.pid, signal.SIGCONT)
+    rank.do("print('goes on', flush=True)")
+    while "goes on" not in rank.said():
+        assert rank.process.poll() is None
 
 
 def test_a_thread_that_keeps_the_lock_still_counts_as_busy(rank: Rank) -> None:

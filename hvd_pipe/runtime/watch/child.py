@@ -44,7 +44,9 @@ READY = b"\n"
 
 MISSED = 3  # beats without a report: the rank runs no Python
 _STOPPED = "Tt"
+_BY_SIGNAL = "T"
 _ASLEEP = "S"
+_ASKING = 1  # ticks, of 10 ms, a beat
 
 
 class Rank:
@@ -83,7 +85,7 @@ class Rank:
         A thread that was busy still counts: it may be what keeps the interpreter's lock.
         """
         now, found = time.monotonic(), activity(self._pid, self._main)
-        asleep = found is not None and found == self._activity and found.state == _ASLEEP
+        asleep = _sleeps(self._activity, found)
         self._activity = found
         if self._reports():
             self._rested = now
@@ -110,6 +112,15 @@ class Rank:
         with suppress(ProcessLookupError):  # no other signal reaches a process that stands still
             os.kill(self._pid, signal.SIGKILL)
 
+    def end_stopped(self, text: str) -> None:
+        """End the rank where a signal has stopped it; one in a debugger is left to that."""
+        found = activity(self._pid, self._main)
+        if found is None or found.state != _BY_SIGNAL:
+            return
+        self.say(f"rank {self._number} is ended, as {text}")
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
     def send(self, message: dict[str, Any]) -> bool:
         """Tell the reporter thread; return whether that was possible."""
         with self._sending, suppress(OSError):
@@ -119,6 +130,16 @@ class Rank:
 
     def _reports(self) -> bool:
         return time.monotonic() - self._reported <= MISSED * self.beat_s
+
+
+def _sleeps(before: Activity | None, now: Activity | None) -> bool:
+    """Whether a thread has done nothing between two beats.
+
+    One that waits for Python's lock, which another thread keeps, asks for it 200 times a second.
+    """
+    if before is None or now is None or now.state != _ASLEEP:
+        return False
+    return now.ticks - before.ticks <= _ASKING
 
 
 def main(control: socket.socket) -> None:

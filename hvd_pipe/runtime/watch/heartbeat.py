@@ -59,6 +59,9 @@ class SeenProcess(Process, Protocol):
     def is_stopped(self) -> bool:
         """Whether it cannot run: a signal or a debugger has stopped it."""
 
+    def end_stopped(self, text: str) -> None:
+        """End a process that a signal has stopped; ``text`` says why nobody waits for it."""
+
 
 class AwakeClock:
     """Seconds in which this process and the rank that it belongs to ran.
@@ -208,6 +211,9 @@ class Heartbeat:
             self._is_stopped = self._process.is_stopped()
             if self._is_stopped:
                 self._send({"stopped": True})
+                if self.me in self._lost and not self._links:
+                    # No launcher ends it where Gloo's ssh has ended before it.
+                    self._process.end_stopped(f"the others have ended: {self._lost[self.me]}")
             else:
                 self._beat()
                 self._judge()
