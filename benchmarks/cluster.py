@@ -210,6 +210,17 @@ class Cluster:
         with suppress(ClusterError):  # the kernel may have been first
             self._ip(self._switch, "link", "del", port(host))
 
+    def processes(self, host: str) -> list[int]:
+        """Return all processes of a host, but for the first one, which answers ``ssh``."""
+        first = self._init(host)
+        place = Path(f"/proc/{first}/ns/pid").readlink()
+        found = []
+        for one in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if (one / "ns" / "pid").readlink() == place and int(one.name) != first:
+                    found.append(int(one.name))
+        return found
+
     def traffic(self) -> dict[str, Traffic]:
         """Return what has crossed each host's link."""
         found = {}
