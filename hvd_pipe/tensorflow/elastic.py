@@ -102,8 +102,9 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
             super().sync()
 
     def _keep(self) -> None:
+        in_flight = _in_flight()  # first: where a message fails, the last commit stays whole
         self._values = [raw(each).numpy() for each in self.variables]
-        self._in_flight = _in_flight()
+        self._in_flight = in_flight
 
 
 class TensorFlowKerasState(TensorFlowState):

@@ -47,6 +47,20 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, batch=0)
     """
 
+    def save(self) -> None:
+        """Save everything, or nothing: the last commit stays whole where a message fails.
+
+        The model came first, and a worker that failed while an optimizer waited left the model of
+        one commit with the optimizer and the numbers of the one before.
+        """
+        kept = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
+        try:
+            super().save()
+        except BaseException:
+            for handler, before in kept:
+                vars(handler).update(before)
+            raise
+
     def restore(self) -> None:
         """Go back to the last commit; `run` calls this when a worker has failed."""
         engines = [one._hvd_pipe for one in self._distributed()]
