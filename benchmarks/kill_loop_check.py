@@ -337,6 +337,10 @@ def unequal_commits(
         if "planned" in line:
             planned = True
         elif "start" in line:
+            if line["start"] > step and not planned:  # the first rank was lost before it said so
+                for number in range(step, line["start"]):
+                    reference.step(number)
+                commits[line["start"]] = copy.deepcopy(reference)
             step = line["start"]
             if step not in commits:
                 wrong.append(f"a start at step {step}, where nobody had committed")
@@ -344,7 +348,7 @@ def unequal_commits(
             # A planned change drains on all ranks, unless one of them fails in that, too.
             resets = [copy.deepcopy(commits[step]) for _ in range(1 + planned)]
             if planned:
-                resets[-1].drain()
+                resets[0].drain()
             reference = min(resets, key=lambda one: apart(line, one))
             reference.move(was, line["size"])
             compare(line, f"the start at {step}")

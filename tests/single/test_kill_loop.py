@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -199,8 +200,16 @@ def test_a_wrong_weight_in_an_elastic_log_is_named(strategy: str) -> None:
             assert len(unequal_commits(bad, strategy, 1, LR)[1]) == 1, line
     assert unequal_commits(log, strategy, 2, LR)[1]  # the data of another seed
     assert unequal_commits(log[:-1], strategy, 1, LR)[1] == ["the job had no end"]
-    lost = [line for line in log if line.get("commit") != 10]
-    assert "where nobody had committed" in unequal_commits(lost, strategy, 1, LR)[1][0]
+    early = [{**line, "start": 7} if line.get("start") == 10 else line for line in log]
+    assert "where nobody had committed" in unequal_commits(early, strategy, 1, LR)[1][0]
+
+
+def test_a_commit_of_the_others_counts_though_the_first_rank_is_lost_in_it() -> None:
+    log = elastic_log("pipe-sgd")
+    said = [line for line in log if line.get("commit") != 10]
+    compared, wrong, _ = unequal_commits(said, "pipe-sgd", 1, LR)
+    assert wrong == []
+    assert compared == unequal_commits(log, "pipe-sgd", 1, LR)[0] - 1
 
 
 def test_descriptors_that_go_on_growing_are_named() -> None:
@@ -222,3 +231,10 @@ def test_the_table_has_a_line_a_kind_and_one_of_all() -> None:
         "| restart, mpi, pipe-sgd | cut | 1 | - | never | 1 of 1 | 2 | 12 of 12 |",
         "| all | all | 3 | 9.4 | never | 3 of 3 | 2 | 12 of 12 |",
     ]
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    root = Path(__file__).parents[2]
+    data = json.loads((root / "benchmarks/results/kill-loop.json").read_text())
+    runs = [Run.read(run) for run in data["runs"].values()]
+    assert table(runs) in (root / "docs/kill-loop.md").read_text()
