@@ -912,8 +912,8 @@ _TENSORFLOW = [
     Mutation(
         "Keras: CoCoD's rounds are a step too long",
         "tensorflow/strategies/cocod.py",
-        "tf.equal(counted % self._period, 0)",
-        "tf.equal(counted % (self._period + 1), 0)",
+        "tf.equal(counted % self._turn, 0)",
+        "tf.equal(counted % (self._turn + 1), 0)",
         _keras("fit-cocod:period=4-momentum"),
         _K_COCOD,
     ),
@@ -928,7 +928,7 @@ _TENSORFLOW = [
     Mutation(
         "Keras: momenta are not averaged",
         "tensorflow/strategies/cocod.py",
-        "self._parts.append(_momenta(settings, strategy))",
+        "self._parts.append(momenta)",
         "pass",
         _keras("fit-cocod:period=4,momentum=average-momentum"),
         "'fit', 'cocod:period=4,momentum=average', 'momentum'",
@@ -951,11 +951,30 @@ _TENSORFLOW = [
     ),
     Mutation(
         "Keras: a rank's own weight is ignored",
-        "tensorflow/strategies/model_average.py",
-        "self._factor = mine * len(weights) / sum(weights)",
-        "self._factor = 1.0",
+        "tensorflow/messages/reduction.py",
+        "float(mine * len(self.weights) / sum(self.weights))",
+        "mine / mine",
         _keras("fit-cocod:period=3,warmup_steps=4,weights=3/1-momentum"),
         "weights=3/1",
+    ),
+    Mutation(
+        "Keras: a fragment travels behind a whole period",
+        "tensorflow/strategies/cocod.py",
+        "= strategy.turn, strategy.fragments",
+        "= strategy.period, strategy.fragments",
+        _keras("fit-cocod:period=4,fragments=2-momentum"),
+        "'fit', 'cocod:period=4,fragments=2', 'momentum'",
+    ),
+    Mutation(
+        "Keras: gradients of a node are averaged over all ranks",
+        "tensorflow/strategies/cocod.py",
+        'within_node(settings, strategy) if strategy.within == "node" else None',
+        'self._everyone if strategy.within == "node" else None',
+        _ids(
+            "parallel/test_keras_equations",
+            "test_trajectory[4-fit-cocod:period=4,fragments=4,within=node-momentum]",
+        ),
+        "'fit', 'cocod:period=4,fragments=4,within=node', 'momentum'",
     ),
     Mutation(
         "Keras: second moments may become negative",

@@ -17,6 +17,8 @@ from hvd_pipe.strategy import CoCoD, PipeSGD, parse
 
 Vectors = list[npt.NDArray[np.float64]]
 
+RANKS_A_NODE = 2
+
 MOMENTA = {
     "momentum": ("momentums",),
     "accumulating": ("momentums",),
@@ -105,14 +107,57 @@ def mean(vectors: list[Vectors], weights: tuple[float, ...] | None = None) -> Ve
     return [np.average(np.array(column), axis=0, weights=weights) for column in columns]
 
 
-class Rounds:
-    """What a round of CoCoD's ends with, by its docstring."""
+def fragments_of(sizes: list[int], count: int) -> list[list[int]]:
+    """The indices of each fragment's tensors: the largest first, each into the smallest so far."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        min(found, key=lambda own: sum(sizes[j] for j in own)).append(i)
+    return [sorted(own) for own in found]
 
-    def __init__(self, method: CoCoD, roots: list[bool], weights: int) -> None:
-        self.method, self.roots, self.weights = method, roots, weights
+
+def within_nodes(vectors: list[Vectors], method: CoCoD) -> list[Vectors]:
+    """Each worker's gradients, averaged over its node's workers if these train synchronously."""
+    if method.within == "none":
+        return vectors
+    found: list[Vectors] = []
+    for start in range(0, len(vectors), RANKS_A_NODE):
+        node = slice(start, start + RANKS_A_NODE)
+        found += [mean(vectors[node], method.weights and method.weights[node])] * len(
+            vectors[node]
+        )
+    return found
+
+
+class Rounds:
+    """What a round of CoCoD's ends with, by its docstring; of all tensors, or of a fragment.
+
+    Args:
+        method: The rule.
+        roots: For each tensor, whether a root is taken of it.
+        weights: How many tensors, the first, are the model's: the others are momenta.
+        own: The indices of the fragment's tensors among a worker's.
+    """
+
+    def __init__(self, method: CoCoD, roots: list[bool], weights: int, own: list[int]) -> None:
+        self.method, self.roots, self.weights, self.own = method, roots, weights, own
         self.anchor: Vectors = []
         self.velocity: Vectors = []
         self.clamped = 0
+        self.starts: list[Vectors] = []
+
+    def start(self, workers: Workers) -> None:
+        self.starts = self._mine(workers.positions())
+
+    def end(self, workers: Workers) -> None:
+        positions = workers.positions()
+        ends = self.finish(self.starts, self._mine(positions))
+        for position, values in zip(positions, ends, strict=True):
+            for i, value in zip(self.own, values, strict=True):
+                position[i] = value
+        workers.move(positions)
+
+    def _mine(self, positions: list[Vectors]) -> list[Vectors]:
+        return [[position[i] for i in self.own] for position in positions]
 
     def finish(self, starts: list[Vectors], ends: list[Vectors]) -> list[Vectors]:
         alpha, average = self.method.pull_back, mean(starts, self.method.weights)
@@ -172,13 +217,17 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
     method = parse(strategy)
     follow = isinstance(method, CoCoD) and method.momentum == "average"
     workers = Workers(n, optimizer, MOMENTA[optimizer] if follow else ())
-    rounds = None
+    turns: list[Rounds] = []
     if isinstance(method, CoCoD):
-        count = len(workers.models[0].trainable_variables)
-        rounds = Rounds(method, workers.roots(), count)
+        first = workers.positions()[0]
+        weights = len(workers.models[0].trainable_variables)
+        turns = [Rounds(method, workers.roots(), weights, list(range(len(first))))]
+        if method.fragments > 1:
+            parts = fragments_of([value.nbytes for value in first], method.fragments)
+            roots = [False] * weights
+            turns = [Rounds(method, roots, len(own), own) for own in parts]
     records: list[list[Any]] = []
     pending: Vectors | None = None
-    started: list[Vectors] = []
     true: list[Vectors] = []
     local = 0
     average = functools.partial(mean, weights=getattr(method, "weights", None))
@@ -194,14 +243,15 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
             pending = average(mine)
             if guess:
                 true = workers.lead(guess)
-        elif rounds is not None and step >= rounds.method.warmup_steps:
-            if not started:
-                started = workers.positions()
-            workers.update(mine)
+        elif isinstance(method, CoCoD) and step >= method.warmup_steps:
+            if local == 0:
+                turns[0].start(workers)
+            workers.update(within_nodes(mine, method))
             local += 1
-            if local % rounds.method.period == 0:
-                workers.move(rounds.finish(started, workers.positions()))
-                started = workers.positions()
+            turn, rest = divmod(local, method.period // method.fragments)
+            if rest == 0:
+                turns[(turn - 1) % len(turns)].end(workers)
+                turns[turn % len(turns)].start(workers)
         else:
             workers.update([average(mine)] * n)
         records.append([weights_of(model) for model in workers.models])
@@ -209,10 +259,10 @@ def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], i
         workers.move(true)
     if pending is not None:
         workers.update([pending] * n)
-    if rounds is not None:
+    if turns:
         workers.move([average(workers.positions())] * n)
         workers.average_moving_averages()
     for model, each in zip(workers.models, workers.optimizers, strict=True):
         each.finalize_variable_values(model.trainable_variables)
     records.append([weights_of(model) for model in workers.models])
-    return np.array(records).swapaxes(0, 1), rounds.clamped if rounds is not None else 0
+    return np.array(records).swapaxes(0, 1), sum(each.clamped for each in turns)

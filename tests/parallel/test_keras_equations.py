@@ -29,6 +29,9 @@ STRATEGIES = (
     "cocod:period=3,outer=nesterov,outer_lr=0.3,outer_momentum=0.6",
     "cocod:period=2,momentum=average,outer=nesterov,outer_lr=0.5,warmup_steps=3",
     "cocod:period=2,momentum=average,pull_back=0.6,anchor_momentum=0.5,warmup_steps=3",
+    "cocod:period=4,fragments=2",
+    "cocod:period=4,fragments=4,outer=nesterov,outer_lr=0.3,outer_momentum=0.6",
+    "cocod:period=4,fragments=2,pull_back=0.6,anchor_momentum=0.7,warmup_steps=3",
 )
 CASES: list[workers_keras_equations.Case] = [
     (mode, strategy, "momentum")
@@ -52,6 +55,15 @@ ON_RANKS = [(n, case) for n in (1, 2, 4) for case in CASES if n < 4 or case[0] =
 # Batches of unlike size: the warm-up took a plain mean of the gradients.
 WEIGHTED = "cocod:period=3,warmup_steps=4,weights=3/1"
 ON_RANKS += [(2, ("fit", WEIGHTED, "momentum"))]
+# Two nodes of two ranks.
+WITHIN = "cocod:period=4,fragments=4,within=node"
+ON_RANKS += [(4, (mode, WITHIN, "momentum")) for mode in ("fit", "function", "eager")]
+ON_RANKS += [
+    (4, ("fit", "cocod:period=3,within=node,warmup_steps=4,weights=3/1/1/2", "momentum")),
+    (4, ("fit", f"{WITHIN},outer=nesterov,outer_lr=0.3", "accumulating")),
+    (2, ("fit", "cocod:period=3,within=node", "momentum")),
+    (1, ("fit", "cocod:period=4,fragments=2,within=node", "momentum")),
+]
 
 expected = keras_reference.trajectory
 trajectories = once(
@@ -105,6 +117,7 @@ def test_the_equations_can_be_told_apart() -> None:
     found = [
         expected(2, name, "momentum") for name in ("merged-gradient", *STRATEGIES[3:], WEIGHTED)
     ]
+    assert spread(expected(4, WITHIN, "momentum"), expected(4, "cocod", "momentum")) > 1e-3
     for i, one in enumerate(found):
         for other in found[i + 1 :]:
             assert spread(one[:, :-1], other[:, :-1]) > 1e-3

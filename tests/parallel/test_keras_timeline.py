@@ -16,7 +16,17 @@ import pytest
 import workers_keras_timeline as jobs
 from cases import Raised, of_case
 from ranks import once, run_ranks
-from workers_keras_timeline import BUCKETS, CASES, COCOD, PASSES, PERIOD, STEPS, WARM_COCOD, WARMUP
+from workers_keras_timeline import (
+    BUCKETS,
+    CASES,
+    COCOD,
+    PASSES,
+    PERIOD,
+    STEPS,
+    TURNS,
+    WARM_COCOD,
+    WARMUP,
+)
 
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.timeline import Event, Timeline
@@ -153,6 +163,21 @@ def test_cocod_has_a_round_a_period() -> None:
         assert waits == list(range(PERIOD - 1, STEPS, PERIOD))
         for category in ("forward", "backward", "update"):
             assert len(events(timeline, category, worker)) == STEPS
+
+
+def test_cocod_sends_one_fragment_after_another() -> None:
+    timeline = of(f"fit {TURNS}")
+    for worker in range(N):
+        sent = events(timeline, "allreduce", worker)
+        turns = [1 + STEPS // PERIOD] + [STEPS // PERIOD] * (PERIOD - 1)
+        assert Counter(e.name for e in sent) == {
+            **{f"models.{i}.round.0": count for i, count in enumerate(turns)},
+            **{f"models.{i}.whole.0": 1 for i in range(PERIOD)},
+        }
+        first = {e.name: e.args["bytes"] for e in sent if ".round." in e.name}
+        assert sum(first.values()) == MODEL_BYTES  # type: ignore[arg-type]
+        waits = [e.args["step"] for e in events(timeline, "wait", worker)]
+        assert waits == list(range(STEPS))
 
 
 def test_cocod_averages_gradients_while_it_warms_up() -> None:

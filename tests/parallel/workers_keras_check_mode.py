@@ -25,6 +25,7 @@ BATTERY = (
     ("fit", "merged-gradient:bucket_bytes=64"),
     ("fit", "pipe-sgd"),
     ("fit", "cocod:period=2"),
+    ("fit", "cocod:period=2,fragments=2"),
     ("tape", "pipe-sgd:bucket_bytes=64"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import keras
@@ -13,11 +14,15 @@ from keras_problem import BATCH, OPTIMIZERS, STEPS, Weights, batch, loss_of, mak
 
 import hvd_pipe.tensorflow.keras as hvd
 
+RANKS_A_NODE = 2
+
 Case = tuple[str, str, str]  # how it is trained, a strategy, an optimizer
 
 
 def trajectories(cases: list[Case]) -> dict[Case, Weights | Raised]:
-    hvd.init()
+    nodes = any("within=node" in strategy for _, strategy, _ in cases)
+    hvd.init(process_sets="dynamic" if nodes else None)
+    os.environ["HOROVOD_HOSTNAME"] = f"node{hvd.rank() // RANKS_A_NODE}"
     return run_cases({case: functools.partial(run, *case) for case in cases})
 
 

@@ -39,6 +39,7 @@ BUCKETS = {  # of bytes
 }
 COCOD = f"cocod:period={PERIOD}"
 WARM_COCOD = f"cocod:period={PERIOD},warmup_steps={WARMUP}"
+TURNS = f"cocod:period={PERIOD},fragments={PERIOD}"
 
 
 def _begin(**environment: str) -> None:
@@ -109,7 +110,10 @@ def with_tape(strategy: str, eager: bool) -> None:
 
 
 CASES: dict[str, Any] = {
-    **{f"fit {strategy}": partial(fit, strategy) for strategy in (*BUCKETS, COCOD, WARM_COCOD)},
+    **{
+        f"fit {strategy}": partial(fit, strategy)
+        for strategy in (*BUCKETS, COCOD, WARM_COCOD, TURNS)
+    },
     "several steps": partial(fit, "pipe-sgd", None, {"steps_per_execution": 4}),
     "eagerly": partial(fit, "pipe-sgd", None, {"run_eagerly": True}),
     "accumulating": partial(fit, "merged-gradient", gradient_accumulation_steps=PASSES),

@@ -22,8 +22,9 @@ import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.tensorflow.measuring.ready_times import _Sender
 
-IN_FLIGHT = ["pipe-sgd", "pipe-sgd:prediction=local", "cocod:period=3"]
-OVERFLOWS = ["pipe-sgd:prediction=local", "pipe-sgd:prediction=previous", "cocod:period=4"]
+TURNS = "cocod:period=4,fragments=2"
+IN_FLIGHT = ["pipe-sgd", "pipe-sgd:prediction=local", "cocod:period=3", TURNS]
+OVERFLOWS = ["pipe-sgd:prediction=local", "pipe-sgd:prediction=previous", "cocod:period=4", TURNS]
 WINDOWS: dict[str, tuple[Found, Found]] = {
     "Keras' accumulation": ({"gradient_accumulation_steps": 3}, {}),
     "passes": ({}, {"backward_passes_per_step": 3}),

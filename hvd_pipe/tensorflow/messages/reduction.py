@@ -7,6 +7,7 @@ unique among what can be in flight together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from functools import reduce as fold
@@ -59,6 +60,7 @@ class Reduction:
         compression: One of ``hvd.Compression``.
         process_set: The ranks that take part.
         device: Where dense buffers are reduced; empty for where Horovod likes it.
+        weights: For dense buffers, a positive number a rank; empty for a plain mean.
     """
 
     op: Any = Average
@@ -66,6 +68,7 @@ class Reduction:
     compression: Any = Compression.none
     process_set: ProcessSet = global_process_set
     device: str = ""
+    weights: Sequence[float] = ()
 
     @cached_property
     def alone(self) -> bool:
@@ -76,6 +79,14 @@ class Reduction:
     def workers(self) -> int:
         """How many ranks reduce."""
         return 1 if self.alone else int(self.process_set.size())
+
+    @cached_property
+    def factor(self) -> float:
+        """What this rank's buffers are multiplied by, so that a plain mean is the weighted one."""
+        if not self.weights or self.alone:
+            return 1.0
+        mine = self.weights[self.process_set.rank()]
+        return float(mine * len(self.weights) / sum(self.weights))
 
     @cached_property
     def codec(self) -> Codec | None:
@@ -137,6 +148,8 @@ class Reduction:
         if self.alone:
             return tf.identity(flat)
         name = call_name(name)
+        if self.factor != 1.0:
+            flat = flat * tf.constant(self.factor, flat.dtype)
         if check_mode.active.on or timeline.active.is_on:
             return self._observed(flat, name, feedback, fresh)
         return self._allreduce(flat, name, feedback)

@@ -4,30 +4,50 @@ start of round s   a snapshot x_i[s] is sent, by a thread beside the graphs of t
 k local steps      the user's optimizer, on local gradients
 end of round       x_i[s+1] = mean_j x_j[s] + (x_i - x_i[s])     then the next round starts
 
-`ModelAverage` has the arithmetic, and Overlap-Local-SGD's rule for the end of a round. In a graph,
-a round's border is a call out of it, inside a condition that is true once in k steps. With
+`ModelAverage` has the arithmetic, and the other rules for the end of a round. With
 ``momentum="average"`` the optimizer's momenta follow the models' rule, in messages of their own.
+With fragments, each has a `ModelAverage` of its own, and they take turns::
+
+    period 4, 2 fragments     step   1    2    3    4    5    6
+                              sent   |--- 0 ---|--- 1 ---|--- 0 --
+
+In a graph, the end of a turn is a call out of it, inside a condition that is true once in as many
+steps, and with fragments inside a branch that reads two of them: what arrives, and what leaves.
+With ``within="node"`` gradients are averaged over the ranks of a node, as operations of the step.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from hvd_pipe.planning.fragments import assign
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.tensorflow.agree import Description, checked
 from hvd_pipe.tensorflow.arguments import shapes_of
-from hvd_pipe.tensorflow.graphs import Arrays, raw, restore, variable
+from hvd_pipe.tensorflow.graphs import Arrays, branch, raw, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing
+from hvd_pipe.tensorflow.messages.reduction import Reduction
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
-from hvd_pipe.tensorflow.strategies.model_average import ModelAverage, wide
+from hvd_pipe.tensorflow.strategies.model_average import wide
+from hvd_pipe.tensorflow.strategies.model_parts import (
+    FRAGMENTS,
+    Part,
+    as_cut,
+    model_parts,
+    momenta_part,
+)
+from hvd_pipe.tensorflow.strategies.within_node import within_node
 
 __all__ = ["CoCoDEngine"]
+
+Flats = Sequence[tf.Tensor]
 
 
 class CoCoDEngine(Engine):
@@ -39,52 +59,66 @@ class CoCoDEngine(Engine):
     def __init__(self, settings: Settings, strategy: CoCoD) -> None:
         super().__init__(settings)
         shapes = settings.shapes
-        self._period, self._warmup_steps = strategy.period, strategy.warmup_steps
-        models = Packing(shapes, shapes.dtype_groups(range(len(shapes))))
-        average = ModelAverage(
-            settings.reduction, strategy, models.sizes, f"{settings.tag}.models"
-        )
-        self._parts = [_Part("", settings.variables, models, average)]
+        self._turn, self._count = strategy.turn, strategy.fragments
+        self._warmup_steps = strategy.warmup_steps
+        # A model without a gradient that travels has no tensors, and is one fragment.
+        self._fragment_of = [0] * len(shapes)
+        if self._count > 1:
+            self._fragment_of = assign(shapes.nbytes, self._count)
+        self._parts = model_parts(settings, strategy, self._fragment_of)
         if strategy.momentum == "average":
-            _check_momenta(settings)
+            momenta = momenta_part(settings, strategy)
             if settings.momenta:
-                self._parts.append(_momenta(settings, strategy))
-        self._warmup = Packing(shapes, shapes.default_groups(settings.dense[::-1]))
+                self._parts.append(momenta)
+        self._everyone = replace(settings.reduction, weights=strategy.weights or ())
+        self._node = within_node(settings, strategy) if strategy.within == "node" else None
+        self._buckets = Packing(shapes, shapes.default_groups(settings.dense[::-1]))
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._local_steps = variable([], tf.int64, f"{settings.tag}.local_steps")
 
     def exchange(self, gradients: Gradients) -> Due:
-        due = self._average_warm(gradients) if self._warmup_steps else Due(gradients)
+        due = Due(self._averaged(gradients))
         # The first round begins with the models as they are before its first update.
         first = tf.logical_and(self._is_local(), tf.equal(self._local_steps, 0))
         tf.cond(first, self._begin, tf.no_op)
         return due
 
-    def _average_warm(self, gradients: Gradients) -> Due:
-        reduction, tag = self.settings.reduction, self.settings.tag
-        step, weigh = timeline.current(), self._parts[0].average.weigh
+    def _averaged(self, gradients: Gradients) -> Gradients:
+        """Average gradients over all ranks while these warm up, then over the node's, if any."""
+        if not self._warmup_steps and self._node is None:
+            return gradients
+        step, flats = timeline.current(), self._buckets.pack(gradients)
+        if not self._warmup_steps:
+            return self._buckets.unpack(self._reduced(flats, self._node, "node"))
 
-        def averaged() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            flats = [
-                reduction.reduce(weigh(flat), f"{tag}.warmup.{i}")
-                for i, flat in enumerate(self._warmup.pack(gradients))
-            ]
-            return flats, [] if step is None else step.part()
+        def over(reduction: Reduction | None, label: str) -> tuple[Flats, list[tf.Tensor]]:
+            return self._reduced(flats, reduction, label), [] if step is None else step.part()
 
-        def local() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-            return self._warmup.pack(gradients), [] if step is None else step.part()
-
-        flats, notes = tf.cond(self._is_warm(), averaged, local)
+        warm = self._rounds < self._warmup_steps
+        found, notes = tf.cond(
+            warm, partial(over, self._everyone, "warmup"), partial(over, self._node, "node")
+        )
         if step is not None:
             step.whole(notes)
-        return Due(self._warmup.unpack(flats))
+        return self._buckets.unpack(found)
+
+    def _reduced(self, flats: Flats, reduction: Reduction | None, label: str) -> Flats:
+        if reduction is None:
+            return flats
+        tag = f"{self.settings.tag}.{label}"
+        return [reduction.reduce(flat, f"{tag}.{i}") for i, flat in enumerate(flats)]
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         local = self._is_local()
         counted = self._local_steps.assign_add(tf.cast(local, tf.int64))
         self._rounds.assign_add(1)
-        ends = tf.logical_and(local, tf.equal(counted % self._period, 0))
-        tf.cond(ends, self._next_round, tf.no_op)
+        ends = tf.logical_and(local, tf.equal(counted % self._turn, 0))
+        over = [partial(self._next_turn, fragment) for fragment in range(self._count)]
+        if self._count == 1:
+            tf.cond(ends, over[0], tf.no_op)
+            return
+        ended = tf.cast((counted // self._turn - 1) % self._count, tf.int32)
+        tf.cond(ends, branch(tf.switch_case, ended, over), tf.no_op)
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
         """Make all replicas equal: the average of the models as they are now.
@@ -125,145 +159,92 @@ class CoCoDEngine(Engine):
 
     def state(self) -> Arrays:
         found = {"rounds": self._rounds.numpy(), "local_steps": self._local_steps.numpy()}
+        if self._count > 1:
+            found[FRAGMENTS] = np.array(self._fragment_of)
         for part in self._parts:
-            found |= {part.label + name: each for name, each in part.average.state().items()}
+            found |= part.state()
         return found
 
     def load(self, state: Arrays) -> None:
         restore({"rounds": self._rounds, "local_steps": self._local_steps}, state)
+        state = as_cut(state, self._fragment_of, self.settings.shapes)
+        turn = int(self._local_steps) // self._turn % self._count
         for part in self._parts:
-            part.average.load(
-                {
-                    name.removeprefix(part.label): each
-                    for name, each in state.items()
-                    if name.startswith(part.label)
-                }
-            )
-        # Momenta that were left alone until now begin with a round of their own.
-        is_whole = all(part.average.is_ahead for part in self._parts)
-        if not is_whole:
+            part.load(state, part.fragment == turn)
+        # Momenta that were left alone until now begin with a round of their own, and other
+        # fragments, or another turn, with the first.
+        if not all(part.average.is_ahead for part in self._of(turn)):
             self._local_steps.assign(0)
 
     def _is_local(self) -> tf.Tensor:
         return self._rounds >= self._warmup_steps
 
-    def _is_warm(self) -> tf.Tensor:
-        return self._rounds < self._warmup_steps
-
-    def _flats(self) -> list[tf.Tensor]:
-        return [flat for part in self._parts for flat in part.flats()]
-
-    def _split(self, flats: Sequence[tf.Tensor]) -> list[tuple[_Part, Sequence[tf.Tensor]]]:
-        found, start = [], 0
-        for part in self._parts:
-            end = start + len(part.packing.groups)
-            found.append((part, flats[start:end]))
-            start = end
-        return found
+    def _of(self, fragment: int) -> list[Part]:
+        """What takes this turn; momenta are averaged with the only fragment."""
+        return [part for part in self._parts if part.fragment == fragment]
 
     def _begin(self) -> tf.Operation:
-        return tf.group(tf.py_function(_weakly(self._send), self._flats(), [tf.int32]))
+        first = self._of(0)
+        return tf.group(tf.py_function(_weakly(self._send, 0), _flats(first), [tf.int32]))
 
-    def _send(self, *flats: tf.Tensor) -> tf.Tensor:
-        for part, mine in self._split(flats):
+    def _send(self, fragment: int, *flats: tf.Tensor) -> tf.Tensor:
+        for part, mine in _split(self._of(fragment), flats):
             part.average.start(mine)
         return tf.constant(0)
 
-    def _next_round(self) -> tf.Operation:
-        dtypes = [dtype for part in self._parts for dtype in part.packing.dtypes]
-        flats = self._flats()
+    def _next_turn(self, ended: int) -> tf.Operation:
+        """Take a fragment's average in, and send the next fragment."""
+        arriving, leaving = self._of(ended), self._of((ended + 1) % self._count)
+        flats = _flats(arriving) + (_flats(leaving) if self._count > 1 else [])
         asked = []
         if timeline.active.is_on:
             with tf.control_dependencies(flats):
-                asked = [tf.py_function(_weakly(self._ask), [], tf.int32)]
+                asked = [tf.py_function(_weakly(self._ask, ended), [], tf.int32)]
         with tf.control_dependencies([*flats, *asked]):
-            there = [part.average.arrival() for part in self._parts]
+            there = [part.average.arrival() for part in arriving]
+        dtypes = [dtype for part in arriving for dtype in part.packing.dtypes]
         with tf.control_dependencies(there):
-            flats = tf.py_function(_weakly(self._finish), flats, dtypes)
-        for part, mine in self._split(flats):
+            flats = tf.py_function(_weakly(self._finish, ended), flats, dtypes)
+        for part, mine in _split(arriving, flats):
             part.assign(mine)
         return tf.no_op()
 
-    def _ask(self) -> tf.Tensor:
-        for part in self._parts:
+    def _ask(self, ended: int) -> tf.Tensor:
+        for part in self._of(ended):
             part.average.ask()
         return tf.constant(0)
 
-    def _finish(self, *flats: tf.Tensor) -> list[tf.Tensor]:
-        found = [(part, part.average.finish(mine)) for part, mine in self._split(flats)]
-        for part, mine in found:
-            part.average.start(mine)
-        return [flat for _, mine in found for flat in mine]
+    def _finish(self, ended: int, *flats: tf.Tensor) -> list[tf.Tensor]:
+        arriving = self._of(ended)
+        found = [
+            flat for part, mine in _split(arriving, flats) for flat in part.average.finish(mine)
+        ]
+        # With one fragment, what leaves is what has just arrived.
+        self._send((ended + 1) % self._count, *(flats[len(found) :] or found))
+        return found
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def _flats(parts: Sequence[Part]) -> list[tf.Tensor]:
+    return [flat for part in parts for flat in part.flats()]
+
+
+def _split(parts: Sequence[Part], flats: Flats) -> list[tuple[Part, Flats]]:
+    """Return each part with its vectors, which come first, in this order."""
+    found, start = [], 0
+    for part in parts:
+        end = start + len(part.packing.groups)
+        found.append((part, flats[start:end]))
+        start = end
+    return found
+
+
+def _weakly(method: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
     """Return a function for a graph, which TensorFlow keeps for ever, that keeps no engine."""
     found = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
         mine = found()
         assert mine is not None  # whoever runs the step has the optimizer
-        return mine(*arguments)
+        return mine(*bound, *arguments)
 
     return call
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Variables that are averaged: the model's, or the momenta.
-
-    Args:
-        label: Begins the names of its state.
-        variables: By index.
-        packing: How they lie in flat vectors.
-        average: What becomes of these.
-    """
-
-    label: str
-    variables: Sequence[tf.Variable]
-    packing: Packing
-    average: ModelAverage
-
-    def flats(self) -> list[tf.Tensor]:
-        return self.packing.pack(dict(enumerate(map(tf.convert_to_tensor, self.variables))))
-
-    def assign(self, flats: Sequence[tf.Tensor]) -> None:
-        for flat, size in zip(flats, self.packing.sizes, strict=True):
-            flat.set_shape([size])
-        for index, value in self.packing.unpack(flats).items():
-            self.variables[index].assign(value)
-
-
-def _momenta(settings: Settings, strategy: CoCoD) -> _Part:
-    """Return the momenta, which travel uncompressed: float16 makes zeros of second moments.
-
-    They follow the pull-back, but no momentum of an anchor or an outer optimizer, which could
-    carry a second moment below zero. Progress can, so that these stop at zero.
-    """
-    variables = [each.variable for each in settings.momenta]
-    shapes = shapes_of(variables)
-    groups, clamped = [], []
-    for nonnegative in (False, True):
-        indices = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
-        same = shapes.dtype_groups(indices)
-        groups += same
-        clamped += [nonnegative] * len(same)
-    packing = Packing(shapes, groups)
-    average = ModelAverage(
-        settings.reduction.lossless(),
-        CoCoD(weights=strategy.weights, pull_back=strategy.pull_back),
-        packing.sizes,
-        f"{settings.tag}.momenta",
-        clamped,
-    )
-    return _Part("momenta.", variables, packing, average)
-
-
-def _check_momenta(settings: Settings) -> None:
-    """Raise on all ranks where they have other momenta, as with a momentum of 0 on one of them."""
-
-    def check() -> tuple[None, Description]:
-        names = ", ".join(each.name for each in settings.momenta)
-        return None, [("the optimizer's momenta, which are averaged", names or "none")]
-
-    checked(check, f"{settings.tag}.momenta.names", settings.reduction.process_set)

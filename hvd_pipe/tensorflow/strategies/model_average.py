@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ from hvd_pipe.tensorflow.graphs import Arrays, restore
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
-__all__ = ["ModelAverage", "wide"]
+__all__ = ["IN_FLIGHT", "KEPT", "ModelAverage", "wide"]
 
 Flats = Sequence[tf.Tensor]
 
-_LABELS = ("start", "sent", "base", "anchor", "velocity")
+IN_FLIGHT = ("start", "sent")
+"""What begins the names in a `state` of what belongs to a round that is not over."""
+
+KEPT = ("base", "anchor", "velocity")
+"""The same of what goes from round to round; residuals have names of their own."""
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -38,8 +43,8 @@ class ModelAverage:
     """Averages flat vectors behind a round of local steps.
 
     Args:
-        reduction: How they are averaged.
-        strategy: Its weights, and what `finish` does.
+        reduction: How they are averaged, but for weights.
+        strategy: These, and what `finish` does.
         sizes: How many elements each vector has.
         tag: Begins the messages' names.
         nonnegative: For each vector, whether its values may not become negative; none of them by
@@ -54,18 +59,13 @@ class ModelAverage:
         tag: str,
         nonnegative: Sequence[bool] | None = None,
     ) -> None:
-        self._reduction = reduction
+        reduction = replace(reduction, weights=strategy.weights or ())
         self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
         self._outer = None
         if strategy.outer != "none":
             self._outer = (strategy.outer_lr, strategy.outer_momentum)
         self._nonnegative = nonnegative or [False] * len(sizes)
         self._is_lossy = reduction.compression is not Compression.none and not reduction.alone
-        weights = strategy.weights
-        self._factor = 1.0
-        if weights and not reduction.alone:
-            mine = weights[reduction.process_set.rank()]
-            self._factor = mine * len(weights) / sum(weights)
         self._feedback: list[Feedback | None] = [reduction.feedback(size) for size in sizes]
         self._sizes = list(sizes)
         nothing = [None] * len(self._feedback)
@@ -82,10 +82,6 @@ class ModelAverage:
         self._base: list[tf.Tensor] = []
         self._anchor: list[tf.Tensor] = []
         self._velocity: list[tf.Tensor] = []
-
-    def weigh(self, flat: tf.Tensor) -> tf.Tensor:
-        """Return what this rank sends so that a plain mean over the ranks is the weighted one."""
-        return flat if self._factor == 1.0 else flat * tf.cast(self._factor, flat.dtype)
 
     def start(self, flats: Flats) -> None:
         """Send a snapshot."""
@@ -127,6 +123,7 @@ class ModelAverage:
             pull = self._alpha
             anchors = self._moved(means)
             found = [x - pull * (x - z) for x, z in zip(ends, anchors, strict=True)]
+        self._start = []
         found = [
             tf.maximum(x, 0) if clamp else x
             for x, clamp in zip(found, self._nonnegative, strict=True)
@@ -182,7 +179,7 @@ class ModelAverage:
         if any(
             each.size != sizes.get(name.removeprefix(label))
             for name, each in state.items()
-            for label in _LABELS
+            for label in (*IN_FLIGHT, *KEPT)
             if name.startswith(f"{label}.")
         ):
             state = {}
@@ -242,7 +239,7 @@ class ModelAverage:
         @tf.function  # type: ignore[untyped-decorator]
         def average(*flats: tf.Tensor) -> list[tf.Tensor]:
             return [
-                reduction.reduce(self.weigh(flat), f"{name}.{i}", feedback)
+                reduction.reduce(flat, f"{name}.{i}", feedback)
                 for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
             ]
 
