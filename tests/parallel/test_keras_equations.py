@@ -66,14 +66,23 @@ ON_RANKS += [
 ]
 
 expected = keras_reference.trajectory
-trajectories = once(
-    lambda n: run_ranks(
+in_nodes = once(
+    lambda n, nodes: run_ranks(
         n,
         workers_keras_equations.trajectories,
-        [case for ranks, case in ON_RANKS if ranks == n],
+        [case for ranks, case in ON_RANKS if ranks == n and has_nodes(case) == nodes],
         timeout=400,
     )
 )
+
+
+def has_nodes(case: workers_keras_equations.Case) -> bool:
+    return "within=node" in case[1]
+
+
+def trajectories(n: int, case: workers_keras_equations.Case) -> list[Any]:
+    """What each rank's run of a case came to; those that need process sets have their own job."""
+    return of_case(in_nodes(n, has_nodes(case)), case)
 
 
 def name_of(value: Any) -> str:
@@ -84,7 +93,7 @@ def name_of(value: Any) -> str:
 def test_trajectory(n: int, case: workers_keras_equations.Case) -> None:
     _, strategy, optimizer = case
     wanted = expected(n, strategy, optimizer)
-    for rank, actual in enumerate(of_case(trajectories(n), case)):
+    for rank, actual in enumerate(trajectories(n, case)):
         assert actual.shape == wanted[rank].shape
         errors = np.abs(actual - wanted[rank]).max(axis=1)
         wrong = np.flatnonzero(~(errors <= TOLERANCE))  # ~(<=): a NaN is wrong, too
@@ -101,7 +110,7 @@ def test_replicas_are_equal_bit_for_bit(n: int, case: workers_keras_equations.Ca
     Stock Horovod under Keras 3 fails this: ``fit`` calls ``apply`` alone, which it does not know,
     so nothing is ever averaged, and nobody is told.
     """
-    first, *others = of_case(trajectories(n), case)
+    first, *others = trajectories(n, case)
     local = case[1].startswith("cocod") or "prediction=local" in case[1]
     records = slice(-1, None) if local else slice(None)
     for other in others:

@@ -171,8 +171,7 @@ class CoCoDEngine(Engine):
         turn = int(self._local_steps) // self._turn % self._count
         for part in self._parts:
             part.load(state, part.fragment == turn)
-        # Momenta that were left alone until now begin with a round of their own, and other
-        # fragments, or another turn, with the first.
+        # Else a round begins anew: momenta were left alone until now, or fragments were others.
         if not all(part.average.is_ahead for part in self._of(turn)):
             self._local_steps.assign(0)
 
