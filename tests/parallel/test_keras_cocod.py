@@ -93,6 +93,17 @@ def test_a_node_is_synchronous() -> None:
         np.testing.assert_array_equal(other, first)
 
 
+def test_weights_are_as_exact_as_the_model() -> None:
+    """Factors of a float64 mean were rounded to float32."""
+    gradients, weights = np.arange(4) + 1.0, workers.WEIGHTS
+    everyone = np.average(gradients, weights=weights)
+    nodes = [np.average(gradients[i : i + 2], weights=weights[i : i + 2]) for i in (0, 2)]
+    ended = everyone + np.average(np.repeat(nodes, 2), weights=weights)
+    for rank, found in enumerate(of_case(within_nodes(), "weights")):
+        wanted = [-everyone, -everyone - nodes[rank // 2], -ended]
+        np.testing.assert_allclose(found["weights"], wanted, rtol=1e-14)
+
+
 def test_nodes_find_each_other_again_after_horovods_end() -> None:
     """Its process sets end with it, and graphs that were traced hold their numbers."""
     for found in of_case(within_nodes(), "again"):

@@ -29,6 +29,7 @@ FRAGMENTED: dict[str, Found] = {
     },
 }
 WITHIN = f"cocod:period={PERIOD},fragments=2,within=node"
+WEIGHTED, WEIGHTS = "cocod:period=4,within=node,warmup_steps=1", (3, 1, 1, 2)
 OUTER = "cocod:period=4,outer=nesterov,outer_lr=0.4,fragments="
 CUTS = [(2, 4), (4, 1), (1, 2)]
 
@@ -177,6 +178,20 @@ def within_one_node() -> Found:
     return {"rows": np.array(rows), "ended": weights_of(trainer.model)}
 
 
+def weighted() -> Found:
+    """Rank r's gradient is r + 1: in a step of all ranks, then in one of each node's."""
+    weight = keras.Variable(np.zeros(2), name="weight")
+    strategy = f"{WEIGHTED},weights={'/'.join(map(str, WEIGHTS))}"
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy=strategy)
+    optimizer.build([weight])
+    rows = []
+    for _ in range(2):
+        optimizer.apply([tf.ones(2, tf.float64) * (hvd.rank() + 1.0)], [weight])
+        rows.append(weight.numpy()[0])
+    optimizer.synchronize()
+    return {"weights": [*rows, weight.numpy()[0]]}
+
+
 TWO = {
     **{
         f"resumed {name}": (resumed_at_every_moment, options)
@@ -192,6 +207,7 @@ FOUR = {
     "overflow": (overflow_on_one_rank, {"strategy": WITHIN}),
     "static sets": (of_static_sets, {}),
     "join": (joined, {}),
+    "weights": (weighted, {}),
     "one node": (within_one_node, {}),
     "again": (started_again, {}),
 }
