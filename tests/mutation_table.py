@@ -968,7 +968,7 @@ _TENSORFLOW = [
     Mutation(
         "Keras: gradients of a node are averaged over all ranks",
         "tensorflow/strategies/cocod.py",
-        'within_node(settings, strategy) if strategy.within == "node" else None',
+        '_within_node(settings, strategy) if strategy.within == "node" else None',
         'self._everyone if strategy.within == "node" else None',
         _ids(
             "parallel/test_keras_equations",

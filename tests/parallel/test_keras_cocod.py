@@ -10,7 +10,7 @@ import workers_keras_cocod as workers
 from cases import of_case
 from ranks import once, run_ranks
 
-in_fragments = once(lambda: run_ranks(2, workers.in_fragments, timeout=280))
+in_fragments = once(lambda: run_ranks(2, workers.in_fragments, timeout=400))
 within_nodes = once(lambda: run_ranks(4, workers.within_nodes, timeout=400))
 
 
@@ -38,7 +38,7 @@ def test_training_goes_on_from_every_moment_of_a_round(name: str) -> None:
 @pytest.mark.parametrize(("before", "after"), workers.CUTS)
 def test_a_model_in_other_fragments_keeps_its_anchors(before: int, after: int) -> None:
     """What was in flight of other fragments is dropped, and a round begins anew."""
-    first, second = of_case(in_fragments(), f"cut {before} {after}")
+    first, second = (found[before, after] for found in of_case(in_fragments(), "cuts"))
     for found in (first, second):
         assert len(found["saved"]) == 12  # of six variables, in all fragments
         assert_same(found["loaded"], found["saved"])
@@ -71,6 +71,11 @@ def test_a_rank_that_can_add_no_process_set_is_told_of_on_every_rank() -> None:
     for found in others:
         assert found["told"].startswith("RanksDisagreeError: rank 3 was given something wrong")
         assert 'hvd.init(process_sets="dynamic")' in found["told"]
+
+
+def test_nodes_are_of_all_ranks() -> None:
+    for found in of_case(within_nodes(), "process set"):
+        assert "within='node' makes process sets of its own" in found["told"]
 
 
 def test_an_overflow_on_one_rank_of_one_node_is_one_for_all() -> None:

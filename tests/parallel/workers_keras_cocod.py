@@ -78,24 +78,33 @@ def kept(trainer: Trainer) -> Found:
     return found
 
 
-def in_other_fragments(before: int, after: int) -> Found:
+def in_other_fragments() -> dict[tuple[int, int], Found]:
     """Saved where every fragment has an anchor, and another one is in flight than the first."""
-    one, other = Trainer(strategy=f"{OUTER}{before}"), Trainer(strategy=f"{OUTER}{after}")
-    one.train(0, 9)
-    other.train(0, 2)
+    trainers = {count: Trainer(strategy=f"{OUTER}{count}") for count in (1, 2, 4)}
+    found: dict[tuple[int, int], Found] = {}
     with tempfile.TemporaryDirectory() as folder:
-        saver(other).read(saver(one).write(f"{folder}/own"))
-    found = {
-        "saved": kept(one),
-        "loaded": kept(other),
-        "same": np.array_equal(weights_of(one.model), weights_of(other.model)),
-        "ahead": engine_of(other).is_ahead(),
-        "local steps": int(engine_of(other)._local_steps),
-    }
-    other.train(9, TOTAL)
-    found["ahead later"] = engine_of(other).is_ahead()
-    other.optimizer.synchronize()
-    return {**found, "weights": weights_of(other.model)}
+        paths, saved = {}, {}
+        for count, one in trainers.items():
+            one.train(0, 9)
+            paths[count] = saver(one).write(f"{folder}/{count}")
+            saved[count] = {"kept": kept(one), "weights": weights_of(one.model)}
+        for before, after in CUTS:
+            other = trainers[after]
+            engine = engine_of(other)
+            saver(other).read(paths[before])
+            one = saved[before]
+            row = {
+                "saved": one["kept"],
+                "loaded": kept(other),
+                "same": np.array_equal(one["weights"], weights_of(other.model)),
+                "ahead": engine.is_ahead(),
+                "local steps": int(engine._local_steps),
+            }
+            other.train(9, TOTAL)
+            row["ahead later"] = engine.is_ahead()
+            other.optimizer.synchronize()
+            found[before, after] = {**row, "weights": weights_of(other.model)}
+    return found
 
 
 def of_too_many_fragments() -> Found:
@@ -178,6 +187,19 @@ def within_one_node() -> Found:
     return {"rows": np.array(rows), "ended": weights_of(trainer.model)}
 
 
+def in_a_process_set() -> Found:
+    ranks = hvd.add_process_set([0, 1, 2])
+    try:
+        hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), strategy="cocod:within=node", process_set=ranks
+        )
+    except ValueError as error:
+        return {"told": str(error)}
+    finally:
+        hvd.remove_process_set(ranks)
+    return {"told": ""}
+
+
 def weighted() -> Found:
     """Rank r's gradient is r + 1: in a step of all ranks, then in one of each node's."""
     weight = keras.Variable(np.zeros(2), name="weight")
@@ -197,7 +219,7 @@ TWO = {
         f"resumed {name}": (resumed_at_every_moment, options)
         for name, options in FRAGMENTED.items()
     },
-    **{f"cut {b} {a}": (in_other_fragments, {"before": b, "after": a}) for b, a in CUTS},
+    "cuts": (in_other_fragments, {}),
     "too many": (of_too_many_fragments, {}),
     "unlike variables": (of_unlike_variables, {}),
     "unlike fragments": (of_unlike_fragments, {}),
@@ -206,6 +228,7 @@ FOUR = {
     "resumed": (resumed_at_every_moment, {"strategy": WITHIN}),
     "overflow": (overflow_on_one_rank, {"strategy": WITHIN}),
     "static sets": (of_static_sets, {}),
+    "process set": (in_a_process_set, {}),
     "join": (joined, {}),
     "weights": (weighted, {}),
     "one node": (within_one_node, {}),

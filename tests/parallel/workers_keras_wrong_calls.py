@@ -210,8 +210,6 @@ TABLE = [
     Wrong("op is Max", ValueError, "op must be hvd.Average or hvd.Sum", given(op=hvd_tf.Max)),
     Wrong("sum under cocod", ValueError, "op=hvd.Sum has no meaning under CoCoD",
           given(op=hvd.Sum, strategy="cocod")),
-    Wrong("nodes in a process set", ValueError, "within='node' makes process sets of its own",
-          given(process_set=hvd.ProcessSet([0]), strategy="cocod:within=node")),
     Wrong("nodes without process sets", HvdPipeError, r'call hvd.init\(process_sets="dynamic"\)',
           given(strategy="cocod:within=node")),
     Wrong("more fragments than variables", ValueError, "so give at most 2 fragments",

@@ -18,6 +18,7 @@ With ``within="node"`` gradients are averaged over the ranks of a node, as opera
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +29,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_pipe.planning.fragments import assign
+from hvd_pipe.runtime.consensus import members
+from hvd_pipe.runtime.process_sets import node_process_set
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.graphs import Arrays, branch, raw, restore, variable
 from hvd_pipe.tensorflow.measuring import timeline
@@ -43,11 +47,12 @@ from hvd_pipe.tensorflow.strategies.model_parts import (
     model_parts,
     momenta_part,
 )
-from hvd_pipe.tensorflow.strategies.within_node import within_node
 
 __all__ = ["CoCoDEngine"]
 
 Flats = Sequence[tf.Tensor]
+
+_log = logging.getLogger("hvd_pipe")
 
 
 class CoCoDEngine(Engine):
@@ -71,7 +76,7 @@ class CoCoDEngine(Engine):
             if settings.momenta:
                 self._parts.append(momenta)
         self._everyone = replace(settings.reduction, weights=strategy.weights or ())
-        self._node = within_node(settings, strategy) if strategy.within == "node" else None
+        self._node = _within_node(settings, strategy) if strategy.within == "node" else None
         self._buckets = Packing(shapes, shapes.default_groups(settings.dense[::-1]))
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._local_steps = variable([], tf.int64, f"{settings.tag}.local_steps")
@@ -221,6 +226,24 @@ class CoCoDEngine(Engine):
         # With one fragment, what leaves is what has just arrived.
         self._send((ended + 1) % self._count, *(flats[len(found) :] or found))
         return found
+
+
+def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
+    """Return how the ranks of this node average gradients; None where it has one rank.
+
+    All ranks call this, anew where Horovod has started anew: its process sets end with it.
+    """
+    world = settings.reduction.process_set
+    node = node_process_set(agreement, f"{settings.tag}.node", world)
+    if node is None:
+        return None
+    ranks = members(node)
+    if len(ranks) == world.size() and world.rank() == 0:
+        text = "cocod:within=node: all %d ranks are on one node, and synchronous"
+        _log.warning(text, len(ranks))
+    weights = tuple(strategy.weights[rank] for rank in ranks) if strategy.weights else ()
+    # A node's own links are fast: nothing is compressed.
+    return replace(settings.reduction.lossless(), process_set=node, weights=weights)
 
 
 def _flats(parts: Sequence[Part]) -> list[tf.Tensor]:

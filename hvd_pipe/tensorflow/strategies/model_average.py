@@ -245,14 +245,16 @@ class ModelAverage:
 
         def shown(*flats: tf.Tensor) -> Any:
             trace = timeline.active
+            # Traced before the message leaves. As each fragment has a function of its own,
+            # TensorFlow would warn of a function that is traced again and again.
+            sent = average.get_concrete_function(*flats)
             if not trace.is_on or reduction.alone:
-                return average(*flats)
-            average.get_concrete_function(*flats)  # traced before the message leaves
+                return sent(*flats)
             operations = [
                 trace.launched(f"{name}.{i}", reduction.wire_bytes(flat.shape[0], flat.dtype))
                 for i, flat in enumerate(flats)
             ]
-            found = average(*flats)
+            found = sent(*flats)
             for operation in operations:
                 operation.complete()
             return found
