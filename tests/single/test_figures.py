@@ -167,3 +167,20 @@ def test_a_page_has_the_costs_of_a_message() -> None:
     assert f"{1e3 * seconds['gloo, 4 ranks']['4 KiB/1/spins']['whole']:.0f} ms" in " ".join(
         (pages.ROOT / "docs/performance.md").read_text().split()
     )
+
+
+def test_a_page_has_the_times_on_slow_links_and_of_nodes() -> None:
+    """A column a cell, in the file's order; a contestant that was not raced has no number."""
+    shown = {"stock Horovod": "horovod", "one worker by itself": "single"}
+    cells = [
+        {row["contestant"]: 1e3 * row["seconds"] for row in cell["rows"]}
+        for cell in _read("cocod.json")
+    ]
+    _, *rows = _table("docs/performance.md", "| ms a step | r = 8 |")
+    raced = set()
+    for name, *figures in rows:
+        contestant = shown.get(name, name.strip("`"))
+        raced.add(contestant)
+        for cell, figure in zip(cells, figures, strict=True):
+            assert figure == (f"{cell[contestant]:.0f}" if contestant in cell else "")
+    assert raced == {contestant for cell in cells for contestant in cell}
