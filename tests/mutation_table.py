@@ -671,8 +671,8 @@ _TORCH = [
     Mutation(
         "CoCoD: a round is a step too long",
         "torch/strategies/cocod.py",
-        "if self._local_steps >= self._strategy.period:",
-        "if self._local_steps > self._strategy.period:",
+        "if self._local_steps < (self._turn + 1) * self._strategy.turn:",
+        "if self._local_steps <= (self._turn + 1) * self._strategy.turn:",
         _equation("cocod:period=4, momentum"),
         "^cocod:period=4, momentum$",
     ),
@@ -709,10 +709,30 @@ _TORCH = [
         r"^outer=nesterov, outer_lr=0.3, outer_momentum=0.6, momentum, none, float64",
     ),
     Mutation(
+        "CoCoD: the first fragment travels in every turn",
+        "torch/strategies/cocod.py",
+        "self._turn = (self._turn + 1) % self._strategy.fragments",
+        "self._turn = 0",
+        _cocod("fragments=2, momentum, none, float64"),
+        r"^fragments=2, momentum, none, float64",
+    ),
+    Mutation(
+        "CoCoD: a node's gradients are averaged over all ranks",
+        "torch/strategies/within_node.py",
+        "process_set=node,",
+        "process_set=world,",
+        _ids("parallel/test_cocod_options", "test_workers_of_a_node_stay_equal"),
+        r"^within=node, momentum, none, float64",
+    ),
+    Mutation(
         "CoCoD: momenta are not averaged",
         "torch/strategies/cocod.py",
-        "yield from self._momenta.averages",
-        "yield from ()",
+        """for part in self._parts if part.fragment == self._turn)
+        if self._momenta is not None:
+            yield from self._momenta.averages""",
+        """for part in self._parts if part.fragment == self._turn)
+        if self._momenta is not None:
+            yield from ()""",
         _cocod("momentum=average, momentum, none, float64"),
         r"^momentum=average, momentum, none, float64",
     ),
@@ -1315,8 +1335,8 @@ _PLANNER = [
     Mutation(
         "stability: CoCoD's replicas are those of Local SGD",
         "planning/stability.py",
-        "return steps - averaged, steps",
-        "return steps, steps",
+        "return rest @ (steps - averaged), rest @ steps",
+        "return rest @ steps, rest @ steps",
         _ids("single/test_methods", "test_limits_of_cocod"),
     ),
 ]

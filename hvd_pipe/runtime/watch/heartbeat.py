@@ -236,10 +236,8 @@ class Heartbeat:
             if self._clock.now - link.heard > 3 * self.beat_s and link.rank not in self._left
         }
         if self.me == FIRST:
-            longest = heapq.nlargest(MOST_SILENT, silent.items(), lambda one: one[1].seconds)
-            message["silent"] = (
-                longest  # a cut between two halves of a job is silence of half of it
-            )
+            # Where a network has been cut into halves, half of all ranks are silent.
+            message["silent"] = heapq.nlargest(MOST_SILENT, silent.items(), lambda one: one[1])
             message["busy"] = self._someone_is_busy()
         if self.me == FIRST or silent:
             self._silent = silent
@@ -284,11 +282,7 @@ class Heartbeat:
                 self._news += encode(message)
 
     def _pass_on(self) -> None:
-        """Tell the others what the first rank has heard.
-
-        All that has come at once goes at once: where n ranks leave together, that is n sendings
-        of n messages instead of n times n.
-        """
+        """Tell the others what the first rank has heard; what came at once goes in one sending."""
         with self._changed:
             news, self._news = self._news, b""
         if news:
