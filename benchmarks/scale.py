@@ -214,21 +214,27 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
     sizes = [one["ranks"] for one in found]
     table = [["", *map(str, sizes), "grows"]]
 
-    def add(label: str, of: Callable[[dict[str, Any]], float], digits: int = 0) -> None:
+    def add(label: str, of: Callable[[dict[str, Any]], float], digits: int | None = None) -> None:
         values = [of(one) for one in found]
-        law = growth(sizes, values) if len(sizes) > 2 else ""
+        # Times grow as ranks share the cores, and steps are as many as there was time for.
+        law = growth(sizes, values) if len(sizes) > 2 and digits is None else ""
+        digits = digits or 0
         table.append([label, *(f"{value:.{digits}f}" for value in values), law])
 
-    first = STRATEGIES[0]
+    first, second = STRATEGIES[:2]  # the first constructor waits for ranks that import torch
     add("`hvd.init()`, s", lambda one: one["init_s"], 2)
-    add("constructor, s", lambda one: one["strategies"][first]["construct_s"], 2)
+    add("constructor, s", lambda one: one["strategies"][second]["construct_s"], 2)
     add("its collectives", lambda one: one["strategies"][first]["agreement"]["collectives"])
     add("its bytes a rank", lambda one: one["strategies"][first]["agreement"]["received"])
-    add("broadcast, s", lambda one: one["strategies"][first]["broadcast_s"], 2)
+    add("broadcast, s", lambda one: one["strategies"][second]["broadcast_s"], 2)
     add(f"{WARM_UP} steps with trials, s", lambda one: one["strategies"][first]["plan_s"], 1)
     for name in STRATEGIES:
-        add(f"ms a step, `{name}`", lambda one, name=name: 1e3 * one["strategies"][name]["step_s"])
-        add(f"steps, `{name}`", lambda one, name=name: one["strategies"][name]["steps"])
+        add(
+            f"ms a step, `{name}`",
+            lambda one, name=name: 1e3 * one["strategies"][name]["step_s"],
+            0,
+        )
+        add(f"steps, `{name}`", lambda one, n=name: one["strategies"][n]["steps"], 0)
 
     def held(one: dict[str, Any]) -> dict[str, list[float]]:
         holds: dict[str, list[float]] = one["strategies"][STRATEGIES[-1]]["holds"]
@@ -237,9 +243,9 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
     for at, who in enumerate(("rank 0", "another rank")):
         for kind, label in LABELS.items():
             add(f"{label}, {who}", lambda one, k=kind, i=at: held(one)[k][i])
-    add("MB, small process of rank 0", lambda one: one["init"]["child_mb"][0], 1)
+    add("MB, small process of rank 0", lambda one: one["init"]["child_mb"][0])
     add("open files, small process of rank 0", lambda one: one["init"]["child_files"][0])
-    add("MB, small process of another", lambda one: one["init"]["child_mb"][1], 1)
+    add("MB, small process of another", lambda one: one["init"]["child_mb"][1])
     return table
 
 
