@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +16,13 @@ from hvd_pipe.runtime.consensus import Agreement, Description, members
 __all__ = [
     "NODES",
     "by_node",
+    "find_node",
     "make_process_sets",
-    "node_process_set",
     "refuse_static_sets",
     "this_node",
 ]
+
+_log = logging.getLogger("hvd_pipe")
 
 NODES = (
     'within="node" needs a Horovod process set for the ranks of each node, and Horovod was '
@@ -72,16 +75,21 @@ def this_node(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
-def node_process_set(agreement: Agreement, name: str, world: ProcessSet) -> ProcessSet | None:
-    """Return the process set of this rank's node; all ranks call this.
+def find_node(
+    agreement: Agreement, name: str, world: ProcessSet, weights: Sequence[float] | None
+) -> tuple[ProcessSet, tuple[float, ...]] | None:
+    """Return the process set of this rank's node, and the weights of its ranks.
+
+    All ranks call this, anew where Horovod has started anew: its process sets end with it.
 
     Args:
         agreement: By which ranks tell each other their node.
         name: Begins the messages' names.
         world: All ranks.
+        weights: Of all ranks; None for equal ones, which are empty in what is returned.
 
     Returns:
-        The set; None where this rank is the only one of its node.
+        None where this rank is the only one of its node.
 
     Raises:
         HvdPipeError: Horovod allows no process sets to be added; on every rank.
@@ -94,8 +102,14 @@ def node_process_set(agreement: Agreement, name: str, world: ProcessSet) -> Proc
         return make_process_sets(groups, world, NODES), []
 
     sets = agreement.checked(made, f"{name}.process_sets", world)
-    mine = everyone[int(world.rank())]
-    return sets.get(next(ranks for ranks in nodes if mine in ranks))
+    rank = everyone[int(world.rank())]
+    mine = next(ranks for ranks in nodes if rank in ranks)
+    if mine not in sets:
+        return None
+    if len(nodes) == 1 and rank == everyone[0]:
+        text = "cocod:within=node: all %d ranks are on one node, and synchronous"
+        _log.warning(text, len(mine))
+    return sets[mine], tuple(weights[each] for each in mine) if weights else ()
 
 
 def by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:

@@ -267,8 +267,8 @@ def run_others() -> dict[str, Any]:
             "a rank leaves": a_rank_leaves,
             "two of three": two_of_three,
             "a parameter comes to life on one rank": a_parameter_comes_to_life,
-            "a parameter joins": partial(a_parameter_joins, Compression.none),
-            "a parameter joins, fp16": partial(a_parameter_joins, Compression.fp16),
+            "a parameter joins": partial(a_parameter_joins, Compression.none, CoCoD()),
+            "a parameter joins, fp16": partial(a_parameter_joins, Compression.fp16, CoCoD()),
             "wrong number of weights": wrong_number_of_weights,
             "unequal weights": unequal_weights,
             "speeds": speeds,
@@ -329,16 +329,16 @@ def a_parameter_comes_to_life() -> list[tuple[float, npt.NDArray[np.float64]] | 
 JOINS_AT = 5
 
 
-def a_parameter_joins(compression: Any) -> list[float]:
+def a_parameter_joins(compression: Any, strategy: CoCoD) -> list[float]:
     """In the middle of the second round of four steps, b is unfrozen: its value after each step.
 
-    Its gradient is 1 on rank 0, 2 on rank 1, 3 on rank 2, and the learning rate 0.125.
+    Its gradient is 1 on rank 0, 2 on rank 1 and so on, and the learning rate 0.125.
     """
     model = TwoParts()
     model.b.requires_grad_(False)
     plain = torch.optim.SGD(model.parameters(), lr=0.125)
     named = model.named_parameters()
-    optimizer = hvd.DistributedOptimizer(plain, named, compression=compression, strategy=CoCoD())
+    optimizer = hvd.DistributedOptimizer(plain, named, compression=compression, strategy=strategy)
     records = []
     for step in range(16):
         model.b.requires_grad_(step >= JOINS_AT)
@@ -400,7 +400,9 @@ def run_nodes() -> dict[str, Any]:
         {
             "overflow": overflow_on_one_rank,
             "join": join_is_refused,
-            "a parameter joins": a_parameter_joins_within_nodes,
+            "a parameter joins": partial(
+                a_parameter_joins, Compression.none, CoCoD(within="node")
+            ),
             "another number of fragments": another_number_of_fragments,
             "bytes": bytes_on_the_wire,
         }
@@ -434,24 +436,6 @@ def join_is_refused() -> str:
     found = _error(hvd.join)
     del optimizer
     return found
-
-
-def a_parameter_joins_within_nodes() -> list[float]:
-    """As `a_parameter_joins`; gradients are 1.5 on the first node and 3.5 on the next one."""
-    model = TwoParts()
-    model.b.requires_grad_(False)
-    plain = torch.optim.SGD(model.parameters(), lr=0.125)
-    named = model.named_parameters()
-    optimizer = hvd.DistributedOptimizer(plain, named, strategy=CoCoD(within="node"))
-    records = []
-    for step in range(16):
-        model.b.requires_grad_(step >= JOINS_AT)
-        optimizer.zero_grad()
-        ((model.a.sum() + model.b.sum()) * (hvd.rank() + 1)).backward()
-        optimizer.step()
-        records.append(float(model.b[0].detach()))
-    optimizer.synchronize()
-    return [*records, float(model.b[0].detach())]
 
 
 def another_number_of_fragments() -> list[Weights]:

@@ -18,7 +18,6 @@ With ``within="node"`` gradients are averaged over the ranks of a node, as opera
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,8 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_pipe.planning.fragments import assign
-from hvd_pipe.runtime.consensus import members
-from hvd_pipe.runtime.process_sets import node_process_set
+from hvd_pipe.runtime.process_sets import find_node
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.arguments import shapes_of
@@ -51,8 +49,6 @@ from hvd_pipe.tensorflow.strategies.model_parts import (
 __all__ = ["CoCoDEngine"]
 
 Flats = Sequence[tf.Tensor]
-
-_log = logging.getLogger("hvd_pipe")
 
 
 class CoCoDEngine(Engine):
@@ -229,19 +225,12 @@ class CoCoDEngine(Engine):
 
 
 def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
-    """Return how the ranks of this node average gradients; None where it has one rank.
-
-    All ranks call this, anew where Horovod has started anew: its process sets end with it.
-    """
+    """Return how the ranks of this node average gradients; None where it has one rank."""
     world = settings.reduction.process_set
-    node = node_process_set(agreement, f"{settings.tag}.node", world)
-    if node is None:
+    found = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
+    if found is None:
         return None
-    ranks = members(node)
-    if len(ranks) == world.size() and world.rank() == 0:
-        text = "cocod:within=node: all %d ranks are on one node, and synchronous"
-        _log.warning(text, len(ranks))
-    weights = tuple(strategy.weights[rank] for rank in ranks) if strategy.weights else ()
+    node, weights = found
     # A node's own links are fast: nothing is compressed.
     return replace(settings.reduction.lossless(), process_set=node, weights=weights)
 

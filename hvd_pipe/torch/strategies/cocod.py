@@ -128,9 +128,13 @@ class CoCoDEngine(Engine):
     def is_averaged(self) -> bool:
         return self._is_warm
 
+    @property
+    def _everyone(self) -> Reduction:
+        """How models are averaged, and gradients in warm-up."""
+        return replace(self.settings.reduction, weights=self._strategy.weights or ())
+
     def build(self) -> None:
         settings, strategy = self.settings, self._strategy
-        reduction = replace(settings.reduction, weights=strategy.weights or ())
         self._is_warm = self.rounds < strategy.warmup_steps
         self._node = None
         if strategy.within == "node":
@@ -140,14 +144,13 @@ class CoCoDEngine(Engine):
         self._momenta: AveragedMomenta | None = None
         if strategy.momentum == "average":
             self._momenta = AveragedMomenta(
-                settings, partial(_average_of_momenta, reduction, strategy)
+                settings, partial(_average_of_momenta, self._everyone, strategy)
             )
         self._buffers.want(settings.parameters)
 
     def _cut(self) -> None:
         """Make the parts of the model; parameters that have a fragment stay in it."""
-        settings, strategy = self.settings, self._strategy
-        reduction = replace(settings.reduction, weights=strategy.weights or ())
+        settings, strategy, reduction = self.settings, self._strategy, self._everyone
         index = settings.index
         self._fragment_of = assign(index.nbytes, strategy.fragments, self._fragment_of)
         groups = [
@@ -175,12 +178,11 @@ class CoCoDEngine(Engine):
 
     def _choose_buckets(self) -> None:
         """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
-        settings, weights = self.settings, self._strategy.weights or ()
+        settings = self.settings
         self.current = None
         groups = settings.index.default_groups(range(len(settings.names)))
         if self._is_warm:
-            reduction = replace(settings.reduction, weights=weights)
-            self.current = _buckets(settings, reduction, groups, "warmup")
+            self.current = _buckets(settings, self._everyone, groups, "warmup")
         elif self._node is not None:
             self.current = _buckets(settings, self._node, groups, "node")
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 from horovod.torch.compression import Compression
 
-from hvd_pipe.runtime.consensus import members
-from hvd_pipe.runtime.process_sets import node_process_set
+from hvd_pipe.runtime.process_sets import find_node
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.messages.allreduce import Message, Reduction, Traffic
 from hvd_pipe.torch.strategies.settings import Settings
 
 __all__ = ["Meeting", "within_node"]
-
-_log = logging.getLogger("hvd_pipe")
 
 
 class Meeting(Message):
@@ -49,15 +45,10 @@ class Meeting(Message):
 def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
     """Return how the ranks of this node average gradients; None where it has one rank."""
     world = settings.reduction.process_set
-    node = node_process_set(agreement, f"{settings.tag}.node", world)
-    if node is None:
+    found = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
+    if found is None:
         return None
-    ranks = members(node)
-    if len(ranks) == world.size() and world.rank() == 0:
-        _log.warning(
-            "cocod:within=node: all %d ranks are on one node, and synchronous", len(ranks)
-        )
-    weights = tuple(strategy.weights[rank] for rank in ranks) if strategy.weights else ()
+    node, weights = found
     return replace(
         settings.reduction,
         process_set=node,
