@@ -721,7 +721,10 @@ _TORCH = [
         "torch/strategies/within_node.py",
         "process_set=node,",
         "process_set=world,",
-        _ids("parallel/test_cocod_options", "test_workers_of_a_node_stay_equal"),
+        _ids(
+            "parallel/test_cocod_options",
+            "test_workers_of_a_node_stay_equal[3-within=node, momentum, none, float64]",
+        ),
         r"^within=node, momentum, none, float64",
     ),
     Mutation(
