@@ -145,12 +145,14 @@ class Reduction:
     @property
     def alone(self) -> bool:
         """Whether this rank has nobody to reduce with, or is no member of the process set."""
-        return not self.process_set.included() or bool(self.process_set.size() == 1)
+        # Not size(): it waits for a lock that Horovod's own thread holds for most of each cycle
+        # once process sets have been added, and a busy machine may give it none for minutes.
+        return not self.process_set.included() or len(self.process_set.ranks) == 1
 
     @property
     def workers(self) -> int:
         """How many ranks reduce."""
-        return 1 if self.alone else int(self.process_set.size())
+        return 1 if self.alone else len(self.process_set.ranks)
 
     @property
     def factor(self) -> float:
