@@ -26,7 +26,7 @@ def run_cases(cases: Mapping[K, Callable[[], R]]) -> dict[K, R | Raised]:
     Where the environment has ``ONLY_CASES``, only cases run whose names match this pattern.
 
     A case that raises on one rank only leaves the others waiting; Horovod's stall check then ends
-    them (see `ranks.ENVIRONMENT`), and all later cases with them.
+    them (see `ranks.environment`), and all later cases with them.
     """
     results: dict[K, R | Raised] = {}
     wanted = re.compile(os.environ.get("ONLY_CASES", ""))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from problem import OPTIMIZERS, make_model
-from ranks import ENVIRONMENT, HOROVODRUN, JOB, processes_of
+from ranks import HOROVODRUN, JOB, environment, processes_of
 
 SCRIPT = Path(__file__).with_name("workers_faults.py")
 START_S = 150.0  # for a start that takes seconds on a quiet machine
@@ -77,7 +77,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=inherited
-                | ENVIRONMENT
+                | environment()
                 | {
                     JOB: str(self.directory),
                     "HVD_PIPE_TIMEOUT": str(timeout_s),

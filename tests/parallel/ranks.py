@@ -40,6 +40,7 @@ import rank_server
 P = ParamSpec("P")
 R = TypeVar("R")
 
+HERE = Path(__file__).parent
 HOROVODRUN = [sys.executable, str(Path(__file__).with_name("launch.py"))]
 ENTRY = Path(__file__).with_name("rank_main.py")
 GRACE = 5.0  # seconds that ranks get to end by themselves after their deadline
@@ -48,9 +49,10 @@ TAIL = 4000  # characters of a rank's output that a failure shows
 
 JOB = "RANKS_DIRECTORY"  # the environment variable by which a job's processes are known
 
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # Open MPI polls while it waits; with more ranks than cores it must let the others compute.
+    # Open MPI polls while it waits; with more ranks than cores it must let the others compute
+    # (and sleeps instead, see sleeping_yield.c).
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # Containers forbid process_vm_readv, Open MPI's way to copy between processes.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
@@ -62,6 +64,17 @@ ENVIRONMENT = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
 }
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """What all ranks of tests find in their environment."""
+    library = Path(_servers().name) / "sleeping_yield.so"
+    source = HERE / "sleeping_yield.c"
+    subprocess.run(
+        ["c++", "-x", "c", "-O2", "-shared", "-fPIC", "-o", library, source], check=True
+    )
+    return {**_ENVIRONMENT, "LD_PRELOAD": str(library)}
 
 
 def run_ranks(
@@ -79,7 +92,7 @@ def run_ranks(
         n: How many ranks.
         function: A module-level function of a module beside this one.
         args: Its arguments; they and the results travel as pickles.
-        env: Environment variables for the ranks, over `ENVIRONMENT`.
+        env: Environment variables for the ranks, over `environment`.
         timeout: Seconds until a rank is ended; `LONGEST` at most.
         launcher: ``"mpi"`` (mpirun) or ``"gloo"`` (horovodrun --gloo).
         framework: One of `rank_server.FRAMEWORKS`, which all ranks find imported, as they are
@@ -214,7 +227,7 @@ def _serve(framework: str, rank: int) -> None:
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=[number],
-            env=_inherited() | ENVIRONMENT,
+            env=_inherited() | environment(),
             start_new_session=True,
         )
     atexit.register(server.communicate)
@@ -230,7 +243,7 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_inherited() | ENVIRONMENT | env | {JOB: str(directory)},
+            env=_inherited() | environment() | env | {JOB: str(directory)},
             start_new_session=True,
         )
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import ENVIRONMENT, run_script
+from ranks import environment, run_script
 
 from hvd_pipe.timeline import Timeline
 
@@ -69,7 +69,7 @@ def test_vgg_runs_alone() -> None:
         [sys.executable, str(FOLDER / "pipedream_vgg.py"), "--epochs", "2"],
         capture_output=True,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | environment(),
         timeout=120,
         check=False,
     )
