@@ -149,7 +149,7 @@ def test_join_waits_for_ranks_that_get_on() -> None:
 def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_leaves = SimpleNamespace(take=id)
     monkeypatch.setattr(compressed_allreduce, "communication_thread", nothing_leaves)
-    others: Any = SimpleNamespace(included=lambda: True, size=lambda: 2)
+    others: Any = SimpleNamespace(included=lambda: True, ranks=[0, 1])
     message = CompressedAllReduce(
         Reduction(process_set=others), torch.zeros(8), "g", Compression.int8
     )
