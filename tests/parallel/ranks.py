@@ -40,7 +40,6 @@ import rank_server
 P = ParamSpec("P")
 R = TypeVar("R")
 
-HERE = Path(__file__).parent
 HOROVODRUN = [sys.executable, str(Path(__file__).with_name("launch.py"))]
 ENTRY = Path(__file__).with_name("rank_main.py")
 GRACE = 5.0  # seconds that ranks get to end by themselves after their deadline
@@ -56,8 +55,6 @@ _ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     # Containers forbid process_vm_readv, Open MPI's way to copy between processes.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
-    # The cycle is how long Horovod gathers messages, 1 ms by default: most of a small all-reduce.
-    "HOROVOD_CYCLE_TIME": "0.1",
     # A collective that some rank never joins raises on the ranks that wait in it, so that the
     # failure names the test's own line instead of a deadline. A busy machine may well stand still
     # for some seconds.
@@ -70,7 +67,7 @@ _ENVIRONMENT = {
 def environment() -> dict[str, str]:
     """What all ranks of tests find in their environment."""
     library = Path(_servers().name) / "sleeping_yield.so"
-    source = HERE / "sleeping_yield.c"
+    source = Path(__file__).with_name("sleeping_yield.c")
     subprocess.run(
         ["c++", "-x", "c", "-O2", "-shared", "-fPIC", "-o", library, source], check=True
     )

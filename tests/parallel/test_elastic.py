@@ -81,7 +81,7 @@ def outcome(name: str) -> Outcome:
         script.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         command = [
-            *("env", "-u", "HOROVOD_CYCLE_TIME", *ranks.HOROVODRUN, "-np", str(workers)),
+            *(*ranks.HOROVODRUN, "-np", str(workers)),
             *("--min-np", "1", "--max-np", "4", "--network-interface", "lo"),
             *("--reset-limit", "2"),
             *("--host-discovery-script", str(script), sys.executable),

@@ -56,7 +56,7 @@ def outcome(way: str) -> Outcome:
         script.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
         command = [
-            *("env", "-u", "HOROVOD_CYCLE_TIME", *ranks.HOROVODRUN, "-np", "2"),
+            *(*ranks.HOROVODRUN, "-np", "2"),
             *("--min-np", "2", "--max-np", "3", "--network-interface", "lo"),
             *("--host-discovery-script", str(script), sys.executable),
             *(str(Path(workers.__file__)), folder),

@@ -650,7 +650,6 @@ def loaded_over(first: str, second: str) -> tuple[str | None, list[Weights], lis
 def forward_shut_down() -> Forward:
     """Horovod ends and begins again; nothing is measured or tried anew."""
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     heard, model = Lines(), make_model()
     with forced_times():

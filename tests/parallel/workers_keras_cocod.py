@@ -243,7 +243,6 @@ def in_fragments() -> dict[str, Found | Raised]:
 
 def within_nodes() -> dict[str, Found | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME", None)  # Horovod crashes at a second start with it
     hvd.init(process_sets="dynamic")
     os.environ["HOROVOD_HOSTNAME"] = f"node{hvd.rank() // RANKS_A_NODE}"
     return run_cases({name: lambda case=case: case[0](**case[1]) for name, case in FOUR.items()})

@@ -416,7 +416,6 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 def observations() -> dict[str, Found | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     return run_cases({name: lambda call=call: call[0](*call[1:]) for name, call in CASES.items()})
 

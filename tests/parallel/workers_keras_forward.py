@@ -98,12 +98,6 @@ class OwnDecay(keras.optimizers.SGD):  # type: ignore[misc]
             each.assign(each * (1.0 - 0.01 * norm))
 
 
-def frozen() -> Any:
-    model = make_model()
-    model.layers[1].trainable = False
-    return model
-
-
 def normalized() -> Any:
     dense, normalization = keras.layers.Dense, keras.layers.BatchNormalization
     return of_layers(
@@ -819,8 +813,7 @@ def resumed(model: Any, strategy: str) -> Found:
 
 
 CASES = {
-    **{name: partial(both, name) for name in ("sgd", "momentum", "adam", "scheduled")},
-    "frozen": partial(of_models, frozen),
+    **{name: partial(both, name) for name in ("adam", "scheduled")},
     "normalized": partial(of_models, normalized),
     "constrained": partial(of_models, constrained),
     "shared": partial(of_models, shared),

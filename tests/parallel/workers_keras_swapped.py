@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -215,7 +214,6 @@ def tensorflow_state() -> Found:
 
 def observations() -> dict[str, Any | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     cases: dict[str, Any] = {
         **{f"resumed {each}": functools.partial(resumed, each) for each in STRATEGIES},

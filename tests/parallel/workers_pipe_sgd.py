@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -537,6 +536,5 @@ def run() -> dict[Any, Any | Raised]:
 
 def run_started_again() -> dict[str, Weights | Raised]:
     importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
-    os.environ.pop("HOROVOD_CYCLE_TIME")  # Horovod crashes at a second start with it
     hvd.init()
     return run_cases({strategy: partial(started_again, strategy) for strategy in BY_HAND})
