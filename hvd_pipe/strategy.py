@@ -257,7 +257,10 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
                 f"{', '.join(fields)}."
             )
         options[key] = _value(key, value)
-    return cls(**options)  # type: ignore[arg-type]
+    try:
+        return cls(**options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{source}{text!r}: {error}") from None
 
 
 def _value(key: str, text: str) -> object:

@@ -65,6 +65,9 @@ def test_the_environment_chooses_where_the_script_does_not(
     monkeypatch.setenv("HVD_PIPE_STRATEGY", f"auto:allow=merged-gradient/{FORWARD}")
     assert parse() == Auto(("merged-gradient", FORWARD))
     assert parse(FORWARD) == MergedGradient(overlap="forward")
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocod:period=x")
+    with pytest.raises(TypeError, match=r"HVD_PIPE_STRATEGY='cocod:period=x': CoCoD: period must"):
+        parse()
     monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocoa")
     with pytest.raises(ValueError, match=r"HVD_PIPE_STRATEGY='cocoa'.*did you mean 'cocod'"):
         parse()
