@@ -13,6 +13,7 @@ from here. What our functions do around these three, Horovod's own do as well fr
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import logging
 import os
@@ -113,10 +114,17 @@ def refuse_join() -> None:
     Raises:
         HvdPipeError: An optimizer sends encoded or sparse gradients, or some within a node.
     """
+    if _against_join():
+        gc.collect()  # an optimizer that the script has dropped may wait for that, on this rank
+    if problem := _against_join():
+        raise HvdPipeError(problem)
+
+
+def _against_join() -> str:
     for engine in live_engines():
         reduction = engine.reduction
         if not engine.can_join and not reduction.alone:
-            raise HvdPipeError(
+            return (
                 "hvd.join() does not go with within='node', whose gradients travel over process "
                 "sets: give every rank the same number of steps."
             )
@@ -124,11 +132,12 @@ def refuse_join() -> None:
             codec_for(reduction.compression, p.dtype) for p in engine.settings.parameters
         )
         if not reduction.alone and (encoded or engine.settings.sparse):
-            raise HvdPipeError(
+            return (
                 "hvd.join() needs dense gradients that travel as they are: use Compression.none "
                 "or .fp16, parameters that are not bfloat16, and sparse_as_dense=True; or give "
                 "every rank the same number of steps."
             )
+    return ""
 
 
 def _settle_at_exit() -> None:
