@@ -34,14 +34,14 @@ STRATEGIES = (
     "cocod:period=4,fragments=2,pull_back=0.6,anchor_momentum=0.7,warmup_steps=3",
 )
 # A step outside of fit differs by what a strategy keeps in graphs, not by its options.
-OUTSIDE = tuple(
+FAMILIES = tuple(
     name
     for name in STRATEGIES
     if name in ("merged-gradient", "pipe-sgd") or "warmup_steps" in name or "fragments=4" in name
 )
 CASES: list[workers_keras_equations.Case] = [
     *(("fit", strategy, "momentum") for strategy in STRATEGIES),
-    *((mode, name, "momentum") for mode in ("function", "eager") for name in OUTSIDE),
+    *((mode, name, "momentum") for mode in ("function", "eager") for name in FAMILIES),
 ]
 CASES += [
     ("fit", strategy, optimizer)
@@ -55,21 +55,17 @@ CASES += [
     ("fit", "cocod:period=3,momentum=average,pull_back=0.4,anchor_momentum=0.5", "adam"),
 ]
 
-# On one rank and on four, one of the three ways to run a step, and few optimizers: what the others
-# change is in TensorFlow alone, and each of these traces takes a second or more of a job.
+# On one rank and on four, the families: what options change does not depend on how many there are,
+# and each of these traces takes a second or more of a rank.
 ON_RANKS = [(2, case) for case in CASES]
-ON_RANKS += [
-    (n, case)
-    for n in (1, 4)
-    for case in CASES
-    if case[0] == "fit" and case[2] in ("momentum", "accumulating")
-]
+ON_RANKS += [(n, ("fit", strategy, "momentum")) for n in (1, 4) for strategy in FAMILIES]
+ON_RANKS += [(4, ("fit", "cocod:period=4", "accumulating")), (4, ("fit", MOMENTS, "forgetful"))]
 # Batches of unlike size: the warm-up took a plain mean of the gradients.
 WEIGHTED = "cocod:period=3,warmup_steps=4,weights=3/1"
 ON_RANKS += [(2, ("fit", WEIGHTED, "momentum"))]
 # Two nodes of two ranks.
 WITHIN = "cocod:period=4,fragments=4,within=node"
-ON_RANKS += [(4, (mode, WITHIN, "momentum")) for mode in ("fit", "function", "eager")]
+ON_RANKS += [(4, (mode, WITHIN, "momentum")) for mode in ("fit", "eager")]
 ON_RANKS += [
     (4, ("fit", "cocod:period=3,within=node,warmup_steps=4,weights=3/1/1/2", "momentum")),
     (4, ("fit", f"{WITHIN},outer=nesterov,outer_lr=0.3", "accumulating")),
