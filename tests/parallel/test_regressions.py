@@ -105,6 +105,11 @@ def test_an_optimizer_that_is_gone_takes_no_part_in_a_join() -> None:
         np.testing.assert_array_equal(before, after)
 
 
+def test_an_optimizer_that_awaits_collection_refuses_no_join() -> None:
+    """With a codec it refused on the rank that had not collected it, and the others waited."""
+    assert of_case(results(), "dropped") == [True, False]
+
+
 def test_buckets_with_room_for_sparse_gradients_are_let_go() -> None:
     """Pipe-SGD kept both sets that it had replaced: their memory was never free again."""
     assert of_case(results(), "sparse sets") == [2, 2]

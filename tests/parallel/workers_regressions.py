@@ -7,6 +7,7 @@ import gc
 import inspect
 import time
 import warnings
+import weakref
 from functools import partial
 from typing import Any
 
@@ -326,6 +327,28 @@ def abandoned() -> tuple[Weights, Weights]:
     return before, weights_of(model)
 
 
+def dropped() -> bool:
+    """An optimizer with a codec waits for Python's collector, on rank 0, when all ranks join."""
+    gc.disable()
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        compression=hvd.Compression.int8,
+    )
+    step(model, optimizer, 0)
+    left = weakref.ref(optimizer)
+    if hvd.rank() == 0:
+        optimizer.owner = [optimizer]
+    del optimizer
+    waits = left() is not None
+    try:
+        hvd.join()
+    finally:
+        gc.enable()
+    return waits and left() is None
+
+
 def sparse_sets() -> int:
     """How many sets of buckets there are when all know what is sparse."""
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
@@ -425,6 +448,7 @@ def run() -> dict[Any, Any]:
         "replanned": replanned,
         "superseded": superseded,
         "abandoned": abandoned,
+        "dropped": dropped,
         "sparse sets": sparse_sets,
     }
     for strategy in LOSSY:
