@@ -116,8 +116,8 @@ def refuse_join() -> None:
     """
     if _against_join():
         gc.collect()  # an optimizer that the script has dropped may wait for that, on this rank
-    if problem := _against_join():
-        raise HvdPipeError(problem)
+        if problem := _against_join():
+            raise HvdPipeError(problem)
 
 
 def _against_join() -> str:

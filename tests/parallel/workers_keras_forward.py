@@ -98,6 +98,12 @@ class OwnDecay(keras.optimizers.SGD):  # type: ignore[misc]
             each.assign(each * (1.0 - 0.01 * norm))
 
 
+def frozen() -> Any:
+    model = make_model()
+    model.layers[1].trainable = False
+    return model
+
+
 def normalized() -> Any:
     dense, normalization = keras.layers.Dense, keras.layers.BatchNormalization
     return of_layers(
@@ -342,11 +348,6 @@ def said_by(optimizer: Any, **options: Any) -> Found:
     for name, deferred in (("forward", True), ("barrier", False)):
         found[name] = trained(optimizer(), deferred, **options)
     return found
-
-
-def said_of(optimizer: Any) -> Found:
-    """What keeps the barrier: the optimizer, before anything is traced."""
-    return {"forward": trained(optimizer, True)}
 
 
 def ema() -> Any:
@@ -818,7 +819,8 @@ def resumed(model: Any, strategy: str) -> Found:
 
 
 CASES = {
-    **{name: partial(both, name) for name in ("adam", "scheduled")},
+    **{name: partial(both, name) for name in ("sgd", "momentum", "adam", "scheduled")},
+    "frozen": partial(of_models, frozen),
     "normalized": partial(of_models, normalized),
     "constrained": partial(of_models, constrained),
     "shared": partial(of_models, shared),
@@ -837,12 +839,12 @@ CASES = {
     "restored": restored_in_between,
     "committed": committed,
     "loaded alone between": loaded_alone,
-    "clipped": lambda: said_of(OPTIMIZERS["clipped"]()),
-    "own clipping": lambda: said_of(OwnClipping(0.1)),
-    "own decay": lambda: said_of(OwnDecay(0.1)),
-    "averaged": lambda: said_of(ema()),
+    "clipped": partial(said_by, OPTIMIZERS["clipped"]),
+    "own clipping": partial(said_by, lambda: OwnClipping(0.1)),
+    "own decay": partial(said_by, lambda: OwnDecay(0.1)),
+    "averaged": partial(said_by, ema),
     "accumulating": partial(said_by, OPTIMIZERS["accumulating"]),
-    "nadam": lambda: said_of(keras.optimizers.Nadam(0.01)),
+    "nadam": partial(said_by, lambda: keras.optimizers.Nadam(0.01)),
     "scaled": scaled,
     "twice": applied_twice,
     "eager": partial(said_by, OPTIMIZERS["sgd"], compile={"run_eagerly": True}),
