@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -164,8 +165,8 @@ def test_a_page_has_the_costs_of_a_message() -> None:
         assert cells == [f"{1e3 * found[part]:.1f}" for part in parts], (ranks, messages)
     every = {(ranks, way) for ranks, ways in seconds.items() for way in ways}
     assert shown == {(ranks, way) for ranks, way in every if way.endswith("sleeps")}
-    assert f"{1e3 * seconds['gloo, 4 ranks']['4 KiB/1/spins']['whole']:.0f} ms" in " ".join(
-        (pages.ROOT / "docs/performance.md").read_text().split()
+    assert f"{1e3 * seconds['gloo, 4 ranks']['4 KiB/1/spins']['whole']:.0f} ms" in _text(
+        "docs/performance.md"
     )
 
 
@@ -184,3 +185,54 @@ def test_a_page_has_the_times_on_slow_links_and_of_nodes() -> None:
         for cell, figure in zip(cells, figures, strict=True):
             assert figure == (f"{cell[contestant]:.0f}" if contestant in cell else "")
     assert raced == {contestant for cell in cells for contestant in cell}
+
+
+def _text(page: str) -> str:
+    return " ".join((pages.ROOT / page).read_text().split())
+
+
+def test_a_page_has_the_times_of_the_first_steps() -> None:
+    seconds = _read("first-steps.json")["seconds"]
+    stock, ours = (
+        [median(seconds[rate][who]) for rate in ("100mbit", "20mbit")]
+        for who in ("horovod", "merged-gradient")
+    )
+    ratios = [
+        median(
+            one / other
+            for one, other in zip(runs["merged-gradient"], runs["horovod"], strict=True)
+        )
+        for runs in (seconds["100mbit"], seconds["20mbit"])
+    ]
+    assert (
+        f"take {ours[0]:.2f} s at 100 Mbit/s, where stock Horovod's take {stock[0]:.2f} s, and "
+        f"{ours[1]:.2f} s at 20 Mbit/s, where stock's take {stock[1]:.2f} s: {ratios[0]:.2f} and "
+        f"{ratios[1]:.2f} times as long"
+    ) in _text("docs/performance.md")
+
+
+def test_a_page_has_the_time_of_hvd_pipe_itself() -> None:
+    found = _read("overhead.json")
+    plain, lines = found["not_distributed_s"], list(found["lines"].values())
+    steps = [f"{1e3 * line['step_s']:.1f}" for line in lines]
+    more = [f"{line['step_s'] / plain - 1:.1%}" for line in lines]
+    own = [f"{line['own']:.1%}" for line in lines]
+    text = _text("docs/performance.md")
+    for words in (
+        f"{1e3 * plain:.1f} ms with a plain SGD",
+        f"{steps[0]}, {steps[1]} and {steps[2]} ms under",
+        f"{more[0]}, {more[1]} and {more[2]} more",
+        f"takes {own[0]}, {own[1]} and {own[2]} of the step",
+    ):
+        assert words in text
+
+
+def test_a_page_has_the_time_of_a_pipeline() -> None:
+    (cell,) = _read("pipedream-gnmt.json")
+    rows = {row["contestant"]: row for row in cell["rows"]}
+    pipe, stock = rows["pipedream straight stash"], rows["horovod"]["seconds"]
+    assert (
+        f"takes {1e3 * pipe['seconds']:.0f} ms a batch. Its plan promises "
+        f"{1e3 * pipe['predicted']['seconds']:.0f} ms, and stock Horovod takes "
+        f"{1e3 * stock:,.0f} ms, {stock / pipe['seconds']:.2f} times as long."
+    ) in _text("docs/pipedream.md")
