@@ -1,4 +1,4 @@
-# make demo   everything that is missing, then stock Horovod beside every strategy on real data
+# make demo   everything that is missing, then stock Horovod beside three strategies on real data
 # make test   the same set-up, then all tests, two files at a time (WORKERS=1 one after the other)
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)

@@ -15,6 +15,7 @@ take turns in every round; what is reported is the median over the rounds of the
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -377,6 +378,7 @@ def run_cell(
         for (team, name), rounds in results.items()
     ]
     return {
+        "date": datetime.date.today().isoformat(),
         "model": cell.model,
         "workers": cell.workers,
         "ratio": cell.ratio,

@@ -188,11 +188,20 @@ def summary(cells: list[dict[str, Any]]) -> Table:
 SUMMARY = ("ddp", "merged-gradient", FORWARD, "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
 
 
+PREAMBLE = """\
+# Throughput
+
+Written by `benchmarks/throughput.py --page`. Each table below is one run on emulated hosts, which
+are network namespaces of one machine. `benchmarks/README.md` says what is emulated and what the
+columns mean. `docs/performance.md` says when these cells ran, with which versions, how to repeat
+them, and why bounds were missed. A bound is judged by its worst cell."""
+
+
 def write_page(cells: list[dict[str, Any]], path: Path) -> None:
     """Write all tables as Markdown, and beside it a picture of the cells that belong together."""
     text = io.StringIO()
     console = Console(file=text, width=1000, highlight=False, markup=False)
-    console.print("# Throughput\n\nWritten by `benchmarks/throughput.py --page`.")
+    console.print(PREAMBLE)
     together: dict[str, list[dict[str, Any]]] = {}
     for cell in cells:
         together.setdefault(setting(cell), []).append(cell)
@@ -261,8 +270,8 @@ def bounds(cells: list[dict[str, Any]]) -> Table:
             continue
         pick = min if all_cells else max
         value, where = pick(values, key=lambda each: each[0])
-        met = "" if value >= least else " (missed)"
-        found.add_row(text, f">= {least:g}", f"{value:.2f}{met}", where)
+        reached = f"{value:.2f}" if value >= least else f"{value:.3f} (missed)"
+        found.add_row(text, f">= {least:g}", reached, where)
     return found
 
 

@@ -12,6 +12,10 @@ import signal
 import pytest
 from hypothesis import settings
 
+# The serial references are many small operations. Beside the ranks of another test, threads that
+# wait for each other in each of them took ten times as long. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _interrupt(number: int, _frame: object) -> None:
     pytest.exit(f"ended by {signal.Signals(number).name}", pytest.ExitCode.INTERRUPTED)

@@ -182,7 +182,8 @@ def _paste(row: Row) -> str:
     text = f'strategy="{row.strategy}"{_codec(row)}'
     if not row.usable:
         return f"Not to be used as it is: {text}"
-    return f"Paste: {text}"
+    more = "\nAnd optimizer.synchronize() before evaluation and at the end, on every rank."
+    return f"Paste: {text}{more if row.staleness else ''}"
 
 
 def _codec(row: Row) -> str:

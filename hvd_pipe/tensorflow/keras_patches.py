@@ -75,9 +75,8 @@ def _alike(apply: Callable[..., None]) -> Callable[..., None]:
         if not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
-            self.built = True
-        scale = self.dynamic_scale
-        unscaled = [None if each is None else _divided(each, scale) for each in grads]
+        scale, divide, cast = self.dynamic_scale, keras.ops.divide, keras.ops.cast
+        unscaled = [g if g is None else divide(g, cast(scale, g.dtype)) for g in grads]
         inner._hvd_pipe_apply(unscaled, trainable_variables, self)
 
     return applied
@@ -116,6 +115,7 @@ def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
             self.__dict__[_FITTED_WITH] = each_given  # past Keras' tracking
             for each in each_given:
                 _refuse_keras_2(each)
+            _build_optimizer(self)
         try:
             return fit(self, *args, **kwargs)
         finally:
@@ -125,6 +125,15 @@ def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
                     each._hvd_pipe.watcher.takes(None)  # also after an exception
 
     return fitted
+
+
+def _build_optimizer(model: Any) -> None:
+    """Make its variables before ``fit`` traces a step: a trace that makes some is made twice."""
+    optimizer, step = model.optimizer, type(model).train_step
+    is_keras = step is tensorflow_trainer.TensorFlowTrainer.train_step  # others choose variables
+    if is_keras and not optimizer.built and all(layer.built for layer in model._flatten_layers()):
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(model.trainable_weights)
 
 
 def _refuse_keras_2(callback: Any) -> None:
@@ -153,10 +162,6 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
         return moments(self, inputs, mask)
 
     return found
-
-
-def _divided(gradient: Any, scale: Any) -> Any:
-    return keras.ops.divide(gradient, keras.ops.cast(scale, gradient.dtype))
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ PATCHES = (
         _with_own_callbacks,
         "Horovod's callbacks are of Keras 2: most fail with an AttributeError. With a distributed "
         "optimizer, fit says at once which ones to take instead. It notes the callbacks, as some "
-        "save weights within an epoch, when updates may still be to come.",
+        "save weights within an epoch, when updates may be to come. It builds the optimizer.",
     ),
     Patch(
         keras.layers.BatchNormalization,

@@ -37,7 +37,7 @@ def _fit(text: str) -> Arrays:
     """The script's own `fit`: it trains, and replicas are equal at its end."""
     model = _model()
     before = model.get_weights()
-    names = {"keras": keras, "model": model, "loss": "mse", **_data()}
+    names = {"keras": keras, "hvd": hvd, "model": model, "loss": "mse", **_data()}
     execute(text, names)
     assert not all(map(np.array_equal, before, model.get_weights()))
     return model.get_weights()
@@ -81,6 +81,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/getting-started.md python 1": _import,
     "docs/keras.md python 1": _tape,
     "docs/class-alone.md python 1": _class_alone,
+    "docs/overlap-forward.md python 2": _fit,
 }
 
 

@@ -114,13 +114,13 @@ def reached(cells: list[dict[str, Any]]) -> dict[str, str]:
 def test_bounds_are_of_the_worst_cell_or_the_best_where_one_will_do() -> None:
     better = cell(ratio=8.0, rows=[row("horovod", 1.2, "stock"), row("merged-gradient", 1.0)])
     found = reached([cell(), better])
-    assert found["merged-gradient / stock Horovod, best of its settings"] == "0.96 (missed)"
+    assert found["merged-gradient / stock Horovod, best of its settings"] == "0.962 (missed)"
     assert found["merged-gradient / stock Horovod, on DenseNet somewhere"] == "1.20"
     assert found["merged-gradient / its own plan"] == "0.98"
     assert found["pipe-sgd / max(compute, communication)"] == "0.96"
     # With a period of 2 a message of 4 steps cannot arrive in time, so that row is not asked.
     assert found["cocod with period >= r / one worker alone"] == "0.96"
-    assert found["pipe-sgd+int8 / stock Horovod, r = 4"] == "2.75 (missed)"
+    assert found["pipe-sgd+int8 / stock Horovod, r = 4"] == "2.750 (missed)"
     assert found["cocod:period=8 / stock Horovod, r = 4"] == "4.40"
     assert found["the best strategy / conventional, r = 8"] == "not measured"
 

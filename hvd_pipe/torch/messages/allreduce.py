@@ -224,7 +224,7 @@ def copy_in(parameter: torch.Tensor, view: torch.Tensor) -> None:
     elif gradient.data_ptr() == view.data_ptr():
         return
     else:
-        view.copy_(gradient.detach())
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
     parameter.grad = view
 
 
