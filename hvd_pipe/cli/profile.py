@@ -248,8 +248,9 @@ def profile_script(command: Sequence[str], target: Path, rank: int, size: int) -
             raise HvdPipeError(f"{command[0]} failed ({how}); its own message is above")
         elif rank == 0:
             raise HvdPipeError(
-                f"{command[0]} ended before its profile was written: it must train for at least "
-                "20 steps with hvd_pipe's DistributedOptimizer, not with Horovod's"
+                f"{command[0]} ended before its profile was written: it must train for 20 steps "
+                "with hvd_pipe.torch's DistributedOptimizer. Of Keras, profile the model: "
+                "hvd-pipe profile FILE.py:FUNCTION --input BATCH,..."
             )
     finally:  # a KeyboardInterrupt comes this way, too
         _end(process)

@@ -213,7 +213,7 @@ def test_a_script_is_ended_when_its_profile_is_there(tmp_path: Path) -> None:
     ("name", "content", "arguments", "said"),
     [
         ("train.py", TRAIN, ("--steps", "2", "-o", "0"), "ended before its profile was written"),
-        ("hello.py", "print('hello')", (), "with hvd_pipe's DistributedOptimizer, not with"),
+        ("hello.py", "print('hello')", (), "with hvd_pipe.torch's DistributedOptimizer. Of Keras"),
         ("broken.py", "raise RuntimeError('here')", (), "broken.py failed (exit status 1)"),
         ("killed.py", "import os; os.abort()", (), "killed.py failed (SIGABRT)"),
     ],
