@@ -12,7 +12,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from keras.src.trainers import trainer
 
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-__all__ = ["PATCHES", "Patch", "fitted_with", "install", "note_model", "noted_models"]
+__all__ = ["PATCHES", "Patch", "build", "fitted_with", "install", "note_model", "noted_models"]
 
 _models: list[weakref.ref[Any]] = []
 
@@ -50,6 +50,13 @@ def fitted_with(model: Any) -> list[Any]:
     return found
 
 
+def build(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Make an optimizer's variables, if it has none; a trace that makes them is made twice."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+
+
 def _distributed(optimizer: Any) -> Any:
     """Return the distributed optimizer that this is, or that LossScaleOptimizer wraps, or None."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -72,9 +79,7 @@ def _alike(apply: Callable[..., None]) -> Callable[..., None]:
         if inner is None:
             apply(self, grads, trainable_variables)
             return
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(trainable_variables)
+        build(self, trainable_variables)
         scale, divide, cast = self.dynamic_scale, keras.ops.divide, keras.ops.cast
         unscaled = [g if g is None else divide(g, cast(scale, g.dtype)) for g in grads]
         inner._hvd_pipe_apply(unscaled, trainable_variables, self)
@@ -105,7 +110,7 @@ _KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
 _MISCOUNTS = "UpdateBatchStateCallback"
 
 
-def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
+def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _distributed(getattr(self, "optimizer", None)) is not None:
@@ -115,7 +120,10 @@ def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
             self.__dict__[_FITTED_WITH] = each_given  # past Keras' tracking
             for each in each_given:
                 _refuse_keras_2(each)
-            _build_optimizer(self)
+            # Another `train_step` may train other variables.
+            is_keras = type(self).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
+            if is_keras and all(layer.built for layer in self._flatten_layers()):
+                build(self.optimizer, self.trainable_weights)
         try:
             return fit(self, *args, **kwargs)
         finally:
@@ -125,15 +133,6 @@ def _with_own_callbacks(fit: Callable[..., Any]) -> Callable[..., Any]:
                     each._hvd_pipe.watcher.takes(None)  # also after an exception
 
     return fitted
-
-
-def _build_optimizer(model: Any) -> None:
-    """Make its variables before ``fit`` traces a step: a trace that makes some is made twice."""
-    optimizer, step = model.optimizer, type(model).train_step
-    is_keras = step is tensorflow_trainer.TensorFlowTrainer.train_step  # others choose variables
-    if is_keras and not optimizer.built and all(layer.built for layer in model._flatten_layers()):
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(model.trainable_weights)
 
 
 def _refuse_keras_2(callback: Any) -> None:
@@ -206,7 +205,7 @@ PATCHES = (
     Patch(
         tensorflow_trainer.TensorFlowTrainer,  # TensorFlow's trainer has a `fit` of its own
         "fit",
-        _with_own_callbacks,
+        _prepared,
         "Horovod's callbacks are of Keras 2: most fail with an AttributeError. With a distributed "
         "optimizer, fit says at once which ones to take instead. It notes the callbacks, as some "
         "save weights within an epoch, when updates may be to come. It builds the optimizer.",

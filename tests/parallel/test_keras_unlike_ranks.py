@@ -97,6 +97,14 @@ def test_a_rank_may_have_built_its_optimizer_before() -> None:
     """Names of messages counted traces; that rank had fewer, and all ranks waited for ever."""
     first, second = ranks_of("unlike traces")
     np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert (first["traces"], second["traces"]) == (2, 1)
+
+
+def test_fit_traces_a_step_of_keras_once() -> None:
+    """It has built the optimizer by then, on each rank that has not."""
+    first, second = ranks_of("one trace")
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert (first["traces"], second["traces"]) == (1, 1)
 
 
 def test_groups_of_other_variables_are_refused() -> None:

@@ -33,6 +33,7 @@ from hvd_pipe.tensorflow.graphs import all_finite, branch, check_graph, data_of_
 from hvd_pipe.tensorflow.keras import late_updates
 from hvd_pipe.tensorflow.keras.accumulation import Accumulation
 from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
+from hvd_pipe.tensorflow.keras_patches import build
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions
@@ -277,9 +278,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 )
             return list(self._trainable_variables)
         variables = list(variables)
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(variables)
+        build(self, variables)
         self._check_variables_are_known(variables)
         return list(variables)
 
