@@ -86,16 +86,20 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, Callable[[], torch.Te
     return model, lambda: model(inputs).pow(2).mean()
 
 
+def step_s(optimizer: Any, loss: Callable[[], torch.Tensor]) -> float:
+    """Train for a step and return its seconds."""
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
 def plain_step(options: argparse.Namespace) -> float:
     """Return the seconds of a step that is not distributed."""
     model, loss = build(options)
-    optimizer, steps = SGD(model.parameters(), lr=0.001), []
-    for _ in range(options.steps - options.early):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-        steps.append(time.perf_counter() - start)
+    optimizer = SGD(model.parameters(), lr=0.001)
+    steps = [step_s(optimizer, loss) for _ in range(options.steps - options.early)]
     if hvd.rank() == 0:
         print(f"{'not distributed':18} {median(steps) * 1e3:9.2f}", flush=True)
     return median(steps)
@@ -119,11 +123,7 @@ def measure(strategy: str, options: argparse.Namespace) -> dict[str, float]:
             clock.watch(engine, name, "plan")
     early, late = [], []
     for step in range(options.steps):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-        whole = time.perf_counter() - start
+        whole = step_s(optimizer, loss)
         (early if step < options.early else late).append((whole, clock.take()))
     optimizer.synchronize()
     Bucket.wait, SGD.step = wait, update  # type: ignore[method-assign]
