@@ -51,10 +51,9 @@ def fitted_with(model: Any) -> list[Any]:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Make an optimizer's variables, if it has none; a trace that makes them is made twice."""
-    if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
+    """Make an optimizer's variables; a trace that makes them is made twice."""
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
 
 
 def _distributed(optimizer: Any) -> Any:
@@ -79,7 +78,8 @@ def _alike(apply: Callable[..., None]) -> Callable[..., None]:
         if inner is None:
             apply(self, grads, trainable_variables)
             return
-        build(self, trainable_variables)
+        if not self.built:
+            build(self, trainable_variables)
         scale, divide, cast = self.dynamic_scale, keras.ops.divide, keras.ops.cast
         unscaled = [g if g is None else divide(g, cast(scale, g.dtype)) for g in grads]
         inner._hvd_pipe_apply(unscaled, trainable_variables, self)
@@ -122,7 +122,8 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
                 _refuse_keras_2(each)
             # Another `train_step` may train other variables.
             is_keras = type(self).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
-            if is_keras and all(layer.built for layer in self._flatten_layers()):
+            is_ready = is_keras and all(layer.built for layer in self._flatten_layers())
+            if is_ready and not self.optimizer.built:
                 build(self.optimizer, self.trainable_weights)
         try:
             return fit(self, *args, **kwargs)

@@ -278,7 +278,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 )
             return list(self._trainable_variables)
         variables = list(variables)
-        build(self, variables)
+        if not self.built:
+            build(self, variables)
         self._check_variables_are_known(variables)
         return list(variables)
 
