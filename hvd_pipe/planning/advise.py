@@ -140,7 +140,8 @@ def advise(
     )
     training = Training(learning_rate, curvature, momentum, optimizer_ratio)
     if methods is None:
-        chosen += tuple(_steadier(one) for one in chosen if _stability(one, training)[0])
+        unstable = [one for one in chosen if _stability(one, training)[0]]
+        chosen += tuple(each for one in unstable for each in _steadier(one, profile))
     costs = [_codec(codec) for codec in codecs]
     if not chosen or not costs:
         raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
@@ -340,11 +341,15 @@ def _slowed(profile: ModelProfile, pace: float) -> ModelProfile:
     return replace(profile, layers=layers, update_s=profile.update_s * pace)
 
 
-def _steadier(method: Method) -> Method:
-    """A method that would diverge, with the option that lets it bear larger learning rates."""
+def _steadier(method: Method, profile: ModelProfile) -> tuple[Method, ...]:
+    """A method that would diverge, with each option that lets it bear larger learning rates."""
     if isinstance(method, PipeSGD):
-        return replace(method, prediction="local")
-    return replace(method, pull_back=_PULL_BACK) if isinstance(method, CoCoD) else method
+        return (replace(method, prediction="local"),)
+    if not isinstance(method, CoCoD):
+        return ()
+    most = min(method.period, profile.gradient_bytes().size)
+    fragments = next(count for count in range(most, 0, -1) if method.period % count == 0)
+    return replace(method, pull_back=_PULL_BACK), replace(method, fragments=fragments)
 
 
 def _stability(method: Method, training: Training) -> tuple[bool, list[str]]:

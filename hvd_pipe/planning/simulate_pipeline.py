@@ -54,11 +54,6 @@ class PipelineSimulation:
     utilisation: Mapping[Worker, float]
     timeline: Timeline
 
-    @property
-    def bubble(self) -> dict[Worker, float]:
-        """Of each worker, the part of ``total_s`` in which it does not compute."""
-        return {worker: 1.0 - used for worker, used in self.utilisation.items()}
-
 
 def simulate_pipeline(
     schedule: Schedule,
@@ -101,8 +96,8 @@ def simulate_pipeline(
     Example:
         >>> from hvd_pipe.planning.schedule import schedule
         >>> run = simulate_pipeline(schedule("gpipe", [1, 1], 1, 3), [StageCost(1.0, 1.0)] * 2)
-        >>> run.total_s, run.bubble[Worker(stage=0, replica=0)]
-        (8.0, 0.25)
+        >>> run.total_s, run.utilisation[Worker(stage=0, replica=0)]
+        (8.0, 0.75)
     """
     if len(stages) != len(schedule.replicas):
         raise ValueError(

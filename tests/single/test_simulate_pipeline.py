@@ -129,7 +129,7 @@ def test_flushed_pipelines_of_equal_stages(method: str, stages: int, microbatche
     run = simulate(plan, [StageCost(0.3, 0.7)] * stages)
     assert run.total_s == exact(3 * slots)
     assert run.period_s == exact(slots)
-    assert list(run.bubble.values()) == exact([(stages - 1) / slots] * stages)
+    assert list(run.utilisation.values()) == exact([microbatches / slots] * stages)
     run = simulate(plan, [StageCost(0.3, 0.7, 0.25)] * stages)
     assert run.period_s == exact(slots + 0.25)
     run = simulate(plan, [StageCost(0.3, 0.7)] * stages, recompute=True)
