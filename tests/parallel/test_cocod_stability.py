@@ -20,6 +20,8 @@ CASES = [
     ("cocod:period=8", 0.5),
     ("cocod:period=2,momentum=average", 0.9),
     ("cocod:period=1", 0.0),
+    ("cocod:period=4,fragments=2", 0.9),
+    ("cocod:period=4,fragments=2,outer=nesterov,outer_momentum=0.5", 0.9),
 ]
 
 

@@ -22,19 +22,17 @@ def quadratics(strategy: str, momentum: float, limit: float) -> tuple[list[float
     Returns:
         The sizes of this rank's weights after the last round, and after ``synchronize()``.
     """
-    weights = nn.Parameter(torch.zeros(len(FACTORS)).double())
+    each = [nn.Parameter(torch.zeros(1).double()) for _ in FACTORS]  # may be fragments
     curvatures = torch.tensor(FACTORS).double() * limit
-    optimizer = hvd.DistributedOptimizer(
-        SGD([weights], lr=1.0, momentum=momentum), strategy=strategy
-    )
+    optimizer = hvd.DistributedOptimizer(SGD(each, lr=1.0, momentum=momentum), strategy=strategy)
     centre = float(hvd.rank() + 1)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        (curvatures / 2 * (weights - centre) ** 2).sum().backward()
+        (curvatures / 2 * (torch.cat(list(each)) - centre) ** 2).sum().backward()
         optimizer.step()
-    before = weights.detach().abs().tolist()
+    before = [abs(float(weight)) for weight in each]
     optimizer.synchronize()
-    return before, weights.detach().abs().tolist()
+    return before, [abs(float(weight)) for weight in each]
 
 
 def run(cases: dict[tuple[str, float], float]) -> dict[Any, Any | Raised]:
