@@ -30,7 +30,6 @@ from workers_cocod_options import (
     Case,
 )
 
-from hvd_pipe.planning.fragments import assign
 from hvd_pipe.strategy import CoCoD
 
 TOLERANCE = 1e-12
@@ -48,6 +47,15 @@ NONNEGATIVE = ("exp_avg_sq",)
 Named = dict[str, torch.Tensor]  # one tensor a parameter and, with momentum="average", a moment
 
 
+def fragments_of(sizes: list[int], count: int) -> list[int]:
+    """The fragment of each tensor: the largest first, each into the smallest so far."""
+    found, total = [0] * len(sizes), [0] * count
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found[i] = total.index(min(total))
+        total[found[i]] += sizes[i]
+    return found
+
+
 class Reference:
     """The strategy's docstring, with Python loops in the place of messages."""
 
@@ -62,7 +70,7 @@ class Reference:
         self.velocity: Named = {}
         self.clamped = 0
         sizes = [p.numel() for p in self.workers.models[0].parameters()]
-        self.fragment_of = assign(sizes, self.options.fragments)
+        self.fragment_of = fragments_of(sizes, self.options.fragments)
 
     def run(self, steps: int = STEPS) -> Trajectory:
         options, workers = self.options, self.workers

@@ -124,8 +124,8 @@ class CoCoDEngine(Engine):
     def drain(self, update: Callable[[Gradients], None]) -> None:
         """Make all replicas equal: the average of the models as they are now.
 
-        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
-        need not be added.
+        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i: without an outer
+        model or anchor it need not be added. Those stay.
         """
         for part in self._parts:
             part.assign(part.average.average_now(part.flats()))

@@ -224,8 +224,8 @@ class CoCoDEngine(Engine):
     def drain(self) -> None:
         """Make all replicas equal: the average of the models and buffers as they are now.
 
-        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i, so what is in flight
-        need not be added. An anchor stays, and takes the result in at the end of the next round.
+        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i: without an outer
+        model or anchor it need not be added. Those stay, and act at the end of the next round.
         """
         steps = [("the number of steps", str(self.rounds))]
         reduction, tag = self.settings.reduction, self.settings.tag
