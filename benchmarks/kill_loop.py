@@ -2,7 +2,7 @@
 """Kill, stop and cut off ranks and hosts at random, again and again, and check all that is left.
 
     sudo python benchmarks/kill_loop.py --seed 1 --faults 200 --json kill-loop.json
-    python benchmarks/kill_loop.py --local --faults 2 --strategies pipe-sgd --modes restart
+    python benchmarks/kill_loop.py --local --faults 2 --strategies cocod:period=4 --modes restart
 
 A job trains on emulated hosts (`cluster.py`), or on this machine (`--local`, which needs no root).
 Something happens to a rank or to a host. In the mode "restart", all ranks must end by themselves
@@ -50,6 +50,7 @@ STRATEGIES = {
         "cocod:period=4",
         "pipe-sgd:bucket_bytes=1024+int8",
         "pipedream:stash",
+        "cocod:period=4,fragments=4,outer=nesterov",
     ),
     "elastic": (
         "merged-gradient:plan=wfbp",

@@ -154,10 +154,18 @@ class Outcome:
     load: float = 0.0
 
     @property
-    def is_named(self) -> bool:
-        """Whether somebody named a victim, and nobody named another rank."""
-        told = {*self.by_ranks, *self.by_launcher} & set(self.victims)
-        return bool(told) and not self.misnamed
+    def teller(self) -> str:
+        """Who named the victim: "hvd_pipe", or else "launcher", or nobody.
+
+        A launcher also lists ranks that ended after the victim. It counts where it names that one
+        alone. hvd_pipe counts where it names nobody else.
+        """
+        if self.misnamed:
+            return ""
+        if set(self.by_ranks) & set(self.victims):
+            return "hvd_pipe"
+        told = set(self.by_launcher)
+        return "launcher" if told and told <= set(self.victims) else ""
 
     def wrong(self) -> list[str]:
         """Return what went wrong, in words."""
@@ -166,8 +174,8 @@ class Outcome:
         found = []
         if self.ended_s is None:
             found.append("ranks had not ended when patience was over")
-        if not self.is_named:
-            found.append("no message named the victim, or one named another rank")
+        if not self.teller:
+            found.append("no message named the victim alone")
         if self.left:
             found.append(f"left behind: {', '.join(self.left)}")
         return found
@@ -313,7 +321,9 @@ def unequal_commits(
     Returns:
         How many weights were compared, which differed, and the largest difference.
     """
-    numel = next(len(line["weights"]) for line in log if "weights" in line)
+    numel = next((len(line["weights"]) for line in log if "weights" in line), 0)
+    if not numel:
+        return 0, ["the job wrote no weights"], 0.0
     reference = Reference(strategy, seed, 1, numel, lr)
     commits = {0: reference}  # as they were at the newest ones
     ranks: dict[str, int] = {}  # of each worker, since its last start
@@ -389,7 +399,17 @@ def grown_files(log: Sequence[Mapping[str, Any]], settled: int = 2) -> list[str]
 
 # The table --------------------------------------------------------------------------------------
 
-HEADER = ("run", "kind", "faults", "median s", "longest s", "named", "orphans", "weights equal")
+HEADER = (
+    "run",
+    "kind",
+    "faults",
+    "median s",
+    "longest s",
+    "named by hvd_pipe",
+    "by the launcher",
+    "orphans",
+    "weights equal",
+)
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -407,14 +427,15 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 def _row(kind: str, outcomes: Sequence[Outcome], run: Run | None) -> tuple[str, ...]:
     seconds = [one.ended_s for one in outcomes if one.ended_s is not None]
-    named = sum(one.is_named for one in outcomes)
+    tellers = [one.teller for one in outcomes]
     equal = "" if run is None else f"{run.compared - len(run.unequal)} of {run.compared}"
     return (
         kind,
         str(len(outcomes)),
         f"{median(seconds):.1f}" if seconds else "-",
         f"{max(seconds):.1f}" if len(seconds) == len(outcomes) else "never",
-        f"{named} of {len(outcomes)}",
+        str(tellers.count("hvd_pipe")),
+        str(tellers.count("launcher")),
         str(sum(len(one.left) for one in outcomes)),
         equal,
     )

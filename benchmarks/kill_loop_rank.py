@@ -193,6 +193,7 @@ def train_pipeline(task: Task) -> None:
         make_optimizer,
         plan=plan if plan.exists() else "straight",
         mode=task.strategy.partition(":")[2],
+        sample=batch(task, 0, BATCHES),
         progress=False,
     )
     if task.start:

@@ -111,7 +111,8 @@ def test_a_good_run_has_nothing_wrong() -> None:
         ({"ended_s": None}, "had not ended"),
         ({"by_ranks": [], "by_launcher": []}, "no message named"),
         ({"by_ranks": [2]}, "no message named"),
-        ({"misnamed": [[0, 2]]}, "named another"),
+        ({"by_ranks": [], "by_launcher": [0, 1]}, "no message named"),
+        ({"misnamed": [[0, 2]]}, "no message named"),
         ({"left": ["4242: python train.py"]}, "4242: python train.py"),
         ({"kind": "none"}, "nothing had happened"),
     ],
@@ -225,11 +226,12 @@ def test_descriptors_that_go_on_growing_are_named() -> None:
 
 def test_the_table_has_a_line_a_kind_and_one_of_all() -> None:
     never = replace(GOOD, kind="cut", ended_s=None, left=["1: a", "2: b"])
+    never = replace(never, by_ranks=[], by_launcher=[1])
     lines = table([replace(RUN, outcomes=[GOOD, replace(GOOD, ended_s=10.4), never])]).splitlines()
     assert lines[2:] == [
-        "| restart, mpi, pipe-sgd | stop | 2 | 9.4 | 10.4 | 2 of 2 | 0 | 12 of 12 |",
-        "| restart, mpi, pipe-sgd | cut | 1 | - | never | 1 of 1 | 2 | 12 of 12 |",
-        "| all | all | 3 | 9.4 | never | 3 of 3 | 2 | 12 of 12 |",
+        "| restart, mpi, pipe-sgd | stop | 2 | 9.4 | 10.4 | 2 | 0 | 0 | 12 of 12 |",
+        "| restart, mpi, pipe-sgd | cut | 1 | - | never | 0 | 1 | 2 | 12 of 12 |",
+        "| all | all | 3 | 9.4 | never | 2 | 1 | 2 | 12 of 12 |",
     ]
 
 
