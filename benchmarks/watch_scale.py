@@ -112,15 +112,17 @@ class Others:
                 heart.start()
 
     def lose(self, rank: int) -> float:
-        """End one without a word; return when every other one has a name for it."""
+        """End one without a word; return when every other one has named it."""
         self.hearts.pop(rank).stop()
-        return self.named()
+        return self.named(rank)
 
-    def named(self) -> float:
-        """Return when every rank knows of a rank that is lost."""
-        for heart in self.hearts.values():
-            while heart.cause(LONGEST_S) is None:
+    def named(self, lost: int) -> float:
+        """Return when every rank has named the one that is lost."""
+        for rank, heart in self.hearts.items():
+            while (cause := heart.cause(LONGEST_S)) is None:
                 pass
+            if not cause.startswith(f"rank {lost} on "):
+                raise RuntimeError(f"rank {lost} was lost, and rank {rank} says: {cause}")
         return time.monotonic()
 
     def leave(self, _: None) -> float:
@@ -235,6 +237,7 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
     finally:
         watchdog.stop()
         told.close()
+        answers.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(20)
         process.kill()

@@ -228,6 +228,24 @@ def test_a_job_of_too_many_ranks_for_its_files_is_told_so(
     assert watchdog._reporter is None
 
 
+def test_the_watch_of_many_ranks_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is lost must be the one that all others name."""
+    monkeypatch.setattr(watch_scale, "QUIET_S", 0.1)
+    monkeypatch.setenv(watchdog.ENVIRONMENT_VARIABLE, "")
+    found = watch_scale.measure_watch(5, 8.0)
+    assert found.missed == 0
+    assert found.files > 4
+    assert found.lost_s > 0
+
+
+def test_another_name_than_the_lost_one_is_an_error() -> None:
+    others = watch_scale.Others(4, 8.0)
+    others.hearts = {1: SimpleNamespace(cause=lambda _: "rank 2 on here (pid 2) raised")}  # type: ignore[dict-item]
+    assert others.named(2) > 0
+    with pytest.raises(RuntimeError, match=r"rank 3 was lost, and rank 1 says: rank 2 on here"):
+        others.named(3)
+
+
 # The page
 
 
@@ -237,5 +255,6 @@ def _results(name: str) -> Any:
 
 def test_the_page_has_the_tables_of_the_results() -> None:
     text = (pages.ROOT / "docs" / "scale.md").read_text()
+    assert scale.markdown(scale.rows(_results("scale.json"))) in text
     for table in watch_scale.tables(_results("watch-scale.json")):
         assert table in text
