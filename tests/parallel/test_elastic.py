@@ -221,9 +221,14 @@ class FragmentsReference(Reference):
         self.x = [x - LR * self.gradient(rank, step) for rank, x in enumerate(self.x)]
         self.local += 1
         if self.local == self.TURN:
+            taken = self.taken()
             for x, sent in zip(self.x, self.sent, strict=True):
-                x[part] += self.average - sent
+                x[part] += taken - sent
             self.sent, self.local, self.turn = [], 0, 1 - self.turn
+
+    def taken(self) -> Weights:
+        """What a part's weights move to, but for the steps of these turns."""
+        return self.average
 
     def drain(self) -> None:
         self.x = [np.asarray(np.mean(self.x, axis=0)) for _ in self.x]
@@ -238,6 +243,24 @@ class FragmentsReference(Reference):
         self.sent = [self.sent[rank] for rank in old]
 
 
+class OuterReference(FragmentsReference):
+    """The outer model of each part, which all workers share, outlives workers that are lost."""
+
+    OUTER_LR, MU = 0.7, 0.9
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.models: dict[int, Weights] = {}
+        self.velocities = [np.zeros(NUMEL)[part] for part in self.PARTS]
+
+    def taken(self) -> Weights:
+        change = self.models.get(self.turn, self.average) - self.average
+        velocity = self.velocities[self.turn] = self.MU * self.velocities[self.turn] + change
+        moved = self.average + change - self.OUTER_LR * (change + self.MU * velocity)
+        self.models[self.turn] = moved
+        return moved
+
+
 REFERENCES = {
     "merged-gradient": Reference,
     "merged-gradient, bf16": Reference,
@@ -249,6 +272,8 @@ REFERENCES = {
     "cocod": CoCoDReference,
     "cocod, int8": CoCoDReference,
     "cocod, fragments": FragmentsReference,
+    "cocod, outer": OuterReference,
+    "cocod, within": CoCoDReference,  # a host has one worker
 }
 
 

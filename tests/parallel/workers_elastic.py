@@ -59,6 +59,8 @@ METHODS = {
     "cocod": Method("cocod:period=3"),
     "cocod, int8": Method("cocod:period=3", FEEDBACK),
     "cocod, fragments": Method("cocod:period=4,fragments=2"),
+    "cocod, outer": Method("cocod:period=4,fragments=2,outer=nesterov"),
+    "cocod, within": Method("cocod:period=3,within=node"),
     "auto": Method("auto:allow=pipe-sgd,steps=4"),
 }
 
@@ -157,7 +159,7 @@ def main(directory: Path) -> None:
     torch.set_num_threads(1)
     scenario = Scenario.read(directory)
     horovod: Any = stock if scenario.stock else hvd
-    horovod.init()
+    horovod.init(process_sets="dynamic")
     models = {name: Model() for name in METHODS}
     optimizers = {
         name: hvd.DistributedOptimizer(

@@ -281,6 +281,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "strategy": "cocod:period=3",
         "compression": hvd.Int8(chunk=64, error_feedback=True),
     },
+    "cocod, outer": {"strategy": "cocod:period=4,fragments=2,outer=nesterov"},
 }
 
 
