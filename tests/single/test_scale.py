@@ -232,14 +232,14 @@ def test_the_watch_of_many_ranks_is_measured(monkeypatch: pytest.MonkeyPatch) ->
     """A rank that is lost must be the one that all others name."""
     monkeypatch.setattr(watch_scale, "QUIET_S", 0.1)
     monkeypatch.setenv(watchdog.ENVIRONMENT_VARIABLE, "")
-    found = watch_scale.measure_watch(5, 8.0)
+    found = watch_scale.measure_watch(5)
     assert found.missed == 0
     assert found.files > 4
     assert found.lost_s > 0
 
 
 def test_another_name_than_the_lost_one_is_an_error() -> None:
-    others = watch_scale.Others(4, 8.0)
+    others = watch_scale.Others(4, 120.0)
     others.hearts = {1: SimpleNamespace(cause=lambda _: "rank 2 on here (pid 2) raised")}  # type: ignore[dict-item]
     assert others.named(2) > 0
     with pytest.raises(RuntimeError, match=r"rank 3 was lost, and rank 1 says: rank 2 on here"):
