@@ -4,9 +4,9 @@
     python benchmarks/soak.py --strategy cocod:period=4 --strategy pipe-sgd+int8 --launcher gloo
 
 Each strategy trains in a job of its own. At fifty moments every rank counts what it holds, and
-ranks compare their weights: under ``cocod`` after ``synchronize()``, else as they are. A ``+int8``
-or ``+bf16`` behind a strategy is compression with error feedback. What grows, or is not alike, is
-named at the end, and the exit status is 1.
+ranks compare their weights, after ``synchronize()`` where replicas differ or are updated late. A
+``+int8`` or ``+bf16`` behind a strategy is compression with error feedback. What grows, or is not
+alike, is named at the end, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-DEFAULTS = ("merged-gradient", "pipe-sgd", "cocod:period=4", "pipe-sgd+int8")
+from hvd_pipe.strategy import parse
+
+DEFAULTS = (
+    "merged-gradient",
+    "merged-gradient:overlap=forward",
+    "pipe-sgd",
+    "pipe-sgd+int8",
+    "cocod:period=4",
+    "cocod:period=8,fragments=4",
+    "cocod:period=8,fragments=4,outer=nesterov,outer_lr=0.2",
+    "cocod:period=8,fragments=4,within=node",
+)
+PER_NODE = 2  # workers, for within=node
 MOMENTS = 50
 SETTLED = 0.2
 """The share of a run after which nothing may grow: caches are full, plans are made."""
@@ -158,7 +170,8 @@ def work(strategy: str, steps: int, output: Path) -> None:
 
     import hvd_pipe.torch as hvd  # noqa: PLC0415
 
-    hvd.init()
+    hvd.init(process_sets="dynamic")
+    os.environ["HOROVOD_HOSTNAME"] = f"node-{hvd.rank() // PER_NODE}"
     torch.set_num_threads(1)
     torch.manual_seed(1)
     name, _, codec = strategy.partition("+")
@@ -194,7 +207,7 @@ def work(strategy: str, steps: int, output: Path) -> None:
         total, count = total + float(loss.detach()), count + 1
         if step not in due:
             continue
-        if name.startswith("cocod"):
+        if name.startswith("cocod") or "forward" in name:
             optimizer.synchronize()
         del loss
         moments.append(_moment(step, total / count, list(model.parameters())))
@@ -278,6 +291,10 @@ def main() -> int:
     if options.worker is not None:
         work(options.strategy[0], options.steps, options.worker)
         return 0
+    for strategy in options.strategy or ():
+        parse(strategy.partition("+")[0])
+    if options.steps < MOMENTS:
+        parser.error(f"--steps must be at least {MOMENTS}, a step a moment; got {options.steps}")
     runs = []
     for strategy in options.strategy or DEFAULTS:
         runs.append(launch(strategy, options))
