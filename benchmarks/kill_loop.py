@@ -595,13 +595,19 @@ def run_elastic(place: Here, cell: Cell, folder: Path, report: Report) -> Run:
 # All of it --------------------------------------------------------------------------------------
 
 
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """Return the runs that are asked for; each has its share of the faults."""
+def wanted(options: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Return the mode, launcher and strategy of each run that is asked for."""
     found = []
     for mode in options.modes:
         launchers = itertools.cycle(options.launchers if mode == "restart" else ["gloo"])
         known = [each for each in STRATEGIES[mode] if each in (options.strategies or [each])]
         found += [(mode, launcher, strategy) for strategy, launcher in zip(known, launchers)]  # noqa: B905
+    return found
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Return the runs that are asked for; each has its share of the faults."""
+    found = wanted(options)
     share, rest = divmod(options.faults, len(found))
     return [
         Cell(
@@ -707,15 +713,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--folder", type=Path, help="keep what jobs write here")
     parser.add_argument("--json", type=Path, help="the file of results")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.ranks < 2:
+        parser.error(f"--ranks must be at least 2, as somebody must be left; got {options.ranks}")
+    if not (found := wanted(options)):
+        parser.error("none of --modes has any of --strategies")
+    if options.faults < len(found):
+        parser.error(f"--faults must be at least {len(found)}, one a run; got {options.faults}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.resolve().parent}")
+    return options
 
 
 def main() -> int:
     """Carry all runs out; return 1 where anything went wrong."""
     options = arguments()
     results = Results(options.json)
-    wanted = cells(options)
-    left = [cell for cell in wanted if not results.has(cell)]
+    asked = cells(options)
+    left = [cell for cell in asked if not results.has(cell)]
+    if len(left) < len(asked):
+        print(f"{len(asked) - len(left)} of {len(asked)} runs are in {options.json} already.")
     before = sum(1 for _ in Path("/proc/self/fd").iterdir())
     try:
         with ExitStack() as stack:
@@ -726,7 +743,7 @@ def main() -> int:
     except ClusterError as error:
         print(f"kill_loop: {error}", file=sys.stderr)
         return 2
-    runs = [results.runs[cell.name] for cell in wanted]
+    runs = [results.runs[cell.name] for cell in asked]
     wrong = [what for run in runs for what in run.wrong()]
     after = sum(1 for _ in Path("/proc/self/fd").iterdir())
     if after > before:

@@ -270,6 +270,10 @@ def main() -> int:
     if options.worker is not None:
         work(options.steps, options.seconds, options.worker)
         return 0
+    if min(options.ranks) < 1:
+        parser.error(f"--ranks must be at least 1, got {min(options.ranks)}")
+    if options.page and (options.json is None or not options.json.exists()):
+        parser.error("--page needs --json FILE, with results in it")
     found: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         found = json.loads(options.json.read_text())

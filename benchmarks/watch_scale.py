@@ -309,26 +309,35 @@ class Turns:
 
 def measure_agreement(ranks: int, alike: bool) -> Agreed:
     """Let ranks describe a model of `TENSORS` tensors; unless alike, the last one differs."""
-    begun = time.process_time()
     sent = _agree(ranks, alike)
+    begun = time.process_time()
+    _take_part(0, ranks, alike, lambda _, name, __: sent[name])
     cpu = time.process_time() - begun
     with _traced() as peak_mb:  # which takes time of its own
-        _agree(ranks, alike)
+        _take_part(0, ranks, alike, lambda _, name, __: sent[name])
         peak = peak_mb()
     received = sum(len(part) for parts in sent.values() for part in parts)
-    return Agreed(ranks, alike, len(sent), received / 1e3, 1e3 * cpu / ranks, peak)
+    return Agreed(ranks, alike, len(sent), received / 1e3, 1e3 * cpu, peak)
+
+
+def _take_part(rank: int, ranks: int, alike: bool, gather_bytes: Any) -> bool:
+    """Let one rank agree with the others; return whether it found all alike."""
+    lines = [(f"gradient {at}", f"module.{at}.weight float32 [256, 256]") for at in range(TENSORS)]
+    lines.append(("op", "Sum" if alike or rank < ranks - 1 else "Average"))
+    with suppress(RanksDisagreeError):
+        Agreement(gather_bytes).check_alike(lines, "scale", Ranks(ranks, rank))  # type: ignore[arg-type]
+        return True
+    return False
 
 
 def _agree(ranks: int, alike: bool) -> dict[str, list[bytes]]:
-    lines = [(f"gradient {at}", f"module.{at}.weight float32 [256, 256]") for at in range(TENSORS)]
+    """Let all ranks agree, in threads; return what they have sent."""
     turns, passed = Turns(ranks), []
 
     def run(rank: int) -> None:
-        mine = [*lines, ("op", "Sum" if alike or rank < ranks - 1 else "Average")]
-        with turns.turn, suppress(RanksDisagreeError):
-            agreement = Agreement(turns.gather_of(rank))  # type: ignore[arg-type]
-            agreement.check_alike(mine, "scale", Ranks(ranks, rank))  # type: ignore[arg-type]
-            passed.append(rank)
+        with turns.turn:
+            if _take_part(rank, ranks, alike, turns.gather_of(rank)):
+                passed.append(rank)
 
     threading.stack_size(256 * 1024)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
@@ -420,6 +429,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.others is not None:
         others(options.others, options.limit)
+    if min(options.ranks) < 3:
+        parser.error(f"--ranks must be at least 3, as one is lost; got {min(options.ranks)}")
+    if options.page and (options.json is None or not options.json.exists()):
+        parser.error("--page needs --json FILE, with results in it")
     results: dict[str, list[dict[str, Any]]] = {"watch": [], "agreement": []}
     if options.page:
         results = json.loads(options.json.read_text())

@@ -194,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     pattern = re.compile(given.only or "")
     chosen = [m for m in MUTATIONS if pattern.search(m.name) or pattern.search(m.file)]
+    if not chosen:
+        parser.error(f"no fault has a name or a file that matches {given.only!r}: see --list")
     if given.list:
         for mutation in chosen:
             print(f"{mutation.name}\n    {mutation.file}\n    {mutation.tests}")
