@@ -22,13 +22,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import convergence_report
 from tqdm import tqdm
+
+from hvd_pipe.strategy import parse
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "convergence.json"
@@ -51,6 +53,7 @@ COCOD = (
     "cocod:period=32,fragments=8",
     "cocod:period=32,fragments=8,outer=nesterov",
 )
+FOUR = (*COCOD[1:3], *COCOD[5:], "cocod:period=8,fragments=8,within=node")
 CODECS = ("merged-gradient+int8", "merged-gradient+int8-no-feedback", "cocod:period=8+int8")
 PIPELINES = ("pipedream:stash", "pipedream:vertical-sync", "pipedream:2bw", "pipedream:flush")
 
@@ -66,6 +69,7 @@ class Task:
         contestants: Methods, each a strategy, with a codec behind a "+"; or "horovod"; or
             "pipedream:" and a mode.
         unlike: Whether each worker sees samples of its own classes only.
+        workers: Ranks, unless others are asked for.
     """
 
     steps: int
@@ -73,12 +77,14 @@ class Task:
     lr: float
     contestants: tuple[str, ...]
     unlike: bool = False
+    workers: int = 2
 
 
 TASKS = {
     "images": Task(600, 64, 0.02, (*EXACT, *PIPE, *COCOD, *CODECS, *PIPELINES)),
     "images-fast": Task(600, 64, 0.08, (EXACT[0], *PIPE[:3], COCOD[1], *COCOD[4:6], PIPELINES[0])),
     "images-unlike": Task(600, 64, 0.02, (EXACT[0], *COCOD), unlike=True),
+    "images-four": Task(600, 64, 0.02, (EXACT[0], *PIPE[1:3], *FOUR), workers=4),
     "text": Task(400, 16, 2e-3, (*EXACT[:2], *PIPE[1:], *COCOD, *CODECS, *PIPELINES)),
 }
 
@@ -130,9 +136,9 @@ class Run:
 def runs(options: argparse.Namespace) -> Iterator[Run]:
     """All runs that are asked for; the first seed of all methods comes first."""
     for seed in options.seeds:
-        for workers in options.workers:
-            for name in options.task:
-                task = TASKS[name]
+        for name in options.task:
+            task = TASKS[name]
+            for workers in options.workers or [task.workers]:
                 for contestant in options.only or task.contestants:
                     lr, steps = options.lr or task.lr, options.steps or task.steps
                     yield Run(name, contestant, workers, seed, lr, steps)
@@ -168,10 +174,15 @@ def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
     fresh.replace(path)
 
 
+def _is_of_its_task(result: Mapping[str, Any]) -> bool:
+    task = TASKS[result["task"]]
+    return (result["lr"], result["steps"]) == (task.lr, task.steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[2])
+    parser.add_argument("--workers", nargs="+", type=int, help="default: the task's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", help="these methods")
     parser.add_argument("--lr", type=float, help="in place of the task's")
@@ -180,9 +191,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="say what is missing, and end")
     parser.add_argument("--page", type=Path, help="write the page of all results, and end")
     options = parser.parse_args()
+    for name in options.only or ():
+        contestant = name.partition("+")[0]
+        if contestant != "horovod" and not contestant.startswith("pipedream:"):
+            parse(contestant)
+    options.seeds = list(dict.fromkeys(options.seeds))
+    if not options.results.resolve().parent.is_dir():
+        parser.error(f"--results: there is no folder {options.results.resolve().parent}")
     results = json.loads(options.results.read_text()) if options.results.exists() else []
     if options.page:
-        convergence_report.write(options.page, results)
+        own = [each for each in results if _is_of_its_task(each)]
+        convergence_report.write(options.page, own)
         return
     known = {Run(**{name: each[name] for name in Run.__annotations__}).key for each in results}
     missing = [run for run in runs(options) if run.key not in known]
@@ -194,7 +213,7 @@ def main() -> None:
         for run in bar:
             bar.set_description(run.key)
             results.append(carry_out(run, max(1, cores // run.workers)))
-            save(options.results, results)
+            save(options.results, results)  # the same command goes on where it was stopped
 
 
 if __name__ == "__main__":

@@ -33,6 +33,9 @@ TEXT_BYTES = 4_000_000
 HELD_OUT = 128  # pieces of the text
 CLIP = 1.0
 MOMENTUM = 0.9
+PER_NODE = 2  # workers, for within=node
+EXACT = ("merged-gradient", "merged-gradient:overlap=forward")
+"""Where `synchronize()` does what the next forward pass would do."""
 
 Batch = tuple[Tensor, Tensor]
 Moment = tuple[int, float, float, nn.Module]
@@ -199,10 +202,15 @@ def sharpness(model: nn.Module, batch: Batch, rounds: int = 20) -> float:
     return value
 
 
-def spread(model: nn.Module, hvd: Any) -> float:
-    """The largest distance of a replica from the mean, divided by the norm of the mean."""
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+def average_into(model: nn.Module, mean_model: nn.Module, hvd: Any) -> float:
+    """Put the mean of the replicas into another model: what is evaluated, as training goes on.
+
+    Returns:
+        The largest distance of a replica from the mean, divided by the norm of the mean.
+    """
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     mean = hvd.allreduce(mine, name="mean")
+    nn.utils.vector_to_parameters(mean, mean_model.parameters())
     return float(hvd.allreduce((mine - mean).norm(), op=hvd.Max, name="apart") / mean.norm())
 
 
@@ -213,8 +221,10 @@ def data_parallel(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
         import horovod.torch as hvd  # noqa: PLC0415 - a run has one of the two
     else:
         import hvd_pipe.torch as hvd  # noqa: PLC0415
-    hvd.init()
+    hvd.init(**({"process_sets": "dynamic"} if "within=node" in name else {}))
     rank, workers = hvd.rank(), hvd.size()
+    os.environ["HOROVOD_HOSTNAME"] = f"node-{rank // PER_NODE}"  # what within=node goes by
+    mean_model = make_model(given.task)
     torch.manual_seed(given.seed)
     model = make_model(given.task)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -243,11 +253,12 @@ def data_parallel(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
         scheduler.step()
         total += float(loss.detach())
         if step % every == 0:
-            apart = spread(model, hvd)
-            if name != "horovod":
-                optimizer.synchronize()  # in flight under pipe-sgd; replicas under cocod
+            apart = average_into(model, mean_model, hvd)
+            if name in EXACT or (step == given.steps and name != "horovod"):
+                optimizer.synchronize()  # an evaluation must not change how the others train
+                average_into(model, mean_model, hvd)
             mean = hvd.allreduce(torch.tensor(total / every), name="loss")
-            yield step, float(mean), apart, model
+            yield step, float(mean), apart, mean_model
             total = 0.0
     hvd.shutdown()
 

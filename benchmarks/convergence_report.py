@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,49 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator
 
-__all__ = ["MARK", "interval", "tables", "write"]
+__all__ = ["MARK", "interval", "sharpness", "tables", "write"]
 
 MARK = "convergence: "
 """Stands before a run's result in what its ranks print."""
+FAR = 8.0  # a ratio of links from which on time is drawn on a logarithmic axis
 
-STEPS = Path(__file__).resolve().parent / "results" / "exact-120ms.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = ("method", "held-out loss", "minus stock's", "right", "replicas apart", "seeds")
-T_95 = {3: 4.303, 4: 3.182, 5: 2.776}
+T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95%, both sides, by the number of values. Two values say too little."""
 
 Result = Mapping[str, Any]
 Group = tuple[str, int, str]  # task, workers, contestant
 
-TITLES = {
-    "images": "Images",
-    "images-fast": "Images, at four times the learning rate",
-    "images-unlike": "Images, each worker with classes of its own",
-    "text": "Text",
-}
-MODEL = {"images": "resnet50", "text": "transformer"}
-"""Whose measured steps stand for a task's in pictures over time."""
-LINES = {
-    "horovod": ("horovod", "stock Horovod", "black"),
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the pictures: a task's loss over updates, then over time on two links.
+
+    Args:
+        task: And its ``workers``.
+        steps: The file of measured steps, of ``model``, that time is computed from.
+        ratios: Communication over computation, of the links.
+        lines: For each method its contestant in that file, its label and its colour.
+    """
+
+    task: str
+    workers: int
+    steps: str
+    model: str
+    ratios: tuple[float, float]
+    lines: Mapping[str, tuple[str, str, str]]
+
+    @property
+    def axes(self) -> tuple[float | None, ...]:
+        """Updates, and then time on each link."""
+        return (None, *self.ratios)
+
+
+STOCK = {"horovod": ("horovod", "stock Horovod", "black")}
+LINES = STOCK | {
     "merged-gradient:overlap=forward": (
         "merged-gradient:overlap=forward",
         "merged-gradient:overlap=forward",
@@ -49,6 +69,24 @@ LINES = {
         "#0072b2",
     ),
     "cocod:period=8": ("cocod:period=8", "cocod, period 8", "#009e73"),
+}
+SLOW_LINKS = STOCK | {
+    name: (name, label, colour)
+    for name, label, colour in (
+        ("cocod:period=8", "cocod, period 8", "#009e73"),
+        ("cocod:period=32", "cocod, period 32", "#56b4e9"),
+        ("cocod:period=32,fragments=8", "period 32, fragments=8", "#0072b2"),
+        ("cocod:period=32,fragments=8,outer=nesterov", "fragments=8, outer=nesterov", "#cc79a7"),
+    )
+}
+PICTURES = {
+    "convergence.png": (
+        Row("images", 2, "exact-120ms.json", "resnet50", (1.0, 4.0), LINES),
+        Row("text", 2, "exact-120ms.json", "transformer", (1.0, 4.0), LINES),
+    ),
+    "convergence-slow-links.png": (
+        Row("images-four", 4, "cocod.json", "resnet50", (8.0, 32.0), SLOW_LINKS),
+    ),
 }
 
 
@@ -81,7 +119,7 @@ def tables(results: Sequence[Result]) -> dict[tuple[str, int], str]:
         stock = by_group.get((task, workers, "horovod"), {})
         losses = [_last(one)[2] for one in seeds.values()]
         right = [100 * _last(one)[3] for one in seeds.values()]
-        apart = max(_last(one)[4] for one in seeds.values())
+        apart = max(moment[4] for one in seeds.values() for moment in one["curve"])
         both = sorted(set(seeds) & set(stock))
         gaps = [_last(seeds[seed])[2] - _last(stock[seed])[2] for seed in both]
         gap = "" if contestant == "horovod" or not both else _shown(gaps, "+.3f")
@@ -101,51 +139,76 @@ def tables(results: Sequence[Result]) -> dict[tuple[str, int], str]:
     return {key: "\n".join(lines) for key, lines in rows.items()}
 
 
+def sharpness(results: Sequence[Result]) -> str:
+    """A table of L, the largest eigenvalue of the loss's Hessian, along runs that have it."""
+    lines = ["| task | learning rate | L, first to last | largest L | at the highest rate |"]
+    lines.append("|" + " --- |" * 5)
+    for one in results:
+        found = one["sharpness"]
+        if found:
+            lines.append(
+                f"| {one['task']} | {one['lr']} | {found[0]:.1f} to {found[-1]:.1f} | "
+                f"{max(found):.1f} | {one['lr'] * max(found):.2f} |"
+            )
+    return "\n".join(lines)
+
+
 def write(page: Path, results: Sequence[Result]) -> None:
     """Put the tables between their marks in a page, and draw its pictures beside it."""
     text = page.read_text()
-    for (task, workers), table in tables(results).items():
-        begin, end = f"<!-- {task} {workers} -->\n", "<!-- end -->"
+    found = {f"{task} {workers}": table for (task, workers), table in tables(results).items()}
+    for name, table in {**found, "sharpness": sharpness(results)}.items():
+        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         if begin not in text:
-            raise SystemExit(f"{page} has no place for {task} on {workers} workers: {begin}{end}")
+            raise SystemExit(f"{page} has no place for {name}: {begin}{end}")
         head, rest = text.split(begin, 1)
         text = f"{head}{begin}\n{table}\n\n{end}{rest.split(end, 1)[1]}"
     page.write_text(text)
-    draw(page.with_name("convergence.png"), results)
+    for name, rows in PICTURES.items():
+        draw(page.with_name(name), rows, results)
 
 
-def draw(path: Path, results: Sequence[Result]) -> None:
-    """Held-out loss over updates, and over time on links of r = 1 and 4."""
-    cells = {(cell["model"], cell["ratio"]): cell for cell in json.loads(STEPS.read_text())[::-1]}
+def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
+    """Held-out loss over updates, and over time on links."""
     by_group = groups(results)
-    figure, axes = plt.subplots(len(MODEL), 3, figsize=(11, 3.1 * len(MODEL)), squeeze=False)
-    for row, (task, model) in zip(axes, MODEL.items(), strict=True):
-        lines = {c: line for c, line in LINES.items() if (task, 2, c) in by_group}
-        common = set.intersection(*(set(by_group[task, 2, c]) for c in lines))
-        for axis, ratio in zip(row, (None, 1.0, 4.0), strict=True):
-            for contestant, (raced, label, colour) in lines.items():
-                seeds = by_group.get((task, 2, contestant), {})
-                step = 1.0
-                if ratio is not None:
-                    times = {r["contestant"]: r["seconds"] for r in cells[model, ratio]["rows"]}
-                    step = times[raced] / times["single"]
+    figure, axes = plt.subplots(len(rows), 3, figsize=(11, 3.1 * len(rows) + 0.5), squeeze=False)
+    for row, row_axes in zip(rows, axes, strict=True):
+        of_task = {c: by_group.get((row.task, row.workers, c), {}) for c in row.lines}
+        shown = {c: seeds for c, seeds in of_task.items() if seeds}
+        common = set.intersection(*map(set, shown.values()))
+        for axis, ratio in zip(row_axes, row.axes, strict=True):
+            for contestant, seeds in shown.items():
+                _, label, colour = row.lines[contestant]
                 curves = [seeds[seed]["curve"] for seed in common]
                 length = min(map(len, curves))
+                step = 1.0 if ratio is None else step_of(row, ratio, contestant)
                 x = [moment[0] * step for moment in curves[0][:length]]
                 y = [sum(c[i][2] for c in curves) / len(curves) for i in range(length)]
                 axis.plot(x, y, color=colour, label=label, linewidth=1.4)
-            axis.set_yscale("log")
+            axis.set(xscale="linear" if ratio is None or ratio < FAR else "log", yscale="log")
+            axis.yaxis.set_minor_locator(LogLocator(subs=(2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
-            axis.set_ylabel(f"{task}: held-out loss, nats")
+            axis.set_ylabel(f"{row.task}: held-out loss, nats")
             where = "updates" if ratio is None else f"time at r = {ratio:g}, in units of c"
             axis.set_xlabel(where)
             axis.grid(alpha=0.3, which="both")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(LINES), fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8)
+    figure.tight_layout(rect=(0, 0.11 / len(rows), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def step_of(row: Row, ratio: float, contestant: str) -> float:
+    """A measured step on a link, in units of the computation of one."""
+    cells = json.loads((RESULTS / row.steps).read_text())
+    measured = row.lines[contestant][0]
+    for cell in cells:
+        times = {each["contestant"]: each["seconds"] for each in cell["rows"]}
+        if (cell["model"], cell["ratio"]) == (row.model, ratio) and measured in times:
+            return float(times[measured] / times["single"])
+    raise KeyError(f"{row.steps} has no step of {measured} with {row.model} at r = {ratio:g}")
 
 
 def _last(result: Result) -> Sequence[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import math
 import sys
@@ -54,10 +56,33 @@ def test_a_seed_that_stock_horovod_lacks_is_not_compared() -> None:
 def test_the_page_has_the_results_that_are_kept() -> None:
     results = json.loads(convergence.RESULTS.read_text())
     page = PAGE.read_text()
+    assert f"<!-- sharpness -->\n\n{report.sharpness(results)}\n\n<!-- end -->" in page
     for (task, workers), table in report.tables(results).items():
         assert f"<!-- {task} {workers} -->\n\n{table}\n\n<!-- end -->" in page
     keys = [(each["task"], each["contestant"], each["workers"], each["seed"]) for each in results]
     assert len(keys) == len(set(keys))
+
+
+def test_the_page_has_the_predictions_in_the_words_that_were_written_before() -> None:
+    said = " ".join(line.removeprefix(">").strip() for line in PAGE.read_text().splitlines())
+    before, after = convergence.PREDICTED.split("\n\nStated before any run with fragments:\n\n")
+    for words in (before, after):
+        assert " ".join(words.split()) in " ".join(said.split())
+
+
+def test_replicas_are_apart_by_what_was_largest() -> None:
+    one = result("cocod:period=4", 1, 2.0)
+    one["curve"][0][4] = 0.25
+    assert "| 25.0% |" in report.tables([one])["images", 2]
+
+
+def test_a_step_of_a_link_is_found_for_each_line_of_the_pictures() -> None:
+    for row in (row for rows in report.PICTURES.values() for row in rows):
+        for ratio, contestant in itertools.product(row.ratios, row.lines):
+            if row.task != "text" or "forward" not in contestant:  # its clipping keeps the barrier
+                assert report.step_of(row, ratio, contestant) > 0.9
+    with pytest.raises(KeyError, match="no step of cocod"):
+        report.step_of(dataclasses.replace(row, ratios=(3.0, 3.0)), 3.0, "cocod:period=8")
 
 
 @pytest.mark.parametrize("task", convergence.TASKS)
