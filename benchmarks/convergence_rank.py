@@ -34,8 +34,6 @@ HELD_OUT = 128  # pieces of the text
 CLIP = 1.0
 MOMENTUM = 0.9
 PER_NODE = 2  # workers, for within=node
-EXACT = ("merged-gradient", "merged-gradient:overlap=forward")
-"""Where `synchronize()` does what the next forward pass would do."""
 
 Batch = tuple[Tensor, Tensor]
 Moment = tuple[int, float, float, nn.Module]
@@ -254,8 +252,10 @@ def data_parallel(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
         total += float(loss.detach())
         if step % every == 0:
             apart = average_into(model, mean_model, hvd)
-            if name in EXACT or (step == given.steps and name != "horovod"):
-                optimizer.synchronize()  # an evaluation must not change how the others train
+            # Where it does what the next forward pass would do. Others it would train differently.
+            settles = name.startswith("merged-gradient") or step == given.steps
+            if settles and name != "horovod":
+                optimizer.synchronize()
                 average_into(model, mean_model, hvd)
             mean = hvd.allreduce(torch.tensor(total / every), name="loss")
             yield step, float(mean), apart, mean_model

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,6 @@ class Row:
     model: str
     ratios: tuple[float, float]
     lines: Mapping[str, tuple[str, str, str]]
-
-    @property
-    def axes(self) -> tuple[float | None, ...]:
-        """Updates, and then time on each link."""
-        return (None, *self.ratios)
 
 
 STOCK = {"horovod": ("horovod", "stock Horovod", "black")}
@@ -176,7 +172,7 @@ def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
         of_task = {c: by_group.get((row.task, row.workers, c), {}) for c in row.lines}
         shown = {c: seeds for c, seeds in of_task.items() if seeds}
         common = set.intersection(*map(set, shown.values()))
-        for axis, ratio in zip(row_axes, row.axes, strict=True):
+        for axis, ratio in zip(row_axes, (None, *row.ratios), strict=True):
             for contestant, seeds in shown.items():
                 _, label, colour = row.lines[contestant]
                 curves = [seeds[seed]["curve"] for seed in common]
@@ -200,11 +196,16 @@ def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
     plt.close(figure)
 
 
+@cache
+def cells_of(name: str) -> Any:
+    """The measured cells of a file; every line of a picture asks for it."""
+    return json.loads((RESULTS / name).read_text())
+
+
 def step_of(row: Row, ratio: float, contestant: str) -> float:
     """A measured step on a link, in units of the computation of one."""
-    cells = json.loads((RESULTS / row.steps).read_text())
     measured = row.lines[contestant][0]
-    for cell in cells:
+    for cell in cells_of(row.steps):
         times = {each["contestant"]: each["seconds"] for each in cell["rows"]}
         if (cell["model"], cell["ratio"]) == (row.model, ratio) and measured in times:
             return float(times[measured] / times["single"])

@@ -174,7 +174,9 @@ class Outcome:
         found = []
         if self.ended_s is None:
             found.append("ranks had not ended when patience was over")
-        if not self.teller:
+        if self.misnamed:
+            found.append("a message named another rank")
+        elif not self.teller:
             found.append("no message named the victim alone")
         if self.left:
             found.append(f"left behind: {', '.join(self.left)}")

@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scale import markdown
+
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.watch import watchdog
@@ -410,12 +412,6 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> list[str]:
         rows([one for one in agreed if one["alike"] is alike], AGREED) for alike in (True, False)
     ]
     return [markdown(part) for part in parts if len(part[0]) > 1]
-
-
-def markdown(table: list[list[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from fragments_reference import fragments_of
 from keras_problem import OPTIMIZERS, STEPS, batch, loss_of, make_model, weights_of
 
 from hvd_pipe.strategy import CoCoD, PipeSGD, parse
@@ -105,14 +106,6 @@ class Workers:
 def mean(vectors: list[Vectors], weights: tuple[float, ...] | None = None) -> Vectors:
     columns = zip(*vectors, strict=True)
     return [np.average(np.array(column), axis=0, weights=weights) for column in columns]
-
-
-def fragments_of(sizes: list[int], count: int) -> list[list[int]]:
-    """The indices of each fragment's tensors: the largest first, each into the smallest so far."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        min(found, key=lambda own: sum(sizes[j] for j in own)).append(i)
-    return [sorted(own) for own in found]
 
 
 def within_nodes(vectors: list[Vectors], method: CoCoD) -> list[Vectors]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import workers_cocod_options as jobs
 from cases import of_case
+from fragments_reference import fragments_of
 from problem import STEPS
 from ranks import once, run_ranks, run_script
 from reference import Trajectory, Vectors, Workers
@@ -47,15 +48,6 @@ NONNEGATIVE = ("exp_avg_sq",)
 Named = dict[str, torch.Tensor]  # one tensor a parameter and, with momentum="average", a moment
 
 
-def fragments_of(sizes: list[int], count: int) -> list[int]:
-    """The fragment of each tensor: the largest first, each into the smallest so far."""
-    found, total = [0] * len(sizes), [0] * count
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        found[i] = total.index(min(total))
-        total[found[i]] += sizes[i]
-    return found
-
-
 class Reference:
     """The strategy's docstring, with Python loops in the place of messages."""
 
@@ -70,7 +62,7 @@ class Reference:
         self.velocity: Named = {}
         self.clamped = 0
         sizes = [p.numel() for p in self.workers.models[0].parameters()]
-        self.fragment_of = fragments_of(sizes, self.options.fragments)
+        self.fragments = fragments_of(sizes, self.options.fragments)
 
     def run(self, steps: int = STEPS) -> Trajectory:
         options, workers = self.options, self.workers
@@ -202,7 +194,7 @@ class Reference:
             {
                 name: tensor.clone()
                 for name, tensor in self._live(i).items()
-                if fragment is None or self.fragment_of[int(name.split(".")[0])] == fragment
+                if fragment is None or int(name.split(".")[0]) in self.fragments[fragment]
             }
             for i in range(len(self.workers.models))
         ]

@@ -112,7 +112,7 @@ def test_a_good_run_has_nothing_wrong() -> None:
         ({"by_ranks": [], "by_launcher": []}, "no message named"),
         ({"by_ranks": [2]}, "no message named"),
         ({"by_ranks": [], "by_launcher": [0, 1]}, "no message named"),
-        ({"misnamed": [[0, 2]]}, "no message named"),
+        ({"misnamed": [[0, 2]]}, "named another"),
         ({"left": ["4242: python train.py"]}, "4242: python train.py"),
         ({"kind": "none"}, "nothing had happened"),
     ],
