@@ -32,12 +32,12 @@ from hvd_pipe.pipeline.transport import (
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
+from hvd_pipe.runtime.process_sets import NO_SET
 from hvd_pipe.runtime.watch.waits import waiting_for
 
 __all__ = ["Handle", "ProcessSetTransport", "Start"]
 
 _serials = itertools.count()  # ranks make transports together, so they count alike
-_GONE = "Process set provided does not exist"  # Horovod removes all sets when it shuts down
 
 
 class Handle(Protocol):
@@ -133,7 +133,7 @@ class ProcessSetTransport(Transport):
         try:
             return self._start(buffer, root, name, self._sets[pair])
         except ValueError as error:
-            if _GONE not in str(error):
+            if NO_SET not in str(error):
                 raise
             raise HorovodInternalError(
                 "Horovod has been shut down, here or on another rank, and this pipeline with it."

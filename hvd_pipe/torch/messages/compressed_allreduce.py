@@ -164,7 +164,8 @@ class CompressedAllReduce(Message):
             return
         process_set = self._reduction.process_set
         rows = self._flat.new_zeros(self._reduction.workers, 0, dtype=torch.uint8)
-        handle = alltoall_async(rows, name=self._name, process_set=process_set)
+        with pending.explaining():
+            handle = alltoall_async(rows, name=self._name, process_set=process_set)
         pending.wait(pending.sent(handle))
 
     # What the communication thread calls.
@@ -180,7 +181,7 @@ class CompressedAllReduce(Message):
         trace, begun = timeline.active, timeline.active.now()
         try:
             handle, self._handle = self._handle, None
-            with self._stream():
+            with self._stream(), pending.explaining():
                 arrived = None if handle is None else pending.wait(handle)
                 self._handle = self._phases.send(arrived)
             return True

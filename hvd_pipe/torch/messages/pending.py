@@ -38,6 +38,7 @@ from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError, is_failing
+from hvd_pipe.runtime.process_sets import NO_SET
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 
@@ -106,14 +107,17 @@ def explaining() -> Iterator[None]:
 
     Raises:
         HvdPipeError: A message that was sent before has failed so, and nobody has waited for it.
+        HorovodInternalError: Another rank has shut Horovod down, and with it all process sets.
     """
     try:
         yield
-    except HorovodInternalError:
+    except (HorovodInternalError, ValueError) as error:
         apart = _gone_apart()
-        if apart is None:
+        if apart is not None:
+            raise HvdPipeError(_APART.format(apart)) from apart
+        if NO_SET not in str(error):
             raise
-        raise HvdPipeError(_APART.format(apart)) from apart
+        raise HorovodInternalError(_SHUT_DOWN.format(error)) from error
 
 
 def _says_apart(error: HorovodInternalError) -> bool:
@@ -138,6 +142,10 @@ def _gone_apart() -> HorovodInternalError | None:
                     return error
     return None
 
+
+_SHUT_DOWN = (
+    "Horovod was shut down on another rank, or a process set was removed here. Horovod says: {}"
+)
 
 _APART = (
     "ranks have sent different things at the same step: on one of them alone synchronize() was "
