@@ -60,8 +60,9 @@ class CoCoD:
             CoCoD's own rule.
         anchor_momentum: Overlap-Local-SGD's beta, from 0 to below 1 (published: 0.7).
         outer: ``"nesterov"`` lets an outer optimizer, SGD with Nesterov's momentum, apply what the
-            mean has moved; ``"none"`` takes the mean as it is. For long periods. Its momentum acts
-            a round late here, and so bears smaller outer learning rates than DiLoCo's.
+            mean has moved; ``"none"`` takes the mean as it is. For long periods. It acts
+            ``period / fragments`` steps late, so smaller outer learning rates are stable than in
+            DiLoCo, above all with one fragment.
         outer_lr: The outer learning rate, above 0 (published: 0.7).
         outer_momentum: The outer momentum, from 0 to below 1 (published: 0.9).
         fragments: Parts of about the same size, each of whole tensors; divides ``period``. What
@@ -104,6 +105,13 @@ class CoCoD:
     def turn(self) -> int:
         """Local steps behind which a fragment's average travels."""
         return self.period // self.fragments
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What goes from round to round, as checkpoints name it: a model, and its momentum."""
+        if self.outer != "none":
+            return "outer", "outer_velocity"
+        return ("anchor", "velocity") if self.anchor_momentum else ()
 
     def __post_init__(self) -> None:
         require_int(self, "period", 1)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 __all__ = ["assign"]
 
 
-def assign(nbytes: Sequence[int], count: int, taken: Sequence[int] = ()) -> list[int]:
+def assign(nbytes: Sequence[int], count: int, taken: Sequence[int | None] = ()) -> list[int]:
     """Return the fragment of each tensor: the largest first, each into the smallest fragment.
 
     Args:
         nbytes: Sizes of the tensors, in bytes.
         count: How many fragments there are.
-        taken: The fragments of the first tensors, which have one already.
+        taken: The fragments of the first tensors; None for one that has none yet.
 
     Raises:
         ValueError: More fragments than tensors: some would be empty.
@@ -31,11 +31,10 @@ def assign(nbytes: Sequence[int], count: int, taken: Sequence[int] = ()) -> list
             f"fragments={count}, and the model has {len(nbytes)} tensors that train: a fragment "
             f"has whole tensors, so give at most {len(nbytes)} fragments."
         )
-    found, sizes = [*taken, *([0] * (len(nbytes) - len(taken)))], [0] * count
-    for index, fragment in enumerate(taken):
-        sizes[fragment] += nbytes[index]
-    for index in sorted(range(len(taken), len(nbytes)), key=lambda i: (-nbytes[i], i)):
-        fragment = min(range(count), key=sizes.__getitem__)
-        found[index] = fragment
-        sizes[fragment] += nbytes[index]
+    known = {i: fragment for i, fragment in enumerate(taken) if fragment is not None}
+    found, loads = [0] * len(nbytes), [(0, 0)] * count  # bytes, then tensors, as some are empty
+    for i in sorted(range(len(nbytes)), key=lambda i: (i not in known, -nbytes[i], i)):
+        found[i] = known[i] if i in known else min(range(count), key=loads.__getitem__)
+        size, tensors = loads[found[i]]
+        loads[found[i]] = size + nbytes[i], tensors + 1
     return found

@@ -375,6 +375,23 @@ def test_a_parameter_that_joins_is_averaged_from_the_next_round_on(case: str) ->
     np.testing.assert_allclose(of_case(others(), case), want, rtol=0, atol=TOLERANCE)
 
 
+def test_a_state_of_another_rule_leaves_nothing_behind() -> None:
+    """An anchor was taken for an outer model, and its momentum for one of another sign."""
+    for runs in of_case(others(), "other rules"):
+        for loaded, fresh in runs:
+            np.testing.assert_array_equal(loaded, fresh)
+
+
+def test_fragments_are_those_of_the_same_parameters() -> None:
+    """They were saved by place: in a new process, one that was unfrozen has another place."""
+    ranks = of_case(others(), "unfrozen before")
+    for straight, resumed, *near in ranks:
+        np.testing.assert_allclose(resumed, straight, rtol=0, atol=TOLERANCE)
+        for number, one in enumerate(near, start=2):
+            assert np.abs(one[-1] - straight[-1]).max() < 0.1
+            assert np.array_equal(one[-1], ranks[0][number][-1])
+
+
 def test_weights_that_do_not_fit() -> None:
     for error in of_case(others(), "wrong number of weights"):
         assert "ValueError: CoCoD has 2 weights, and the process set has 3 ranks" in error
@@ -444,8 +461,8 @@ def test_a_parameter_that_joins_within_nodes() -> None:
 def test_a_state_of_another_number_of_fragments() -> None:
     """What travels is dropped, but nothing is mixed: replicas end equal, and near the others."""
     ranks = of_case(nodes(), "another number of fragments")
-    for fragments in range(3):
-        ends = [rank[fragments][-1] for rank in ranks]
+    for i in range(4):
+        ends = [rank[i][-1] for rank in ranks]
         assert np.isfinite(ends).all()
         assert all(np.array_equal(end, ends[0]) for end in ends)
         assert np.abs(ends[0] - ranks[0][0][-1]).max() < 0.1
@@ -454,6 +471,12 @@ def test_a_state_of_another_number_of_fragments() -> None:
 def test_bytes_within_a_node_are_not_on_the_wire() -> None:
     for within, plain in of_case(nodes(), "bytes"):
         assert within == plain > 0
+
+
+def test_a_rank_that_shuts_down_is_told_from_a_mistake_of_this_one() -> None:
+    """Horovod removes all process sets then, and raised a ValueError: nobody named that rank."""
+    for said in run_ranks(3, jobs.shut_down_on_one_rank)[:2]:
+        assert said.startswith("HorovodInternalError: "), said
 
 
 def test_horovod_must_allow_process_sets_that_come_later() -> None:

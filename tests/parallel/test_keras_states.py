@@ -51,6 +51,17 @@ def test_momenta_are_averaged_once() -> None:
     np.testing.assert_array_equal(first["weights"], second["weights"])
 
 
+def test_a_state_of_another_rule_leaves_nothing_behind() -> None:
+    """An anchor was taken for an outer model, and its momentum for one of another sign."""
+    for found in ranks_of("other rules"):
+        loaded = [name for name in found if name.endswith("loaded")]
+        assert len(loaded) == 3
+        for name in loaded:
+            np.testing.assert_array_equal(
+                found[name], found[name.replace("loaded", "fresh")], err_msg=name
+            )
+
+
 def test_a_class_is_made_once_and_keeps_no_model() -> None:
     """Each optimizer had a class of its own, which held ``groups`` and so the model for ever."""
     for found in ranks_of("classes"):

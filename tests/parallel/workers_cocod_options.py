@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -269,6 +270,8 @@ def run_others() -> dict[str, Any]:
             "a parameter comes to life on one rank": a_parameter_comes_to_life,
             "a parameter joins": partial(a_parameter_joins, Compression.none, CoCoD()),
             "a parameter joins, fp16": partial(a_parameter_joins, Compression.fp16, CoCoD()),
+            "other rules": other_rules,
+            "unfrozen before": unfrozen_before,
             "wrong number of weights": wrong_number_of_weights,
             "unequal weights": unequal_weights,
             "speeds": speeds,
@@ -348,6 +351,57 @@ def a_parameter_joins(compression: Any, strategy: CoCoD) -> list[float]:
         records.append(float(model.b[0].detach()))
     optimizer.synchronize()
     return [*records, float(model.b[0].detach())]
+
+
+def other_rules() -> list[tuple[Weights, Weights]]:
+    """Train on under one rule, with the state of another one and with none."""
+    found = []
+    for before, after in ((_PULL, _OUTER), (_OUTER, _PULL), (_OUTER, {})):
+        model = make_model()
+        optimizer = wrap(model, Case(CoCoD(2, **before)), 3)
+        train(model, optimizer, hvd.rank(), steps=9, drains={8})
+        ends = []
+        for state in (optimizer._hvd_pipe.state(), None):
+            other = make_model()
+            other.load_state_dict(model.state_dict())
+            successor = wrap(other, Case(CoCoD(2, **after)), 3)
+            if state is not None:
+                successor._hvd_pipe.load(state)
+                assert set(successor._hvd_pipe.state().tensors) <= set(CoCoD(2, **after).kept)
+            ends.append(train(other, successor, hvd.rank(), steps=8, drains={7}))
+        found.append((ends[0], ends[1]))
+    return found
+
+
+def unfrozen_before() -> list[Weights]:
+    """Two tensors are unfrozen, and a checkpoint taken; it is loaded before and after that.
+
+    And once where all parameters have other names.
+    """
+
+    def built(frozen: int, prefix: str = "") -> tuple[nn.Module, Any]:
+        model = make_model()
+        for parameter in list(model.parameters())[:frozen]:
+            parameter.requires_grad_(False)
+        return model, hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()],
+            strategy=CoCoD(4, fragments=2, **_OUTER),
+        )
+
+    model, optimizer = built(2)
+    train(model, optimizer, hvd.rank(), steps=5, drains=set())
+    model.requires_grad_(True)
+    train(model, optimizer, hvd.rank(), steps=5, drains=set())
+    found = []
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    for frozen, prefix in ((0, ""), (2, ""), (0, "renamed.")):
+        other, successor = built(frozen, prefix)
+        other.load_state_dict(saved[0])
+        successor.load_state_dict(saved[1])
+        other.requires_grad_(True)
+        found.append(train(other, successor, hvd.rank(), steps=9, drains={8}))
+    return [train(model, optimizer, hvd.rank(), steps=9, drains={8}), *found]
 
 
 def _error(job: Callable[[], Any]) -> str:
@@ -439,18 +493,20 @@ def join_is_refused() -> str:
 
 
 def another_number_of_fragments() -> list[Weights]:
-    """A state of 4 fragments, in the middle of a turn, that one of 2 and one without take over."""
+    """States in the middle of a turn, that models in more and in fewer fragments take over."""
     found = []
-    for fragments in (4, 2, 1):
+    for saved, fragments in ((4, 4), (4, 2), (4, 1), (2, 4)):
         model = make_model()
         plain = OPTIMIZERS["momentum"](model)
-        optimizer = wrap(model, Case(CoCoD(8, fragments=4, **_OUTER)), 4, plain)
+        optimizer = wrap(model, Case(CoCoD(8, fragments=saved, **_OUTER)), 4, plain)
         train(model, optimizer, hvd.rank(), steps=11, drains=set())
         state = optimizer._hvd_pipe.state()
         other = make_model()
         other.load_state_dict(model.state_dict())
         successor = wrap(other, Case(CoCoD(8, fragments=fragments, **_OUTER)), 4)
         successor._hvd_pipe.load(state)
+        parts = {part.fragment for part in successor._hvd_pipe._parts}
+        assert parts == set(range(fragments))
         found.append(train(other, successor, hvd.rank(), steps=24, drains={23}))
     return found
 
@@ -464,6 +520,18 @@ def bytes_on_the_wire() -> tuple[float, float]:
         train(model, optimizer, hvd.rank(), steps=8, drains=set())
         found.append(optimizer.sent_bytes)
     return found[0], found[1]
+
+
+def shut_down_on_one_rank() -> str:
+    """The only rank of a node leaves, and those of the other node train on: what they hear."""
+    hvd.init(process_sets="dynamic")
+    _name_node()
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(1000, within="node")), 3)
+    if hvd.rank() == 2:
+        hvd.shutdown()
+        return ""
+    return _error(lambda: train(model, optimizer, hvd.rank(), steps=900, drains=set()))
 
 
 def static_sets() -> tuple[str, str]:

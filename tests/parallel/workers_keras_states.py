@@ -144,6 +144,33 @@ def of_momenta_that_came_twice() -> Found:
     }
 
 
+def of_other_rules() -> Found:
+    """Train on under one rule, with the state of another one and with none."""
+    rules = {
+        "pull-back": "cocod:period=2,pull_back=0.6,anchor_momentum=0.7",
+        "outer": "cocod:period=2,outer=nesterov",
+        "cocod": "cocod:period=2",
+    }
+    found: Found = {}
+    for before, after in (("pull-back", "outer"), ("outer", "pull-back"), ("outer", "cocod")):
+        trainer = Trainer(strategy=rules[before])
+        trainer.train(0, 7)
+        trainer.optimizer.synchronize()
+        for state in (trainer.optimizer.hvd_pipe.serialize(), None):
+            other = Trainer(strategy=rules[after])
+            other.optimizer.build(other.model.trainable_variables)
+            both = zip(other.model.variables, trainer.model.variables, strict=True)
+            for variable, value in both:
+                variable.assign(value)
+            if state is not None:
+                other.optimizer.hvd_pipe.deserialize(state)
+            other.train(7, 12)
+            other.optimizer.synchronize()
+            label = "fresh" if state is None else "loaded"
+            found[f"{before} {after} {label}"] = weights_of(other.model)
+    return found
+
+
 def of_classes() -> Found:
     """Optimizers that come and go with their models, of a class that Keras has registered."""
     registered = keras.saving.register_keras_serializable("tests")
@@ -173,6 +200,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     **{f"earlier {name}": (of_earlier, name) for name in EARLIER_METHODS},
     **{f"layout {name}": (in_other_buckets, name) for name in LAYOUTS},
     "momenta": (of_momenta_that_came_twice,),
+    "other rules": (of_other_rules,),
     "equal sizes": (of_equal_sizes_in_other_groups,),
     **{f"bfloat16 {name}": (of_bfloat16, name) for name in ("pipe-sgd", "cocod:period=2")},
 }

@@ -33,7 +33,7 @@ Flats = Sequence[tf.Tensor]
 IN_FLIGHT = ("start", "sent")
 """What begins the names in a `state` of what belongs to a round that is not over."""
 
-KEPT = ("base", "anchor", "velocity")
+KEPT = ("base", "anchor", "velocity", "outer", "outer_velocity")
 """The same of what goes from round to round; residuals have names of their own."""
 
 _HALF = (tf.float16, tf.bfloat16)
@@ -61,7 +61,7 @@ class ModelAverage:
     ) -> None:
         reduction = replace(reduction, weights=strategy.weights or ())
         self._alpha, self._beta = strategy.pull_back, strategy.anchor_momentum
-        self._outer = None
+        self._kept, self._outer = strategy.kept, None
         if strategy.outer != "none":
             self._outer = (strategy.outer_lr, strategy.outer_momentum)
         self._nonnegative = nonnegative or [False] * len(sizes)
@@ -162,8 +162,7 @@ class ModelAverage:
             "start": self._start,
             "sent": self._sent.result() if self._sent is not None else [],
             "base": self._base,
-            "anchor": self._anchor,
-            "velocity": self._velocity,
+            **dict(zip(self._kept, (self._anchor, self._velocity), strict=False)),
         }
         found = {
             f"{label}.{i}": np.array(flat)
@@ -189,7 +188,7 @@ class ModelAverage:
             return [tf.constant(state[f"{label}.{i}"]) for i in range(count)]
 
         self._start, self._base = flats("start"), flats("base")
-        self._anchor, self._velocity = flats("anchor"), flats("velocity")
+        self._anchor, self._velocity = map(flats, self._kept or ("", ""))
         self._leave()
         sent = flats("sent")
         if sent:

@@ -16,9 +16,10 @@ one message after another, so the models' message delays those that are ready be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from horovod.torch.compression import Compression
@@ -34,13 +35,7 @@ from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
 from hvd_pipe.torch.model_buffers import ModelBuffers
 from hvd_pipe.torch.strategies.averaged_momenta import PREFIX, AveragedMomenta
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.model_average import (
-    IN_FLIGHT,
-    ModelAverage,
-    Rule,
-    Tensors,
-    Values,
-)
+from hvd_pipe.torch.strategies.model_average import IN_FLIGHT, ModelAverage, Tensors, Values
 from hvd_pipe.torch.strategies.settings import Settings, State
 from hvd_pipe.torch.strategies.within_node import Meeting, within_node
 
@@ -59,7 +54,7 @@ class CoCoDState:
         momenta: As `AveragedMomenta.state`; empty unless momenta are averaged.
         unsettled: As `AveragedMomenta.unsettled`; None unless momenta are averaged.
         news: Whether some rank has told of momenta that others do not know of; likewise.
-        fragment_of: The fragment of each parameter; empty where there is one fragment.
+        fragment_of: The fragment of each parameter, by name; empty where there is one fragment.
     """
 
     rounds: int
@@ -68,15 +63,15 @@ class CoCoDState:
     momenta: Tensors
     unsettled: int | None = None
     news: int | None = None
-    fragment_of: Sequence[int] = ()
+    fragment_of: Mapping[str, int] = field(default_factory=dict)
 
     def to_state(self) -> State:
         """Return the form in which checkpoints have it."""
-        counters: dict[str, int | str] = {"rounds": self.rounds, "local_steps": self.local_steps}
+        counters: dict[str, Any] = {"rounds": self.rounds, "local_steps": self.local_steps}
         if self.unsettled is not None and self.news is not None:
             counters |= {"unsettled": self.unsettled, "news": self.news}
         if self.fragment_of:
-            counters["fragments"] = "/".join(map(str, self.fragment_of))
+            counters["fragment_of"] = self.fragment_of
         return State(counters, self.models | self.momenta)
 
     @classmethod
@@ -87,8 +82,8 @@ class CoCoDState:
         numbers = state.counters
         rounds, local_steps = numbers["rounds"], numbers["local_steps"]
         unsettled, news = numbers.get("unsettled"), numbers.get("news")
-        fragments = [int(each) for each in numbers.get("fragments", "").split("/") if each]
-        return cls(rounds, local_steps, models, momenta, unsettled, news, fragments)
+        fragment_of = numbers.get("fragment_of", {})
+        return cls(rounds, local_steps, models, momenta, unsettled, news, fragment_of)
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class CoCoDEngine(Engine):
                     partial(_values, settings.parameters, indices),
                     reduction,
                     f"{settings.tag}.model.{i}",
-                    Rule.of(strategy),
+                    strategy,
                     words=int(strategy.momentum == "average" and i == 0),
                 ),
             )
@@ -281,7 +276,8 @@ class CoCoDEngine(Engine):
             tensors |= residuals_of(self.current)  # the models' own are zero until then
         saved = CoCoDState(self.rounds, self._local_steps, tensors, {})
         if self._strategy.fragments > 1:
-            saved = replace(saved, fragment_of=self._fragment_of)
+            fragment_of = dict(zip(self.settings.names, self._fragment_of, strict=True))
+            saved = replace(saved, fragment_of=fragment_of)
         if self._momenta is not None:
             unheard = bool(self._parts[0].average.words) if self._started else False
             saved = replace(
@@ -300,12 +296,11 @@ class CoCoDEngine(Engine):
         if self._is_warm and self.current is not None:
             restore_residuals(self.current, models)
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
-        self._take_fragments(saved.fragment_of)
+        # Parameters of a known cut that have nothing have joined since; of another one, a part has
+        # nothing unless all of its parameters do.
+        enough = any if self._take_fragments(saved.fragment_of) else all
         last = self._strategy.fragments - 1
         self._turn = min(saved.local_steps // self._strategy.turn, last)
-        # Of another number of fragments, a part has what some of its parameters have; of as many,
-        # those without have joined since.
-        enough = any if max(saved.fragment_of, default=0) == last else all
         for part in self._parts:
             own = {label: [values[i] for i in part.indices] for label, values in models.items()}
             part.average.load(
@@ -325,13 +320,18 @@ class CoCoDEngine(Engine):
             self._momenta.load(saved.momenta, saved.unsettled)
             self._parts[0].average.words.fill_(saved.news or 0)
 
-    def _take_fragments(self, fragment_of: Sequence[int]) -> None:
-        """Cut the model as it was when a state was saved, if that had as many fragments."""
-        same = list(fragment_of) == self._fragment_of[: len(fragment_of)]
-        if same or max(fragment_of) >= self._strategy.fragments:
-            return
-        self._fragment_of = list(fragment_of)
-        self._cut()
+    def _take_fragments(self, saved: Mapping[str, int]) -> bool:
+        """Cut the model as it was when a state was saved, if it can be; return whether it is."""
+        count, names = self._strategy.fragments, self.settings.names
+        other_names = bool(saved) and saved.keys().isdisjoint(names)
+        if other_names or max(saved.values(), default=0) + 1 != count:
+            return False
+        known = [saved.get(name) for name in names]
+        found = assign(self.settings.index.nbytes, count, known)
+        if len(set(found)) == count and found != self._fragment_of:
+            self._fragment_of = found
+            self._cut()
+        return found == self._fragment_of
 
     def _averages(self) -> Iterator[ModelAverage]:
         yield from (part.average for part in self._parts)
@@ -380,5 +380,6 @@ def _average_of_momenta(
 ) -> ModelAverage:
     # Without the momentum of an anchor or an outer optimizer, which could carry a second moment
     # below zero; and float16 would make zeros of Adam's.
-    plain, rule = replace(reduction, compression=Compression.none), Rule(strategy.pull_back)
+    plain = replace(reduction, compression=Compression.none)
+    rule = CoCoD(pull_back=strategy.pull_back)
     return ModelAverage(like, values, plain, name, rule, nonnegative=nonnegative)

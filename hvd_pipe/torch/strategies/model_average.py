@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from horovod.torch.compression import Compression
@@ -28,7 +27,7 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 
-__all__ = ["IN_FLIGHT", "ModelAverage", "Rule", "Tensors", "Values"]
+__all__ = ["IN_FLIGHT", "ModelAverage", "Tensors", "Values"]
 
 Tensors = dict[str, list[torch.Tensor | None]]
 """By name, one tensor a value, or None: see `engine.State`."""
@@ -39,29 +38,6 @@ IN_FLIGHT = ("average", "start")
 Values = Callable[[], Sequence[torch.Tensor | None]]
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How local progress and the mean are put together.
-
-    Args:
-        pull_back: Overlap-Local-SGD's alpha; None keeps all progress, as CoCoD does.
-        anchor_momentum: Overlap-Local-SGD's beta.
-        outer: The learning rate and the momentum of an outer optimizer; None for no such one.
-    """
-
-    pull_back: float | None = None
-    anchor_momentum: float = 0.0
-    outer: tuple[float, float] | None = None
-
-    @classmethod
-    def of(cls, strategy: CoCoD) -> Rule:
-        """Return the rule for a model's weights."""
-        outer = None
-        if strategy.outer != "none":
-            outer = (strategy.outer_lr, strategy.outer_momentum)
-        return cls(strategy.pull_back, strategy.anchor_momentum, outer)
 
 
 class ModelAverage:
@@ -75,7 +51,7 @@ class ModelAverage:
         values: Returns the live values; None for one that this rank lacks, which counts as zeros.
         reduction: How they are averaged.
         name: Begins the messages' names.
-        rule: What `finish` does.
+        rule: What `finish` does: which outer optimizer, or pull-back.
         words: How many control flags travel along; see `words`.
         nonnegative: For each value, whether it must not become negative; none of them: no.
     """
@@ -86,7 +62,7 @@ class ModelAverage:
         values: Values,
         reduction: Reduction,
         name: str,
-        rule: Rule,
+        rule: CoCoD,
         words: int = 0,
         nonnegative: Sequence[bool] = (),
     ) -> None:
@@ -153,8 +129,8 @@ class ModelAverage:
         """Give every value the mean and its own progress, by the rule."""
         self.complete()
         self.due = False
-        if self._rule.outer is not None:
-            self._move_outer(*self._rule.outer)
+        if self._rule.outer != "none":
+            self._move_outer(self._rule.outer_lr, self._rule.outer_momentum)
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
         if self._rule.pull_back is None:
@@ -196,8 +172,8 @@ class ModelAverage:
     def state(self) -> Tensors:
         """Return copies of what the coming rounds need; waits for what has been sent."""
         self.complete()
-        flats = {"base": self._base, "anchor": self._anchor, "velocity": self._velocity}
-        flats |= self._residuals()
+        flats = {"base": self._base, **self._residuals()}
+        flats |= dict(zip(self._rule.kept, (self._anchor, self._velocity), strict=False))
         if self.due:
             flats |= dict(zip(IN_FLIGHT, (self._mean, self._start), strict=True))
         return {
@@ -215,7 +191,7 @@ class ModelAverage:
         def flat(label: str) -> torch.Tensor | None:
             if label not in state:
                 return None
-            at_rest = label == "velocity" or label.startswith("own.")
+            at_rest = label.endswith("velocity") or label.startswith("own.")
             whole = torch.zeros_like(own) if at_rest else own.clone()
             for view, tensor in zip(self._views(whole), state[label], strict=True):
                 if tensor is not None:
@@ -223,7 +199,7 @@ class ModelAverage:
             return whole
 
         average, self._start = flat("average"), flat("start")
-        self._anchor, self._velocity = flat("anchor"), flat("velocity")
+        self._anchor, self._velocity = map(flat, self._rule.kept or ("", ""))
         # What differences are taken from must be the same on all ranks, to the last bit, and who
         # knows that of a value that joins? The next message is whole.
         if self._difference is not None and None not in state.get("base", []):
