@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from hvd_pipe.planning._advice import PipelinePlan, Row, Training, memory_bytes, stability
@@ -39,6 +38,7 @@ SCHEMA = "hvd_pipe.advice/1"
 
 _SIMULATED_STEPS = 200
 _PULL_BACK = 0.6  # as published for Overlap-Local-SGD
+_OF_A_FRAGMENT = 0.75  # of its limit is stable where curvature couples fragments, too
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,9 @@ def _steadier(method: Method, profile: ModelProfile) -> tuple[Method, ...]:
 
 
 def _stability(method: Method, training: Training) -> tuple[bool, list[str]]:
-    return stability(partial(stable_rate, method), training)
+    is_cut = isinstance(method, CoCoD) and method.fragments > 1
+    share = _OF_A_FRAGMENT if is_cut else 1.0
+    return stability(lambda momentum: share * stable_rate(method, momentum), training)
 
 
 def _reason(time: StepTime, method: Method) -> str:

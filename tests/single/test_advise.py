@@ -21,6 +21,7 @@ from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, LocalSGD
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.strategy import parse as parse_strategy
@@ -335,3 +336,12 @@ def test_what_diverges_comes_with_what_does_not() -> None:
     assert parted.strategy == "cocod:period=6,fragments=6"
     assert advice.best == pulled
     assert row(advice, "pipe-sgd:prediction=local").usable
+
+
+@pytest.mark.parametrize(("share", "usable"), [(0.74, True), (0.76, False)])
+def test_fragments_keep_a_quarter_of_their_limit(share: float, usable: bool) -> None:
+    """Curvature that couples fragments lowers it by up to an eighth: see `test_methods`."""
+    limit = stable_rate(CoCoD(period=6, fragments=6), 0.9)
+    facts = {"learning_rate": 0.1, "curvature": 10 * share * limit, "momentum": 0.9}
+    advice = advise(MODEL, cluster(4e8), methods=["cocod:period=6,fragments=6"], **facts)
+    assert row(advice, "cocod:period=6,fragments=6").usable == usable
