@@ -51,6 +51,7 @@ STRATEGIES = {
         "pipe-sgd:bucket_bytes=1024+int8",
         "pipedream:stash",
         "cocod:period=4,fragments=4,outer=nesterov",
+        "cocod:period=4,fragments=4,within=node",
     ),
     "elastic": (
         "merged-gradient:plan=wfbp",

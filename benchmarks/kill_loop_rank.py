@@ -29,6 +29,7 @@ import hvd_pipe.torch as hvd
 
 KEPT = 3  # checkpoints: other ranks may not have the newest
 BATCHES = 8  # of an epoch of a pipeline
+PER_NODE = 2  # ranks, for within=node
 LR = 2.0**-6
 
 
@@ -138,8 +139,9 @@ class Steps:
 
 def train(task: Task) -> None:
     """Train by a strategy with checkpoints, from one of them if there is any."""
-    hvd.init()
+    hvd.init(process_sets="dynamic" if "within=node" in task.strategy else None)
     rank, folder = hvd.rank(), Path(task.folder)
+    os.environ["HOROVOD_HOSTNAME"] = f"node-{rank // PER_NODE}"  # what within=node goes by
     name, _, codec = task.strategy.partition("+")
     model = make_model()
     optimizer: Any = hvd.DistributedOptimizer(
