@@ -243,7 +243,10 @@ def main() -> None:
     for name in options.only or ():
         contestant = name.partition("+")[0]
         if contestant.partition(":")[0] not in OTHERS:
-            parse(contestant)
+            try:
+                parse(contestant)
+            except ValueError as error:
+                parser.error(f"--only: {error}")
     options.seeds = list(dict.fromkeys(options.seeds))
     options.results = options.results or (LINKS if options.link else RESULTS)
     if not options.results.resolve().parent.is_dir():
