@@ -531,7 +531,7 @@ def shut_down_on_one_rank() -> str:
     if hvd.rank() == 2:
         hvd.shutdown()
         return ""
-    return _error(lambda: train(model, optimizer, hvd.rank(), steps=900, drains=set()))
+    return _error(lambda: train(model, optimizer, hvd.rank(), steps=100_000, drains=set()))
 
 
 def static_sets() -> tuple[str, str]:
