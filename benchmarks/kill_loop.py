@@ -650,7 +650,8 @@ class Results:
             if self._path is not None:
                 data = {**self._about, "runs": {n: asdict(r) for n, r in self.runs.items()}}
                 part = self._path.with_suffix(".part")
-                part.write_text(json.dumps(data, indent=1) + "\n")
+                text = json.dumps(data, indent=1).replace(f"{HERE.parent}/", "")
+                part.write_text(text.replace(f"{Path.home()}/", "~/") + "\n")
                 part.replace(self._path)
 
     def _read(self) -> None:
