@@ -219,9 +219,7 @@ def test_a_commit_of_the_others_counts_though_the_first_rank_is_lost_in_it() -> 
 def test_commits_that_are_lost_are_named() -> None:
     """One may be, which a first rank that was lost has noted and others do not have; no more."""
     first = {"who": "a", "rank": 0, "size": 1, "weights": [0.0]}
-    log = [{**first, "start": 0}, *({**first, "commit": step} for step in (0, 0, 0))]
-    for number, line in enumerate(log[1:], start=1):
-        line["commit"] = 10 * number
+    log = [{**first, "start": 0}, *({**first, "commit": step} for step in (10, 20, 30))]
     for who, newest in (("a", [30]), ("b", [20, 30])):
         for start in (0, 10, 20, 30):
             again = {**first, "who": who, "start": start}
