@@ -283,6 +283,8 @@ def diloco(given: SimpleNamespace, data: Data) -> Iterator[Moment]:
         inner.zero_grad()
         loss = loss_of(model(inputs), targets)
         loss.backward()
+        if given.task == "text":
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         inner.step()
         scheduler.step()
         if step % OUTER_PERIOD == 0:
