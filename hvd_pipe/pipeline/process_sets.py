@@ -32,7 +32,7 @@ from hvd_pipe.pipeline.transport import (
     checked_size,
 )
 from hvd_pipe.pipeline.wire import Bytes, empty
-from hvd_pipe.runtime.process_sets import NO_SET
+from hvd_pipe.runtime.consensus import shutdown_is_told
 from hvd_pipe.runtime.watch.waits import waiting_for
 
 __all__ = ["Handle", "ProcessSetTransport", "Start"]
@@ -130,14 +130,8 @@ class ProcessSetTransport(Transport):
         kind = channel.kind.name.lower()
         name = f"hvd_pipe.pipeline.{self._serial}.{kind}.{root}.{other}.{number % WINDOW}"
         pair = min(root, other), max(root, other)
-        try:
+        with shutdown_is_told():
             return self._start(buffer, root, name, self._sets[pair])
-        except ValueError as error:
-            if NO_SET not in str(error):
-                raise
-            raise HorovodInternalError(
-                "Horovod has been shut down, here or on another rank, and this pipeline with it."
-            ) from error
 
     def _post(self, incoming: Incoming) -> None:
         while incoming.unposted and len(incoming.posted) < DEPTH:

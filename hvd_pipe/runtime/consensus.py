@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from horovod.common import process_sets
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
@@ -23,6 +26,7 @@ __all__ = [
     "answer_with",
     "failed",
     "members",
+    "shutdown_is_told",
 ]
 
 Description = Sequence[tuple[str, str]]
@@ -55,6 +59,20 @@ def members(process_set: ProcessSet) -> list[int]:
 def failed(error: Exception) -> Description:
     """Describe a rank that has found a mistake: it differs from all ranks that have not."""
     return [(_REFUSED, f"{type(error).__name__}: {error}")]
+
+
+@contextmanager
+def shutdown_is_told() -> Iterator[None]:
+    """Raise HorovodInternalError, not ValueError, where a shutdown has removed a process set."""
+    try:
+        yield
+    except ValueError as error:
+        if not re.search("Process set (provided )?does not exist", str(error)):
+            raise
+        raise HorovodInternalError(
+            "Horovod was shut down, or a process set was removed, here or on another rank. "
+            f"Horovod says: {error}"
+        ) from error
 
 
 def allocated_everywhere(
@@ -105,10 +123,9 @@ class Agreement:
     def gather(self, value: Any, name: str, process_set: ProcessSet) -> list[Any]:
         """Return every rank's JSON-able ``value``, in the order of the process set's ranks."""
         data = json.dumps(value).encode()
-        if process_set.size() == 1:
-            return [json.loads(data)]
-        with waiting_for(name):
-            parts = self._gather_bytes(data, name, process_set)
+        with shutdown_is_told(), waiting_for(name):
+            alone = process_set.size() == 1
+            parts = [data] if alone else self._gather_bytes(data, name, process_set)
         return [json.loads(part) for part in parts]
 
     def from_first(self, value: Any, name: str, process_set: ProcessSet) -> Any:

@@ -15,7 +15,6 @@ from hvd_pipe.runtime.consensus import Agreement, Description, members
 
 __all__ = [
     "NODES",
-    "NO_SET",
     "by_node",
     "find_node",
     "make_process_sets",
@@ -30,9 +29,6 @@ NODES = (
     'initialised so that none can be added: call hvd.init(process_sets="dynamic"), or set '
     "HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of every rank."
 )
-
-NO_SET = "Process set provided does not exist"
-"""What Horovod says of a process set, from the moment that it has shut down on some rank."""
 
 
 def make_process_sets(

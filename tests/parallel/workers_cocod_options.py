@@ -21,6 +21,7 @@ from torch.optim import Adam, Optimizer
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.compression import Compression, Int8
 from hvd_pipe.torch.measuring.probes import worker_speeds
 from hvd_pipe.torch.strategies.settings import State
@@ -522,16 +523,23 @@ def bytes_on_the_wire() -> tuple[float, float]:
     return found[0], found[1]
 
 
-def shut_down_on_one_rank() -> str:
-    """The only rank of a node leaves, and those of the other node train on: what they hear."""
+def shut_down_on_one_rank() -> list[str]:
+    """The only rank of a node leaves, and those of the other node train on: what they hear.
+
+    In training, and where they agree on something, as a new plan, afterwards.
+    """
     hvd.init(process_sets="dynamic")
+    node = hvd.add_process_set([0, 1])
     _name_node()
     model = make_model()
     optimizer = wrap(model, Case(CoCoD(1000, within="node")), 3)
     if hvd.rank() == 2:
         hvd.shutdown()
-        return ""
-    return _error(lambda: train(model, optimizer, hvd.rank(), steps=100_000, drains=set()))
+        return []
+    return [
+        _error(lambda: train(model, optimizer, hvd.rank(), steps=100_000, drains=set())),
+        _error(lambda: gather("a plan", "of this test", node)),
+    ]
 
 
 def static_sets() -> tuple[str, str]:

@@ -38,7 +38,7 @@ from horovod.torch.mpi_ops import poll
 from horovod.torch.mpi_ops import synchronize as _synchronize
 
 from hvd_pipe.errors import HvdPipeError, is_failing
-from hvd_pipe.runtime.process_sets import NO_SET
+from hvd_pipe.runtime.consensus import shutdown_is_told
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 
@@ -110,14 +110,13 @@ def explaining() -> Iterator[None]:
         HorovodInternalError: Another rank has shut Horovod down, and with it all process sets.
     """
     try:
-        yield
-    except (HorovodInternalError, ValueError) as error:
+        with shutdown_is_told():
+            yield
+    except (HorovodInternalError, ValueError):
         apart = _gone_apart()
-        if apart is not None:
-            raise HvdPipeError(_APART.format(apart)) from apart
-        if NO_SET not in str(error):
+        if apart is None:
             raise
-        raise HorovodInternalError(_SHUT_DOWN.format(error)) from error
+        raise HvdPipeError(_APART.format(apart)) from apart
 
 
 def _says_apart(error: HorovodInternalError) -> bool:
@@ -142,10 +141,6 @@ def _gone_apart() -> HorovodInternalError | None:
                     return error
     return None
 
-
-_SHUT_DOWN = (
-    "Horovod was shut down on another rank, or a process set was removed here. Horovod says: {}"
-)
 
 _APART = (
     "ranks have sent different things at the same step: on one of them alone synchronize() was "
