@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 # The serial references are many small operations. Beside the ranks of another test, threads that
 # wait for each other in each of them took ten times as long. Before torch is imported.
@@ -25,4 +27,16 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     settings.register_profile("repeat", derandomize=True, deadline=None)
     settings.register_profile("explore", deadline=None)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "repeat")
+    settings.load_profile(profile)
+    if profile == "repeat":
+        # Cases would hold constants of the modules that are loaded: of the tests that came before.
+        providers._get_local_constants = providers.Constants
+
+
+def pytest_unconfigure() -> None:
+    """End Keras' Horovod before torch's, which has started MPI and ends it for both."""
+    for name in ("horovod.tensorflow", "horovod.torch"):
+        horovod = sys.modules.get(name)
+        if horovod is not None and horovod.is_initialized():
+            horovod.shutdown()

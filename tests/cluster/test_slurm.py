@@ -85,10 +85,10 @@ class TestScripts:
         script, output = tmp_path / "job.sh", tmp_path / "output"
         script.write_text(
             "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1\n"
-            "hvd-pipe doctor --json\n"
+            "hvd-pipe doctor --json --timeout 180\n"
         )
         job = slurm.submit([str(script)], output)
-        assert slurm.wait(job, JOB_S) == "COMPLETED", output.read_text()
+        assert slurm.wait(job, 2 * JOB_S) == "COMPLETED", output.read_text()
         assert "Gloo, cpu" in output.read_text()
 
 

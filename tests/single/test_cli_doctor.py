@@ -55,11 +55,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
 
 def test_this_machine_is_found_good() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "hvd_pipe", "doctor", "--json"],
+        [sys.executable, "-m", "hvd_pipe", "doctor", "--json", "--timeout", "180"],
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=450,
         env={k: v for k, v in os.environ.items() if not k.startswith("HVD_PIPE_")},
     )
     assert run.returncode == 0, run.stdout + run.stderr

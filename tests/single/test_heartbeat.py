@@ -450,7 +450,7 @@ def test_a_stranger_behind_the_door() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         address = {
-            "host": "no-such-host.invalid",
+            "host": "no..host",  # nobody is asked for it
             "addresses": [("127.0.0.1", service.getsockname()[1])],
             "question": "q",
             "answer": "a",
@@ -527,7 +527,8 @@ def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
     """A call that kept the interpreter's lock for long, say."""
     job.start(1)
     soon(lambda: job.hearts[2].cause(0.0))
-    soon(lambda: f"for {LIMIT_S + 1:.0f} s" in str(job.hearts[2].cause(0.0)))
+    longer = [f"for {seconds} s" for seconds in range(int(LIMIT_S) + 1, 60)]
+    soon(lambda: any(each in str(job.hearts[2].cause(0.0)) for each in longer))
     job.hearts[1].start()
     soon(lambda: job.hearts[2].cause(0.0) is None)
     job.wait(2)

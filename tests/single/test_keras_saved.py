@@ -54,7 +54,7 @@ def test_it_loads_without_hvd_pipe(tmp_path: Path) -> None:
             [sys.executable, "-c", script, file],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=200,
             check=True,
         ).stdout
         for script in (SAVE, LOAD)

@@ -61,6 +61,6 @@ def test_importing_patches_nothing_in_keras() -> None:
         "print(len(before))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200
     )
     assert done.stdout.split() == ["5"], done.stderr

@@ -651,7 +651,7 @@ except ValueError as error:
 
 def test_before_init() -> None:
     command = [sys.executable, "-c", BEFORE_INIT]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
     assert "call hvd.init() before this" in said
 
 
