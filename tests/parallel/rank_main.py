@@ -14,7 +14,7 @@ from pathlib import Path
 
 from publish import publish
 
-PATIENCE = 3.0  # seconds a failed rank gives the others to report as well
+PATIENCE = 8.0  # seconds a failed rank gives the others to report as well
 
 
 def main(directory: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -157,8 +158,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_the_disk_is_full_at_a_checkpoint(small_disk: Path) -> None:
     with Job("mpi", "pipe-sgd", timeout_s=NEVER_S, folder=small_disk) as job:
         job.train()
-        with suppress(OSError):  # a checkpoint may take its last page first
-            (small_disk / "other").write_bytes(b"\0" * _free(small_disk))
+        with (small_disk / "other").open("ab", buffering=0) as other:
+            while job.launched.poll() is None:  # a checkpoint that is replaced leaves pages again
+                with suppress(OSError):  # or takes the last page first
+                    other.write(b"\0" * _free(small_disk))
+                time.sleep(0.02)
         job.ended()
         assert job.launched.returncode != 0
         told = r"because of another: rank 0 on .* raised \w+: .*(inline_container|No space left)"

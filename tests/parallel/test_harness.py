@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import ranks
 import workers_harness
 import workers_launchers
 from ranks import GRACE, LONGEST, once, run_ranks, run_script
@@ -37,10 +38,21 @@ def test_a_rank_that_dies_is_reported_with_its_output() -> None:
         run_ranks(2, workers_harness.die_on_rank_1)
 
 
+def _deadline(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return a rank's seconds: either it ends itself for sure, or the harness, once it hangs."""
+    if deaf:
+        return 12.0
+    monkeypatch.setattr(ranks, "GRACE", 60.0)
+    return 3.0
+
+
 @pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
-def test_a_hanging_rank_is_ended(tmp_path: Path, deaf: bool) -> None:
+def test_a_hanging_rank_is_ended(
+    tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout = _deadline(deaf, monkeypatch)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=3)
+        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=timeout)
     assert "--- rank 1: ended without a result" in str(caught.value)
     if not deaf:  # its deadline has it say where it hung
         assert "in hang_on_rank_1" in str(caught.value)
@@ -57,7 +69,7 @@ def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Sig
         _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
         assert _is_rank(_pids(tmp_path)[1])
         process.send_signal(number)
-        assert process.wait(30) == pytest.ExitCode.INTERRUPTED
+        assert process.wait(120) == pytest.ExitCode.INTERRUPTED
     _assert_gone(tmp_path)
 
 
@@ -81,9 +93,12 @@ def test_a_forked_rank_that_dies_ends_its_job() -> None:
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
-def test_a_forked_rank_that_hangs_is_ended(tmp_path: Path, deaf: bool) -> None:
+def test_a_forked_rank_that_hangs_is_ended(
+    tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout = _deadline(deaf, monkeypatch)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_launchers.hang_on_rank_1, str(tmp_path), deaf, timeout=8)
+        run_ranks(2, workers_launchers.hang_on_rank_1, str(tmp_path), deaf, timeout=timeout)
     assert "--- rank 1: ended without a result" in str(caught.value)
     if not deaf:
         assert "in hang_on_rank_1" in str(caught.value)
@@ -183,7 +198,7 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         "time.sleep(600)"
     )
     with pytest.raises(AssertionError, match=r"sleep.py: exit status"):
-        run_script(2, str(script), timeout=5)
+        run_script(2, str(script), timeout=20)
     _assert_gone(tmp_path, script.name)
 
 

@@ -251,7 +251,7 @@ def test_a_file_is_whole_however_the_job_ends(tmp_path: Path, end: str, code: in
         command,
         env={"HVD_PIPE_TIMELINE": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == code, done.stderr.decode()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.compression import Compression, Int8
+from hvd_pipe.torch.measuring import probes
 from hvd_pipe.torch.measuring.probes import worker_speeds
 from hvd_pipe.torch.strategies.settings import State
 
@@ -425,14 +426,14 @@ def unequal_weights() -> str:
 
 
 def speeds() -> list[float]:
-    calls = 0
+    now = 0.0
 
     def step() -> None:
-        nonlocal calls
-        calls += 1
-        time.sleep(0.5 if calls == 1 else 0.1 * (hvd.rank() + 1))
+        nonlocal now
+        now += 0.1 * (hvd.rank() + 1) if now else 0.5
 
-    return worker_speeds(step, seconds=0.0)
+    with mock.patch.object(probes, "time", mock.Mock(perf_counter=lambda: now)):
+        return worker_speeds(step, seconds=0.0)
 
 
 def a_step_fails() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 from problem import OPTIMIZERS, loss_of, make_model
-from publish import publish
+from publish import end_late_over_gloo, publish
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.runtime.watch.waits import activity
@@ -100,6 +100,8 @@ def main(folder: Path, strategy: str, wrong: str = "", steps: str = str(STEPS)) 
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     torch.set_num_threads(1)
+    if wrong:
+        end_late_over_gloo()
     hvd.init()
     rank = hvd.rank()
     model = make_model()

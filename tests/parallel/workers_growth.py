@@ -42,8 +42,8 @@ def grown(strategy: str) -> tuple[int, int]:
         if step in (SETTLED, STEPS):
             gc.collect()
             tensors = sum(1 for found in gc.get_objects() if isinstance(found, torch.Tensor))
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            seen.append((tensors, pages * os.sysconf("SC_PAGE_SIZE")))
+            _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+            seen.append((tensors, (resident - shared) * os.sysconf("SC_PAGE_SIZE")))
     optimizer.synchronize()
     (tensors, memory), (more_tensors, more_memory) = seen
     return more_tensors - tensors, more_memory - memory

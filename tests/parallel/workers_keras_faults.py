@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras_problem import OPTIMIZERS, batch, make_model
-from publish import publish
+from publish import end_late_over_gloo, publish
 
 import hvd_pipe.tensorflow.keras as hvd
 
@@ -81,6 +81,8 @@ def compiled(strategy: str) -> Any:
 def main(folder: Path, strategy: str, wrong: str = "") -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    if wrong:
+        end_late_over_gloo()
     hvd.init()
     publish(folder / f"pid.{hvd.rank()}", str(os.getpid()))
     if wrong == "exit":

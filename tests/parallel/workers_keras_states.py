@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import tensorflow as tf
 from keras_problem import weights_of
 from workers_keras_elastic import METHODS, Trainer
 from workers_keras_features import Found
+from workers_keras_tapes import left_of
 
 import hvd_pipe.tensorflow.keras as hvd
 
@@ -24,7 +23,6 @@ of `Trainer`, and the weights that it ended with after step 12."""
 
 EARLIER_METHODS = [name for name in METHODS if "outer" not in name]  # that one came later
 
-PATIENCE_S = 10.0  # until what was dropped is gone
 
 LAYOUTS = {
     "smaller buckets": ({}, {"strategy": "pipe-sgd:bucket_bytes=64"}),
@@ -183,15 +181,12 @@ def of_classes() -> Found:
         return type(optimizer), weakref.ref(weight)
 
     found = [made(strategy) for strategy in ("pipe-sgd", "pipe-sgd", "merged-gradient")]
-    deadline = time.monotonic() + PATIENCE_S
-    while any(weight() is not None for _, weight in found) and time.monotonic() < deadline:
-        gc.collect()  # a thread may just have sent what the last step left
-        time.sleep(0.05)
+    kept = left_of([weight for _, weight in found])
     (one, _), (same, _), (other, _) = found
     return {
         "same": one is same,
         "other": one is other,
-        "kept": sum(weight() is not None for _, weight in found),
+        "kept": kept,
     }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -128,8 +130,19 @@ def models_that_are_gone(mode: str) -> Found:
         gone.append(weakref.ref(variables[-1]))
         del model, variables, step, run, groups
     keras.backend.clear_session()
-    gc.collect()
-    return {"kept": sum(each() is not None for each in gone)}
+    return {"kept": left_of(gone)}
+
+
+def left_of(dropped: Sequence[weakref.ref[Any]]) -> int:
+    """Collect until all is gone, for some seconds at most; return how many are left.
+
+    A thread may just have sent what the last step left.
+    """
+    deadline = time.monotonic() + 10.0
+    while any(each() is not None for each in dropped) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return sum(each() is not None for each in dropped)
 
 
 def shared_after_one_rank_has_dropped_a_model() -> Found:
@@ -142,8 +155,9 @@ def shared_after_one_rank_has_dropped_a_model() -> Found:
     left = {"kept": kept}
     if hvd.rank() == 0:
         left["dropped"] = dropped
-    del dropped, recorded, loss
-    gc.collect()
+    reference = weakref.ref(dropped)
+    del dropped, recorded, loss, each
+    assert left_of([reference] if hvd.rank() else []) == 0
     share()
     found = {}
     for name, each in left.items():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from cases import Raised, run_cases
 from pipeline_problem import OPTIMIZERS, Batch, make_model, plan, squared
-from publish import publish
+from publish import end_late_over_gloo, publish
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from workers_pipedream import Case, Result, make_engine, partition_of, train
@@ -221,6 +221,8 @@ def main(folder: Path, mode: str, wrong: str = "") -> None:
     """Train for ever, with the last stage or the loader of rank 0 failing in one epoch."""
     faulthandler.dump_traceback_later(120, exit=True)
     torch.set_num_threads(1)
+    if wrong:
+        end_late_over_gloo()
     pipedream.init()
     number = 0
 

@@ -110,13 +110,13 @@ def explaining() -> Iterator[None]:
         HorovodInternalError: Another rank has shut Horovod down, and with it all process sets.
     """
     try:
-        with shutdown_is_told():
-            yield
+        yield
     except (HorovodInternalError, ValueError):
         apart = _gone_apart()
-        if apart is None:
+        if apart is not None:
+            raise HvdPipeError(_APART.format(apart)) from apart
+        with shutdown_is_told():
             raise
-        raise HvdPipeError(_APART.format(apart)) from apart
 
 
 def _says_apart(error: HorovodInternalError) -> bool:
