@@ -31,11 +31,15 @@ def pytest_configure() -> None:
     settings.load_profile(profile)
     if profile == "repeat":
         # Cases would hold constants of the modules that are loaded: of the tests that came before.
-        providers._get_local_constants = providers.Constants
+        # "explore" has them. It raises where Hypothesis has another name for this.
+        pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
 
 
 def pytest_unconfigure() -> None:
-    """End Keras' Horovod before torch's, which has started MPI and ends it for both."""
+    """End Keras' Horovod before torch's, which has started MPI and ends it for both.
+
+    Tests that initialise both in one process begin with torch's.
+    """
     for name in ("horovod.tensorflow", "horovod.torch"):
         horovod = sys.modules.get(name)
         if horovod is not None and horovod.is_initialized():

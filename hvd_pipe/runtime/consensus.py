@@ -63,7 +63,7 @@ def failed(error: Exception) -> Description:
 
 @contextmanager
 def shutdown_is_told() -> Iterator[None]:
-    """Raise HorovodInternalError, not ValueError, where a shutdown has removed a process set."""
+    """Raise HorovodInternalError, not ValueError, where a process set is gone: by a shutdown."""
     try:
         yield
     except ValueError as error:
@@ -120,19 +120,21 @@ class Agreement:
     def __init__(self, gather_bytes: GatherBytes) -> None:
         self._gather_bytes = gather_bytes
 
+    @shutdown_is_told()
     def gather(self, value: Any, name: str, process_set: ProcessSet) -> list[Any]:
         """Return every rank's JSON-able ``value``, in the order of the process set's ranks."""
         data = json.dumps(value).encode()
-        with shutdown_is_told(), waiting_for(name):
+        with waiting_for(name):
             alone = process_set.size() == 1
             parts = [data] if alone else self._gather_bytes(data, name, process_set)
         return [json.loads(part) for part in parts]
 
+    @shutdown_is_told()
     def from_first(self, value: Any, name: str, process_set: ProcessSet) -> Any:
         """Return the first rank's JSON-able ``value`` on every rank."""
-        first = process_set.rank() == 0
-        return self.gather(value if first else None, name, process_set)[0]
+        return self.gather(value if process_set.rank() == 0 else None, name, process_set)[0]
 
+    @shutdown_is_told()
     def found_by_first(self, find: Callable[[], Any], name: str, process_set: ProcessSet) -> Any:
         """Return on every rank the JSON-able value that the first rank finds.
 
@@ -146,14 +148,13 @@ class Agreement:
                 answer = {"value": find()}
             except Exception as error:  # the others wait for an answer
                 answer, failure = {"error": f"{type(error).__name__}: {error}"}, error
-        answer = self.from_first(answer, name, process_set)
-        assert answer is not None
+        found: dict[str, Any] = self.from_first(answer, name, process_set)
         if failure is not None:
             raise failure
-        if "error" in answer:
+        if "error" in found:
             rank = members(process_set)[0]
-            raise HvdPipeError(f"rank {rank}, which decides for all, failed: {answer['error']}")
-        return answer["value"]
+            raise HvdPipeError(f"rank {rank}, which decides for all, failed: {found['error']}")
+        return found["value"]
 
     def checked(
         self, check: Callable[[], tuple[T, Description]], name: str, process_set: ProcessSet

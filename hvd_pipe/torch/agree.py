@@ -8,7 +8,7 @@ import torch
 from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
-from hvd_pipe.runtime.consensus import Agreement, Description, failed, members
+from hvd_pipe.runtime.consensus import Agreement, Description, failed, members, shutdown_is_told
 from hvd_pipe.runtime.timeline import clock
 from hvd_pipe.runtime.timeline.clock import Clock
 
@@ -28,8 +28,7 @@ __all__ = [
 
 def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes]:
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    count = torch.tensor([tensor.numel()])
-    counts = allgather(count, name=f"{name}.bytes", process_set=process_set).tolist()
+    counts = allgather(torch.tensor([len(data)]), f"{name}.bytes", process_set).tolist()
     parts = allgather(tensor, name=f"{name}.data", process_set=process_set).split(counts)
     return [part.numpy().tobytes() for part in parts]
 
@@ -41,15 +40,16 @@ from_first = agreement.from_first
 gather = agreement.gather
 
 
+@shutdown_is_told()
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:
     """Return, element by element, the largest of all ranks' ``values``."""
     tensor = torch.tensor(values, dtype=torch.float64)
     if process_set.size() > 1:
         allreduce_(tensor, name=name, op=_Max, process_set=process_set)
-    result: list[float] = tensor.tolist()
-    return result
+    return list(tensor.tolist())
 
 
+@shutdown_is_told()
 def agree_on_clock(process_set: ProcessSet) -> Clock:
     """Return the zero of the process set's first rank."""
     name = f"hvd_pipe.{process_set.process_set_id}.clock"

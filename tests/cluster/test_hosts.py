@@ -65,18 +65,26 @@ class TestJobs:
 
     @pytest.mark.parametrize("ways", [("h1 h2", "h3 h2"), ("h2 h1", "h2 h3")])
     def test_a_rate_holds_each_way(self, cluster: Cluster, ways: tuple[str, str]) -> None:
-        """Into a host that two send to, and out of one that sends to two: none is faster."""
+        """Into a host that two send to, and out of one that sends to two.
+
+        A busy machine makes a transfer slower, never faster: one of ten must be in time.
+        """
         size, rate = 2**23, "40mbit"
         expected = len(ways) * size * 8 / 40e6
         cluster.rate(rate)
         try:
-            start = time.monotonic()
-            sends = []
-            for source, target in map(str.split, ways):
-                send = f"head -c {size} /dev/zero | ssh {target} 'cat >/dev/null'"
-                sends.append(cluster.popen(source, ["sh", "-c", send]))
-            assert [one.wait(120) for one in sends] == [0, 0]
-            assert time.monotonic() - start > 0.95 * expected
+            for _ in range(10):
+                start = time.monotonic()
+                sends = []
+                for source, target in map(str.split, ways):
+                    send = f"head -c {size} /dev/zero | ssh {target} 'cat >/dev/null'"
+                    sends.append(cluster.popen(source, ["sh", "-c", send]))
+                assert [one.wait(120) for one in sends] == [0, 0]
+                seconds = time.monotonic() - start
+                assert seconds > 0.95 * expected
+                if seconds < 1.5 * expected:
+                    break
+            assert seconds < 1.5 * expected
         finally:
             cluster.rate("1gbit")
 

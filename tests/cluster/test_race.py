@@ -44,8 +44,11 @@ def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
         "pipe-sgd+int8",
         "single",
     ]
-    assert min(seconds.values()) >= 0.059
-    assert 0.0 <= cell["others"] <= 1.0
+    # The link is slow enough for what is sent to show, however busy this machine is.
+    assert seconds["single"] >= 0.059
+    assert seconds["horovod"] > seconds["single"]
+    assert seconds["engine:buckets=3"] > seconds["single"]
+    assert 0.0 < cell["others"] < 1.0
     sent = {row["contestant"]: row["sent_bytes"] for row in cell["rows"]}
     assert sent["engine:buckets=3"] > cell["gradient_bytes"]
     # Messages of pipe-sgd are on their way when the bytes are counted, first and last.
@@ -68,7 +71,7 @@ def test_messages_of_both_timelines_belong_to_their_steps(tmp_path: Path) -> Non
         assert len(begins) == 3
         sent = [event for event in mine if event.category == "allreduce"]
         assert {0, 1} <= {event.args["step"] for event in sent}
-        slack_s = 30e-3  # between the clocks of two timelines; half a step's computation
+        slack_s = 5e-3  # between the clocks of two timelines
         for event in sent:
             step = int(str(event.args["step"]))
             assert step < 0 or event.start_s > begins[step] - slack_s

@@ -19,9 +19,10 @@ def publish(path: Path, content: str | bytes) -> None:
 
 
 def end_late_over_gloo() -> None:
-    """Let this rank end some seconds after it has failed; before Horovod is initialised.
+    """Let this rank end some seconds after it has failed.
 
-    As soon as it ends, horovodrun ends the others, which may not have said yet why they do.
+    As soon as it ends, horovodrun ends the others, which may not have said yet why they do. To be
+    called before Horovod is initialised, which then ends before the pause, not after it.
     """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         atexit.register(time.sleep, 3.0)

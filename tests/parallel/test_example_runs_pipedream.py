@@ -44,8 +44,7 @@ def test_vgg_trains_is_traced_and_goes_on(tmp_path: Path) -> None:
     epochs = list(EPOCH.finditer(output))
     assert [match["epoch"] for match in epochs] == ["1", "2", "3"]
     assert all(len(match["used"].split()) == 2 for match in epochs)
-    # Guessing gets 10. How late gradients come is planned from measured times.
-    assert final_accuracy(output) == float(epochs[-1]["test"]) > 60
+    assert final_accuracy(output) == float(epochs[-1]["test"]) > 80  # guessing gets 10
     assert "1-1: 2 stages on 2 of 2 workers" in output  # what was chosen
     assert "\x1b" not in output  # no bar that a launcher keeps back
     assert Timeline.load(tmp_path / "timeline").workers == (0, 1)
@@ -56,7 +55,7 @@ def test_vgg_trains_is_traced_and_goes_on(tmp_path: Path) -> None:
     again = run("pipedream_vgg.py", *plan, "--epochs", "4", *checkpoint, "--resume")
     assert "goes on after epoch 3" in again
     assert [match["epoch"] for match in EPOCH.finditer(again)] == ["4"]
-    assert final_accuracy(again) > 60
+    assert final_accuracy(again) > 80
 
 
 def test_vgg_has_microbatches_bf16_and_recomputation() -> None:
@@ -92,4 +91,4 @@ def test_language_model_beats_guessing() -> None:
     assert math.log2(float(found[1])) == pytest.approx(float(found[2]), abs=2e-3)
     guessing = re.search(r"guessing has perplexity (\d+)", output)
     assert guessing
-    assert 1 < float(found[1]) < 0.8 * int(guessing[1])
+    assert 1 < float(found[1]) < int(guessing[1]) / 2

@@ -19,9 +19,10 @@ def test_waiting_for_a_slow_rank_is_not_a_layers_time(strategy: str) -> None:
         assert names == ["0", "1", "2", "3", "4", "(loss)"]
         assert one.profile.gradient_order() == ("4", "2", "0")
         assert one.profile.batch == 8
-    # The sleep lies between the loss and its gradient, on the rank that sleeps.
+    # The sleep lies between the loss and its gradient, on the rank that sleeps. It is far longer
+    # than all else, so that a busy machine changes nothing.
     assert slow.profile.layers[-1].forward_s >= SLEEP
-    assert fast.profile.layers[-1].forward_s < SLEEP
+    assert fast.profile.compute_s < slow.profile.compute_s - SLEEP / 2
 
 
 def test_all_ranks_find_the_same_times() -> None:

@@ -21,7 +21,14 @@ from torch.optim import Adam, Optimizer
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.agree import gather
+from hvd_pipe.torch.agree import (
+    agree_on_clock,
+    check_alike,
+    found_by_first,
+    from_first,
+    gather,
+    largest,
+)
 from hvd_pipe.torch.compression import Compression, Int8
 from hvd_pipe.torch.measuring import probes
 from hvd_pipe.torch.measuring.probes import worker_speeds
@@ -539,7 +546,11 @@ def shut_down_on_one_rank() -> list[str]:
         return []
     return [
         _error(lambda: train(model, optimizer, hvd.rank(), steps=100_000, drains=set())),
-        _error(lambda: gather("a plan", "of this test", node)),
+        *(_error(partial(ask, "a plan", "of this test", node)) for ask in (gather, from_first)),
+        _error(lambda: found_by_first(lambda: "a plan", "of this test", node)),
+        _error(lambda: check_alike([("plan", "a")], "of this test", node)),
+        _error(lambda: largest([1.0], "of this test", node)),
+        _error(lambda: agree_on_clock(node)),
     ]
 
 

@@ -42,6 +42,7 @@ def grown(strategy: str) -> tuple[int, int]:
         if step in (SETTLED, STEPS):
             gc.collect()
             tensors = sum(1 for found in gc.get_objects() if isinstance(found, torch.Tensor))
+            # Pages of libraries and of Open MPI's shared memory come in when they are first read.
             _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
             seen.append((tensors, (resident - shared) * os.sysconf("SC_PAGE_SIZE")))
     optimizer.synchronize()

@@ -114,9 +114,7 @@ def repartition(directory: str) -> Any:
 
 def auto() -> tuple[str, list[float]]:
     """Measured and planned, with what is printed on rank 0."""
-    engine = engine_of(
-        "stash", (2, 1), "adam", plan="auto", bandwidth=1e9, in_transit=0, progress=True
-    )
+    engine = engine_of("stash", (2, 1), "adam", plan="auto", bandwidth=1e9, progress=True)
     losses = [engine.train_epoch(make_batches(MINIBATCHES)).loss for _ in range(8)]
     return engine.partition.config, losses
 

@@ -15,7 +15,7 @@ from hvd_pipe.torch.layer_times import measure_profile
 from hvd_pipe.torch.measuring import probes
 from hvd_pipe.torch.measuring.probes import measure_allreduce, measure_comm
 
-SLEEP = 0.3
+SLEEP = 0.6  # far longer than all else in a step
 STEPS = 8
 
 

@@ -288,9 +288,9 @@ def idle() -> tuple[int, int]:
         looks += 1
         return bool(look())
 
-    def in_a_while(enough: Callable[[int], bool]) -> int:
-        """Return how often it looked in 0.3 s, of the first that are as they should be."""
-        deadline = time.monotonic() + 20.0
+    def in_a_while(enough: Callable[[int], bool], limit_s: float) -> int:
+        """Return how often it looks in 0.3 s: again until that is enough, or time is over."""
+        deadline = time.monotonic() + limit_s
         while True:
             before = looks
             time.sleep(0.3)
@@ -307,10 +307,11 @@ def idle() -> tuple[int, int]:
             wire.expect(0, Kind.GRADIENT, 1)
             wire.receive(0, Kind.GRADIENT)
         job.meet()
-        used.append(in_a_while(lambda looked: looked == 0))
+        in_a_while(lambda looked: looked == 0, limit_s=3.0)
+        used.append(in_a_while(lambda _: True, limit_s=0.0))  # and it stays asleep
     if job.rank == 1:
         wire.expect(0, Kind.GRADIENT, 1)
-    busy = in_a_while(lambda looked: looked > 10) if job.rank == 1 else 0
+    busy = in_a_while(lambda looked: looked > 10, limit_s=20.0) if job.rank == 1 else 0
     job.meet()
     if job.rank == 0:
         wire.send(1, Kind.GRADIENT, bytes(64))

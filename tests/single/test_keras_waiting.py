@@ -142,8 +142,8 @@ def computing() -> tuple[Callable[[], object], Callable[[], object]]:
 
 def test_a_call_that_computes_for_long_is_no_wait(computing: Any) -> None:
     compute, end = computing
-    seen = seen_beside(compute, looks, end)
-    assert sum(seen) < len(seen) / 2  # a busy machine may let all its threads sleep at a look
+    # The first looks may come before the call.
+    assert not any(seen_beside(compute, looks, end))
 
 
 def test_the_users_own_code_is_no_wait_even_where_tensorflow_calls_it() -> None:
