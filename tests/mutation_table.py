@@ -541,8 +541,8 @@ _TORCH = [
     Mutation(
         "the plan of the last rank is used, not that of the first",
         "runtime/consensus.py",
-        "self.gather(value if first else None, name, process_set)[0]",
-        "self.gather(value if first else None, name, process_set)[-1]",
+        "value if process_set.rank() == 0 else None, name, process_set)[0]",
+        "value if process_set.rank() == 0 else None, name, process_set)[-1]",
         _ids("parallel/test_plans", "test_all_ranks_have_the_same_plan_at_the_same_step[even]"),
     ),
     Mutation(
