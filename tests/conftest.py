@@ -24,7 +24,8 @@ def _interrupt(number: int, _frame: object) -> None:
 
 
 def pytest_configure() -> None:
-    signal.signal(signal.SIGTERM, _interrupt)
+    if "RANKS_DIRECTORY" not in os.environ:  # ranks end at once, as other processes do
+        signal.signal(signal.SIGTERM, _interrupt)
     settings.register_profile("repeat", derandomize=True, deadline=None)
     settings.register_profile("explore", deadline=None)
     profile = os.environ.get("HYPOTHESIS_PROFILE", "repeat")

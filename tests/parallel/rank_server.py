@@ -20,8 +20,13 @@ import sys
 
 # What a rank would import. Optimizers of torch import Dynamo when they are first made.
 FRAMEWORKS = {
-    "torch": ("horovod.torch", "hvd_pipe.torch", "torch._dynamo"),
-    "tensorflow": ("horovod.tensorflow.keras", "hvd_pipe.tensorflow.keras"),
+    "torch": ("pytest", "hypothesis", "horovod.torch", "hvd_pipe.torch", "torch._dynamo"),
+    "tensorflow": (
+        "pytest",
+        "hypothesis",
+        "horovod.tensorflow.keras",
+        "hvd_pipe.tensorflow.keras",
+    ),
 }
 STATUS_BYTES = 4
 PR_SET_PDEATHSIG = 1

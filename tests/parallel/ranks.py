@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import pytest
 import rank_server
@@ -100,20 +100,78 @@ def run_ranks(
         AssertionError: A rank raised, hung or died; the message has every rank's traceback.
     """
     _check_limit(timeout)
-    call = (function.__module__, function.__qualname__, args, timeout)
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        directory = Path(name)
-        (directory / "call.pickle").write_bytes(pickle.dumps(call))
-        if framework == "auto":
-            framework = _framework(function.__module__)
-        entry = _forked(framework, n) if framework else [sys.executable, str(ENTRY)]
-        command = [*_launch(launcher, n), *entry, name]
-        code = _run(command, directory, dict(env or {}), timeout + GRACE)
-        outcomes = [_outcome(directory, rank) for rank in range(n)]
+    if framework == "auto":
+        framework = framework_of(function.__module__)
+    call = Call(function.__module__, function.__qualname__, args, timeout)
+    with Launched(n, call, env, launcher, framework) as launched:
+        code = launched.wait(timeout + GRACE)
+        outcomes = [launched.outcome(rank) for rank in range(n)]
         if code or not all(good for good, _ in outcomes):
             title = f"{function.__module__}:{function.__qualname__} failed on {n} ranks"
-            raise AssertionError(_report(title, code, outcomes, directory))
+            raise AssertionError(_report(title, code, outcomes, launched.directory))
         return [value for _, value in outcomes]  # type: ignore[misc]
+
+
+class Call(NamedTuple):
+    """What every rank calls, and the seconds until it ends itself; see `rank_main`."""
+
+    module: str
+    name: str
+    args: tuple[object, ...]
+    timeout: float
+
+
+class Launched:
+    """Ranks that make a call; the end of the context ends them, whatever they do.
+
+    Args:
+        n: How many ranks.
+        call: What they call.
+        env: Environment variables for the ranks, over `environment`.
+        launcher: ``"mpi"`` or ``"gloo"``.
+        framework: One of `rank_server.FRAMEWORKS`, or None for new interpreters.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        call: Call,
+        env: Mapping[str, str] | None,
+        launcher: str,
+        framework: str | None,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.directory = Path(self._temporary.name)
+        (self.directory / "call.pickle").write_bytes(pickle.dumps(call))
+        entry = _forked(framework, n) if framework else [sys.executable, str(ENTRY)]
+        command = [*_launch(launcher, n), *entry, str(self.directory)]
+        self._process = _start(command, self.directory, dict(env or {}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process, self.directory)
+        self._temporary.cleanup()
+
+    def runs(self) -> bool:
+        """Whether the launcher has not ended."""
+        return self._process.poll() is None
+
+    def wait(self, timeout: float) -> int | None:
+        """Return the launcher's exit status; end the ranks that are there after so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        _end(self._process, self.directory)
+        return self._process.returncode
+
+    def outcome(self, rank: int) -> tuple[bool, object]:
+        """Return whether a rank ended well, and its result, its traceback or its last output."""
+        return _outcome(self.directory, rank)
+
+    def tail(self, who: str) -> str:
+        """Return the end of the output of a rank, by its number, or of the ``"launcher"``."""
+        return _tail(self.directory, who)
 
 
 def run_script(
@@ -186,7 +244,7 @@ def _launch(launcher: str, n: int) -> list[str]:
     return [*HOROVODRUN, "-np", str(n), "--gloo"]
 
 
-def _framework(module: str) -> str | None:
+def framework_of(module: str) -> str | None:
     """The framework that a module imports; None where it imports none, or both."""
     words = {
         word
@@ -234,8 +292,20 @@ def _run(
     command: Sequence[str], directory: Path, env: dict[str, str], timeout: float
 ) -> int | None:
     """Run a launcher; return its exit status. All of its processes have ended by then."""
+    launched = _start(command, directory, env)
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            launched.wait(timeout)
+    finally:  # a KeyboardInterrupt comes this way, too
+        _end(launched, directory)
+    return launched.returncode
+
+
+def _start(
+    command: Sequence[str], directory: Path, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
     with (directory / "log.launcher").open("wb") as log:
-        launched = subprocess.Popen(
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -243,12 +313,6 @@ def _run(
             env=_inherited() | environment() | env | {JOB: str(directory)},
             start_new_session=True,
         )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            launched.wait(timeout)
-    finally:  # a KeyboardInterrupt comes this way, too
-        _end(launched, directory)
-    return launched.returncode
 
 
 def _inherited() -> dict[str, str]:
