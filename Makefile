@@ -1,5 +1,6 @@
 # make demo   everything that is missing, then stock Horovod beside three strategies on real data
-# make test   the same set-up, then all tests, two files at a time (WORKERS=1 one after the other)
+# make test   the same set-up, then the tests to run before a push, two files at a time (WORKERS=1: one)
+# make test-all   all tests, also the long ones; writes tests/summary.md
 # make test-fast   light tests of one process, and a small job for each strategy and framework
 # make image  the container image (ENGINE=podman builds it with that)
 # make docs   the site, in build/docs/index.html
@@ -12,14 +13,14 @@ PYTHON ?= python3
 CUDA ?= 0
 ENGINE ?= docker
 WORKERS ?= 2
-# Tests of a file share jobs. Short files, those of one process, come last.
+# Tests of a file share jobs. The longest files begin first, see tests/conftest.py.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 IMAGE := $(if $(filter 1,$(CUDA)),cuda,cpu)
 VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 
-.PHONY: demo test test-fast image docs release matrix setup lint clean
+.PHONY: demo test test-all test-fast image docs release matrix setup lint clean
 
 # horovodrun and the site import TensorFlow, which speaks of the processor unless told not to.
 demo docs: export TF_CPP_MIN_LOG_LEVEL = 3
@@ -29,10 +30,15 @@ demo:
 	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
 
 test: setup
-	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not nightly and not cluster" $(PYTEST)
+
+test-all: export HYPOTHESIS_PROFILE = deep
+test-all: setup
+	$(VENV)/bin/python -m pytest $(PARALLEL) --junitxml=build/test-all.xml $(PYTEST); \
+	status=$$?; $(VENV)/bin/python tests/summary.py build/test-all.xml; exit $$status
 
 test-fast: setup
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" tests/single tests/parallel/test_smoke.py $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly" tests/single tests/parallel/test_smoke.py $(PYTEST)
 
 image:
 	$(ENGINE) build -f docker/Dockerfile.$(IMAGE) -t hvd_pipe:$(IMAGE) .

@@ -159,7 +159,7 @@ class Launched:
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> int | None:
-        """Return the launcher's exit status; end the ranks that are there after so many seconds."""
+        """Return the launcher's exit status; end the ranks that run after so many seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         _end(self._process, self.directory)
