@@ -1,41 +1,45 @@
 """Plant faults in hvd_pipe, one at a time, and see that a test notices each of them.
 
-    .venv/bin/python tests/mutations.py                all: about 40 minutes on two cores
+    .venv/bin/python tests/mutations.py                all: about an hour on two cores
+    .venv/bin/python tests/mutations.py --shard 1/4    every fourth, from the first on
+    .venv/bin/python tests/mutations.py --changed REV  those that files changed since REV touch
     .venv/bin/python tests/mutations.py --list         what is planted where
     .venv/bin/python tests/mutations.py --only cocod   names and files that match
 
-`mutation_table.MUTATIONS` is the list. For each entry:
+`mutations.toml` is the list. For each fault:
 
 1. ``hvd_pipe`` and ``tests`` are copied into a temporary folder, so that the tree stays as it is;
-2. one piece of text of one file is replaced there;
-3. the entry's tests run in the copy, to the first failure or the time limit.
+2. one piece of text of one function is replaced there;
+3. the fault's tests run in the copy, to the first failure or the time limit.
 
 A fault is caught where a test fails ("caught") or stands still ("hung"). It is not where its tests
 cannot run ("BROKEN": an import or a fixture raises), as no test has looked then. They run once
 without a fault before all: a test that fails then catches nothing. This is no part of the suite:
-``tests/single/test_mutations.py`` only sees to it that the table still fits the sources.
+``tests/single/test_mutations.py`` only sees to it that the list still fits the sources.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from mutation_table import MUTATIONS, Mutation
-
 ROOT = Path(__file__).resolve().parents[1]
+LIST = Path(__file__).with_name("mutations.toml")
+IN_MAKE_TEST = "not nightly and not cluster"  # as the Makefile has it
 COPIED = ("hvd_pipe", "tests", "pyproject.toml")
 LIMIT_S = 150.0  # of a fault's tests; without a fault they take less than half of it
 BASELINE_S = 1200.0  # of the tests without a fault
@@ -45,12 +49,37 @@ CAUGHT, HUNG, MISSED, BROKEN = "caught", "hung", "MISSED", "BROKEN"
 
 
 @dataclass(frozen=True)
+class Mutation:
+    """One fault; `mutations.toml` says what its fields are."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+    function: str = ""
+    cases: str = ""
+
+
+MUTATIONS = [Mutation(**fault) for fault in tomllib.loads(LIST.read_text())["fault"]]
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What became of one fault."""
+    """What became of one fault.
+
+    Args:
+        mutation: The fault.
+        verdict: One of `CAUGHT`, `HUNG`, `MISSED` and `BROKEN`.
+        by: The test that failed, or why there is none.
+        in_make_test: Whether ``make test`` runs that test.
+        seconds: What this took.
+    """
 
     mutation: Mutation
     verdict: str
     by: str
+    in_make_test: bool
     seconds: float
 
 
@@ -63,15 +92,34 @@ def applied(mutation: Mutation, text: str) -> str:
     """Return the file's text with the fault.
 
     Raises:
-        ValueError: The text to replace is not there exactly once.
+        ValueError: The function is not there, or has not the text to replace exactly once.
     """
-    count = text.count(mutation.old)
+    start, end = _span(mutation.function, text) if mutation.function else (0, len(text))
+    count = text.count(mutation.old, start, end) if end else 0
     if count != 1:
+        place = f"{mutation.function or 'the file'} of hvd_pipe/{mutation.file}"
+        problem = f"has {mutation.old!r} {count} times, not once" if end else "is not there"
         raise ValueError(
-            f"{mutation.name!r}: hvd_pipe/{mutation.file} holds {mutation.old!r} {count} times, "
-            "it must be once: give mutation_table.py the text of today."
+            f"{mutation.name!r}: {place} {problem}: give mutations.toml the text of today."
         )
-    return text.replace(mutation.old, mutation.new)
+    at = text.index(mutation.old, start, end)
+    return text[:at] + mutation.new + text[at + len(mutation.old) :]
+
+
+def _span(name: str, text: str) -> tuple[int, int]:
+    """Return where a function or class, by its qualified name, starts and ends; (0, 0) if none."""
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        within = (child for child in ast.walk(node) if getattr(child, "name", None) == part)
+        node = next((child for child in within if isinstance(child, _DEFINITIONS)), ast.Pass())
+    if not isinstance(node, _DEFINITIONS):
+        return 0, 0
+    lines = text.splitlines(keepends=True)
+    first = min(each.lineno for each in (node, *node.decorator_list))
+    return len("".join(lines[: first - 1])), len("".join(lines[: node.end_lineno]))
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @contextmanager
@@ -122,12 +170,13 @@ def run_tests(tree: Path, tests: Sequence[str], cases: str, limit_s: float) -> t
     return status, log.read_text(errors="replace")
 
 
-def plant(mutation: Mutation) -> Outcome:
-    """Plant one fault, and run its tests."""
+def plant(mutation: Mutation, in_make_test: frozenset[str]) -> Outcome:
+    """Plant one fault, and run its tests: first those of ``make test``, by their ids."""
     begun = time.monotonic()
+    tests = sorted(mutation.tests, key=lambda test: test not in in_make_test)
 
-    def outcome(verdict: str, by: str) -> Outcome:
-        return Outcome(mutation, verdict, by, time.monotonic() - begun)
+    def outcome(verdict: str, by: str, quick: bool = False) -> Outcome:
+        return Outcome(mutation, verdict, by, quick, time.monotonic() - begun)
 
     with copied() as tree:
         try:
@@ -135,16 +184,15 @@ def plant(mutation: Mutation) -> Outcome:
         except ValueError as error:
             return outcome(BROKEN, str(error))
         (tree / "hvd_pipe" / mutation.file).write_text(text)
-        words = ["-x", *shlex.split(mutation.tests)]
-        status, output = run_tests(tree, words, mutation.cases, LIMIT_S)
+        status, output = run_tests(tree, ["-x", *tests], mutation.cases, LIMIT_S)
     if status == -1:
-        return outcome(HUNG, mutation.tests)
+        return outcome(HUNG, " ".join(tests), set(tests) <= in_make_test)
     if status == 0:
-        return outcome(MISSED, mutation.tests)
+        return outcome(MISSED, " ".join(tests))
     failed = failures(output)
     if status != 1 or not failed:  # nothing ran, or something failed that is no test
         return outcome(BROKEN, output[-1500:])
-    return outcome(CAUGHT, failed[0])
+    return outcome(CAUGHT, failed[0], failed[0] in in_make_test)
 
 
 def failures(output: str) -> list[str]:
@@ -155,13 +203,22 @@ def failures(output: str) -> list[str]:
     return re.findall(r"^FAILED (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
 
 
+def tests_of_make_test(mutations: Sequence[Mutation]) -> frozenset[str]:
+    """Return the ids of those tests of the faults' files that ``make test`` runs."""
+    files = sorted({test.partition("::")[0] for m in mutations for test in m.tests})
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", IN_MAKE_TEST]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return frozenset(line for line in said.splitlines() if "::" in line)
+
+
 def baseline(mutations: Sequence[Mutation]) -> list[str]:
     """Run the tests of all mutations without a fault; return what fails."""
     failed = []
     whole = [m for m in mutations if not m.cases]
     narrowed = [m for m in mutations if m.cases]
     for some in filter(None, (whole, narrowed)):
-        words = sorted({word for m in some for word in shlex.split(m.tests)})
+        words = sorted({test for m in some for test in m.tests})
         cases = "|".join(sorted({m.cases for m in some}))
         with copied() as tree:
             status, output = run_tests(tree, words, cases, BASELINE_S)
@@ -170,36 +227,79 @@ def baseline(mutations: Sequence[Mutation]) -> list[str]:
     return failed
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the rows for tests/README.md."""
-    rows = ["| fault | planted in | caught by |", "| --- | --- | --- |"]
+def changed_since(revision: str) -> list[Mutation]:
+    """Return the faults whose file, tests, or modules that their tests import have changed."""
+    command = ["git", "diff", "--name-only", revision, "--", "hvd_pipe", "tests"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    changed = set(listed.split())
+
+    def touches(mutation: Mutation) -> bool:
+        files = {f"hvd_pipe/{mutation.file}"}
+        for test in {test.partition("::")[0] for test in mutation.tests}:
+            imported = re.findall(
+                r"^(?:from|import) (\w+)", (ROOT / test).read_text(), re.MULTILINE
+            )
+            files |= {test, *(f"{Path(test).parent}/{name}.py" for name in imported)}
+        return bool(files & changed)
+
+    return [mutation for mutation in MUTATIONS if touches(mutation)]
+
+
+def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Put rows into the table of all faults; those of other faults stay."""
+    rows = {}
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines() if line.startswith("| ")]
+        rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines[2:]}
     for each in outcomes:
-        tests = [each.by] if each.verdict == CAUGHT else shlex.split(each.mutation.tests)
-        names = (test.removeprefix("tests/").replace("|", r"\|") for test in tests)
-        by = ", ".join(f"`{name}`" for name in names)
-        if each.verdict != CAUGHT:
-            by = f"{each.verdict}: {by}"
-        rows.append(f"| {each.mutation.name} | `{each.mutation.file}` | {by} |")
-    return "\n".join(rows)
+        by = f"`{each.by.removeprefix('tests/')}`" if each.verdict == CAUGHT else each.verdict
+        quick = by if each.in_make_test else "no"
+        rows[each.mutation.name] = (
+            f"| {each.mutation.name} | `{each.mutation.file}` | {quick} | {by} |"
+        )
+    known = [rows[each.name] for each in MUTATIONS if each.name in rows]
+    quick_count = sum(" | no | " not in row for row in known)
+    missed = sum(f" | {MISSED} |" in row or f" | {BROKEN} |" in row for row in known)
+    path.write_text(
+        "# Planted faults\n\n"
+        "Written by `python tests/mutations.py --table tests/planted-faults.md`: the test that "
+        f"caught each fault. Of {len(MUTATIONS)} faults {len(known) - missed} were caught by "
+        f"`make test-all`, {quick_count} of them by `make test`.\n\n"
+        "| fault | planted in | `make test` | `make test-all` |\n| --- | --- | --- | --- |\n"
+        + "\n".join(known)
+        + "\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 where every fault is caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", metavar="PATTERN", help="names and files that match this")
+    parser.add_argument("--shard", metavar="K/N", help="every N-th fault, from the K-th on")
+    parser.add_argument("--changed", metavar="REV", help="faults that changed files touch")
     parser.add_argument("--list", action="store_true", help="show the table, and run nothing")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="faults at a time")
     parser.add_argument("--no-baseline", action="store_true", help="trust the tests as they are")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write README's table here")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="put the results into a table")
     given = parser.parse_args(arguments)
     pattern = re.compile(given.only or "")
-    chosen = [m for m in MUTATIONS if pattern.search(m.name) or pattern.search(m.file)]
+    chosen = changed_since(given.changed) if given.changed else MUTATIONS
+    chosen = [m for m in chosen if pattern.search(m.name) or pattern.search(m.file)]
+    if given.shard:
+        shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given.shard)
+        if not shard or int(shard[1]) > int(shard[2]):
+            parser.error(f"--shard is K/N, such as 1/4, got {given.shard!r}")
+        chosen = chosen[int(shard[1]) - 1 :: int(shard[2])]
     if not chosen:
+        if given.changed:
+            print(f"no fault is touched by what has changed since {given.changed}")
+            return 0
         parser.error(f"no fault has a name or a file that matches {given.only!r}: see --list")
     if given.list:
         for mutation in chosen:
-            print(f"{mutation.name}\n    {mutation.file}\n    {mutation.tests}")
+            print(mutation.name, mutation.file, *mutation.tests, sep="\n    ")
         return 0
+    in_make_test = tests_of_make_test(chosen)
     if not given.no_baseline:
         begun = time.monotonic()
         failed = baseline(chosen)
@@ -209,17 +309,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     outcomes = []
     with ThreadPoolExecutor(given.jobs) as pool:
-        for number, one in enumerate(pool.map(plant, chosen), 1):
+        for number, one in enumerate(
+            pool.map(partial(plant, in_make_test=in_make_test), chosen), 1
+        ):
             outcomes.append(one)
             print(
                 f"{number:3}/{len(chosen)} {one.verdict:6} {one.seconds:4.0f} s  "
+                f"{'make test    ' if one.in_make_test else 'make test-all'}  "
                 f"{one.mutation.name}: {one.by}",
                 flush=True,
             )
+            if given.table:
+                write_table(given.table, outcomes)
     counts = {v: sum(o.verdict == v for o in outcomes) for v in (CAUGHT, HUNG, MISSED, BROKEN)}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    if given.table:
-        given.table.write_text(table(outcomes) + "\n")
+    print(f"{sum(o.in_make_test for o in outcomes)} of {len(outcomes)} by make test")
     return int(counts[MISSED] + counts[BROKEN] > 0)
 
 

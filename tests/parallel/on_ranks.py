@@ -176,9 +176,7 @@ class Launches:
         args = str(items[0].config.rootpath), paths.pop(), names, wanted.timeout
         call = Call(rank_pytest.__name__, rank_pytest.run.__name__, args, wanted.timeout)
         self._first = position
-        self._launched = Launched(
-            wanted.n, call, dict(wanted.env), wanted.launcher, framework
-        )
+        self._launched = Launched(wanted.n, call, dict(wanted.env), wanted.launcher, framework)
         return self._launched
 
     def _reports(self, launched: Launched, number: int) -> list[Report]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
 
 import mutations  # noqa: E402
-from mutation_table import MUTATIONS, Mutation  # noqa: E402
+from mutations import MUTATIONS, Mutation  # noqa: E402
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
@@ -47,5 +48,14 @@ def test_only_a_test_that_fails_catches_a_fault(
     (tmp_path / "tests" / "test_own.py").write_text(f"from hvd_pipe.own import answer\n{test}\n")
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
-    fault = Mutation("wrong", "own.py", "return 42", "return 41", "tests/test_own.py")
-    assert mutations.plant(fault).verdict == verdict
+    fault = Mutation("wrong", "own.py", "return 42", "return 41", ["tests/test_own.py"])
+    assert mutations.plant(fault, frozenset()).verdict == verdict
+
+
+def test_a_fault_goes_into_the_function_that_it_names() -> None:
+    text = "def one():\n    return 1\n\nclass Two:\n    def one(self):\n        return 1\n"
+    fault = Mutation("wrong", "own.py", "return 1", "return 2", [], "Two.one")
+    assert mutations.applied(fault, text) == text[:-2] + "2\n"
+    for function in ("Two.three", "three", ""):
+        with pytest.raises(ValueError, match=r"give mutations\.toml the text of today"):
+            mutations.applied(replace(fault, function=function), text)
