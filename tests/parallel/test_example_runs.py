@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from ranks import run_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "torch_examples"
@@ -17,6 +18,8 @@ def run(script: str, *arguments: str, strategy: str | None = None) -> str:
     return re.sub(r"\[1,\d+\]<std(out|err)>:", "", output)
 
 
+# nightly: whole scripts; one of PyTorch and one of Keras stays in make test.
+@pytest.mark.nightly
 def test_digits_compares_all_strategies(tmp_path: Path) -> None:
     plot = tmp_path / "digits.png"
     output = run("digits.py", "--compare", "--epochs", "2", "--plot", str(plot))
@@ -35,6 +38,7 @@ def test_digits_compares_all_strategies(tmp_path: Path) -> None:
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.nightly
 def test_mnist_takes_its_strategy_from_the_environment() -> None:
     output = run("mnist.py", "--epochs", "2", strategy="pipe-sgd:warmup_steps=20")
     percent = re.findall(r"^test +loss [\d.]+ +accuracy ([\d.]+)%$", output, re.MULTILINE)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
+pytestmark = pytest.mark.nightly  # whole scripts; tests/single tests their functions
 FOLDER = Path(__file__).resolve().parents[2] / "torch_examples"
 
 

@@ -16,6 +16,7 @@ from ranks import environment, run_script
 
 from hvd_pipe.timeline import Timeline
 
+pytestmark = pytest.mark.nightly  # whole scripts; tests/single tests their functions
 FOLDER = Path(__file__).resolve().parents[2] / "torch_examples"
 EPOCH = re.compile(
     r"^ +(?P<epoch>\d+)/\d+ +(?P<loss>[\d.]+) +(?P<accuracy>[\d.]+)% +(?P<test>[\d.]+)%"

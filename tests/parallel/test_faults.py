@@ -18,7 +18,8 @@ import pytest
 import torch
 from faults import NEVER_S, STEPS, TIMEOUT_S, Job
 
-LAUNCHERS = ("mpi", "gloo")
+# nightly: each fault takes a job of new interpreters; one job a kind of fault stays in make test.
+LAUNCHERS = [pytest.param("mpi", marks=pytest.mark.nightly), "gloo"]
 LOST = 1
 
 
@@ -26,8 +27,8 @@ LOST = 1
     ("launcher", "strategy", "ranks"),
     [
         ("mpi", "merged-gradient", 3),
-        ("mpi", "pipe-sgd+int8", 2),
-        ("mpi", "cocod:period=2", 2),
+        pytest.param("mpi", "pipe-sgd+int8", 2, marks=pytest.mark.nightly),
+        pytest.param("mpi", "cocod:period=2", 2, marks=pytest.mark.nightly),
         ("gloo", "pipe-sgd", 2),
     ],
 )
@@ -50,6 +51,7 @@ def test_a_rank_is_stopped(launcher: str, strategy: str, ranks: int) -> None:
         assert job.checkpoint()["step"] >= STEPS - 10
 
 
+@pytest.mark.nightly
 def test_all_others_stand_still_where_a_rank_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dynamic process sets, every call that sends waits for a lock, and keeps Python's.
 
@@ -70,7 +72,10 @@ def test_all_others_stand_still_where_a_rank_is_stopped(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("launcher", "strategy", "told"),
     [
-        ("mpi", "cocod:period=2", f"process rank {LOST} "),  # says mpirun
+        pytest.param(
+            *("mpi", "cocod:period=2", f"process rank {LOST} "),  # says mpirun
+            marks=pytest.mark.nightly,
+        ),
         ("gloo", "merged-gradient", f"Process name: {LOST}\n"),  # says horovodrun
     ],
 )
@@ -87,7 +92,10 @@ def test_a_rank_is_killed(launcher: str, strategy: str, told: str) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "strategy", "wrong"),
-    [("mpi", "pipe-sgd", "raise"), ("gloo", "cocod:period=2", "raise, and hide it")],
+    [
+        ("mpi", "pipe-sgd", "raise"),
+        pytest.param("gloo", "cocod:period=2", "raise, and hide it", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_rank_raises(launcher: str, strategy: str, wrong: str) -> None:
     """Where a later sys.excepthook called no other, the rank was said to have ended its script."""
@@ -101,6 +109,7 @@ def test_a_rank_raises(launcher: str, strategy: str, wrong: str) -> None:
         assert job.checkpoint()["step"] >= STEPS - 10
 
 
+@pytest.mark.nightly
 def test_a_rank_raises_and_does_not_end() -> None:
     """Python waits for its threads first; the others cannot wait so long."""
     wrong = "raise, and a thread goes on"
@@ -111,6 +120,7 @@ def test_a_rank_raises_and_does_not_end() -> None:
         assert "raised ValueError: bad sample 17" in job.output
 
 
+@pytest.mark.nightly
 def test_a_rank_ends_before_the_others() -> None:
     with Job("mpi", "pipe-sgd", "leave", timeout_s=NEVER_S) as job:
         job.started()
@@ -130,6 +140,7 @@ def test_an_interrupt_from_the_terminal(launcher: str) -> None:
         assert job.checkpoint()["step"] >= STEPS - 10
 
 
+@pytest.mark.nightly  # it stops a rank for seconds, in a job that must train for longer
 def test_a_pause_is_no_fault() -> None:
     """A debugger, a machine that swaps: shorter than the limit, and the job goes on."""
     with Job("mpi", "pipe-sgd", "", "600", timeout_s=9 * TIMEOUT_S) as job:
@@ -155,6 +166,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
+@pytest.mark.nightly
 def test_the_disk_is_full_at_a_checkpoint(small_disk: Path) -> None:
     with Job("mpi", "pipe-sgd", timeout_s=NEVER_S, folder=small_disk) as job:
         job.train()

@@ -28,8 +28,10 @@ GLOO_TIMEOUT = 120
 # Names of one host are hosts of their own to Horovod, and a host that fails is not used again.
 # Under merged-gradient, worker 1 would die while plans are tried.
 TWO = "localhost:1\nLOCALHOST:1\n"
-WAYS = ["pipe-sgd", "cocod:period=4"]  # a job takes a minute; "merged-gradient" and TAPE work, too
+WAYS = ["pipe-sgd", "cocod:period=4"]  # "merged-gradient" and TAPE work, too
 STOCK = f"{SWAPPED} pipe-sgd"
+# nightly: a job takes a minute; one stays.
+NIGHTLY = [pytest.param(way, marks=pytest.mark.nightly) for way in (WAYS[1], STOCK)]
 ADDED_AT, KILLED_AT = 9, 19
 STARTS = [(0, 2), (10, 3)]
 COMMITS = [18]
@@ -70,7 +72,7 @@ def outcome(way: str) -> Outcome:
         return Outcome(found, float((directory / "loss").read_text()), said)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], NIGHTLY[0]])
 def test_training_starts_again_where_it_should(way: str) -> None:
     """After a host has come at the same step, after a failure at the last commit."""
     found = outcome(way)
@@ -81,6 +83,7 @@ def test_training_starts_again_where_it_should(way: str) -> None:
     assert "back to the last commit" in found.said
 
 
+@pytest.mark.nightly
 def test_swapping_the_class_alone() -> None:
     """Horovod's own elastic.run resets unseen: the others' graphs still spoke of two workers.
 
@@ -94,7 +97,7 @@ def test_swapping_the_class_alone() -> None:
     assert "take `run` and the state from hvd_pipe.tensorflow.elastic" in found.said
 
 
-@pytest.mark.parametrize("way", [*WAYS, STOCK])
+@pytest.mark.parametrize("way", [WAYS[0], *NIGHTLY])
 def test_replicas_are_equal(way: str) -> None:
     first, second = outcome(way).results
     assert first["weights"] == second["weights"]
@@ -146,7 +149,7 @@ def pipelined(starts: list[tuple[int, int]]) -> Weights:
     return workers.weights_of(model)
 
 
-@pytest.mark.parametrize("way", [*WAYS, STOCK])
+@pytest.mark.parametrize("way", [WAYS[0], *NIGHTLY])
 def test_the_loss_goes_on_falling(way: str) -> None:
     found = outcome(way)
     assert found.results[0]["loss"] < found.loss_before

@@ -24,7 +24,15 @@ def run(script: str, *arguments: str) -> str:
     return re.sub(r"\[1,\d+\]<std(out|err)>:", "", output)
 
 
-@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "cocod:period=4"])
+# nightly: whole scripts; one stays in make test.
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "merged-gradient",
+        pytest.param("pipe-sgd", marks=pytest.mark.nightly),
+        pytest.param("cocod:period=4", marks=pytest.mark.nightly),
+    ],
+)
 def test_fit_leaves_equal_weights_on_all_ranks(strategy: str) -> None:
     output = run("keras_digits.py", "--epochs", "3", "--strategy", strategy)
     percent = re.search(rf"^{strategy}: test accuracy ([\d.]+)%$", output, re.MULTILINE)
@@ -33,6 +41,7 @@ def test_fit_leaves_equal_weights_on_all_ranks(strategy: str) -> None:
     assert "weights on 2 ranks: alike" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
 def test_a_loop_of_ones_own(strategy: str) -> None:
     output = run("custom_loop_digits.py", "--epochs", "3", "--strategy", strategy)

@@ -22,6 +22,8 @@ def job(launcher: str, strategy: str, *words: str, timeout_s: float = NEVER_S) -
     return Job(launcher, strategy, *words, timeout_s=timeout_s, ranks=N, script=SCRIPT)
 
 
+# nightly: the watch is the same for both frameworks, and test_faults.py has each kind of fault.
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["merged-gradient", "cocod:period=2"])
 def test_a_rank_is_stopped(strategy: str) -> None:
     """Open MPI would wait for ever; under cocod, it is a thread that waits."""
@@ -34,6 +36,7 @@ def test_a_rank_is_stopped(strategy: str) -> None:
         assert "has been silent" in one.output
 
 
+@pytest.mark.nightly
 def test_a_rank_is_killed() -> None:
     """The launcher is the first to know."""
     with job("mpi", "pipe-sgd", "kill") as one:
@@ -44,7 +47,11 @@ def test_a_rank_is_killed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "strategy"), [("mpi", "cocod:period=2"), ("gloo", "merged-gradient")]
+    ("launcher", "strategy"),
+    [
+        ("mpi", "cocod:period=2"),
+        pytest.param("gloo", "merged-gradient", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_rank_raises(launcher: str, strategy: str) -> None:
     with job(launcher, strategy, "raise") as one:
@@ -55,6 +62,7 @@ def test_a_rank_raises(launcher: str, strategy: str) -> None:
         assert re.search(told, one.output), one.output
 
 
+@pytest.mark.nightly
 def test_an_interrupt_from_the_terminal() -> None:
     """Ctrl-C: the launcher's whole process group gets a SIGINT."""
     with job("mpi", "pipe-sgd") as one:

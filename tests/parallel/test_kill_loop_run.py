@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.nightly  # a benchmark
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400.0
 

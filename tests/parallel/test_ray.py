@@ -14,6 +14,7 @@ from ranks import run_program
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
+pytestmark = pytest.mark.nightly  # Ray's own processes take most of a minute to start
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parents[1] / "torch_examples" / "ray_digits.py"
 

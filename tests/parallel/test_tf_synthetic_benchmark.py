@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_script
 
+pytestmark = pytest.mark.nightly  # a whole script, of which Keras' model takes a minute
 SCRIPT = Path(__file__).resolve().parents[2] / "tf_examples" / "synthetic_benchmark.py"
 
 
