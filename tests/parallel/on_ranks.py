@@ -141,6 +141,8 @@ class Launches:
         """
         position = self._items.index(item)
         try:
+            if position < self._first:  # another order than that of the file
+                self.end()
             launched = self._launched or self._launch(position)
             reports = self._reports(launched, position - self._first)
             outcomes = {report.outcome for report in reports}

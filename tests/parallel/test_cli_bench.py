@@ -69,6 +69,8 @@ def test_the_cluster_and_the_picture_are_written(outcomes: Any, directory: Path)
     assert (directory / "comm.png").read_bytes().startswith(b"\x89PNG")
 
 
+# nightly: each of these starts new interpreters, which import both frameworks.
+@pytest.mark.nightly
 def test_the_console_script_under_horovodrun() -> None:
     output = run_script(2, CONSOLE_SCRIPT, "bench", "--budget", "1", "--max-bytes", "1MiB")
     lines = [
@@ -83,6 +85,7 @@ def test_the_console_script_under_horovodrun() -> None:
     assert "\x1b" not in output  # no colours into a pipe
 
 
+@pytest.mark.nightly
 def test_gloo_measures_too() -> None:
     (code, output, said), other = run_ranks(
         2, workers_cli.bench, *SHORT, "--json", launcher="gloo"
@@ -95,8 +98,14 @@ def test_gloo_measures_too() -> None:
     ("arguments", "said"),
     [
         (("--budget", "0"), "0.0 is not in the range"),
-        (("--max-bytes", "10gbit"), "Invalid value for '--max-bytes'"),
-        (("-o", "model.txt"), "must end in .json or .png or .svg"),
+        pytest.param(
+            *(("--max-bytes", "10gbit"), "Invalid value for '--max-bytes'"),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            *(("-o", "model.txt"), "must end in .json or .png or .svg"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_mistake_is_told_once_and_ends_all_ranks(arguments: tuple[str, ...], said: str) -> None:
@@ -117,6 +126,7 @@ def test_ranks_with_other_options_are_told() -> None:
         assert "--budget 2.5" in said
 
 
+@pytest.mark.nightly
 def test_a_rank_without_a_gpu_is_told() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.device_count() >= 2:

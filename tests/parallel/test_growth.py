@@ -15,6 +15,8 @@ MEMORY = 4 * 2**20
 # One a step that stays would be 1,800; some are on their way at either moment.
 TENSORS = 50
 
+pytestmark = pytest.mark.nightly  # thousands of steps
+
 results = once(lambda: run_ranks(2, workers_growth.run, timeout=240))
 
 

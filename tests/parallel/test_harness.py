@@ -45,6 +45,8 @@ def _deadline(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> float:
     return 12.0
 
 
+# nightly: real deadlines; all other tests use the harness, too.
+@pytest.mark.nightly
 @pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
 def test_a_hanging_rank_is_ended(
     tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +60,7 @@ def test_a_hanging_rank_is_ended(
     _assert_gone(tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "test_hang.py").write_text(
@@ -91,6 +94,8 @@ def test_a_forked_rank_that_dies_ends_its_job() -> None:
         run_ranks(2, workers_launchers.die_on_rank_1, signal.SIGSEGV, timeout=60)
 
 
+# nightly: real deadlines; all other tests use the harness, too.
+@pytest.mark.nightly
 @pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
 def test_a_forked_rank_that_hangs_is_ended(
     tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +109,7 @@ def test_a_forked_rank_that_hangs_is_ended(
     _assert_gone(tmp_path, "rank_server.py")
 
 
+@pytest.mark.nightly
 def test_forked_ranks_end_with_pytest(tmp_path: Path) -> None:
     """Even where it could not end them itself."""
     (tmp_path / "test_hang.py").write_text(
@@ -188,6 +194,7 @@ def test_a_jobs_limit_comes_before_pytests(pytestconfig: pytest.Config) -> None:
         run_script(1, "-c", "", timeout=LONGEST + 1)
 
 
+@pytest.mark.nightly
 def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text(
@@ -208,7 +215,7 @@ def _pytest(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     # "-p conftest": the project's conftest.py does not reach a file outside the project.
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(directory)],
-        env=os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"},
+        env=os.environ | {"PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
         stdout=subprocess.DEVNULL,
         # A shell's background jobs ignore SIGINT, and their children with them.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509

@@ -30,6 +30,7 @@ def outcomes(said: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
+# nightly: failures with real deadlines; all tests on ranks use the rest.
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_both_launchers(launcher: str, tmp_path: Path) -> None:
     said = run_file(
@@ -97,6 +98,7 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     assert "last words" in said
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
@@ -112,6 +114,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     assert "in test_hangs" in said
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_begin_say_why(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
@@ -125,6 +128,7 @@ def test_ranks_that_cannot_begin_say_why(tmp_path: Path) -> None:
     assert outcomes(said) == {"test_it": "FAILED"}
 
 
+@pytest.mark.nightly
 def test_few_launches_fail_before_the_rest_is_given_up(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,

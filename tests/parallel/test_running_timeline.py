@@ -86,6 +86,7 @@ def test_a_worker_does_one_thing_after_another(timelines: dict[str, Timeline], c
         assert order.count("update") == STEPS
 
 
+@pytest.mark.nightly  # it needs a message that is on its way in a forward pass
 def test_pipe_sgd_sends_behind_the_next_step_and_synchronous_sgd_does_not(
     timelines: dict[str, Timeline],
 ) -> None:
@@ -239,9 +240,11 @@ def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
     ("end", "code"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
-        ("os._exit(3)", 3),
-        ("raise SystemExit(4)", 4),
+        pytest.param(
+            *("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT), marks=pytest.mark.nightly
+        ),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.nightly),
+        pytest.param("raise SystemExit(4)", 4, marks=pytest.mark.nightly),
         ("1 / 0", 1),
     ],
 )
