@@ -215,6 +215,7 @@ def _pytest(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     # "-p conftest": the project's conftest.py does not reach a file outside the project.
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", str(directory)],
+        cwd=directory,  # not the folder of another conftest.py
         env=os.environ | {"PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
         stdout=subprocess.DEVNULL,
         # A shell's background jobs ignore SIGINT, and their children with them.
