@@ -15,6 +15,7 @@ ENGINE ?= docker
 WORKERS ?= 2
 # Tests of a file share jobs. The longest files begin first, see tests/conftest.py.
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SMOKE := tests/parallel/test_smoke.py tests/parallel/test_keras_smoke.py
 IMAGE := $(if $(filter 1,$(CUDA)),cuda,cpu)
 VENV := $(if $(filter 1,$(CUDA)),.venv-cuda,.venv)
 export OMPI_ALLOW_RUN_AS_ROOT = 1
@@ -38,7 +39,7 @@ test-all: setup
 	status=$$?; $(VENV)/bin/python tests/summary.py build/test-all.xml; exit $$status
 
 test-fast: setup
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly" tests/single tests/parallel/test_smoke.py $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not slow and not nightly" tests/single $(SMOKE) $(PYTEST)
 
 image:
 	$(ENGINE) build -f docker/Dockerfile.$(IMAGE) -t hvd_pipe:$(IMAGE) .
@@ -62,6 +63,12 @@ lint: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/shellcheck docker/*.sh docs/launching/*.sh .ci/run
 	$(VENV)/bin/hadolint docker/Dockerfile.*
+	$(VENV)/bin/python docker/check.py
+	$(VENV)/bin/python docs/check.py
+	$(VENV)/bin/python docs/tables.py --write || { git diff -- README.md docs; exit 1; }
+	$(VENV)/bin/python docs/pictures/timelines.py
+	git diff --exit-code -- 'docs/pictures/*.svg'
+	@$(VENV)/bin/python tests/summary.py --age
 
 clean:
 	rm -rf .venv .venv-cuda build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -55,6 +55,16 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def commands(page: Path) -> Iterator[str]:
+    """The commands of a page, without comments and continuations."""
+    for block in blocks(page):
+        if block.language == "":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                command = re.sub(r"(^|\s+)#\s.*", "", line).strip()
+                if command:
+                    yield command
+
+
 def links(page: Path) -> list[str]:
     """Where the links and pictures of a page lead."""
     inline = [t for t in _tokens(page) if t.type in {"link_open", "image"}]

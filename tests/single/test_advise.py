@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from planning_cases import ALL, codecs, comm_models, profiles
 
 from hvd_pipe.planning import advise as module
@@ -229,7 +229,6 @@ def test_jitter_is_simulated() -> None:
         assert row(shaken, name).time.total_s > row(steady, name).time.total_s
 
 
-@settings(deadline=None, max_examples=60)
 @given(profiles(), comm_models(), codecs())
 def test_any_profile_on_any_network(
     profile: ModelProfile, comm: CommModel, codec: CodecCost

@@ -558,6 +558,7 @@ def test_a_reader_that_leaves_is_no_error(model: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.nightly  # a search of seconds, as in the tests beside it
 def test_partition_finds_cuts_that_run_faster_with_the_same_replicas() -> None:
     asked = ("partition", DATA / "gnmt.graph.txt", "-n", "8", "--bandwidth", "24gbit")
     found = run_json(*asked, "--latency", "0us")
@@ -585,6 +586,7 @@ def test_partition_prints_what_is_fastest_as_it_runs() -> None:
     assert "On paper" not in run(*asked, "--straight").stdout
 
 
+@pytest.mark.nightly  # a search of seconds, as in the tests beside it
 @pytest.mark.parametrize("memory", ["2GB", "4GB"])
 def test_the_fastest_plan_keeps_to_the_memory(memory: str) -> None:
     asked = ("--memory", memory, "--optimizer-state", 2)

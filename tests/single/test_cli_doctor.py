@@ -53,6 +53,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     return given
 
 
+@pytest.mark.nightly  # it starts two ranks of each framework and launcher
 def test_this_machine_is_found_good() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hvd_pipe", "doctor", "--json", "--timeout", "180"],

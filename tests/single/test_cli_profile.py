@@ -194,6 +194,7 @@ def script(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.nightly  # it starts a script that sleeps
 def test_a_script_is_ended_when_its_profile_is_there(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     start = time.monotonic()

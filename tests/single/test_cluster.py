@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import cluster as cluster_module
@@ -85,7 +85,6 @@ def test_levels() -> None:
     assert bandwidth == MEASURED.link_time.bandwidth
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(ALGORITHMS),
     st.integers(2, 512),

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import collectives
@@ -50,7 +50,6 @@ def test_every_algorithm_has_a_formula() -> None:
         )
 
 
-@settings(deadline=None)
 @given(algorithms, st.integers(1, 4096), st.integers(1, 4096))
 def test_more_workers_take_no_less(algorithm: str, p: int, q: int) -> None:
     few, many = sorted((p, q))
@@ -71,7 +70,6 @@ def test_a_hierarchy_by_hand() -> None:
     )
 
 
-@settings(deadline=None)
 @given(algorithms, st.integers(1, 100), st.floats(0, 1e-3), st.floats(0, 1e-8))
 def test_hierarchies_of_one_level_are_flat(
     algorithm: str, n: int, alpha: float, beta: float
@@ -91,14 +89,12 @@ def test_a_hierarchy_pays_where_links_inside_are_fast() -> None:
         assert hierarchical(4, 8, inside, between)(size) < flat(size)
 
 
-@settings(deadline=None)
 @given(algorithms, st.integers(2, 2048), st.integers(2, 2048), st.floats(0, 1e9))
 def test_rescaled_formulas_are_formulas(algorithm: str, p: int, q: int, x: float) -> None:
     before, after = (allreduce(n, 3e-5, 8e-10, 1e-10, algorithm) for n in (p, q))
     assert rescale(before, p, q, algorithm)(x) == pytest.approx(after(x), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(algorithms, st.integers(2, 2048), st.integers(2, 2048), st.integers(0, 99))
 def test_there_and_back(algorithm: str, p: int, q: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

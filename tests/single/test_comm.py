@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import comm
@@ -65,7 +65,6 @@ def models(draw: st.DrawFn) -> CommModel:
 sizes_list = st.lists(reals(1e8), min_size=1, max_size=20).map(np.array)
 
 
-@settings(deadline=None)
 @example([2593, 2674, 2749], [1e-6] + [1.0] * 19)  # 1 us is a small difference of 32 s here
 @given(
     st.lists(st.integers(0, 10**7), min_size=2, max_size=20, unique=True),
@@ -119,7 +118,6 @@ def test_bad_segments(arguments: Any, message: str) -> None:
         CommModel(*arguments)
 
 
-@settings(deadline=None)
 @given(models(), sizes_list, st.floats(1e-3, 1e3), reals(1e3))
 def test_scaled_is_the_formula(model: CommModel, x: Any, size: float, time: float) -> None:
     scaled = model.scaled(size, time)
@@ -129,7 +127,6 @@ def test_scaled_is_the_formula(model: CommModel, x: Any, size: float, time: floa
     assert (np.diff(scaled(np.sort(x))) >= -1e-9).all()
 
 
-@settings(deadline=None)
 @given(models(), models(), sizes_list)
 def test_a_sum_is_the_formula(a: CommModel, b: CommModel, x: Any) -> None:
     np.testing.assert_allclose((a + b)(x), a(x) + b(x), rtol=1e-9, atol=1e-9)
@@ -137,7 +134,6 @@ def test_a_sum_is_the_formula(a: CommModel, b: CommModel, x: Any) -> None:
     assert a + b == b + a
 
 
-@settings(deadline=None)
 @given(models(), sizes_list, st.floats(0.01, 2.0), reals(1e-8))
 def test_compressed_is_the_formula(
     model: CommModel, x: Any, ratio: float, per_byte: float

@@ -1,4 +1,4 @@
-"""The study of convergence: its runs, its intervals, and the page that shows them."""
+"""The study of convergence: its runs and its intervals. `docs/tables.py` writes its page."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests import pages
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import convergence
 import convergence_rank as rank
 import convergence_report as report
 
 from hvd_pipe.strategy import parse
-
-PAGE = pages.ROOT / "docs" / "convergence.md"
 
 
 def result(contestant: str, seed: int, loss: float) -> dict[str, Any]:
@@ -54,27 +50,6 @@ def test_methods_are_compared_seed_by_seed() -> None:
 def test_a_seed_that_stock_horovod_lacks_is_not_compared() -> None:
     table = report.tables([result("horovod", 1, 1.0), result("cocod:period=4", 2, 9.0)])
     assert table["images", 2].splitlines()[3].startswith("| `cocod:period=4` | 9.000 |  |")
-
-
-def test_the_page_has_the_results_that_are_kept() -> None:
-    results = json.loads(convergence.RESULTS.read_text())
-    page = PAGE.read_text()
-    assert f"<!-- sharpness -->\n\n{report.sharpness(results)}\n\n<!-- end -->" in page
-    for (task, workers), table in report.tables(results).items():
-        assert f"<!-- {task} {workers} -->\n\n{table}\n\n<!-- end -->" in page
-    on_links = json.loads(convergence.LINKS.read_text())
-    assert f"<!-- links -->\n\n{report.links(on_links)}\n\n<!-- end -->" in page
-    keys = [(each["task"], each["contestant"], each["workers"], each["seed"]) for each in results]
-    assert len(keys) == len(set(keys))
-    assert results == sorted(results, key=convergence.place)
-    convergence.check_data(results)
-
-
-def test_the_page_has_the_predictions_in_the_words_that_were_written_before() -> None:
-    said = " ".join(line.removeprefix(">").strip() for line in PAGE.read_text().splitlines())
-    before, after = convergence.PREDICTED.split("\n\nStated before any run with fragments:\n\n")
-    for words in (before, after):
-        assert " ".join(words.split()) in " ".join(said.split())
 
 
 def test_replicas_are_apart_by_what_was_largest() -> None:

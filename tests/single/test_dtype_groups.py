@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import comm_models
 
@@ -75,7 +75,6 @@ def test_doctests() -> None:
     assert result.attempted > 0
 
 
-@settings(deadline=None, max_examples=150)
 @given(cases(most=5), comm_models())
 def test_no_buckets_in_no_order_are_faster(case: Case, comm: CommModel) -> None:
     comm = replace(comm, blocking=False)  # else a plan is for an upper bound
@@ -83,7 +82,6 @@ def test_no_buckets_in_no_order_are_faster(case: Case, comm: CommModel) -> None:
     assert finish(plan, case, comm) == pytest.approx(best_of_all(case, comm), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=150)
 @given(cases(12), comm_models(), st.sampled_from(["exact", "greedy", "wfbp", "single", "bytes"]))
 def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
     names, ready, _, groups = case
@@ -105,7 +103,6 @@ def test_plans_are_plans(case: Case, comm: CommModel, method: str) -> None:
     assert finish(exact, case, comm) <= finish(plan, case, comm) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=50)
 @given(cases(12), comm_models())
 def test_one_kind_is_the_plain_problem(case: Case, comm: CommModel) -> None:
     names, ready, sizes, _ = case

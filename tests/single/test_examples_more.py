@@ -53,6 +53,7 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.nightly  # each starts a script
 @pytest.mark.parametrize(
     ("script", "arguments", "error"),
     [

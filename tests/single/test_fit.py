@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import comm
@@ -46,7 +46,6 @@ samples = st.lists(
 ).filter(lambda pairs: len({size for size, _ in pairs}) > 1)
 
 
-@settings(deadline=None)
 @given(samples)
 def test_any_samples_give_models_that_never_drop(pairs: list[tuple[int, float]]) -> None:
     sizes, times = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])

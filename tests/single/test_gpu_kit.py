@@ -43,6 +43,7 @@ def row(name: str, good: bool | None, **numbers: float) -> dict[str, Any]:
 # The archive
 
 
+@pytest.mark.nightly  # a rank that imports all again, for a kit that is made for a release
 def test_the_archive_holds_the_kit_and_what_its_checks_import(tmp_path: Path) -> None:
     (tmp_path / "more" / "wheels").mkdir(parents=True)
     (tmp_path / "more" / "wheels" / "x-1-py3-none-any.whl").write_bytes(b"x" * 1000)
@@ -192,6 +193,7 @@ def test_a_section_may_use_what_others_have_left(
     assert [round(limit, -2) for limit in limits] == [200, 400, 600, 600]
 
 
+@pytest.mark.nightly  # five seconds of waiting
 def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
     kept = tmp_path / "pid"
     with pytest.raises(kit.SectionError, match="stopped after 5 s, when its time was over"):

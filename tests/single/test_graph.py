@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import graph
@@ -131,7 +131,6 @@ def test_an_input_between_layers_is_bridged() -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
 def test_forward_order(data: st.DataObject) -> None:
     """A topological order, the same for every order of the lines where names have numbers."""
     count = data.draw(st.integers(1, 8))

@@ -156,7 +156,7 @@ def test_modes_that_cut_minibatches_keep_the_plans_number(mode: str) -> None:
         assert cost.microbatches == 5  # what is in flight
 
 
-@pytest.mark.parametrize("workers", [4, 16])
+@pytest.mark.parametrize("workers", [4, pytest.param(16, marks=pytest.mark.nightly)])
 def test_gnmt_reaches_its_plan(workers: int) -> None:
     """At 1 GB/s NOAM took 35.2 ms of 25.9 with 4 workers, 34.4 of 14.1 with 16."""
     many = cluster(workers)
@@ -184,6 +184,7 @@ def test_the_plan_is_the_fastest_as_it_runs() -> None:
     assert found.data_parallel_s == promised.data_parallel_s
 
 
+@pytest.mark.nightly  # a search of seconds, as in the tests beside it
 def test_replicas_that_are_asked_for_are_cut_as_well_as_those_that_are_found() -> None:
     """What advice says to write, such as plan="1-1-10-1-1-1-1", reaches what it promises."""
     many = cluster(16)

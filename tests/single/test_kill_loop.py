@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -248,12 +247,3 @@ def test_the_table_has_a_line_a_kind_and_one_of_all() -> None:
         "| restart, mpi, pipe-sgd | cut | 1 | - | never | 0 | 1 | 2 | 12 of 12 |",
         "| all | all | 3 | 9.4 | never | 2 | 1 | 2 | 12 of 12 |",
     ]
-
-
-def test_the_page_has_the_table_of_the_results() -> None:
-    root = Path(__file__).parents[2]
-    data = json.loads((root / "benchmarks/results/kill-loop.json").read_text())
-    runs = [Run.read(run) for run in data["runs"].values()]
-    assert table(runs) in (root / "docs/kill-loop.md").read_text()
-    for one in (outcome for run in runs for outcome in run.outcomes if outcome.kind != "cut"):
-        assert set(one.by_ranks) <= set(one.victims)

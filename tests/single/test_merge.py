@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import merge
@@ -103,7 +103,6 @@ def test_doctests() -> None:
         assert result.attempted > 0
 
 
-@settings(deadline=None, max_examples=500)
 @given(instances())
 def test_exact_is_the_best_of_all_plans(case: tuple[FloatArray, FloatArray, CommModel]) -> None:
     best = finish(brute_force(*case), *case)
@@ -112,7 +111,6 @@ def test_exact_is_the_best_of_all_plans(case: tuple[FloatArray, FloatArray, Comm
         assert finish(other(*case), *case) >= best
 
 
-@settings(deadline=None, max_examples=500)
 @given(instances())
 def test_coalescing_costs_nothing(case: tuple[FloatArray, FloatArray, CommModel]) -> None:
     for rule in (exact, wfbp, greedy):
@@ -130,7 +128,6 @@ def test_coalescing_leaves_one_message_before_the_last_where_backward_hides_all(
     assert fewer.tolist() == [99, 1]
 
 
-@settings(deadline=None)
 @given(instances())
 def test_brute_force_is_the_best_of_plans_counted_one_by_one(
     case: tuple[FloatArray, FloatArray, CommModel],
@@ -196,7 +193,6 @@ def algorithm_1(ready: FloatArray, nbytes: FloatArray, a: float, b: float) -> li
     return [end - start for start, end in pairwise(ends)]
 
 
-@settings(deadline=None, max_examples=300)
 @given(instances(), st.integers(0, 5), st.integers(0, 5))
 def test_greedy_is_the_papers_algorithm(
     case: tuple[FloatArray, FloatArray, CommModel], a: int, b: int
@@ -247,7 +243,6 @@ def test_googlenet_on_a_k80(
     assert all(p.names == names for p in plans.values())
 
 
-@settings(deadline=None, max_examples=300)
 @given(instances(), st.sampled_from([0.05, 0.25, 1.0]), st.sampled_from([0.0, 0.5, 1.0]))
 def test_a_margin_holds_on_every_link_up_to_it(
     case: tuple[FloatArray, FloatArray, CommModel], margin: float, part: float
@@ -451,7 +446,6 @@ def test_good_document() -> None:
     assert Plan.from_json(document()) == Plan((("a",),), "given")
 
 
-@settings(deadline=None, max_examples=200)
 @given(instances(), st.integers(0, 36).map(lambda quarters: quarters / 4))
 def test_no_message_ends_later_than_with_the_delay_in_each(
     case: tuple[FloatArray, FloatArray, CommModel], delay: float

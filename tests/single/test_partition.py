@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import partition as module
@@ -239,7 +239,6 @@ def check(
 
 
 @given(models(graph=False), FLAT, choices(), st.floats(0, 1))
-@settings(max_examples=250, deadline=None)
 def test_best_of_a_chain(
     model: ModelProfile, levels: list[tuple[int, float]], options: dict[str, Any], limit: float
 ) -> None:
@@ -247,7 +246,6 @@ def test_best_of_a_chain(
 
 
 @given(models(graph=True), FLAT, choices(), st.floats(0, 1))
-@settings(max_examples=250, deadline=None)
 def test_best_of_a_graph(
     model: ModelProfile, levels: list[tuple[int, float]], options: dict[str, Any], limit: float
 ) -> None:
@@ -255,7 +253,6 @@ def test_best_of_a_graph(
 
 
 @given(models(graph=True, most=4), DEEP, choices(), st.floats(0, 1))
-@settings(max_examples=250, deadline=None)
 def test_best_over_several_levels(
     model: ModelProfile, levels: list[tuple[int, float]], options: dict[str, Any], limit: float
 ) -> None:
@@ -275,7 +272,6 @@ def test_transfers_that_decide(seed: int) -> None:
 
 
 @given(models(graph=True), st.integers(1, 4), choices(), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_fewer_workers_where_that_is_faster(
     model: ModelProfile, workers: int, options: dict[str, Any], tight: bool
 ) -> None:
@@ -390,7 +386,6 @@ def test_the_papers_configurations() -> None:
 
 
 @given(models(graph=True, most=7), st.sampled_from([2, 4, 6]), st.floats(1.0, 8.0))
-@settings(max_examples=100, deadline=None)
 def test_invariants(model: ModelProfile, workers: int, factor: float) -> None:
     levels = [(2, 512.0), (workers // 2, 64.0)]
     made = partition(model, levels)
@@ -501,7 +496,6 @@ def test_cuts_are_given_up_where_there_are_too_many() -> None:
 
 
 @given(models(graph=True, most=8), st.integers(9, 40))
-@settings(max_examples=200, deadline=None)
 def test_cuts_that_are_left_are_cuts(model: ModelProfile, limit: int) -> None:
     every = {tuple(row) for row in find_cuts(model, 1000).members.tolist()}
     brute = BruteForce(model, [(1, 1.0)])

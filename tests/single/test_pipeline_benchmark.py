@@ -104,6 +104,7 @@ def test_layers_take_their_share_of_a_minibatch() -> None:
     assert weight.grad.tolist() == pytest.approx([0.001] * 10)
 
 
+@pytest.mark.nightly  # trains and partitions the benchmark's own networks
 @pytest.mark.parametrize("model", list(pipeline.PLANS))
 def test_small_networks_are_of_their_models_kinds(model: str) -> None:
     """They train, and sizes on the cuts are such that pipelines save what the models' would."""
@@ -130,6 +131,7 @@ def options(*words: str) -> Any:
     return pipeline.parse_arguments(list(words))
 
 
+@pytest.mark.nightly  # plans of the benchmark, which change with it alone
 @pytest.mark.parametrize("model", list(pipeline.PLANS))
 def test_what_is_predicted_where_the_network_is_slow(model: str) -> None:
     """The plans are the best there are, and would meet what the benchmark asks of them."""

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import pipeline_cost as module
@@ -72,7 +72,6 @@ def counted(steps: tuple[Instruction, ...]) -> tuple[int, int]:
 
 
 @given(st.sampled_from(MODE_NAMES), PLANS, st.integers(0, 2))
-@settings(max_examples=80, deadline=None)
 def test_what_a_worker_holds(mode: str, replicas: list[int], more: int) -> None:
     fewest = fewest_microbatches(mode, replicas)
     microbatches = fewest + more * math.lcm(*replicas) if MODES[mode].coalesces else 1
@@ -83,7 +82,6 @@ def test_what_a_worker_holds(mode: str, replicas: list[int], more: int) -> None:
 
 
 @given(st.sampled_from(MODE_NAMES), PLANS)
-@settings(max_examples=40, deadline=None)
 def test_a_longer_run_holds_no_more(mode: str, replicas: list[int]) -> None:
     profile, workers = model(len(replicas)), sum(replicas)
     plan = partition(profile, [(workers, 1e9)], replicas=replicas)
@@ -124,7 +122,6 @@ def test_the_modes_of_four_stages(
 
 
 @given(PLANS)
-@settings(max_examples=30, deadline=None)
 def test_stash_needs_what_the_partition_says(replicas: list[int]) -> None:
     profile, workers = model(len(replicas)), sum(replicas)
     plan = partition(profile, [(workers, 1e9)], replicas=replicas)
@@ -135,7 +132,6 @@ def test_stash_needs_what_the_partition_says(replicas: list[int]) -> None:
 
 
 @given(st.sampled_from(MODE_NAMES), PLANS)
-@settings(max_examples=40, deadline=None)
 def test_bytes_are_those_of_the_messages(mode: str, replicas: list[int]) -> None:
     profile, workers = model(len(replicas)), sum(replicas)
     plan = partition(profile, [(workers, 1e9)], replicas=replicas)

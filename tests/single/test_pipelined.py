@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import comm_models, profiles
 
@@ -62,7 +62,6 @@ def test_it_is_never_behind_merged_gradient_where_latency_counts(workers: int) -
     assert step_time("pipe-sgd", model, cluster.comm()).messages == 1
 
 
-@settings(deadline=None, max_examples=200)
 @given(profiles(), comm_models())
 def test_a_planned_step_is_never_longer_than_others(
     profile: ModelProfile, comm: CommModel
@@ -108,7 +107,6 @@ def every_step(gradients: Gradients, work: Work, comm: CommModel) -> list[tuple[
     return found
 
 
-@settings(deadline=None, max_examples=200)
 @given(problems())
 def test_no_other_way_to_merge_is_faster(problem: tuple[Gradients, Work, CommModel]) -> None:
     gradients, work, comm = problem
@@ -148,7 +146,6 @@ def test_slack_is_not_bought_with_latency() -> None:
     assert len(pipelined_plan(MODEL, comm).buckets) == 1
 
 
-@settings(deadline=None, max_examples=100)
 @given(profiles(), comm_models(), st.integers(1, 300))
 def test_a_step_is_the_one_of_the_simulation(
     profile: ModelProfile, comm: CommModel, size: int
@@ -179,7 +176,6 @@ def by_events(
     return (ends[-1] - ends[199]) / 200
 
 
-@settings(deadline=None, max_examples=50)
 @given(problems(), st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([0.0, 0.05, 0.3]))
 def test_a_step_where_steps_are_uneven(
     problem: tuple[Gradients, Work, CommModel], delay: float, uneven: float

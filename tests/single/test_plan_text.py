@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_partition import BruteForce, check, choices, models
 
@@ -73,7 +73,6 @@ def compositions(workers: int) -> list[tuple[int, ...]]:
     choices(),
     st.floats(0, 1),
 )
-@settings(max_examples=300, deadline=None)
 def test_best_cuts_for_given_replicas(
     model: ModelProfile, replicas: tuple[int, ...], options: dict[str, Any], limit: float
 ) -> None:

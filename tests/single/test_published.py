@@ -1,26 +1,15 @@
-"""What the planner predicts of others' measurements: the tables of docs/scale.md, from code."""
+"""What the planner predicts of others' measurements. `docs/tables.py` writes the tables."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests import pages
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import published
 import published_models
-
-PAGE = pages.ROOT / "docs" / "scale.md"
-
-
-def test_the_page_has_the_tables() -> None:
-    text = PAGE.read_text()
-    for table in published.tables(published.studies(), published.markdown):
-        assert table in text
 
 
 @pytest.mark.parametrize(
@@ -42,14 +31,6 @@ def test_a_network_has_as_many_tensors_as_is_published(
     assert profile.compute_s == pytest.approx(0.3)
     assert profile.backward_s == pytest.approx(0.2)
     assert sum(profile.gradient_bytes()) == 2 * net.parameters
-
-
-def test_every_study_has_its_sources() -> None:
-    file = pages.ROOT / "benchmarks" / "results" / "published.json"
-    for study in json.loads(file.read_text()):
-        assert all(study[key] for key in ("source", "constants", "profile", "cluster"))
-        text = PAGE.read_text()
-        assert all(study[key] in text for key in ("source", "constants", "profile", "cluster"))
 
 
 def test_an_error_is_signed() -> None:

@@ -25,7 +25,6 @@ from hvd_pipe.runtime.watch import heartbeat, watchdog
 from hvd_pipe.runtime.watch.heartbeat import Heartbeat
 from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import Listener, files_lacking
-from tests import pages
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scale
@@ -244,17 +243,3 @@ def test_another_name_than_the_lost_one_is_an_error() -> None:
     assert others.named(2) > 0
     with pytest.raises(RuntimeError, match=r"rank 3 was lost, and rank 1 says: rank 2 on here"):
         others.named(3)
-
-
-# The page
-
-
-def _results(name: str) -> Any:
-    return json.loads((pages.ROOT / "benchmarks" / "results" / name).read_text())
-
-
-def test_the_page_has_the_tables_of_the_results() -> None:
-    text = (pages.ROOT / "docs" / "scale.md").read_text()
-    assert scale.markdown(scale.rows(_results("scale.json"))) in text
-    for table in watch_scale.tables(_results("watch-scale.json")):
-        assert table in text

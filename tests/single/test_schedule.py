@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import instructions, schedule
@@ -171,7 +171,6 @@ def test_two_bw_is_the_iteration_of_its_code() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 20))
 def test_a_short_last_round_gives_all_replicas_equally_many_updates(
     replicas: list[int], minibatches: int
@@ -190,7 +189,6 @@ def test_a_short_last_round_gives_all_replicas_equally_many_updates(
                 assert members == []
 
 
-@settings(deadline=None)
 @given(schedules())
 def test_each_microbatch_is_the_work_of_one_replica_of_each_stage(plan: Schedule) -> None:
     every = [(b, k) for b in range(plan.minibatches) for k in range(plan.microbatches)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
@@ -50,7 +50,6 @@ def test_doctests() -> None:
     assert result.attempted > 0
 
 
-@settings(deadline=None, max_examples=400)
 @given(any_method, profiles(), comm_models(), codecs(), st.integers(2, 5))
 def test_without_jitter_it_is_the_closed_form(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost, workers: int
@@ -78,7 +77,6 @@ def test_steps_that_come_in_bursts_are_counted_in_whole_bursts(iterations: int) 
     assert found.step_s == pytest.approx(expected)
 
 
-@settings(deadline=None, max_examples=100)
 @given(any_method, profiles(), comm_models(), st.floats(0.01, 0.5), st.integers(0, 9))
 def test_stragglers_never_make_a_run_faster(
     method: Method, profile: ModelProfile, comm: CommModel, jitter: float, seed: int
@@ -182,7 +180,6 @@ def lanes(timeline: Timeline, worker: int) -> dict[str, list[tuple[float, float]
     return found
 
 
-@settings(deadline=None, max_examples=100)
 @given(any_method, profiles(), comm_models(), st.sampled_from([0.0, 0.2]))
 def test_the_timeline_is_one_that_can_happen(
     method: Method, profile: ModelProfile, comm: CommModel, jitter: float
@@ -275,7 +272,6 @@ def test_messages_behind_the_next_forward_pass_by_hand() -> None:
     assert simulate(model, slow, ORDERED).step_s == pytest.approx(13.0)
 
 
-@settings(deadline=None, max_examples=100)
 @given(forward_overlaps(), profiles(), comm_models(), st.data())
 def test_every_worker_waits_at_its_gates(
     method: MergedGradient, profile: ModelProfile, comm: CommModel, data: st.DataObject

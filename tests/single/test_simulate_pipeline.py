@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import _pipeline_run, simulate_pipeline
@@ -88,7 +88,6 @@ def test_doctests() -> None:
         assert result.attempted > 0
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(METHODS),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -148,7 +147,6 @@ def slowest(stages: Sequence[StageCost], replicas: Sequence[int]) -> tuple[float
     return pace, not others or others[-1] < 0.9 * pace or others[-1] == pace
 
 
-@settings(deadline=None)
 @given(st.lists(costs, min_size=1, max_size=5))
 def test_the_slowest_stage_sets_the_pace_of_1f1b(stages: list[StageCost]) -> None:
     run = simulate(schedule("1f1b", [1] * len(stages), 80), stages)
@@ -158,7 +156,6 @@ def test_the_slowest_stage_sets_the_pace_of_1f1b(stages: list[StageCost]) -> Non
         assert run.period_s == exact(pace)
 
 
-@settings(deadline=None)
 @given(st.sampled_from([[2], [3, 3], [2, 2, 2], [2, 1], [4, 2], [15, 1]]), st.data())
 def test_replicas_share_the_minibatches_of_a_stage(
     replicas: list[int], data: st.DataObject
@@ -171,7 +168,6 @@ def test_replicas_share_the_minibatches_of_a_stage(
         assert run.period_s == exact(pace)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), costs), min_size=1, max_size=4))
 def test_no_replicas_are_faster_than_their_slowest_stage(
     pipeline: list[tuple[int, StageCost]],

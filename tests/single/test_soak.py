@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from soak import MOST_MB, Moment, Run, table
+from soak import MOST_MB, Moment, Run
 
 FLAT = [Moment(100 * i, 300.0, 80, 9, 20, 0, 0.0, True, 1.0 / i) for i in range(1, 11)]
 
@@ -42,11 +41,3 @@ def test_memory_may_grow_until_the_job_has_settled_and_by_pages() -> None:
 def test_unlike_replicas_are_named_with_their_step_from_the_start() -> None:
     unlike = [replace(FLAT[0], alike=False, spread=1e-7), *FLAT[1:]]
     assert faults(unlike) == ["pipe-sgd: replicas were unlike at step 100"]
-
-
-def test_the_page_has_the_table_of_the_results() -> None:
-    root = Path(__file__).parents[2]
-    data = json.loads((root / "benchmarks/results/soak.json").read_text())
-    runs = [Run.read(run) for run in data]
-    assert table(runs) in (root / "docs/performance.md").read_text()
-    assert [fault for run in runs for fault in run.faults()] == []

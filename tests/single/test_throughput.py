@@ -146,6 +146,7 @@ def test_a_cell_may_lack_contestants(kept: str) -> None:
     assert report.table(some).row_count == 2
 
 
+@pytest.mark.nightly  # matplotlib draws four pictures
 def test_a_page_shows_every_cell_and_a_picture_of_those_that_belong_together(
     tmp_path: Path,
 ) -> None:
@@ -261,7 +262,13 @@ def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
         throughput.parse_arguments(arguments)
 
 
-@pytest.mark.parametrize("name", list(models.MODELS))
+# nightly: networks of hundreds of modules, which take as many seconds as all else here
+DEEP = dict.fromkeys(("resnet50", "densenet121"), pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=DEEP.get(name, ())) for name in models.MODELS]
+)
 def test_an_emulated_model_has_the_parameters_of_the_real_one(name: str) -> None:
     with torch.device("meta"):
         real, _ = models.MODELS[name]()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
@@ -143,7 +143,6 @@ def test_every_method_has_a_function() -> None:
         assert time == step_time(name, MODEL, NET)
 
 
-@settings(deadline=None, max_examples=400)
 @given(methods(), profiles(), comm_models(), codecs())
 def test_no_method_beats_its_limit(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost
@@ -155,7 +154,6 @@ def test_no_method_beats_its_limit(
     assert 0.0 <= time.of_limit <= 1.0
 
 
-@settings(deadline=None, max_examples=200)
 @given(forward_overlaps(), profiles(), comm_models(), codecs())
 def test_overlap_forward_is_between_its_limit_and_no_overlap(
     method: MergedGradient, profile: ModelProfile, comm: CommModel, codec: CodecCost
@@ -167,7 +165,6 @@ def test_overlap_forward_is_between_its_limit_and_no_overlap(
     assert time.total_s <= (time.compute_s + time.comm_s + delays) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
 @given(profiles(), comm_models())
 def test_overlap_forward_takes_what_its_plan_predicts(
     profile: ModelProfile, comm: CommModel
@@ -197,7 +194,6 @@ def test_overlap_forward_updates_layers_one_by_one() -> None:
     assert time.total_s == 2 + 3 + (2 + 1) + (2 + 1)
 
 
-@settings(deadline=None, max_examples=300)
 @given(comm_models(), st.lists(st.integers(1, 300), min_size=1, max_size=9))
 def test_no_messages_take_less_than_the_least(comm: CommModel, sizes: list[int]) -> None:
     """However many bytes are cut into messages, also where many short ones are cheaper."""
@@ -208,7 +204,6 @@ def test_no_messages_take_less_than_the_least(comm: CommModel, sizes: list[int])
     assert many[0, 1] == least_seconds(comm, float(sum(sizes)))
 
 
-@settings(deadline=None, max_examples=200)
 @given(profiles(), st.integers(0, 8), st.integers(0, 8))
 def test_the_limit_is_reached_where_it_can_be(profile: ModelProfile, a: int, b: int) -> None:
     """With a line and one gradient, the one message is as fast as the limit says."""
@@ -220,7 +215,6 @@ def test_the_limit_is_reached_where_it_can_be(profile: ModelProfile, a: int, b: 
     assert cocod(profile, comm).of_limit == pytest.approx(1.0)
 
 
-@settings(deadline=None, max_examples=200)
 @given(profiles(), comm_models(), codecs())
 def test_the_order_of_the_methods(
     profile: ModelProfile, comm: CommModel, codec: CodecCost

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import codecs, comm_models
 
@@ -92,7 +92,6 @@ CUT = [
 ]
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.sampled_from(CUT), models(), comm_models(), codecs(), st.integers(1, 3))
 def test_without_jitter_it_is_the_closed_form(
     method: CoCoD, profile: ModelProfile, comm: CommModel, codec: CodecCost, per_node: int
@@ -107,7 +106,6 @@ def test_without_jitter_it_is_the_closed_form(
     assert expected.limit_s <= expected.total_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
 @given(models(), comm_models(), st.sampled_from([2, 4]))
 def test_fragments_of_one_size_lose_no_time_but_latency(
     profile: ModelProfile, comm: CommModel, count: int

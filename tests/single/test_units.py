@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe import units
@@ -187,19 +187,16 @@ def test_formats(found: str, text: str) -> None:
     assert found == text
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**15))
 def test_sizes_come_back_to_three_digits(size: int) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=5.1e-3)
 
 
-@settings(deadline=None)
 @given(st.floats(1.0, 1e14))
 def test_rates_come_back_to_three_digits(rate: float) -> None:
     assert parse_bandwidth(format_rate(rate)) == pytest.approx(rate, rel=5.1e-3)
 
 
-@settings(deadline=None)
 @given(st.floats(1e-9, 1e5))
 def test_times_come_back_to_three_digits(seconds: float) -> None:
     assert parse_seconds(format_seconds(seconds)) == pytest.approx(seconds, rel=5.1e-3)

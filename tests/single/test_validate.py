@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import schedule_rules as module
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_rules import ScheduleError, validate
 
@@ -77,7 +77,6 @@ def test_doctests() -> None:
     assert result.attempted > 0
 
 
-@settings(deadline=None, max_examples=200)
 @given(schedules())
 def test_every_schedule_runs(plan: Schedule) -> None:
     report = validate(plan)
@@ -144,7 +143,6 @@ def test_sends_that_wait_for_their_receive_stop_1f1b() -> None:
     assert validate(schedule("1f1b", [3], 7)).rendezvous_deadlock is None
 
 
-@settings(deadline=None, max_examples=200)
 @given(schedules(), st.data())
 def test_no_instruction_can_be_left_out_or_done_twice(plan: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from([w for w, steps in plan.programs.items() if steps]))
@@ -157,7 +155,6 @@ def test_no_instruction_can_be_left_out_or_done_twice(plan: Schedule, data: st.D
             validate(edited(plan, worker, lambda p, at=again: p.insert(at, step)))  # type: ignore[misc]
 
 
-@settings(deadline=None, max_examples=200)
 @given(schedules(), st.data())
 def test_nothing_in_an_instruction_can_be_changed(plan: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from([w for w, steps in plan.programs.items() if steps]))
@@ -182,7 +179,6 @@ def test_nothing_in_an_instruction_can_be_changed(plan: Schedule, data: st.DataO
         assert error.value.rule in {"route", "once", "order", "version", "update"}
 
 
-@settings(deadline=None, max_examples=300)
 @given(schedules(), st.data())
 def test_a_swap_is_refused_or_changes_nothing_that_matters(
     plan: Schedule, data: st.DataObject

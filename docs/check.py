@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Check README, CONTRIBUTING and the pages of docs/ for what a machine can see: ``make lint``.
+
+Links lead somewhere, tables have as many cells in each row, every page is in both tables of
+contents, blocks of Python parse, what commands name exists, and the diagrams of architecture.md
+are those that the code cites. Each check gives a line for each thing that is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hvd_pipe.cli.main import main as hvd_pipe
+from tests import pages
+
+ROOT = pages.ROOT
+DOCS = ROOT / "docs"
+README_LINES = 188  # 8 of them are marks of tables
+ELSEWHERE = ("http://", "https://", "mailto:")
+
+# Pages of the site that README need not name: what stands elsewhere, what strategies.md lists, and
+# the output of a command, which docs/gpu-check.md links.
+ON_THE_SITE = ("index", "benchmarks", "changelog", "contributing", "tests", "merged-gradient")
+ON_THE_SITE += ("pipe-sgd", "cocod", "auto", "gpu-check-cpu")
+
+EXAMPLES = "tests/parallel/test_example_runs.py"
+# Commands of README that tests/single/test_page_commands.py does not run, as it runs those of
+# `hvd-pipe` alone: the test that runs the same, or why none does.
+RUN_BY = {
+    "make demo": f"{EXAMPLES}::test_digits_compares_all_strategies",
+    "make test": "all tests",
+    "horovodrun -np 2 python torch_examples/digits.py --compare": (
+        f"{EXAMPLES}::test_digits_compares_all_strategies"
+    ),
+    "HVD_PIPE_STRATEGY=cocod:period=8 horovodrun -np 4 python train.py": (
+        f"{EXAMPLES}::test_mnist_takes_its_strategy_from_the_environment"
+    ),
+}
+FOLDERS = r"\.ci|benchmarks|docker|docs|tests|t[fo]\w+_examples"
+
+TOC = re.compile(r"^```\{toctree\}\n(?::.*\n)*\n((?:.+\n)*)```$", re.MULTILINE)
+ENTRY = re.compile(r"^(?:.* <)?([\w/-]+)>?$", re.MULTILINE)
+STEP = re.compile(r"^[ |]*([GPFKD]\d+) +(\S+\.py) +([\w.]+)", re.MULTILINE)
+CITATION = re.compile(r"^ *# Architecture: ([GPFKD]\d+(?:, [GPFKD]\d+)*)$")
+
+
+def links() -> Iterator[str]:
+    for page in pages.pages():
+        for link in pages.links(page):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if link.startswith(ELSEWHERE):
+                continue
+            if not target.exists():
+                yield f"{pages.name_of(page)}: {link}: there is no {target}"
+            elif anchor and anchor not in pages.anchors(target):
+                yield f"{pages.name_of(page)}: {link}: no such heading"
+
+
+def rows() -> Iterator[str]:
+    """A bar too many or too few moves the cells that follow into another column."""
+    for page in pages.pages():
+        cells = None
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            count = len(re.split(r"(?<!\\)\|", line)) if line.startswith("|") else None
+            if None not in (cells, count) and count != cells:
+                yield f"{pages.name_of(page)}:{number}: {count} cells, not {cells}: {line}"
+            cells = count
+
+
+def contents() -> Iterator[str]:
+    """README names every page, and the site's index names each once."""
+    readme = ROOT / "README.md"
+    linked = {link.partition("#")[0] for link in pages.links(readme)}
+    for page in sorted(DOCS.glob("*.md")):
+        if page.stem not in ON_THE_SITE and pages.name_of(page) not in linked:
+            yield f"README.md: its table of pages lacks {pages.name_of(page)}"
+    entries = ENTRY.findall("\n".join(TOC.findall((DOCS / "index.md").read_text())))
+    files = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    if sorted(entries) != sorted(files - {"index"}):
+        other = sorted(files ^ {*entries, "index"})
+        yield f"docs/index.md: not each page once: {other or sorted(entries)}"
+    lines = len(readme.read_text().splitlines())
+    if lines > README_LINES:
+        yield f"README.md: {lines} lines, more than {README_LINES}: move topics to docs/"
+
+
+def python() -> Iterator[str]:
+    for page in pages.pages():
+        for block in pages.blocks(page):
+            if block.language == "python":
+                try:
+                    ast.parse(block.text)
+                except SyntaxError as error:
+                    yield f"{block}: {error}"
+
+
+def commands() -> Iterator[str]:
+    """Scripts, make targets, and commands and options of `hvd-pipe` that pages name exist."""
+    phony = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = phony[1].split() if phony else []
+    of_readme = set()
+    for page in pages.pages():
+        for command in pages.commands(page):
+            if page.name == "README.md" and page.parent == ROOT:
+                of_readme.add(command)
+            for wrong in _wrong(command, targets):
+                yield f"{pages.name_of(page)}: {command}: {wrong}"
+    others = {each for each in of_readme if not each.startswith("hvd-pipe ")}
+    for command in sorted(others ^ set(RUN_BY)):
+        yield f"README.md: docs/check.py names the test that runs a command: {command}"
+    for test in sorted(value for value in RUN_BY.values() if "::" in value):
+        file, _, name = test.partition("::")
+        if f"def {name}(" not in (ROOT / file).read_text():
+            yield f"docs/check.py: there is no {test}"
+
+
+def _wrong(command: str, targets: list[str]) -> Iterator[str]:
+    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+    for one, following in zip(words, [*words[1:], ""], strict=True):
+        if one == words[0] == "make" and following not in targets:
+            yield f"the Makefile has no target {following!r}"
+        if re.match(rf"({FOLDERS})/", one) and not (ROOT / one.split("::")[0]).exists():
+            yield f"there is no {one}"
+    if "hvd-pipe" in words:
+        after = words[words.index("hvd-pipe") + 1 :]
+        ends = [i for i, word in enumerate(after) if word in {"&&", "|", ";"}]
+        name, *options = after[: ends[0]] if ends else after
+        group = click.Context(hvd_pipe, info_name="hvd-pipe")
+        subcommand = hvd_pipe.get_command(group, name)
+        if subcommand is None:
+            yield f"hvd-pipe has no command {name!r}"
+            return
+        context = click.Context(subcommand, info_name=name, parent=group)
+        try:
+            subcommand.make_parser(context).parse_args(options)
+        except click.UsageError as error:
+            yield error.format_message()
+
+
+def architecture() -> Iterator[str]:
+    """Code cites each step of the diagrams where they say, and steps have no gaps."""
+    drawn = set(STEP.findall((DOCS / "architecture.md").read_text()))
+    for step, file, name in sorted(drawn ^ set(_citations())):
+        where = "in no diagram" if (step, file, name) not in drawn else "not cited there"
+        yield f"docs/architecture.md: {step} {file} {name}: {where}"
+    for letter in "GPFKD":
+        numbers = {int(step[1:]) for step, _, _ in drawn if step[0] == letter}
+        if numbers != set(range(1, len(numbers) + 1)) or not numbers:
+            yield f"docs/architecture.md: the steps {letter} are {sorted(numbers)}"
+
+
+def _citations() -> Iterator[tuple[str, str, str]]:
+    for path in sorted((ROOT / "hvd_pipe").rglob("*.py")):
+        text = path.read_text()
+        if "# Architecture: " in text:
+            functions = _functions(ast.parse(text))
+            for number, line in enumerate(text.splitlines(), 1):
+                match = CITATION.match(line)
+                for step in match[1].split(", ") if match else ():
+                    name = functions.get(number + 1, "(no function is below the comment)")
+                    yield step, path.relative_to(ROOT / "hvd_pipe").as_posix(), name
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> dict[int, str]:
+    """The qualified names of functions by the line at which they or decorators begin."""
+    names: dict[int, str] = {}
+    for node in ast.iter_child_nodes(tree):
+        inner = prefix
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inner = f"{prefix}{node.name}."
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            if isinstance(node, ast.FunctionDef):
+                names[first] = f"{prefix}{node.name}"
+        names.update(_functions(node, inner))
+    return names
+
+
+def main() -> int:
+    wrong = [
+        line
+        for check in (links, rows, contents, python, commands, architecture)
+        for line in check()
+    ]
+    print(
+        "\n".join(wrong) or "docs: links, tables, contents, blocks, commands and diagrams are good"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
