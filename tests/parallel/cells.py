@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
-from problem import OPTIMIZERS
+import horovod.torch as stock
+from problem import OPTIMIZERS, STEPS, Weights, make_model, train
 from reference import Trajectory, cocod, pipe_sgd, synchronous
+
+import hvd_pipe.torch as hvd
 
 STOCK = "stock horovod"
 
@@ -41,7 +44,20 @@ class Cell:
         drains = f", drained after {self.drains}" if self.drains else ""
         return f"{self.strategy}, {self.optimizer}{passes}{drains}"
 
+    def run(self) -> Weights:
+        """On a rank: the weights after every step and every ``synchronize()``."""
+        model, module = make_model(), stock if self.strategy == STOCK else hvd
+        optimizer = module.DistributedOptimizer(
+            OPTIMIZERS[self.optimizer](model),
+            model.named_parameters(),
+            backward_passes_per_step=self.passes,
+            **({} if module is stock else {"strategy": self.strategy}),
+        )
+        drains = {*self.drains, STEPS - 1}
+        return train(model, optimizer, hvd.rank(), passes=self.passes, drains=drains)
+
     def expected(self, n: int) -> Trajectory:
+        """Of all workers."""
         return _expected(self, n)
 
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_pipe.torch.compression import BF16, Codec, Int8
+from hvd_pipe.runtime.codec_format import BF16Format, Int8Format
 
 F32 = np.float32
+
+Codec = BF16Format | Int8Format
 
 
 def carried(codec: Codec, x: np.ndarray) -> np.ndarray:
     """What a codec makes of float32 values, from its definition."""
-    if isinstance(codec, BF16):
+    if isinstance(codec, BF16Format):
         bits = x.view(np.uint32).astype(np.uint64)
         rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & np.uint64(0xFFFF0000)
         return rounded.astype(np.uint32).view(F32)
-    assert isinstance(codec, Int8)
+    assert isinstance(codec, Int8Format)
     rows = -(-x.size // codec.chunk)
     padded = np.zeros(rows * codec.chunk, F32)
     padded[: x.size] = x

@@ -1,27 +1,33 @@
-"""A Keras model for pipelines, and its pipeline in one process, with all versions of all weights.
+"""Keras models for pipelines, ranks that train them, and a pipeline in one process beside.
 
-The model is never cut. The gradient of each microbatch is that of the whole model at the weights
-that the mode's equation names, a version for each stage::
+In the `Reference` the model is never cut. The gradient of each microbatch is that of the whole
+model at the weights that the mode's equation names, a version for each stage::
 
     g[b] = grad f_b(w_1[v_1(b)], ..., w_n[v_n(b)])
 
 with ``v_s(b)`` in closed form where every stage has one worker, and as the schedule says where
-stages are replicated. None of hvd_pipe's code but those schedules, which have tests of their own.
+stages are replicated. It has none of hvd_pipe's code but those schedules, which have tests of
+their own.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import numpy.typing as npt
+import pytest
 import tensorflow as tf
+from on_ranks import gather
 
+import hvd_pipe.tensorflow as hvd
 from hvd_pipe.planning.instructions import Forward
 from hvd_pipe.planning.schedule import schedule
+from hvd_pipe.planning.stages import Partition, Stage
+from hvd_pipe.tensorflow.pipedream import EpochStats, PipeDream
 
 keras.config.set_floatx("float64")
 
@@ -34,7 +40,12 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.6),
     "adam": lambda: keras.optimizers.Adam(0.01),
 }
+TOLERANCE = 1e-10
+MINIBATCHES = 7
+EPOCHS = 2
+
 STAGES = {
+    1: (("conv", "norm", "rows", "lstm", "layer_norm", "flat", "skip", "both", "drop", "last"),),
     2: (
         ("conv", "norm", "rows", "lstm"),
         ("layer_norm", "flat", "skip", "both", "drop", "last"),
@@ -45,7 +56,9 @@ STAGES = {
         ("layer_norm", "flat", "skip", "both", "drop", "last"),
     ),
 }
-"""Of 2 and 3 stages; what "norm" makes is used in the last one."""
+"""By how many; what "norm" makes is used in the last one."""
+SMALL_STAGES = {2: ((0, 1, 2, 3), (4,)), 3: ((0, 1), (2, 3), (4,))}
+"""Likewise of the small model, whose layers are named by Keras."""
 
 
 class Round(keras.layers.Layer):  # type: ignore[misc]
@@ -63,11 +76,12 @@ def _short(x: Any) -> Any:
     return tf.cast(tf.cast(x, tf.bfloat16), x.dtype)
 
 
-def make_model(rounded: bool = False) -> Any:
+def make_model(rounded: bool = False, recurrent: bool = True) -> Any:
     """Layers that weight versions go wrong in, a skip connection, and losses of layers.
 
     Args:
         rounded: What goes from the first to the second of two stages is rounded.
+        recurrent: The layer "lstm" is one; else a dense one, which is compiled in half the time.
     """
     keras.utils.set_random_seed(3)
     layers = keras.layers
@@ -76,13 +90,34 @@ def make_model(rounded: bool = False) -> Any:
     conv.activity_regularizer = keras.regularizers.L2(0.01)
     norm = layers.BatchNormalization(name="norm")(conv(images))
     rows = layers.Reshape((5, 10), name="rows")(norm)
-    lstm = layers.LSTM(4, return_sequences=True, kernel_regularizer="l2", name="lstm")(rows)
+    options = {"kernel_regularizer": "l2", "name": "lstm"}
+    if recurrent:
+        lstm = layers.LSTM(4, return_sequences=True, **options)(rows)
+    else:
+        lstm = layers.Dense(4, "tanh", **options)(rows)
     if rounded:
         norm, lstm = Round()(norm), Round()(lstm)
     flat = layers.Flatten(name="flat")(layers.LayerNormalization(name="layer_norm")(lstm))
     both = layers.Concatenate(name="both")([flat, layers.Flatten(name="skip")(norm)])
     drop = layers.Dropout(0.2, seed=5, name="drop")(both)
     return keras.Model(images, layers.Dense(3, name="last")(drop))
+
+
+def make_small() -> Any:
+    """A model that is compiled quickly, for what is no equation."""
+    keras.utils.set_random_seed(3)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((5, 5, 1)),
+            layers.Flatten(),
+            layers.Dense(4, "tanh"),
+            layers.Dropout(0.2),
+            layers.BatchNormalization(),
+            layers.Dense(3),
+        ],
+        name="small",
+    )
 
 
 def make_batches(count: int, samples: int = 8, last: int = 5) -> list[Batch]:
@@ -128,18 +163,22 @@ def versions_of(
 
 
 @functools.cache
-def _plain_model(rounded: bool) -> tuple[Any, Any]:
-    """Return one model, and its gradients, for all references, as compiling costs seconds."""
-    model = make_model(rounded)
+def _plain_model(rounded: bool, recurrent: bool) -> tuple[Any, Any, list[npt.NDArray[Any]]]:
+    """Return one model for all references, its gradients, and what its variables begin with.
 
-    @tf.function
+    Compiling costs seconds, so it is done once for batches of all sizes.
+    """
+    model = make_model(rounded, recurrent)
+    sizes = tf.TensorSpec((None, 5, 5, 1), tf.float64), tf.TensorSpec((None,), tf.int64)
+
+    @tf.function(input_signature=sizes)
     def gradients(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
             added = loss + tf.add_n(model.losses)
         return loss, tape.gradient(added, model.trainable_variables)
 
-    return model, gradients
+    return model, gradients, [np.array(v.numpy()) for v in model.variables]
 
 
 class Reference:
@@ -154,6 +193,7 @@ class Reference:
         most: The largest norm of a gradient; of two straight stages, or in "flush".
         rounded: What crosses the cut between two stages is.
         in_transit: Minibatches between two stages.
+        recurrent: As `make_model` has it.
     """
 
     def __init__(
@@ -166,13 +206,14 @@ class Reference:
         most: float | None = None,
         rounded: bool = False,
         in_transit: int = 0,
+        recurrent: bool = True,
     ) -> None:
-        model, self._gradients = _plain_model(rounded)
+        model, self._gradients, first = _plain_model(rounded, recurrent)
         self._most, self._in_transit = most, in_transit
         self._norms: list[list[float]] = [[] for _ in replicas]  # squared, by update
         self.clipped = 0
         """How often a gradient was longer."""
-        _assign(model.variables, [v.numpy() for v in make_model().variables])
+        _assign(model.variables, first)
         self.model, self.mode = model, mode
         self.replicas, self.microbatches = tuple(replicas), microbatches
         own = [[v for n in names for v in model.get_layer(n).variables] for names in layers]
@@ -242,7 +283,7 @@ class Reference:
         """Return what clipping makes of stage s's gradient of minibatch b.
 
         In "flush", of all stages' norms. Of two straight stages, each hears of the other's by
-        messages: see ``serial`` in `workers_pipedream_clipping`.
+        messages: see ``serial`` in `test_pipedream_clipping`.
         """
         if self._most is None:
             return 1.0
@@ -262,3 +303,123 @@ class Reference:
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+
+
+# On ranks.
+
+
+class Case(NamedTuple):
+    """A pipeline, and some of its options."""
+
+    mode: str
+    replicas: tuple[int, ...]
+    optimizer: str
+    most: float | None = None
+    short: bool = False
+    recompute: bool = False
+    in_transit: int = 0
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name}={value}"
+            for name, value in self._asdict().items()
+            if value != self._field_defaults.get(name)
+        ]
+        return " ".join(
+            ["-".join(map(str, self.replicas)), self.mode, self.optimizer, *changed[3:]]
+        )
+
+
+def plan_of(replicas: Sequence[int], stages: Sequence[Sequence[str]]) -> Partition:
+    """Return a plan of so many workers for each stage."""
+    parts = tuple(
+        Stage(tuple(names), width, 0.0, 0, 0, 0, 0, 0.0)
+        for names, width in zip(stages, replicas, strict=True)
+    )
+    return Partition(parts, sum(replicas), 0.0, 0.0, 0.0, "paper", (1,) * len(replicas))
+
+
+def engine_of(
+    mode: str, replicas: tuple[int, ...], optimizer: str, model: Any = None, **options: Any
+) -> PipeDream:
+    """Make a pipeline of the small model, or of another one that is given."""
+    if model is None:
+        model = make_small()
+        places = SMALL_STAGES[len(replicas)]
+        stages = [[model.layers[place].name for place in some] for some in places]
+    else:
+        stages = STAGES[len(replicas)]
+    usual: dict[str, Any] = {
+        "optimizer_fn": OPTIMIZERS[optimizer],
+        "plan": plan_of(replicas, stages),
+        "microbatches": None if mode == "stash" else 4,
+        "metric_fn": keras.metrics.sparse_categorical_accuracy,
+        "progress": False,
+    }
+    return PipeDream(model, loss_fn, mode=mode, **(usual | options))
+
+
+Run = tuple[list[float], Weights, EpochStats]
+
+
+def train(case: Case, transport: str = "auto", recurrent: bool = True) -> Run:
+    """Return losses, all weights and an evaluation after them."""
+    engine = engine_of(
+        *case[:3],
+        model=make_model(recurrent=recurrent),
+        transport=transport,
+        max_grad_norm=case.most,
+        wire_dtype="bfloat16" if case.short else None,
+        recompute=case.recompute,
+        in_transit=case.in_transit,
+    )
+    batches = make_batches(MINIBATCHES)
+    losses = [engine.train_epoch(batches).loss for _ in range(EPOCHS)]
+    stats = engine.evaluate(make_unseen())
+    return losses, values_of(engine.gather()), stats
+
+
+def make_unseen() -> list[Batch]:
+    """To evaluate on: the last minibatch cannot be cut as the others are."""
+    return make_batches(3, last=1)
+
+
+def check(case: Case, transport: str = "auto", recurrent: bool = True) -> None:
+    """Train; rank 0 compares all ranks with the reference."""
+    everyone = gather(train(case, transport, recurrent))
+    if hvd.rank() == 0:
+        compare(case, recurrent, everyone)
+    keras.utils.clear_session()  # names count models, of which rank 0 has made more
+
+
+def compare(case: Case, recurrent: bool, ranks: Sequence[Run]) -> None:
+    """Compare losses, weights and the evaluation of each rank with the reference."""
+    reference = Reference(
+        STAGES[len(case.replicas)],
+        case.replicas,
+        case.mode,
+        OPTIMIZERS[case.optimizer],
+        1 if case.mode == "stash" else 4,
+        case.most,
+        case.short,
+        case.in_transit,
+        recurrent,
+    )
+    batches = make_batches(MINIBATCHES)
+    wanted = [reference.train_epoch(batches) for _ in range(EPOCHS)]
+    if case.most is not None:
+        assert MINIBATCHES < reference.clipped < 2 * EPOCHS * MINIBATCHES
+    x, y = (np.concatenate(parts) for parts in zip(*make_unseen(), strict=True))
+    output = reference.model(x, training=False)
+    right = float(np.mean(np.argmax(output, axis=-1) == y))
+    for losses, weights, evaluated in ranks:
+        assert losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert difference(weights, values_of(reference.model)) <= TOLERANCE
+        assert evaluated.loss == pytest.approx(float(loss_fn(y, output)), abs=TOLERANCE)
+        assert (evaluated.metric, evaluated.samples) == (pytest.approx(right), len(x))
+
+
+def difference(found: Weights, wanted: Weights) -> float:
+    """The largest one of two models' values."""
+    assert found.keys() == wanted.keys()
+    return max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)

@@ -63,3 +63,39 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def weights_of(model: Any) -> Weights:
     """All variables in one vector, copied."""
     return np.concatenate([each.numpy().ravel() for each in model.trainable_variables])
+
+
+def trained(mode: str, optimizer: Any, rank: int) -> Weights:
+    """Train on a rank's batches; return the weights after each, and after the last drain.
+
+    Args:
+        mode: ``"fit"``, or a loop of steps that are a ``"function"`` or ``"eager"``.
+        optimizer: Plain, or distributed.
+        rank: Whose batches.
+    """
+    model = make_model()
+    records: list[Weights] = []
+
+    def note(*_: Any, **__: Any) -> None:
+        records.append(weights_of(model))
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x, y)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    batches = [batch(rank, number) for number in range(STEPS)]
+    if mode == "fit":
+        x, y = (np.array(parts) for parts in zip(*batches, strict=True))
+        model.compile(optimizer=optimizer, loss="mse")
+        noting = keras.callbacks.LambdaCallback(on_train_batch_end=note)
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        model.fit(data, shuffle=False, verbose=0, callbacks=[noting])
+    else:
+        take = tf.function(step) if mode == "function" else step
+        for x, y in batches:
+            take(tf.constant(x), tf.constant(y))
+            note()
+        optimizer.synchronize()
+    return np.array([*records, weights_of(model)])

@@ -1,32 +1,76 @@
-"""All workers of a strategy in one process: the equations, with plain Keras optimizers.
+"""All workers of a strategy in one process: the equations in NumPy, of `keras_problem`.
 
-None of hvd_pipe's code: gradients are averaged with numpy.
+None of hvd_pipe's code, but for what a user passes: gradients, updates and averages are written
+out here. ``test_keras_equations`` compares gradients and updates with plain Keras. Row r of a
+matrix is worker r's: all weights in a line, and behind them what is averaged with them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tensorflow as tf
 from fragments_reference import fragments_of
-from keras_problem import OPTIMIZERS, STEPS, batch, loss_of, make_model, weights_of
+from keras_problem import STEPS, batch, make_model
 
 from hvd_pipe.strategy import CoCoD, PipeSGD, parse
 
-Vectors = list[npt.NDArray[np.float64]]
+Matrix = npt.NDArray[np.float64]
 
 RANKS_A_NODE = 2
 
-MOMENTA = {
-    "momentum": ("momentums",),
-    "accumulating": ("momentums",),
-    "adam": ("_momentums", "_velocities"),
-    "forgetful": ("_momentums", "_velocities"),
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer of Keras; see `keras_problem.OPTIMIZERS`.
+
+    Args:
+        rate: The learning rate of an update, by how many there were.
+        momentum: Of SGD.
+        decay: Of the weights.
+        norm: What gradients are clipped to, if anything.
+        betas: Of Adam, if it is Adam.
+        epsilon: Of Adam.
+        average_every: How often weights become their moving averages, if there are any.
+        passes: How many gradients make an update.
+    """
+
+    rate: Callable[[int], float]
+    momentum: float = 0.0
+    decay: float = 0.0
+    norm: float = np.inf
+    betas: tuple[float, float] | None = None
+    epsilon: float = 1e-7
+    average_every: int | None = None
+    passes: int = 1
+
+
+def rounded(value: float) -> float:
+    """A constant as Keras makes a tensor of it, of float32, before it casts that to float64."""
+    return float(np.float32(value))
+
+
+RULES = {
+    "sgd": Rule(lambda _: 0.1),
+    "momentum": Rule(lambda _: 0.05, momentum=rounded(0.9), decay=rounded(0.01)),
+    "adam": Rule(lambda _: 0.01, betas=(0.9, 0.999)),
+    "forgetful": Rule(lambda _: 0.01, betas=(0.9, 0.3), epsilon=1e-3),
+    "clipped": Rule(lambda _: 0.1, momentum=0.5, norm=0.3),
+    "scheduled": Rule(lambda step: rounded(0.1 if step <= 4 else 0.05 if step <= 11 else 0.02)),
+    "averaged": Rule(lambda _: 0.1, average_every=4),
+    "accumulating": Rule(lambda _: 0.1, momentum=0.5, passes=3),
 }
-ROOTS = ("_velocities",)  # which are not let below zero
+
+
+# The weights that all begin with: kernels and biases, in turn. They are made here, on all ranks,
+# as the names of a later model count those before it.
+TENSORS: list[Matrix] = [each.numpy() for each in make_model().trainable_variables]
+COLUMNS = np.cumsum([each.size for each in TENSORS])[:-1]  # where the next tensor begins
 
 
 class Workers:
@@ -34,91 +78,81 @@ class Workers:
 
     Args:
         n: How many.
-        optimizer: Its name.
-        momenta: Those attributes of the optimizers that belong to a worker's position.
+        rule: The optimizer.
     """
 
-    def __init__(self, n: int, optimizer: str, momenta: tuple[str, ...] = ()) -> None:
-        self._momenta = momenta
-        self.models = [make_model() for _ in range(n)]
-        self.optimizers = [OPTIMIZERS[optimizer]() for _ in range(n)]
-        self.steps = self.optimizers[0].gradient_accumulation_steps or 1
-        for model, each in zip(self.models, self.optimizers, strict=True):
-            each.gradient_accumulation_steps = None
-            each.build(model.trainable_variables)
+    def __init__(self, n: int, rule: Rule) -> None:
+        self.rule, self.updates = rule, 0
+        self.weights = np.tile(np.concatenate([each.ravel() for each in TENSORS]), (n, 1))
+        self.momenta, self.squares, self.averages = np.zeros((3, *self.weights.shape))
 
-    def gradients(self, step: int) -> list[Vectors]:
-        """Every worker's own, the mean over the passes that make one update."""
-        found = []
-        for rank, model in enumerate(self.models):
-            passes = []
-            for number in range(step * self.steps, (step + 1) * self.steps):
-                x, y = batch(rank, number)
-                with tf.GradientTape() as tape:
-                    loss = loss_of(model, x, y)
-                passes.append([g.numpy() for g in tape.gradient(loss, model.trainable_variables)])
-            found.append([np.mean(column, axis=0) for column in zip(*passes, strict=True)])
-        return found
+    def gradients(self, step: int) -> Matrix:
+        """Each worker's own, the mean over the passes that make one update."""
+        passes = range(step * self.rule.passes, (step + 1) * self.rule.passes)
+        return np.mean([self._backward(number) for number in passes], axis=0)
 
-    def update(self, gradients: list[Vectors]) -> None:
-        for model, optimizer, vectors in zip(self.models, self.optimizers, gradients, strict=True):
-            optimizer.apply([tf.constant(v) for v in vectors], model.trainable_variables)
+    def _backward(self, step: int) -> Matrix:
+        """Of the mean squared error of `keras_problem.make_model`."""
+        n, flat = len(self.weights), np.split(self.weights, COLUMNS, axis=1)
+        layers = [each.reshape(n, *t.shape) for each, t in zip(flat, TENSORS, strict=True)]
+        kernels, biases = layers[::2], layers[1::2]
+        x, y = (np.array(parts) for parts in zip(*(batch(r, step) for r in range(n)), strict=True))
+        inputs = [x]
+        for kernel, bias in zip(kernels, biases, strict=True):
+            output = inputs[-1] @ kernel + bias[:, None]
+            inputs.append(np.tanh(output))
+        slope = 2 * (output - y) / y[0].size
+        found: list[Matrix] = []
+        for kernel, into in zip(kernels[::-1], inputs[-2::-1], strict=True):
+            found = [into.swapaxes(1, 2) @ slope, slope.sum(axis=1), *found]
+            slope = (slope @ kernel.swapaxes(1, 2)) * (1 - into**2)
+        return np.concatenate([each.reshape(n, -1) for each in found], axis=1)
 
-    def variables(self, worker: int) -> list[Any]:
-        found = list(self.models[worker].trainable_variables)
-        for name in self._momenta:
-            found += getattr(self.optimizers[worker], name)
-        return found
+    def update(self, gradients: Matrix) -> None:
+        rule, rate = self.rule, self.rule.rate(self.updates)
+        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+        gradients = gradients * np.minimum(1, rule.norm / norms)
+        self.weights = self.weights * (1 - rule.decay * rate)
+        self.updates += 1
+        if rule.betas is None:
+            self.momenta = rule.momentum * self.momenta - rate * gradients
+            self.weights = self.weights + self.momenta
+        else:
+            first, second = rule.betas
+            self.momenta = self.momenta + (1 - first) * (gradients - self.momenta)
+            self.squares = self.squares + (1 - second) * (gradients**2 - self.squares)
+            p, q = (rounded(beta) ** self.updates for beta in rule.betas)
+            rate *= np.sqrt(1 - q) / (1 - p)
+            self.weights = self.weights - rate * self.momenta / (
+                np.sqrt(self.squares) + rule.epsilon
+            )
+        if rule.average_every:
+            old = 0.99 if self.updates > 1 else 0.0
+            self.averages = old * self.averages + (1 - old) * self.weights
+            if self.updates % rule.average_every == 0:
+                self.weights = self.averages
 
-    def roots(self) -> list[bool]:
-        """For each of `variables`, whether a root is taken of it."""
-        weights = len(self.models[0].trainable_variables)
-        return [name in ROOTS for name in ("", *self._momenta) for _ in range(weights)]
-
-    def positions(self) -> list[Vectors]:
-        return [[v.numpy() for v in self.variables(i)] for i in range(len(self.models))]
-
-    def move(self, positions: list[Vectors]) -> None:
-        for i, values in enumerate(positions):
-            for variable, value in zip(self.variables(i), values, strict=True):
-                variable.assign(value)
-
-    def lead(self, guess: list[Vectors]) -> list[Vectors]:
+    def lead(self, guess: Matrix) -> Matrix:
         """Move the weights as an update with ``guess`` would; return where they were."""
-        true = self.positions()
-        kept = [[v.numpy() for v in each.variables] for each in self.optimizers]
-        self.update(guess)
-        for optimizer, values in zip(self.optimizers, kept, strict=True):
-            for variable, value in zip(optimizer.variables, values, strict=True):
-                variable.assign(value)
+        true, ahead = self.weights, copy.copy(self)
+        ahead.update(guess)
+        self.weights = ahead.weights
         return true
 
-    def average_moving_averages(self) -> None:
-        if not self.optimizers[0].use_ema:
-            return
-        kept = [each._model_variables_moving_average for each in self.optimizers]
-        for column in zip(*kept, strict=True):
-            average = np.mean([each.numpy() for each in column], axis=0)
-            for each in column:
-                each.assign(average)
+
+def mean(rows: Matrix, weights: tuple[float, ...] | None) -> Matrix:
+    """The mean of the workers, for each of them."""
+    return np.broadcast_to(np.average(rows, axis=0, weights=weights), rows.shape)
 
 
-def mean(vectors: list[Vectors], weights: tuple[float, ...] | None = None) -> Vectors:
-    columns = zip(*vectors, strict=True)
-    return [np.average(np.array(column), axis=0, weights=weights) for column in columns]
-
-
-def within_nodes(vectors: list[Vectors], method: CoCoD) -> list[Vectors]:
+def within_nodes(gradients: Matrix, method: CoCoD) -> Matrix:
     """Each worker's gradients, averaged over its node's workers if these train synchronously."""
     if method.within == "none":
-        return vectors
-    found: list[Vectors] = []
-    for start in range(0, len(vectors), RANKS_A_NODE):
-        node = slice(start, start + RANKS_A_NODE)
-        found += [mean(vectors[node], method.weights and method.weights[node])] * len(
-            vectors[node]
-        )
-    return found
+        return gradients
+    nodes = [slice(i, i + RANKS_A_NODE) for i in range(0, len(gradients), RANKS_A_NODE)]
+    return np.concatenate(
+        [mean(gradients[node], method.weights and method.weights[node]) for node in nodes]
+    )
 
 
 class Rounds:
@@ -126,73 +160,71 @@ class Rounds:
 
     Args:
         method: The rule.
-        roots: For each tensor, whether a root is taken of it.
-        weights: How many tensors, the first, are the model's: the others are momenta.
-        own: The indices of the fragment's tensors among a worker's.
+        workers: Those that it averages.
+        weights: The columns of the weights that it averages.
+        momenta: The optimizers' attributes that it averages with them.
     """
 
-    def __init__(self, method: CoCoD, roots: list[bool], weights: int, own: list[int]) -> None:
-        self.method, self.roots, self.weights, self.own = method, roots, weights, own
-        self.anchor: Vectors = []
-        self.velocity: Vectors = []
+    def __init__(
+        self, method: CoCoD, workers: Workers, weights: list[int], momenta: list[str]
+    ) -> None:
+        self.method, self.workers, self.columns, self.momenta = method, workers, weights, momenta
+        self.anchor: Matrix | None = None
+        self.velocity = np.zeros(len(weights))
         self.clamped = 0
-        self.starts: list[Vectors] = []
 
-    def start(self, workers: Workers) -> None:
-        self.starts = self._mine(workers.positions())
+    def start(self) -> None:
+        self.starts = self._positions()
 
-    def end(self, workers: Workers) -> None:
-        positions = workers.positions()
-        ends = self.finish(self.starts, self._mine(positions))
-        for position, values in zip(positions, ends, strict=True):
-            for i, value in zip(self.own, values, strict=True):
-                position[i] = value
-        workers.move(positions)
+    def _positions(self) -> list[Matrix]:
+        weights = self.workers.weights[:, self.columns]
+        return [weights, *(getattr(self.workers, name) for name in self.momenta)]
 
-    def _mine(self, positions: list[Vectors]) -> list[Vectors]:
-        return [[position[i] for i in self.own] for position in positions]
-
-    def finish(self, starts: list[Vectors], ends: list[Vectors]) -> list[Vectors]:
-        alpha, average = self.method.pull_back, mean(starts, self.method.weights)
-        if self.method.outer != "none":
-            average = self._outer_models(average)
-        z = average if alpha is None else self._anchors(average)
-        found = []
-        for start, end in zip(starts, ends, strict=True):
-            one = []
-            for i, (x, s) in enumerate(zip(end, start, strict=True)):
-                value = average[i] + (x - s) if alpha is None else x - alpha * (x - z[i])
-                if self.roots[i]:
-                    self.clamped += int((value < 0).sum())
-                    value = np.maximum(value, 0)
-                one.append(value)
-            found.append(one)
-        return found
-
-    def _outer_models(self, average: Vectors) -> Vectors:
-        """The weights' outer models, and plain averages of momenta."""
-        lr, mu, mine = self.method.outer_lr, self.method.outer_momentum, average[: self.weights]
-        if not self.anchor:
-            self.anchor, self.velocity = mine, [np.zeros_like(each) for each in mine]
-        changes = [g - m for g, m in zip(self.anchor, mine, strict=True)]
-        self.velocity = [mu * u + d for u, d in zip(self.velocity, changes, strict=True)]
-        self.anchor = [
-            g - lr * (d + mu * u)
-            for g, d, u in zip(self.anchor, changes, self.velocity, strict=True)
+    def end(self) -> None:
+        averages = [mean(each, self.method.weights) for each in self.starts]
+        averages[0] = self._anchored(averages[0])
+        ends = [
+            self._end(*each) for each in zip(self.starts, self._positions(), averages, strict=True)
         ]
-        return [*self.anchor, *average[self.weights :]]
+        self.workers.weights = self.workers.weights.copy()
+        self.workers.weights[:, self.columns] = ends[0]
+        for name, value in zip(self.momenta, ends[1:], strict=True):
+            least = 0.0 if name == "squares" else -np.inf  # a root is taken of squares
+            self.clamped += int((value < least).sum())
+            setattr(self.workers, name, np.maximum(value, least))
 
-    def _anchors(self, average: Vectors) -> Vectors:
-        """The weights' anchors, and plain averages of momenta."""
-        mine = average[: self.weights]
-        if not self.anchor:
-            self.anchor, self.velocity = mine, [np.zeros_like(each) for each in mine]
-        self.velocity = [
-            self.method.anchor_momentum * v + (m - z)
-            for v, m, z in zip(self.velocity, mine, self.anchor, strict=True)
-        ]
-        self.anchor = [z + v for z, v in zip(self.anchor, self.velocity, strict=True)]
-        return [*self.anchor, *average[self.weights :]]
+    def _end(self, start: Matrix, end: Matrix, z: Matrix) -> Matrix:
+        alpha = self.method.pull_back
+        return z + (end - start) if alpha is None else end - alpha * (end - z)
+
+    def _anchored(self, average: Matrix) -> Matrix:
+        """The outer model of the weights, or their anchor, where there is one."""
+        method = self.method
+        if method.outer == "none" and method.pull_back is None:
+            return average
+        if self.anchor is None:
+            self.anchor = average
+        if method.outer != "none":
+            mu, change = method.outer_momentum, self.anchor - average
+            self.velocity = mu * self.velocity + change
+            self.anchor = self.anchor - method.outer_lr * (change + mu * self.velocity)
+        else:
+            self.velocity = method.anchor_momentum * self.velocity + (average - self.anchor)
+            self.anchor = self.anchor + self.velocity
+        return self.anchor
+
+
+def rounds_of(method: CoCoD, workers: Workers) -> list[Rounds]:
+    """A fragment's each, in the order in which they end."""
+    columns = np.split(np.arange(workers.weights.shape[1]), COLUMNS)
+    momenta = []
+    if method.momentum == "average":
+        momenta = ["momenta", "squares"] if workers.rule.betas else ["momenta"]
+    parts = fragments_of([each.nbytes for each in TENSORS], method.fragments)
+    return [
+        Rounds(method, workers, [int(i) for number in own for i in columns[number]], momenta)
+        for own in parts
+    ]
 
 
 def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:
@@ -207,55 +239,42 @@ def values_clamped(n: int, strategy: str, optimizer: str) -> int:
 
 @functools.cache
 def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], int]:
-    method = parse(strategy)
-    follow = isinstance(method, CoCoD) and method.momentum == "average"
-    workers = Workers(n, optimizer, MOMENTA[optimizer] if follow else ())
-    turns: list[Rounds] = []
-    if isinstance(method, CoCoD):
-        first = workers.positions()[0]
-        weights = len(workers.models[0].trainable_variables)
-        turns = [Rounds(method, workers.roots(), weights, list(range(len(first))))]
-        if method.fragments > 1:
-            parts = fragments_of([value.nbytes for value in first], method.fragments)
-            roots = [False] * weights
-            turns = [Rounds(method, roots, len(own), own) for own in parts]
-    records: list[list[Any]] = []
-    pending: Vectors | None = None
-    true: list[Vectors] = []
+    method, rule = parse(strategy), RULES[optimizer]
+    workers = Workers(n, rule)
+    turns = rounds_of(method, workers) if isinstance(method, CoCoD) else []
+    shares = getattr(method, "weights", None)
+    records: list[Matrix] = []
+    pending: Matrix | None = None
+    true: Matrix | None = None
     local = 0
-    average = functools.partial(mean, weights=getattr(method, "weights", None))
-    for step in range(STEPS // workers.steps):
+    for step in range(STEPS // rule.passes):
         mine = workers.gradients(step)
-        records += [[weights_of(model) for model in workers.models]] * (workers.steps - 1)
+        records += [workers.weights] * (rule.passes - 1)
         if isinstance(method, PipeSGD) and step >= method.warmup_steps:
-            if true:
-                workers.move(true)
+            workers.weights = workers.weights if true is None else true
             if pending is not None:
-                workers.update([pending] * n)
-            guess = {"local": mine, "previous": pending and [pending] * n}.get(method.prediction)
-            pending = average(mine)
-            if guess:
+                workers.update(pending)
+            guess = {"local": mine, "previous": pending}.get(method.prediction)
+            pending = mean(mine, shares)
+            if guess is not None:
                 true = workers.lead(guess)
         elif isinstance(method, CoCoD) and step >= method.warmup_steps:
             if local == 0:
-                turns[0].start(workers)
+                turns[0].start()
             workers.update(within_nodes(mine, method))
             local += 1
             turn, rest = divmod(local, method.period // method.fragments)
             if rest == 0:
-                turns[(turn - 1) % len(turns)].end(workers)
-                turns[turn % len(turns)].start(workers)
+                turns[(turn - 1) % len(turns)].end()
+                turns[turn % len(turns)].start()
         else:
-            workers.update([average(mine)] * n)
-        records.append([weights_of(model) for model in workers.models])
-    if true:
-        workers.move(true)
+            workers.update(mean(mine, shares))
+        records.append(workers.weights)
+    workers.weights = workers.weights if true is None else true
     if pending is not None:
-        workers.update([pending] * n)
+        workers.update(pending)
     if turns:
-        workers.move([average(workers.positions())] * n)
-        workers.average_moving_averages()
-    for model, each in zip(workers.models, workers.optimizers, strict=True):
-        each.finalize_variable_values(model.trainable_variables)
-    records.append([weights_of(model) for model in workers.models])
+        workers.weights = mean(workers.weights, shares)
+        workers.averages = mean(workers.averages, None)
+    records.append(workers.averages if rule.average_every else workers.weights)
     return np.array(records).swapaxes(0, 1), sum(each.clamped for each in turns)

@@ -15,24 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import saved_keras
+import saved_torch
 import workers_cli
-import workers_keras_saved
-import workers_saved
-from cases import of_case
 from ranks import run_ranks
 from saved_problem import COMMANDS, DATA, Array, document, is_exact, pack, tolerance
 
 
 def torch(folder: Path) -> None:
     """Checkpoints of PyTorch under each strategy, option and codec, and of pipelines."""
-    whole = run_ranks(2, workers_saved.write_all, folder)
-    keep(folder, whole, run_ranks(2, workers_saved.go_on_all, folder))
+    whole = run_ranks(2, saved_torch.write_all, folder)
+    keep(folder, whole, run_ranks(2, saved_torch.go_on_all, folder))
 
 
 def keras(folder: Path) -> None:
     """The same of Keras."""
-    whole = run_ranks(2, workers_keras_saved.write_all, folder, timeout=400)
-    keep(folder, whole, run_ranks(2, workers_keras_saved.go_on_all, folder, timeout=400))
+    whole = run_ranks(2, saved_keras.write_all, folder, timeout=400)
+    keep(folder, whole, run_ranks(2, saved_keras.go_on_all, folder, timeout=400))
 
 
 def files(folder: Path) -> None:
@@ -40,8 +39,8 @@ def files(folder: Path) -> None:
     profiles = [folder / f"job-{name}.profile.json" for name in ("torch", "keras")]
     timelines = [{"HVD_PIPE_TIMELINE": str(folder / f"timeline-{n}")} for n in ("torch", "keras")]
     env = timelines[0] | {"HVD_PIPE_PROFILE": str(profiles[0])}
-    run_ranks(2, workers_saved.timed, env=env)
-    run_ranks(2, workers_keras_saved.timed, profiles[1], env=timelines[1])
+    run_ranks(2, saved_torch.timed, env=env)
+    run_ranks(2, saved_keras.timed, profiles[1], env=timelines[1])
     short = ("--budget", "1", "--max-bytes", "64KiB")
     run_ranks(2, workers_cli.bench, *short, "-o", str(folder / "cluster.json"))
     made: dict[str, Any] = {}
@@ -56,9 +55,9 @@ def keep(folder: Path, whole: Sequence[Any], loaded: Sequence[Any]) -> None:
     found: list[dict[str, Array]] = [{}, {}]
     for case in loaded[0]:
         kind, _, name = case.partition(" ")
-        for rank, values in enumerate(of_case(loaded, case)):
+        for rank, values in enumerate(each[case] for each in loaded):
             if kind == "own":
-                np.testing.assert_array_equal(values, of_case(whole, name)[rank], err_msg=case)
+                np.testing.assert_array_equal(values, whole[rank][name], err_msg=case)
             assert tolerance(name) or is_exact(values), case
             found[rank][case] = values
     for rank, values in enumerate(found):

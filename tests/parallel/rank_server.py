@@ -20,12 +20,19 @@ import sys
 
 # What a rank would import. Optimizers of torch import Dynamo when they are first made.
 FRAMEWORKS = {
-    "torch": ("pytest", "hypothesis", "horovod.torch", "hvd_pipe.torch", "torch._dynamo"),
+    "torch": (
+        "pytest",
+        "hypothesis",
+        "horovod.torch",
+        "hvd_pipe.torch.pipedream",
+        "torch._dynamo",
+    ),
     "tensorflow": (
         "pytest",
         "hypothesis",
         "horovod.tensorflow.keras",
         "hvd_pipe.tensorflow.keras",
+        "hvd_pipe.tensorflow.pipedream",
     ),
 }
 STATUS_BYTES = 4

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from click.testing import CliRunner
 
 from hvd_pipe.cli.main import main
@@ -103,6 +106,7 @@ def archives(part: str) -> list[Path]:
     return sorted(DATA.glob(f"*/{part}.tar.xz"))
 
 
+@cache
 def expected(archive: Path) -> list[dict[str, Array]]:
     """What runs came to that load an archive's checkpoints, by rank and case."""
     found: list[dict[str, Array]] = []
@@ -113,3 +117,39 @@ def expected(archive: Path) -> list[dict[str, Array]]:
             with np.load(io.BytesIO(member.read())) as arrays:
                 found.append(dict(arrays))
     return found
+
+
+# In tests.
+
+
+def cases_of(part: str, first: Sequence[Any], nightly: str = "^$") -> list[Any]:
+    """Parameters: an archive, and the name of one of its checkpoints that tests load.
+
+    Those of rank 0 on all ranks are among them where ``first`` has them; ``nightly`` is a pattern.
+    """
+    kept = {f"first {case}" for case in first}
+    return [
+        pytest.param(
+            archive,
+            case,
+            id=f"{archive.parent.name}-{case}",
+            marks=[pytest.mark.nightly] if re.search(nightly, case) else [],
+        )
+        for archive in archives(part)
+        for case in expected(archive)[0]
+        if case in kept or case.startswith("own ")
+    ]
+
+
+def unpacked(archive: Path, factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an archive's files, which all tests of a process share."""
+    path = factory.getbasetemp() / "saved" / archive.parent.name / archive.name
+    if not path.exists():
+        unpack(archive, path)
+    return path
+
+
+def assert_same(found: Array, archive: Path, case: str, rank: int) -> None:
+    """Compare with what the version came to: bit for bit where nothing is rounded."""
+    wanted = expected(archive)[rank][case]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance(case))

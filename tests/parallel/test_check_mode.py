@@ -2,61 +2,322 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
-import workers_check_mode
-from cases import of_case
-from ranks import once, run_ranks
-from workers_check_mode import BATTERY, FAULTS, JOINED, READS, SEEDS
+import torch
+from on_ranks import gather, on_ranks
+from problem import OPTIMIZERS, Loss, Weights, batch, loss_of, make_model, train, weights_of
+from torch import nn
 
-battery = once(lambda: run_ranks(2, workers_check_mode.battery))
-faults = once(  # the variable is read at import
-    lambda: run_ranks(2, workers_check_mode.faults, env={"HVD_PIPE_CHECK": "1"}, framework=None)
-)
+import hvd_pipe.torch as hvd
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.torch.messages import buckets
+from hvd_pipe.torch.strategies import base, model_average
+
+two = on_ranks(2, init=hvd.init)
+checked = pytest.mark.usefixtures("checks")
+
+STEPS = 11
+PLANNED = 16  # merged-gradient has made its plan by then
+FAULTY = 3  # the step in which faults are planted
 
 
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the job had been started with the variable."""
+    monkeypatch.setattr(check_mode, "active", check_mode.from_environment({check_mode.CHECK: "1"}))
+
+
+def test_the_variable_is_read() -> None:
+    code = "from hvd_pipe.runtime import check_mode; assert check_mode.active.on"
+    environment = os.environ | {check_mode.CHECK: "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+INT8 = hvd.Int8(chunk=16, error_feedback=True)
+BATTERY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "merged-gradient": ("merged-gradient", PLANNED, {}),
+    "merged-gradient, small buckets": ("merged-gradient:bucket_bytes=64", STEPS, {}),
+    "merged-gradient, forward": ("merged-gradient:bucket_bytes=64,overlap=forward", STEPS, {}),
+    "pipe-sgd": ("pipe-sgd:bucket_bytes=64", STEPS, {}),
+    "pipe-sgd, prediction": ("pipe-sgd:prediction=local,warmup_steps=2", STEPS, {}),
+    "pipe-sgd, int8": ("pipe-sgd:bucket_bytes=64", STEPS, {"compression": INT8}),
+    "cocod": ("cocod:period=2", STEPS, {}),
+    "cocod, momenta": ("cocod:period=3,momentum=average,pull_back=0.6", STEPS, {}),
+}
+
+
+def trajectory(
+    strategy: str,
+    steps: int = STEPS,
+    arguments: dict[str, Any] | None = None,
+    make: Callable[[], nn.Module] = make_model,
+    loss: Loss = loss_of,
+) -> Weights:
+    """The weights after every step, and after ``synchronize()`` in the middle and at the end."""
+    torch.manual_seed(1)
+    model = make()
+    optimizer = distributed(model, strategy, **(arguments or {}))
+    drains = {steps // 2, steps - 1}
+    return train(model, optimizer, hvd.rank(), loss=loss, steps=steps, drains=drains)
+
+
+def distributed(model: nn.Module, strategy: str, **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy, **arguments
+    )
+
+
+@two
 @pytest.mark.parametrize("name", BATTERY)
-def test_delays_and_spoiled_buffers_change_no_bit(name: str) -> None:
-    plain = of_case(battery(), (name, None))
-    assert all(np.isfinite(weights).all() for weights in plain)
-    assert not np.array_equal(plain[0][0], plain[0][-1])  # it did learn something
-    for seed in range(SEEDS):
-        for rank, weights in enumerate(of_case(battery(), (name, seed))):
-            assert np.array_equal(weights, plain[rank]), f"rank {rank}, seed {seed}"
+@pytest.mark.parametrize(
+    "seeds",
+    # nightly: more of the same
+    [range(6), pytest.param(range(6, 20), marks=pytest.mark.nightly)],
+    ids=["few seeds", "more seeds"],
+)
+def test_delays_and_spoiled_buffers_change_no_bit(
+    name: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_mode, "active", check_mode.OFF)
+    plain = trajectory(*BATTERY[name])
+    assert np.isfinite(plain).all()
+    assert not np.array_equal(plain[0], plain[-1])  # it did learn something
+    for seed in seeds:
+        # As if the job had been started with these delays.
+        monkeypatch.setattr(check_mode, "active", check_mode.Check(seed, hvd.rank()))
+        assert np.array_equal(trajectory(*BATTERY[name]), plain), f"seed {seed}"
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("in flight")])
-def test_a_gradient_that_is_changed_in_flight(name: str) -> None:
+@two
+def test_ranks_of_which_only_some_check_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hvd.rank() == 1:
+        monkeypatch.setattr(check_mode, "active", check_mode.Check(0, 1))
+    words = "ranks disagree on HVD_PIPE_CHECK: rank 0 has 0; rank 1 has 1"
+    with pytest.raises(hvd.HvdPipeError, match=words):
+        distributed(make_model(), "merged-gradient")
+
+
+@two
+@checked
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "merged-gradient:bucket_bytes=64",
+        "merged-gradient:bucket_bytes=64,overlap=forward",
+        "pipe-sgd:bucket_bytes=64",
+    ],
+)
+def test_ranks_compare_in_the_same_steps_after_a_join(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has made three steps more, which must not bring its next comparison forward.
+
+    First: an optimizer that a fault has left with a pending update would have to join, too.
+    """
+    model = make_model()
+    optimizer = distributed(model, strategy)
+    plain, compared = base.compare_replicas, []
+
+    def compare_replicas(*arguments: Any) -> None:
+        compared.append(arguments)
+        plain(*arguments)
+
+    def steps(count: int) -> None:
+        for number in range(count):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), number).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(base, "compare_replicas", compare_replicas)
+    steps(6 if hvd.rank() else 9)
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+    steps(2 * check_mode.COMPARE_STEPS + 4)
+    optimizer.synchronize()
+    assert gather(len(compared)) == [2, 2]
+
+
+def told(
+    strategy: str,
+    after_backward: Callable[[nn.Module, int], None] = lambda model, number: None,
+    after_update: Callable[[nn.Module, int], None] = lambda model, number: None,
+) -> str:
+    """Return what training ends with."""
+    model = make_model()
+    optimizer = distributed(model, strategy)
+    number = 0
+    optimizer.register_step_post_hook(lambda *_: after_update(model, number))
+
+    def trained() -> None:
+        nonlocal number
+        for number in range(2 * check_mode.COMPARE_STEPS):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), number).backward()
+            after_backward(model, number)
+            optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(hvd.HvdPipeError) as raised:
+        trained()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@two
+@checked
+@pytest.mark.parametrize(
+    "strategy", ["merged-gradient", "merged-gradient:bucket_bytes=64", "pipe-sgd"]
+)
+def test_a_gradient_that_is_changed_in_flight(strategy: str) -> None:
     """Rank 1 clipped ``p.grad.data`` between backward() and step().
 
     torch counts writes by way of ``.data`` apart, so that the check of versions saw none: what
     travelled was half clipped, or not at all, as the network would have it.
     """
-    for said in of_case(faults(), name):
-        assert "the gradient of '2.weight' was changed on rank 1" in said, said
+
+    def clip(model: nn.Module, number: int) -> None:
+        gradient = model.get_parameter("2.weight").grad
+        if (hvd.rank(), number) == (1, FAULTY):
+            assert gradient is not None
+            gradient.data.clamp_(-1e-3, 1e-3)
+
+    said = told(strategy, after_backward=clip)
+    assert "the gradient of '2.weight' was changed on rank 1" in said
 
 
-@pytest.mark.parametrize("name", [name for name in FAULTS if not name.startswith("in flight")])
-def test_replicas_that_differ(name: str) -> None:
-    what = "the weight of '0.weight'" if "cocod" in name else "the weight of '2.bias'"
-    said = of_case(faults(), name)
-    assert said[0] == said[1]
-    assert f"ranks disagree on {what}: rank 0 has checksum " in said[0], said[0]
-    assert "; rank 1 has checksum " in said[0], said[0]
+def assert_weights_differ(said: str, name: str) -> None:
+    assert gather(said) == [said] * 2
+    assert f"ranks disagree on the weight of '{name}': rank 0 has checksum " in said
+    assert "; rank 1 has checksum " in said
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_read_of_a_free_buffer(name: str) -> None:
-    for weights in of_case(faults(), name):
-        assert np.isnan(weights).any()
+@two
+@checked
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "pipe-sgd:prediction=local"])
+def test_replicas_that_differ(strategy: str) -> None:
+    """Rank 1 changes one weight in its last bits, right after an update."""
+
+    def nudge(model: nn.Module, number: int) -> None:
+        if (hvd.rank(), number) == (1, FAULTY):
+            model.get_parameter("2.bias").data[1] += 1e-14
+
+    assert_weights_differ(told(strategy, after_update=nudge), "2.bias")
 
 
-@pytest.mark.parametrize("strategy", JOINED)
-def test_ranks_compare_in_the_same_steps_after_a_join(strategy: str) -> None:
-    """Rank 0 has made three steps more, which must not bring its next comparison forward."""
-    assert of_case(faults(), ("joined", strategy)) == [2, 2]
+@two
+@checked
+def test_averages_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CoCoD's last average is not the same on rank 1."""
+    plain = model_average.ModelAverage.average_now
+
+    def average_now(self: model_average.ModelAverage) -> None:
+        plain(self)
+        if hvd.rank() == 1:
+            next(value for value in self._values() if value is not None).data.mul_(1 + 1e-14)
+
+    monkeypatch.setattr(model_average.ModelAverage, "average_now", average_now)
+    assert_weights_differ(told("cocod:period=2"), "0.weight")
 
 
-def test_ranks_of_which_only_some_check_are_told() -> None:
-    for said in run_ranks(2, workers_check_mode.unlike_variables):
-        assert "ranks disagree on HVD_PIPE_CHECK: rank 0 has 0; rank 1 has 1" in said
+# Reads of a buffer that holds nothing of use: what comes of them is NaN.
+
+
+class Heads(nn.Module):
+    """The second head is used by all ranks, by rank 0 only, by rank 1 only, by none, and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = (nn.Linear(6, size) for size in (6, 3, 3))
+
+    def loss(self, rank: int, step: int) -> torch.Tensor:
+        inputs, targets = batch(rank, step, torch.float32)
+        hidden = torch.tanh(self.trunk(inputs))
+        outputs = self.first(hidden)
+        if rank in ((0, 1), (0,), (1,), ())[step % 4]:
+            outputs = outputs + self.second(hidden)
+        return nn.functional.mse_loss(outputs, targets)
+
+
+@two
+@checked
+def test_a_gradient_that_is_missing_is_not_sent_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room of a gradient is not set to zero."""
+    plain = buckets.copy_in
+
+    def into(parameter: torch.Tensor, view: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = view
+        else:
+            plain(parameter, view)
+
+    monkeypatch.setattr(buckets, "copy_in", into)
+    weights = trajectory("merged-gradient:bucket_bytes=64", make=Heads, loss=Heads.loss)
+    assert np.isnan(weights).any()
+
+
+@two
+@checked
+def test_a_snapshot_of_an_earlier_round_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CoCoD's progress is taken from the start of an earlier round."""
+    monkeypatch.setattr(
+        model_average, "_copy", lambda source, to: source.clone() if to is None else to
+    )
+    assert np.isnan(trajectory("cocod:period=2")).any()
+
+
+FORWARD = "merged-gradient:plan=wfbp,overlap=forward"
+
+
+@two
+@checked
+def test_weights_are_not_read_after_a_step() -> None:
+    """Weights as they are right after a ``step()`` whose update waits for the forward pass."""
+    model = make_model()
+    optimizer = distributed(model, FORWARD)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), number).backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+    assert np.isfinite(weights_of(model)).all()
+    assert torch.isnan(weights).any()
+
+
+class Early(nn.Module):
+    """From some step on, reads a layer's weight before that layer runs, as it did not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.reads = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.reads:
+            inputs = inputs + self.second.weight.sum(0)
+        result: torch.Tensor = self.second(torch.tanh(self.first(inputs)))
+        return result
+
+
+@two
+@checked
+def test_weights_are_not_read_where_they_were_not_in_the_watched_steps() -> None:
+    model = Early()
+    optimizer = distributed(model, FORWARD)
+    losses = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        model.reads = number == STEPS - 1
+        loss = loss_of(model, hvd.rank(), number)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert np.isfinite(losses[:-1]).all()
+    assert np.isnan(losses[-1])

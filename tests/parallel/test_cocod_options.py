@@ -2,276 +2,141 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
-from functools import cache
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-import workers_cocod_options as jobs
-from cases import of_case
-from fragments_reference import fragments_of
-from problem import STEPS
-from ranks import once, run_ranks, run_script
-from reference import Trajectory, Vectors, Workers
-from workers_cocod_options import (
+from cocod_cases import (
     CODED,
     COMPRESSED,
     EXACT,
     HALF,
-    JOINS_AT,
-    LEAVES_AFTER,
-    MOMENTS,
     OPTIMIZERS,
+    OUTER,
     PER_NODE,
-    RESUMED,
+    PULL,
+    WEIGHTS,
     WITHIN,
     Case,
+    Reference,
+    expected,
+    trajectory,
+    wrap,
 )
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch.mpi_ops import ProcessSet
+from on_ranks import gather, on_ranks, place
+from problem import STEPS, Weights, loss_of, make_model, train, weights_of
+from ranks import run_script
+from torch import nn
+from trajectories import assert_close, compare
 
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.runtime.process_sets import make_process_sets
 from hvd_pipe.strategy import CoCoD
+from hvd_pipe.torch import agree
+from hvd_pipe.torch.compression import Compression
+from hvd_pipe.torch.measuring import probes
+from hvd_pipe.torch.measuring.probes import worker_speeds
 
 TOLERANCE = 1e-12
 
-trajectories = once(lambda n: run_ranks(n, jobs.run, n))
-within = once(lambda n: run_ranks(n, jobs.run_within, n))
-continued_within = once(lambda: run_ranks(3, jobs.run_resumed_within, 3))
-continued = once(lambda n: run_ranks(n, jobs.run_resumed, n))
-nodes = once(lambda: run_ranks(4, jobs.run_nodes))
-others = once(lambda: run_ranks(3, jobs.run_others))
 
-# The reference -----------------------------------------------------------------------------------
-
-NONNEGATIVE = ("exp_avg_sq",)
-Named = dict[str, torch.Tensor]  # one tensor a parameter and, with momentum="average", a moment
+def init() -> None:
+    hvd.init(process_sets="dynamic")
 
 
-class Reference:
-    """The strategy's docstring, with Python loops in the place of messages."""
-
-    def __init__(self, case: Case, n: int, leaves_after: int | None = None) -> None:
-        self.case, self.options = case, case.strategy(n)
-        self.workers = Workers(n, OPTIMIZERS[case.optimizer])
-        self.weights = self.options.weights or (1.0,) * n
-        self.rounds = case.compression == "fp16" and n > 1
-        self.leaves_after = leaves_after
-        self.base: Named = {}
-        self.anchor: Named = {}
-        self.velocity: Named = {}
-        self.clamped = 0
-        sizes = [p.numel() for p in self.workers.models[0].parameters()]
-        self.fragments = fragments_of(sizes, self.options.fragments)
-
-    def run(self, steps: int = STEPS) -> Trajectory:
-        options, workers = self.options, self.workers
-        local_steps, fragment, start, mean = 0, 0, [], {}
-        for step in range(steps):
-            gradients = workers.gradients(step)
-            if step < options.warmup_steps:
-                average = self._rounded if self.rounds else self._weighted
-                workers.update([average(gradients, step) for _ in gradients])
-            else:
-                if local_steps == 0:
-                    start = self._values(fragment)
-                    mean = self._mean(start, step)
-                workers.update(self._within_nodes(gradients))
-                local_steps += 1
-                if local_steps == options.period // options.fragments:
-                    self._finish(start, mean, fragment)
-                    local_steps, fragment = 0, (fragment + 1) % options.fragments
-            workers.record()
-            if step in self.case.drains or step == steps - 1:
-                values = self._values()
-                self.base = self._exact_mean(values, step)
-                self._set([self.base for _ in values])
-                local_steps, fragment = 0, 0
-                workers.record()
-        return workers.trajectory
-
-    def _within_nodes(self, gradients: list[Vectors]) -> list[Vectors]:
-        """What each worker applies: its own gradient, or the mean of those of its node."""
-        if self.options.within == "none":
-            return gradients
-        found = []
-        for worker in range(len(gradients)):
-            node = [i for i in range(len(gradients)) if i // PER_NODE == worker // PER_NODE]
-            total = sum(self.weights[i] for i in node)
-            columns = zip(*(gradients[i] for i in node), strict=True)
-            found.append(
-                [
-                    torch.stack(
-                        [self.weights[i] / total * x for i, x in zip(node, column, strict=True)]
-                    ).sum(0)
-                    for column in columns
-                ]
-            )
-        return found
-
-    def _outer_model(self, mean: Named) -> Named:
-        """The outer model after DiLoCo's outer step; momenta keep their mean."""
-        lr, mu = self.options.outer_lr, self.options.outer_momentum
-        weights = {name: m for name, m in mean.items() if "." not in name}
-        for name, m in weights.items():
-            change = self.anchor.get(name, m) - m
-            self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(m)) + change
-            self.anchor[name] = m + change - lr * (change + mu * self.velocity[name])
-        return {**mean, **{name: self.anchor[name] for name in weights}}
-
-    def _finish(self, start: list[Named], mean: Named, fragment: int) -> None:
-        alpha, beta = self.options.pull_back, self.options.anchor_momentum
-        if self.options.outer != "none":
-            mean = self._outer_model(mean)
-        self.base |= mean
-        z = dict(mean)
-        if beta:
-            for name, m in ((name, m) for name, m in mean.items() if "." not in name):
-                moved_by = beta * self.velocity.get(name, torch.zeros_like(m))
-                self.velocity[name] = moved_by + (m - self.anchor.get(name, m))
-                z[name] = self.anchor[name] = self.anchor.get(name, m) + self.velocity[name]
-        moved = []
-        for end, begin in zip(self._values(fragment), start, strict=True):
-            new = {}
-            for name in begin:
-                x, progress = end[name], end[name] - begin[name]
-                x = mean[name] + progress if alpha is None else x - alpha * (x - z[name])
-                if name.endswith(NONNEGATIVE):
-                    self.clamped += int((x < 0).sum())
-                    x = x.clamp(min=0)
-                new[name] = x
-            moved.append(new)
-        self._set(moved)
-
-    def _mean(self, values: list[Named], step: int) -> Named:
-        exact = self._exact_mean(values, step)
-        if not self.rounds or not {name for name in exact if "." not in name} <= set(self.base):
-            return exact
-        for name in (name for name in exact if "." not in name):  # momenta travel uncompressed
-            differences = [[value[name] - self.base[name]] for value in values]
-            exact[name] = self.base[name] + self._rounded(differences, step)[0]
-        return exact
-
-    def _exact_mean(self, values: list[Named], step: int) -> Named:
-        return {
-            name: self._weighted([[value[name]] for value in values], step)[0]
-            for name in values[0]
-        }
-
-    def _weighted(self, vectors: list[Vectors], step: int) -> Vectors:
-        present = range(len(vectors))
-        if self.leaves_after is not None and step >= self.leaves_after:
-            present = range(len(vectors) - 1)
-        total = sum(self.weights[i] for i in present)
-        columns = [[self.weights[i] / total * x for x in vectors[i]] for i in present]
-        return [torch.stack(column).sum(0) for column in zip(*columns, strict=True)]
-
-    def _rounded(self, vectors: list[Vectors], _: int) -> Vectors:
-        """As `_weighted`, with numbers that are float16 on their way."""
-        size, total = len(vectors), sum(self.weights)
-        result = []
-        for column in zip(*vectors, strict=True):
-            whole = torch.zeros_like(column[0], dtype=torch.float16)
-            for x, weight in zip(column, self.weights, strict=True):
-                whole += (x * (weight * size / total)).to(torch.float16)
-            result.append((whole / size).double())
-        return result
-
-    def _live(self, worker: int) -> Named:
-        model, optimizer = self.workers.models[worker], self.workers.optimizers[worker]
-        found: Named = {}
-        for number, p in enumerate(model.parameters()):
-            found[str(number)] = p.data
-            if self.options.momentum == "average":
-                for key, value in optimizer.state[p].items():
-                    if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                        found[f"{number}.{key}"] = value
-        return found
-
-    def _values(self, fragment: int | None = None) -> list[Named]:
-        """What is averaged, of all fragments or of one; momenta belong to the only one."""
-        return [
-            {
-                name: tensor.clone()
-                for name, tensor in self._live(i).items()
-                if fragment is None or int(name.split(".")[0]) in self.fragments[fragment]
-            }
-            for i in range(len(self.workers.models))
-        ]
-
-    def _set(self, values: list[Named]) -> None:
-        for worker, own in enumerate(values):
-            live = self._live(worker)
-            for name, value in own.items():
-                live[name].copy_(value)
+two = on_ranks(2, init=hvd.init)
+three = on_ranks(3, init=init)
+four = on_ranks(4, init=init)  # two nodes of two ranks
+nightly = pytest.mark.nightly
 
 
-@cache
-def expected(case: Case, n: int) -> Trajectory:
-    return Reference(case, n).run()
+def on_each(
+    cases: list[Case], on_three: Callable[[Case], bool] = lambda _: False
+) -> pytest.MarkDecorator:
+    """Parameters: the number of ranks, and a case."""
+    # nightly: one rank, which test_equations has, and on three what two show as well
+    return pytest.mark.parametrize(
+        ("n", "case"),
+        [
+            pytest.param(n, case, marks=[ranks, *([] if kept else [nightly])], id=f"{n}-{case}")
+            for n, ranks in ((1, on_ranks(1, init=hvd.init)), (2, two), (3, three))
+            for case in cases
+            for kept in [n == 2 or (n == 3 and on_three(case))]
+        ],
+    )
 
 
-def assert_close(ranks: list[npt.NDArray[np.float64]], want: Trajectory, atol: float) -> None:
-    for rank, actual in enumerate(ranks):
-        assert actual.shape == want[rank].shape
-        errors = np.abs(actual - want[rank]).max(axis=1)
-        wrong = np.flatnonzero(~(errors <= atol))
-        assert not len(wrong), (
-            f"rank {rank}: {len(wrong)} of {len(errors)} records differ, first record {wrong[0]} "
-            f"by {errors[wrong[0]]:.3g}, at most by {np.nanmax(errors):.3g}"
-        )
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be on a node of two ranks, as launchers say it."""
+    monkeypatch.setenv("HOROVOD_HOSTNAME", f"node-{hvd.rank() // PER_NODE}")
+
+
+def first_two() -> ProcessSet:
+    """Return the process set of ranks 0 and 1, which may be there for their node."""
+    return make_process_sets([(0, 1)], hvd.global_process_set, needed="")[0, 1]
 
 
 # Equations ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", EXACT, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_trajectory(n: int, case: Case) -> None:
-    assert_close(of_case(trajectories(n), case), expected(case, n), TOLERANCE)
-
-
-@pytest.mark.parametrize("case", [*EXACT, *COMPRESSED, *CODED, *HALF], ids=str)
-@pytest.mark.parametrize("n", [2, 3])
-def test_replicas_are_equal_bit_for_bit_at_the_end(n: int, case: Case) -> None:
-    first, *rest = of_case(trajectories(n), case)
-    for other in rest:
+def check(case: Case, atol: float, equation: Case | None = None) -> None:
+    """Compare with a case's equation; replicas are equal after a last ``synchronize()`` alone."""
+    wanted = functools.partial(expected, equation or case, hvd.size())
+    first, *others = compare(trajectory(case), wanted, atol)
+    for other in others:
         assert np.array_equal(other[-1], first[-1])
         assert not np.array_equal(other[-2], first[-2])
 
 
-@pytest.mark.parametrize("case", COMPRESSED, ids=str)
-@pytest.mark.parametrize("n", [1, 2, 3])
+def uncompressed(case: Case) -> Case:
+    return Case(case.options, case.optimizer, case.drains)
+
+
+@on_each(EXACT, lambda case: bool(case.options.weights and case.drains))
+def test_trajectory(n: int, case: Case) -> None:
+    check(case, TOLERANCE)
+
+
+@on_each(COMPRESSED, lambda case: case.options in (CoCoD(), CoCoD(weights=WEIGHTS)))
 def test_differences_are_what_float16_rounds(n: int, case: Case) -> None:
     """Two float16 numbers have one sum; of three, it depends on who adds first."""
-    assert_close(of_case(trajectories(n), case), expected(case, n), 1e-12 if n < 3 else 1e-4)
+    check(case, 1e-12 if n < 3 else 1e-4)
 
 
+@two
 def test_differences_lose_less_than_models_would() -> None:
-    case = COMPRESSED[0]
-    whole = expected(Case(case.options, case.optimizer, case.drains), 2)
-    lost = np.abs(np.array(of_case(trajectories(2), case)) - whole).max()
+    whole = expected(uncompressed(COMPRESSED[0]), 2)
+    lost = np.abs(np.array(gather(trajectory(COMPRESSED[0]))) - whole).max()
     rounded = np.abs(whole - whole.astype(np.float16)).max()
     assert 0 < lost < rounded
 
 
-@pytest.mark.parametrize("case", CODED, ids=str)
-@pytest.mark.parametrize("n", [2, 3])
+@on_each(CODED)
 def test_coded_differences(n: int, case: Case) -> None:
-    want = expected(Case(case.options, case.optimizer, case.drains), n)
-    assert_close(of_case(trajectories(n), case), want, 1e-2)
+    check(case, 1e-2, uncompressed(case))
 
 
-@pytest.mark.parametrize("case", HALF, ids=str)
-@pytest.mark.parametrize("n", [2, 3])
+@on_each(HALF)
 def test_half_precision_parameters(n: int, case: Case) -> None:
-    want = expected(Case(case.options, case.optimizer, case.drains), n)
-    ulps = 8 * torch.finfo(case.dtype).eps
-    for actual, one in zip(of_case(trajectories(n), case), want, strict=True):
-        assert np.abs(actual.astype(np.float64) - one).max() < ulps
+    check(case, 8 * torch.finfo(case.dtype).eps, uncompressed(case))
 
 
+@three
 def test_the_cases_can_be_told_apart() -> None:
+    if hvd.rank() != 0:  # the first rank has computed most of them
+        return
     for case in [*EXACT, *WITHIN]:
         options = case.options
         plain = CoCoD(options.period, options.warmup_steps)
@@ -279,6 +144,7 @@ def test_the_cases_can_be_told_apart() -> None:
         assert np.abs(expected(case, 3) - other).max() > 1e-3, case
 
 
+@three
 def test_second_moments_would_become_negative() -> None:
     case = next(case for case in EXACT if case.optimizer == "hasty adam")
     reference = Reference(case, 3)
@@ -286,12 +152,20 @@ def test_second_moments_would_become_negative() -> None:
     assert reference.clamped > 0
 
 
-@pytest.mark.parametrize("case", WITHIN, ids=str)
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("n", "case"),
+    [
+        # nightly: one node alone is plain averaging; a node that is smaller, in all cases
+        pytest.param(n, case, marks=[ranks, *([] if kept else [nightly])], id=f"{n}-{case}")
+        for n, ranks in ((2, on_ranks(2, init=init)), (3, three), (4, four))
+        for case in WITHIN
+        for kept in [n == 4 or (n == 3 and case in WITHIN[:2])]
+    ],
+)
+@pytest.mark.usefixtures("nodes")
 def test_workers_of_a_node_stay_equal(n: int, case: Case) -> None:
     """In every bit at all times; those of other nodes are equal after a drain."""
-    ranks = of_case(within(n), case)
-    assert_close(ranks, expected(case, n), TOLERANCE)
+    ranks = compare(trajectory(case), functools.partial(expected, case, n), TOLERANCE)
     for rank, actual in enumerate(ranks):
         assert np.array_equal(actual, ranks[rank // PER_NODE * PER_NODE])
         assert np.array_equal(actual[-1], ranks[0][-1])
@@ -300,115 +174,288 @@ def test_workers_of_a_node_stay_equal(n: int, case: Case) -> None:
 
 # Checkpoints -------------------------------------------------------------------------------------
 
+MORE = 6
+RESUMED = [
+    *EXACT,
+    Case(CoCoD(3, 4), "adam", compression="fp16"),
+    Case(CoCoD(momentum="average", weights=WEIGHTS, **PULL), "adam", compression="fp16"),
+    Case(CoCoD(2, weights=WEIGHTS), compression="int8 with feedback", drains=(5,)),
+    Case(CoCoD(3, 4), compression="int8 with feedback", drains=(1,)),
+    Case(CoCoD(fragments=2), compression="int8 with feedback", drains=(5,)),
+]
+MOMENTS = (2, 4, 7, 8, 14)
+"""Steps after which a state is taken: in warm-up, in a round, at its end, after a drain."""
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("case", RESUMED, ids=str)
-def test_going_on_from_a_state(case: Case, moment: int) -> None:
-    assert_continued(of_case(continued(2), (case, moment)))
+
+@two
+@pytest.mark.parametrize(
+    "case",
+    [
+        # nightly: what has no warm-up keeps no more than what has one
+        pytest.param(case, marks=[] if kept else nightly, id=str(case))
+        for case in RESUMED
+        for kept in [case.options.warmup_steps or case not in EXACT]
+    ],
+)
+def test_going_on_from_a_state(case: Case) -> None:
+    assert_goes_on(case, MOMENTS)
 
 
-@pytest.mark.parametrize("moment", MOMENTS[1:4])
+@three
 @pytest.mark.parametrize("case", WITHIN[1:3], ids=str)
-def test_going_on_within_nodes(case: Case, moment: int) -> None:
-    assert_continued(of_case(continued_within(), (case, moment)))
+@pytest.mark.usefixtures("nodes")
+def test_going_on_within_nodes(case: Case) -> None:
+    assert_goes_on(case, MOMENTS[1:4])
 
 
-def assert_continued(ranks: list[jobs.Resumed]) -> None:
-    for straight, saved, on_rank_0, resumed in ranks:
-        assert np.array_equal(straight, saved)
-        assert np.array_equal(straight, on_rank_0)
-        assert np.array_equal(straight, resumed)
+def assert_goes_on(case: Case, moments: Collection[int]) -> None:
+    """States change nothing in the run that they are taken of, and others go on from each."""
+    steps = range(max(moments) + MORE)
+    states: dict[int, Any] = {}
+
+    def begin() -> tuple[nn.Module, Any, Any]:
+        model = make_model()
+        plain = OPTIMIZERS[case.optimizer](model)
+        return model, plain, wrap(model, case, plain=plain)
+
+    def go(steps: range, model: nn.Module, plain: Any, optimizer: Any, save: bool) -> Weights:
+        """Two rows a step: the weights after it, and after a drain, where there is one."""
+        rows = []
+        for step in steps:
+            if save and step in moments:
+                own = torch.optim.Optimizer.state_dict(plain)
+                states[step] = (
+                    optimizer._hvd_pipe.state(),
+                    *copy.deepcopy((model.state_dict(), own)),
+                )
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            rows.append(weights_of(model))
+            if step in case.drains:
+                optimizer.synchronize()
+            rows.append(weights_of(model))
+        return np.array(rows)
+
+    straight = go(steps, *begin(), save=False)
+    for save in (hvd.rank() == 0, True):
+        assert np.array_equal(straight, go(steps, *begin(), save))
+    for moment, (state, weights, own) in states.items():
+        model, plain, optimizer = begin()
+        model.load_state_dict(weights)
+        plain.load_state_dict(own)
+        optimizer._hvd_pipe.load(state)
+        resumed = go(range(moment, moment + MORE), model, plain, optimizer, save=False)
+        assert np.array_equal(straight[2 * moment :][: 2 * MORE], resumed), moment
 
 
 # Ranks that leave, or lack something -------------------------------------------------------------
 
+LEAVES_AFTER = 6
 
+
+@three
 def test_a_rank_that_left_has_no_weight() -> None:
-    case = Case(CoCoD(weights=(3.0, 1.0, 2.5)))
-    want = Reference(case, 3, leaves_after=LEAVES_AFTER).run(14)[:, :-1]
-    ranks = of_case(others(), "a rank leaves")
-    assert_close(ranks[:2], want[:2], TOLERANCE)
-    assert_close(ranks[2:], want[2:, :LEAVES_AFTER], TOLERANCE)
+    """The last rank has fewer batches than the others."""
+    case, model, last = Case(CoCoD(weights=WEIGHTS[:3])), make_model(), hvd.rank() == 2
+    rows = train(model, wrap(model, case), hvd.rank(), steps=LEAVES_AFTER if last else 14)
+    hvd.join()
+    want = Reference(case, 3, leaves_after=LEAVES_AFTER).run(14)[hvd.rank()]
+    assert_close([rows], [want[: len(rows)]], TOLERANCE)
 
 
+@three
 def test_weights_are_those_of_a_process_set() -> None:
+    """The third rank is no member and trains alone."""
     options = CoCoD(3, 4, weights=(3.0, 1.0), momentum="average")
-    want = expected(Case(options, drains=(13,)), 2)
-    assert_close(of_case(others(), "two of three")[:2], want, TOLERANCE)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS["momentum"](model),
+        model.named_parameters(),
+        process_set=first_two(),
+        strategy=options,
+    )
+    ranks = gather(train(model, optimizer, hvd.rank(), drains={13, STEPS - 1}))
+    assert_close(ranks[:2], expected(Case(options, drains=(13,)), 2), TOLERANCE)
 
 
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.b = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+
+@three
 def test_a_momentum_that_one_rank_has() -> None:
     """Others contribute zeros, from the start of the round before which all have heard of it.
 
     Rank 1 has it from step 5, the end of the third round; it says so as the fourth starts, so the
     fifth round (steps 8 and 9) is the first that averages it.
     """
-    first, second, third = of_case(others(), "a parameter comes to life on one rank")
-    assert first == third == [None] * 16
+    model = TwoParts()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = CoCoD(period=2, momentum="average")
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=options)
     momenta = [0.0] * 5
-    for step, record in enumerate(second[5:], 5):
-        assert record is not None
-        gradient, momentum = record
-        want = 0.9 * momenta[step - 1] + gradient
+    for step in range(16):
+        optimizer.zero_grad()
+        loss = (model.a * (step + hvd.rank())).sum()
+        if hvd.rank() == 1 and step >= 5:
+            loss = loss + float(step) * model.b.sum()
+        loss.backward()
+        optimizer.step()
+        momentum = optimizer.state[model.b].get("momentum_buffer")
+        if hvd.rank() != 1 or step < 5:
+            assert momentum is None
+            continue
+        want = 0.9 * momenta[step - 1] + step
         if step >= 9 and step % 2 == 1:
             want += momenta[step - 2] / 3 - momenta[step - 2]
         np.testing.assert_allclose(momentum, want, rtol=0, atol=1e-12)
         momenta.append(float(momentum[0]))
+    optimizer.synchronize()
 
 
-@pytest.mark.parametrize("case", ["a parameter joins", "a parameter joins, fp16"])
-def test_a_parameter_that_joins_is_averaged_from_the_next_round_on(case: str) -> None:
-    """All numbers here are float16's own, so that compression changes nothing."""
-    now = [1.0, 1.0, 1.0]
-    start = now
-    records = []
+JOINS_AT = 5
+
+
+def parameter_joins(strategy: CoCoD, compression: Any = Compression.none) -> list[float]:
+    """In the middle of the second round of four steps, b is unfrozen: its value after each step.
+
+    Its gradient is 1 on rank 0, 2 on rank 1 and so on, and the learning rate 0.125.
+    """
+    model = TwoParts()
+    model.b.requires_grad_(False)
+    plain = torch.optim.SGD(model.parameters(), lr=0.125)
+    named = model.named_parameters()
+    optimizer = hvd.DistributedOptimizer(plain, named, compression=compression, strategy=strategy)
+    values = []
+    for step in range(16):
+        model.b.requires_grad_(step >= JOINS_AT)
+        optimizer.zero_grad()
+        ((model.a.sum() + model.b.sum()) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        values.append(float(model.b[0].detach()))
+    optimizer.synchronize()
+    return [*values, float(model.b[0].detach())]
+
+
+def equation_of_joining(gradients: Collection[float]) -> list[list[float]]:
+    """For workers with these gradients: b's value after each step, and after a drain."""
+    now = start = [1.0 for _ in gradients]
+    rows = []
     for step in range(16):
         if step >= JOINS_AT:
-            now = [x - 0.125 * (rank + 1) for rank, x in enumerate(now)]
+            now = [x - 0.125 * gradient for x, gradient in zip(now, gradients, strict=True)]
         if step in (11, 15):
-            now = [sum(start) / 3 + (x - begin) for x, begin in zip(now, start, strict=True)]
+            mean = sum(start) / len(start)
+            now = [mean + (x - begin) for x, begin in zip(now, start, strict=True)]
         if step % 4 == 3:
             start = now
-        records.append(now)
-    records.append([sum(now) / 3] * 3)
-    want = np.array(records).T
-    np.testing.assert_allclose(of_case(others(), case), want, rtol=0, atol=TOLERANCE)
+        rows.append(now)
+    return [*rows, [sum(now) / len(now) for _ in now]]
 
 
-def test_a_state_of_another_rule_leaves_nothing_behind() -> None:
+@three
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16], ids=["none", "fp16"])
+def test_a_parameter_that_joins_is_averaged_from_the_next_round_on(compression: Any) -> None:
+    """All numbers here are float16's own, so that compression changes nothing."""
+    want = np.array(equation_of_joining((1, 2, 3)))[:, hvd.rank()]
+    found = parameter_joins(CoCoD(), compression)
+    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE)
+
+
+@three
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(PULL, OUTER), (OUTER, PULL), (OUTER, {})],
+    ids=["pull to outer", "outer to pull", "outer to none"],
+)
+def test_a_state_of_another_rule_leaves_nothing_behind(before: Any, after: Any) -> None:
     """An anchor was taken for an outer model, and its momentum for one of another sign."""
-    for runs in of_case(others(), "other rules"):
-        for loaded, fresh in runs:
-            np.testing.assert_array_equal(loaded, fresh)
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(2, **before)))
+    train(model, optimizer, hvd.rank(), steps=9, drains={8})
+    ends = []
+    for state in (optimizer._hvd_pipe.state(), None):
+        other = make_model()
+        other.load_state_dict(model.state_dict())
+        successor = wrap(other, Case(CoCoD(2, **after)))
+        if state is not None:
+            successor._hvd_pipe.load(state)
+            assert set(successor._hvd_pipe.state().tensors) <= set(CoCoD(2, **after).kept)
+        ends.append(train(other, successor, hvd.rank(), steps=8, drains={7}))
+    np.testing.assert_array_equal(*ends)
 
 
+@three
 def test_fragments_are_those_of_the_same_parameters() -> None:
-    """They were saved by place: in a new process, one that was unfrozen has another place."""
-    ranks = of_case(others(), "unfrozen before")
-    for straight, resumed, *near in ranks:
-        np.testing.assert_allclose(resumed, straight, rtol=0, atol=TOLERANCE)
-        for number, one in enumerate(near, start=2):
-            assert np.abs(one[-1] - straight[-1]).max() < 0.1
-            assert np.array_equal(one[-1], ranks[0][number][-1])
+    """They were saved by place: in a new process, one that was unfrozen has another place.
+
+    Two tensors are unfrozen, and a checkpoint taken; it is loaded after that, before it, and where
+    all parameters have other names.
+    """
+
+    def build(frozen: int, prefix: str = "") -> tuple[nn.Module, Any]:
+        model = make_model()
+        for parameter in list(model.parameters())[:frozen]:
+            parameter.requires_grad_(False)
+        return model, hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()],
+            strategy=CoCoD(4, fragments=2, **OUTER),
+        )
+
+    model, optimizer = build(2)
+    train(model, optimizer, hvd.rank(), steps=5)
+    model.requires_grad_(True)
+    train(model, optimizer, hvd.rank(), steps=5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for frozen, prefix in ((0, ""), (2, ""), (0, "renamed.")):
+        other, successor = build(frozen, prefix)
+        other.load_state_dict(saved[0])
+        successor.load_state_dict(saved[1])
+        other.requires_grad_(True)
+        ends.append(train(other, successor, hvd.rank(), steps=9, drains={8}))
+    straight = train(model, optimizer, hvd.rank(), steps=9, drains={8})
+    resumed, *near = ends
+    np.testing.assert_allclose(resumed, straight, rtol=0, atol=TOLERANCE)
+    assert np.abs(np.subtract(near, straight)[:, -1]).max() < 0.1
+    first, *others = gather([end[-1] for end in near])
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
+@three
 def test_weights_that_do_not_fit() -> None:
-    for error in of_case(others(), "wrong number of weights"):
-        assert "ValueError: CoCoD has 2 weights, and the process set has 3 ranks" in error
-    for error in of_case(others(), "unequal weights"):
-        assert error.startswith("RanksDisagreeError: ranks disagree on strategy")
-        assert "(3, 2, 1)" in error
-        assert "(1, 2, 3)" in error
+    with pytest.raises(ValueError, match="CoCoD has 2 weights, and the process set has 3 ranks"):
+        wrap(make_model(), Case(CoCoD(weights=(1, 2))), n=2)
+    weights = (1, 2, 3) if hvd.rank() else (3, 2, 1)
+    with pytest.raises(RanksDisagreeError, match=r"^ranks disagree on strategy") as caught:
+        wrap(make_model(), Case(CoCoD(weights=weights)))
+    assert "(3, 2, 1)" in str(caught.value)
+    assert "(1, 2, 3)" in str(caught.value)
 
 
+@three
 def test_speeds_are_the_same_list_everywhere() -> None:
-    first, *rest = of_case(others(), "speeds")
-    assert rest == [first, first]
-    assert abs(sum(first) - 3) < 1e-12
-    ratios = [first[0] / each for each in first]
+    now = 0.0
+
+    def step() -> None:
+        nonlocal now
+        now += 0.1 * (hvd.rank() + 1) if now else 0.5
+
+    with mock.patch.object(probes, "time", mock.Mock(perf_counter=lambda: now)):
+        speeds = worker_speeds(step, seconds=0.0)
+    assert gather(speeds) == [speeds] * 3
+    assert abs(sum(speeds) - 3) < 1e-12
+    ratios = [speeds[0] / each for each in speeds]
     assert ratios == pytest.approx([1, 2, 3])  # 100, 200 and 300 ms
 
 
+@nightly  # nightly: a whole script
 def test_the_example_of_unlike_data(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "torch_examples" / "digits_noniid.py"
     picture = tmp_path / "noniid.png"
@@ -420,80 +467,184 @@ def test_the_example_of_unlike_data(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@three
 def test_all_ranks_hear_of_a_step_that_fails() -> None:
-    errors = of_case(others(), "a step fails")
-    assert errors[1] == "OSError: no data"
-    for error in (errors[0], errors[2]):
-        assert error.startswith("RuntimeError: the step failed on rank 1")
+    def step() -> None:
+        if hvd.rank() == 1:
+            raise OSError("no data")
+
+    own = hvd.rank() == 1
+    words = "^no data$" if own else "^the step failed on rank 1"
+    with pytest.raises(OSError if own else RuntimeError, match=words):
+        worker_speeds(step, seconds=0.0)
 
 
 # Nodes of two ranks, where ranks differ ---------------------------------------------------------
 
+OVERFLOWS = (5, 6, 9)
 
+
+@four
+@pytest.mark.usefixtures("nodes")
 def test_an_overflow_on_one_rank_is_one_on_all_nodes() -> None:
-    first, *rest = of_case(nodes(), "overflow")
-    assert rest == [first] * 3
-    assert first[-1] == 1024.0 / 2 ** len(jobs.OVERFLOWS)
+    model = make_model(torch.float32)
+    optimizer = wrap(model, Case(CoCoD(fragments=2, within="node"), dtype=torch.float32))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    scales = []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        if hvd.rank() == hvd.size() - 1 and step in OVERFLOWS:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(float(scaler.get_scale()))
+    optimizer.synchronize()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert gather(scales) == [scales] * 4
+    assert scales[-1] == 1024.0 / 2 ** len(OVERFLOWS)
 
 
+@four
+@pytest.mark.usefixtures("nodes")
 def test_join_does_not_go_with_process_sets() -> None:
-    for said in of_case(nodes(), "join"):
-        assert said.startswith("HvdPipeError: hvd.join() does not go with within='node'")
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(within="node")))
+    train(model, optimizer, hvd.rank(), steps=3, drains={2})
+    with pytest.raises(HvdPipeError, match=r"^hvd\.join\(\) does not go with within='node'"):
+        hvd.join()
 
 
+@four
+@pytest.mark.usefixtures("nodes")
 def test_a_parameter_that_joins_within_nodes() -> None:
     """All numbers here are exact in float64."""
-    now, start = [1.0, 1.0], [1.0, 1.0]
-    records = []
-    for step in range(16):
-        if step >= JOINS_AT:
-            now = [x - 0.125 * gradient for x, gradient in zip(now, (1.5, 3.5), strict=True)]
-        if step in (11, 15):
-            now = [sum(start) / 2 + (x - begin) for x, begin in zip(now, start, strict=True)]
-        if step % 4 == 3:
-            start = now
-        records.append(now)
-    records.append([sum(now) / 2] * 2)
-    want = np.array(records).T.repeat(PER_NODE, axis=0)
-    np.testing.assert_allclose(of_case(nodes(), "a parameter joins"), want, rtol=0, atol=TOLERANCE)
+    want = np.array(equation_of_joining((1.5, 3.5)))[:, hvd.rank() // PER_NODE]
+    found = parameter_joins(CoCoD(within="node"))
+    np.testing.assert_allclose(found, want, rtol=0, atol=TOLERANCE)
 
 
+@four
+@pytest.mark.usefixtures("nodes")
 def test_a_state_of_another_number_of_fragments() -> None:
-    """What travels is dropped, but nothing is mixed: replicas end equal, and near the others."""
-    ranks = of_case(nodes(), "another number of fragments")
-    for i in range(4):
-        ends = [rank[i][-1] for rank in ranks]
-        assert np.isfinite(ends).all()
-        assert all(np.array_equal(end, ends[0]) for end in ends)
-        assert np.abs(ends[0] - ranks[0][0][-1]).max() < 0.1
+    """What travels is dropped, but nothing is mixed: replicas end equal, and near the others.
+
+    States are taken in the middle of a turn, and models in more and in fewer fragments go on.
+    """
+    ends = []
+    for saved, fragments in ((4, 4), (4, 2), (4, 1), (2, 4)):
+        model = make_model()
+        optimizer = wrap(model, Case(CoCoD(8, fragments=saved, **OUTER)))
+        train(model, optimizer, hvd.rank(), steps=11)
+        state = optimizer._hvd_pipe.state()
+        other = make_model()
+        other.load_state_dict(model.state_dict())
+        successor = wrap(other, Case(CoCoD(8, fragments=fragments, **OUTER)))
+        successor._hvd_pipe.load(state)
+        parts = {part.fragment for part in successor._hvd_pipe._parts}
+        assert parts == set(range(fragments))
+        ends.append(train(other, successor, hvd.rank(), steps=24, drains={23})[-1])
+    assert np.isfinite(ends).all()
+    assert np.abs(np.subtract(ends, ends[0])).max() < 0.1
+    for theirs in gather(ends):
+        np.testing.assert_array_equal(theirs, ends)
 
 
+@four
+@pytest.mark.usefixtures("nodes")
 def test_bytes_within_a_node_are_not_on_the_wire() -> None:
-    for within, plain in of_case(nodes(), "bytes"):
-        assert within == plain > 0
+    sent = []
+    for options in (CoCoD(within="node"), CoCoD()):
+        model = make_model()
+        optimizer = wrap(model, Case(options))
+        train(model, optimizer, hvd.rank(), steps=8)
+        sent.append(optimizer.sent_bytes)
+    assert sent[0] == sent[1] > 0
 
 
-def test_a_rank_that_shuts_down_is_told_from_a_mistake_of_this_one() -> None:
-    """Horovod removes all process sets then, and raised a ValueError: nobody named that rank."""
-    for heard in run_ranks(3, jobs.shut_down_on_one_rank)[:2]:
-        assert len(heard) == 7
-        for said in heard:
-            assert said.startswith("HorovodInternalError: "), said
-
-
+@two
 def test_horovod_must_allow_process_sets_that_come_later() -> None:
-    for refused, other in run_ranks(3, jobs.static_sets)[:2]:
-        assert refused.startswith('HvdPipeError: within="node" needs a Horovod process set')
-        assert 'hvd.init(process_sets="dynamic")' in refused
-        assert "within='node' makes process sets of its own" in other
+    with pytest.raises(
+        HvdPipeError, match=r'^within="node" needs a Horovod process set'
+    ) as caught:
+        wrap(make_model(), Case(CoCoD(within="node")))
+    assert 'hvd.init(process_sets="dynamic")' in str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [1, 2, -1])
+@three
+def test_nodes_are_not_those_of_a_process_set() -> None:
+    model, process_set = make_model(), first_two()
+    if process_set.included():
+        with pytest.raises(ValueError, match="within='node' makes process sets of its own"):
+            hvd.DistributedOptimizer(
+                OPTIMIZERS["momentum"](model),
+                model.named_parameters(),
+                process_set=process_set,
+                strategy=CoCoD(within="node"),
+            )
+
+
+# Each is the last one of its launch, as Horovod has ended after it -------------------------------
+
+
+@three
+@pytest.mark.usefixtures("nodes")
+def test_a_rank_that_shuts_down_is_told_from_a_mistake_of_this_one() -> None:
+    """Horovod removes all process sets then, and raised a ValueError: nobody named that rank.
+
+    The only rank of a node leaves, and those of the other node train on. They hear of it there,
+    and where they agree on something, as a new plan, afterwards.
+    """
+    model, node = make_model(), first_two()
+    optimizer = wrap(model, Case(CoCoD(1000, within="node")))
+    if hvd.rank() == 2:
+        hvd.shutdown()
+        return
+    with pytest.raises(HorovodInternalError):
+        train(model, optimizer, hvd.rank(), steps=100_000)
+    for ask in (
+        lambda: agree.gather("a plan", "of this test", node),
+        lambda: agree.from_first("a plan", "of this test", node),
+        lambda: agree.found_by_first(lambda: "a plan", "of this test", node),
+        lambda: agree.check_alike([("plan", "a")], "of this test", node),
+        lambda: agree.largest([1.0], "of this test", node),
+        lambda: agree.agree_on_clock(node),
+    ):
+        with pytest.raises(HorovodInternalError):
+            ask()
+
+
+ALONE = [
+    pytest.param(1, marks=four),
+    *(  # nightly: the same on the other node, and of a node as a whole; in launches of their own
+        pytest.param(rank, marks=[on_ranks(4, init=init, env={"ALONE": str(rank)}), nightly])
+        for rank in (2, -1)
+    ),
+]
+
+
+@pytest.mark.parametrize("rank", ALONE)
+@pytest.mark.usefixtures("nodes")
 def test_ranks_of_all_nodes_hear_of_one_that_synchronizes_alone(rank: int) -> None:
-    """One rank of a node, or (-1) the first node as a whole."""
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(4, jobs.synchronize_alone, rank)
-    told = str(caught.value).split("--- rank ")[1:5]
-    mine = [0, 1] if rank < 2 else [2, 3]
-    for each in mine if rank >= 0 else range(4):
-        assert "ranks have sent different things" in told[each], told[each]
+    """One rank of a node, or (-1) the first node as a whole; the others train on."""
+    model, mine = make_model(), hvd.rank()
+    optimizer = wrap(model, Case(CoCoD(within="node")))
+
+    def loss(model: nn.Module, mine: int, step: int) -> torch.Tensor:
+        if step == 6 and (mine == rank or (rank < 0 and mine < PER_NODE)):
+            optimizer.synchronize()
+        return loss_of(model, mine, step)
+
+    hear = range(4) if rank < 0 else [r for r in range(4) if r // PER_NODE == rank // PER_NODE]
+    if mine not in hear:
+        with pytest.raises((HorovodInternalError, HvdPipeError)):
+            train(model, optimizer, mine, loss=loss)
+        return
+    with pytest.raises(HvdPipeError, match="ranks have sent different things"):
+        train(model, optimizer, mine, loss=loss)
+    files = [place()[0] / f"heard.{other}" for other in hear]
+    (place()[0] / f"heard.{mine}").touch()
+    while not all(file.exists() for file in files):
+        time.sleep(0.003)
+    hvd.shutdown()  # the others wait

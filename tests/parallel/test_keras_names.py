@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
+import horovod.tensorflow as stock
+import keras
+import numpy as np
 import pytest
-import workers_keras_names
-from cases import of_case
-from ranks import once, run_ranks
+import tensorflow as tf
+from on_ranks import gather, on_ranks
 
-observed = once(lambda: run_ranks(2, workers_keras_names.observations, timeout=300))
+import hvd_pipe.tensorflow as hvd
+import hvd_pipe.tensorflow.keras as hvd_keras
+
+SECOND = hvd.ProcessSet([1])
+
+
+def init() -> None:
+    hvd.init(process_sets=[SECOND])
+
+
+two = on_ranks(2, init=init)
 
 MEAN = [1.5, 3.0, 4.5, 6.0]
 SUM = [3.0, 6.0, 9.0, 12.0]
@@ -42,81 +56,196 @@ WANTED: dict[str, Any] = {
 }
 
 
-def ranks_of(case: str) -> list[Any]:
-    return of_case(observed(), case)
+def mine() -> tf.Tensor:
+    return tf.constant([1.0, 2.0, 3.0, 4.0]) * (hvd.rank() + 1)
 
 
+def rows() -> tf.IndexedSlices:
+    """Rank r has r + 1 in the rows r and r + 1 of four."""
+    values = tf.ones((2, 2)) * (hvd.rank() + 1)
+    return tf.IndexedSlices(values, tf.constant([hvd.rank(), hvd.rank() + 1]), tf.constant([4, 2]))
+
+
+# Calls that work alike eagerly and in a graph.
+BOTH: dict[str, Callable[[], Any]] = {
+    "allreduce": lambda: hvd.allreduce(mine()),
+    "allreduce as of old": lambda: hvd.allreduce(mine(), average=False),
+    "allreduce Sum": lambda: hvd.allreduce(mine(), op=hvd.Sum),
+    "allreduce Min": lambda: hvd.allreduce(mine(), op=hvd.Min),
+    "allreduce Max": lambda: hvd.allreduce(mine(), op=hvd.Max),
+    "allreduce Product": lambda: hvd.allreduce(mine(), op=hvd.Product),
+    "allreduce Adasum": lambda: hvd.allreduce(mine(), op=hvd.Adasum),
+    "allreduce fp16": lambda: hvd.allreduce(mine(), compression=hvd.Compression.fp16),
+    "allreduce sparse": lambda: tf.convert_to_tensor(hvd.allreduce(rows())),
+    "grouped_allreduce": lambda: hvd.grouped_allreduce([mine(), 2 * mine()]),
+    "grouped_allreduce mixed": lambda: [
+        tf.convert_to_tensor(each)
+        for each in hvd.grouped_allreduce([mine(), rows(), 2 * mine()], op=hvd.Sum)
+    ],
+    "allgather": lambda: hvd.allgather(mine()[: hvd.rank() + 1]),
+    "grouped_allgather": lambda: hvd.grouped_allgather([mine(), mine()[:1]]),
+    "broadcast": lambda: hvd.broadcast(mine(), 1),
+    "alltoall": lambda: hvd.alltoall(mine()),
+    "alltoall splits": lambda: hvd.alltoall(mine(), splits=[1, 3]),
+    "reducescatter": lambda: hvd.reducescatter(mine()),
+    "grouped_reducescatter": lambda: hvd.grouped_reducescatter([mine(), 2 * mine()]),
+    "sizes": lambda: [
+        hvd.size_op(),
+        hvd.rank_op(),
+        hvd.local_size_op(),
+        hvd.local_rank_op(),
+        hvd.process_set_included_op(),
+    ],
+}
+
+
+def numbers(found: Any) -> Any:
+    if isinstance(found, list | tuple):
+        return [numbers(each) for each in found]
+    return np.asarray(found).tolist()
+
+
+@two
 @pytest.mark.parametrize("how", ["eagerly", "in a graph"])
-@pytest.mark.parametrize("name", workers_keras_names.BOTH)
+@pytest.mark.parametrize("name", BOTH)
 def test_a_call_means_what_it_means_to_horovod(name: str, how: str) -> None:
-    assert tuple(ranks_of(f"{name} {how}")) == WANTED[name]
+    call = BOTH[name] if how == "eagerly" else tf.function(BOTH[name], autograph=False)
+    assert numbers(call()) == WANTED[name][hvd.rank()]
 
 
+@two
 def test_values_of_the_keras_module() -> None:
-    for rank, found in enumerate(ranks_of("keras values")):
-        assert found == [[1.0, 2.5], [0, 1], [1], [[2.0], [4.0]][rank]]
+    assert numbers(hvd_keras.allreduce([1.0, 2.0 + hvd.rank()])) == [1.0, 2.5]
+    assert numbers(hvd_keras.allgather([hvd.rank()])) == [0, 1]
+    assert numbers(hvd_keras.broadcast([hvd.rank()], 1)) == [1]
+    assert numbers(hvd_keras.reducescatter([1.0, 2.0], op=hvd.Sum)) == [2.0 * (1 + hvd.rank())]
 
 
+@two
 @pytest.mark.parametrize("kind", ["keras", "tensorflow"])
 def test_variables_are_broadcast_in_place(kind: str) -> None:
     """Horovod's ``broadcast_`` does not know Keras 3's variables."""
-    for found in ranks_of(f"in place {kind}"):
-        assert found == [[[2.0, 2.0]], [2.0, 2.0], [2.0, 2.0]]
+
+    def made(name: str) -> Any:
+        value = np.full(2, hvd.rank() + 1.0, np.float32)
+        return keras.Variable(value, name=name) if kind == "keras" else tf.Variable(value)
+
+    first, second = made("first"), made("second")
+    assert numbers(hvd.broadcast_([first], 1)) == [[2.0, 2.0]]
+    hvd.broadcast_variables([second], 1, inplace=True)
+    for each in (first, second):
+        assert np.array(each).tolist() == [2.0, 2.0]
 
 
+@two
 @pytest.mark.parametrize("case", ["objects", "objects in a graph"])
 def test_objects_travel(case: str) -> None:
     """Horovod's look for a session in a graph, and ``broadcast_object_fn`` for a placeholder."""
-    for found in ranks_of(case):
-        assert found == [{"rank": 1}, {"rank": 1}, [["x"], ["x", "x"]]]
+    found: list[Any] = []
+
+    def travel() -> None:
+        found.append(hvd.broadcast_object({"rank": hvd.rank()}, 1))
+        found.append(hvd.broadcast_object_fn(1)({"rank": hvd.rank()}))
+        found.append(hvd.allgather_object(["x"] * (hvd.rank() + 1)))
+
+    (travel if case == "objects" else tf.function(travel, autograph=False))()
+    assert found == [{"rank": 1}, {"rank": 1}, [["x"], ["x", "x"]]]
 
 
+@two
 def test_graphs_of_tensorflow_1_are_stock_horovods() -> None:
-    for found in ranks_of("graph of TensorFlow 1"):
-        assert found == [1.0 - 1.5, 2.0 - 1.5]
+    """Our `DistributedOptimizer` sends people there: it must work."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        initial = tf.constant([1.0, 2.0]) + hvd.rank()
+        weight = v1.get_variable("weight", initializer=initial)
+        optimizer = stock.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+        step = optimizer.minimize(tf.reduce_sum(weight) * (hvd.rank() + 1))
+        broadcast = hvd.broadcast_global_variables(0)
+        with v1.Session() as session:
+            for each in (v1.global_variables_initializer(), broadcast, step):
+                session.run(each)
+            assert numbers(session.run(weight)) == [1.0 - 1.5, 2.0 - 1.5]
 
 
+@two
 def test_questions_are_answered() -> None:
-    for found in ranks_of("plain"):
-        built = found.pop("built")
-        assert built[0]
-        assert built[1]
-        assert found == {
-            "power of 2": [True, False],
-            "gpu": True,
-            "homogeneous": True,
-            "lists": [[1, 2], [3]],
-            "extension": None,
-            "references": True,
-            "average": True,
-            "cross": [0, 1],
-        }
+    variable = tf.Variable(1.0)
+    assert hvd.check_num_rank_power_of_2(4)
+    assert not hvd.check_num_rank_power_of_2(3)
+    assert isinstance(hvd.gpu_available("tensorflow"), bool)
+    assert hvd.is_homogeneous()
+    assert hvd.split_list([1, 2, 3], 2) == [[1, 2], [3]]
+    extension = "horovod.tensorflow", "HOROVOD_WITH_TENSORFLOW", stock.__file__, "mpi_lib"
+    assert hvd.check_extension(*extension) is None
+    assert hvd.refs_to_vars(hvd.vars_to_refs([variable]))[0] is variable
+    assert hvd.handle_average_backwards_compatibility(None, None) == hvd.Average
+    names = ["mpi", "gloo", "nccl", "ddl", "ccl", "cuda", "rocm"]
+    built = [bool(getattr(hvd, f"{name}_built")()) for name in names]
+    assert built[:2] == [True, True]
+    assert [hvd.cross_rank(), hvd.cross_size()] == [0, 1]
 
 
+@two
 def test_a_process_set() -> None:
-    assert ranks_of("process set") == [[], [[2.0, 4.0, 6.0, 8.0], "here"]]
+    """Of rank 1 alone."""
+    assert SECOND.included() == (hvd.rank() == 1)
+    if SECOND.included():
+        total = hvd.allreduce(mine(), op=hvd.Sum, process_set=SECOND)
+        assert numbers(total) == [2.0, 4.0, 6.0, 8.0]
+        assert hvd.broadcast_object("here", 1, process_set=SECOND) == "here"
 
 
-def test_a_rank_may_leave() -> None:
-    first, second = ranks_of("join")
-    assert first == second
-
-
+@two
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("call", "words"),
     [
-        ("hook", "BroadcastGlobalVariablesCallback"),
-        ("all variables", "hvd.broadcast_variables(model.variables"),
-        ("codec", "cannot be used in a single Horovod call"),
-        ("bfloat16", "not in the list of allowed values"),
-        ("Adasum", "use op=hvd.Average"),
+        pytest.param(
+            lambda: hvd.BroadcastGlobalVariablesHook(0),
+            "BroadcastGlobalVariablesCallback",
+            id="hook",
+        ),
+        pytest.param(
+            lambda: hvd.broadcast_global_variables(0),
+            r"hvd.broadcast_variables\(model.variables",
+            id="all variables",
+        ),
+        pytest.param(
+            lambda: hvd.allreduce(mine(), compression=hvd.Compression.int8),
+            "cannot be used in a single Horovod call",
+            id="codec",
+        ),
+        pytest.param(
+            lambda: hvd.allreduce(tf.cast(mine(), tf.bfloat16)),
+            "not in the list of allowed values",
+            id="bfloat16",
+        ),
+        pytest.param(
+            lambda: hvd.DistributedGradientTape(tf.GradientTape(), op=hvd.Adasum),
+            "use op=hvd.Average",
+            id="Adasum",
+        ),
     ],
 )
-def test_what_cannot_work_says_so(what: str, words: str) -> None:
-    for found in ranks_of("refusals"):
-        assert words in found[what]
+def test_what_cannot_work_says_so(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        call()
 
 
+@two
 def test_another_frameworks_horovod_changes_nothing() -> None:
     """Process sets ask the Horovod that was imported last; ours must not think it is alone."""
-    assert of_case(observed(), "beside torch") == [-1.5, -1.5]
+    importlib.import_module("horovod.torch")
+    weight = tf.Variable(0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.constant(1.0 + hvd.rank())], [weight])
+    assert weight.numpy() == -1.5
+
+
+@two
+def test_a_rank_may_leave() -> None:
+    """Rank 1 has one step more; rank 0 has left by then and counts as zeros."""
+    if hvd.rank() == 1:
+        hvd.allreduce(mine(), op=hvd.Sum)
+    first, second = gather(int(hvd.join()))
+    assert first == second

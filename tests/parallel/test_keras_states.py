@@ -2,67 +2,203 @@
 
 from __future__ import annotations
 
+import weakref
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
-from cases import of_case
-from workers_keras_mending import observed
-from workers_keras_states import EARLIER_METHODS, LAYOUTS
+import tensorflow as tf
+from keras_problem import weights_of
+from keras_small import Small
+from keras_training import left_of
+from on_ranks import gather, on_ranks
+from workers_keras_elastic import METHODS, Trainer
+
+import hvd_pipe.tensorflow.keras as hvd
+
+two = on_ranks(2, init=hvd.init)
+
+EARLIER = Path(__file__).parent.parent / "data" / "keras_states.npz"
+"""Of hvd_pipe at commit 5b68a74, by rank and method: variables and what is in flight after step 7
+of `Trainer`, and the weights that it ended with after step 12."""
+
+EARLIER_METHODS = [name for name in METHODS if "outer" not in name]  # that one came later
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "smaller buckets": ({}, {"strategy": "pipe-sgd:bucket_bytes=64"}),
+    "a bucket of all": ({"strategy": "pipe-sgd:bucket_bytes=64"}, {}),
+    "other groups": ({"groups": 2}, {"groups": 5}),
+    "prediction": (
+        {"strategy": "pipe-sgd:prediction=local"},
+        {"strategy": "pipe-sgd:prediction=local,bucket_bytes=64"},
+    ),
+}
 
 
-def ranks_of(case: str) -> list[dict[str, Any]]:
-    return of_case(observed(), case)
+def ended(model: Small) -> Any:
+    model.train(7, 12)
+    model.optimizer.synchronize()
+    return model.values()
 
 
+@two
 @pytest.mark.parametrize("name", EARLIER_METHODS)
 def test_states_of_an_earlier_version_load(name: str) -> None:
     """With int8, another processor may round a value to the next level."""
+    trainer = Trainer(**METHODS[name])
+    trainer.optimizer.build(trainer.model.trainable_variables)
+    prefix = f"{hvd.rank()}/{name}"
+    with np.load(EARLIER) as file:
+        for i, each in enumerate([*trainer.model.variables, *trainer.optimizer.variables]):
+            each.assign(file[f"{prefix}/variable/{i}"])
+        trainer.optimizer.hvd_pipe.deserialize(file[f"{prefix}/flight"].tobytes())
+        wanted = file[f"{prefix}/ended"]
+    trainer.train(7, 12)
+    trainer.optimizer.synchronize()
     exactness = 1e-4 if "int8" in name else 1e-10
-    for found in ranks_of(f"earlier {name}"):
-        np.testing.assert_allclose(found["weights"], found["wanted"], rtol=0, atol=exactness)
+    np.testing.assert_allclose(weights_of(trainer.model), wanted, rtol=0, atol=exactness)
 
 
+@two
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_pending_gradient_goes_on_in_other_buckets(name: str) -> None:
+def test_a_pending_gradient_goes_on_in_other_buckets(name: str, tmp_path: Path) -> None:
     """It was restored by bucket: with other buckets it was lost, and zeros were applied."""
-    for found in ranks_of(f"layout {name}"):
-        np.testing.assert_allclose(found["resumed"], found["whole"], rtol=0, atol=1e-12)
+    whole, other = (Small(**{"strategy": "pipe-sgd", **options}) for options in LAYOUTS[name])
+    whole.train(0, 7)
+    other.saver.read(whole.saver.write(str(tmp_path / "own")))
+    np.testing.assert_allclose(ended(other), ended(whole), rtol=0, atol=1e-12)
 
 
+@two
 def test_a_pending_gradient_reaches_its_own_variables() -> None:
-    """Buckets of equal sizes in other groups sent gradients to other variables."""
-    for found in ranks_of("equal sizes"):
-        np.testing.assert_array_equal(found["weights"][:, 0], [-1.5, -3.0, -4.5, -6.0])
+    """Buckets of equal sizes in other groups sent gradients to other variables.
+
+    Both have two buckets of four numbers.
+    """
+    weights = [keras.Variable(np.zeros(2), name=f"w{i}") for i in range(4)]
+    first, second = weights[:2], weights[2:]
+
+    def made(groups: list[list[Any]]) -> Any:
+        plain = keras.optimizers.SGD(1.0)
+        optimizer = hvd.DistributedOptimizer(plain, strategy="pipe-sgd", groups=groups)
+        optimizer.build(weights)
+        return optimizer
+
+    gradients = [tf.ones(2, tf.float64) * (i + 1.0) * (hvd.rank() + 1) for i in range(4)]
+    optimizer, other = made([first, second]), made([second, first])
+    optimizer.apply(gradients, weights)
+    other.hvd_pipe.deserialize(optimizer.hvd_pipe.serialize())
+    for each in weights:
+        each.assign(each * 0)
+    other.apply(gradients, weights)
+    np.testing.assert_array_equal([each.numpy()[0] for each in weights], [-1.5, -3.0, -4.5, -6.0])
 
 
+@two
 @pytest.mark.parametrize("strategy", ["pipe-sgd", "cocod:period=2"])
 def test_states_of_bfloat16_are_read(strategy: str) -> None:
     """NumPy's files do not know bfloat16, and what was read could not be assigned."""
-    for found in ranks_of(f"bfloat16 {strategy}"):
-        np.testing.assert_array_equal(found["weight"], -3.0)
+    weight = keras.Variable(np.zeros(3), dtype="bfloat16", name="weight")
+
+    def made() -> Any:
+        plain = keras.optimizers.SGD(0.5)
+        optimizer = hvd.DistributedOptimizer(
+            plain, strategy=strategy, compression=hvd.Compression.bf16
+        )
+        optimizer.build([weight])
+        return optimizer
+
+    gradient = tf.ones(3, tf.bfloat16) * float(hvd.rank() + 1)
+    optimizer, other = made(), made()
+    for _ in range(3):
+        optimizer.apply([gradient], [weight])
+    other.hvd_pipe.deserialize(optimizer.hvd_pipe.serialize())
+    other.apply([gradient], [weight])
+    other.synchronize()
+    np.testing.assert_array_equal(np.array(weight, np.float32), -3.0)
 
 
+@two
 def test_momenta_are_averaged_once() -> None:
-    """Keras' list of all slots was taken for one of momenta, where layers have equal shapes."""
-    first, second = ranks_of("momenta")
-    assert first["momenta"] == first["unlike"] == 8
-    assert np.isfinite(first["weights"]).all()
-    np.testing.assert_array_equal(first["weights"], second["weights"])
+    """Keras' list of all slots was taken for one of momenta, where layers have equal shapes.
+
+    An earlier version averaged some momenta twice, and left the states of that.
+    """
+    weights = [keras.Variable(np.ones((3, 3)), name=f"w{i}") for i in range(4)]
+
+    def made() -> Any:
+        plain = keras.optimizers.Adam(0.1)
+        optimizer = hvd.DistributedOptimizer(plain, strategy="cocod:period=2,momentum=average")
+        optimizer.build(weights)
+        return optimizer
+
+    def step(optimizer: Any, count: int) -> None:
+        for number in range(count):
+            gradient = tf.ones((3, 3), tf.float64) * (number + 1.0 + hvd.rank())
+            optimizer.apply([gradient] * 4, weights)
+
+    optimizer, other = made(), made()
+    step(optimizer, 3)
+    (session,) = optimizer._hvd_pipe
+    momenta = [id(each.variable) for each in session.engine.settings.momenta]
+    assert len(momenta) == len(set(momenta)) == 8
+    states = optimizer._hvd_pipe.states()
+    for kind in ("start", "sent"):
+        states[0][f"momenta.{kind}.0"] = np.zeros(100)
+    other._hvd_pipe.go_back(states)
+    step(other, 3)
+    other.synchronize()
+    first, second = gather(np.array([each.numpy() for each in weights]))
+    assert np.isfinite(first).all()
+    np.testing.assert_array_equal(first, second)
 
 
-def test_a_state_of_another_rule_leaves_nothing_behind() -> None:
-    """An anchor was taken for an outer model, and its momentum for one of another sign."""
-    for found in ranks_of("other rules"):
-        loaded = [name for name in found if name.endswith("loaded")]
-        assert len(loaded) == 3
-        for name in loaded:
-            np.testing.assert_array_equal(
-                found[name], found[name.replace("loaded", "fresh")], err_msg=name
-            )
+RULES = {
+    "pull-back": "cocod:period=2,pull_back=0.6,anchor_momentum=0.7",
+    "outer": "cocod:period=2,outer=nesterov",
+    "cocod": "cocod:period=2",
+}
 
 
+@two
+@pytest.mark.parametrize(
+    ("before", "after"), [("pull-back", "outer"), ("outer", "pull-back"), ("outer", "cocod")]
+)
+def test_a_state_of_another_rule_leaves_nothing_behind(before: str, after: str) -> None:
+    """An anchor was taken for an outer model, and its momentum for one of another sign.
+
+    So one optimizer has the state of the other rule, and one has none.
+    """
+    trained = Small(strategy=RULES[before])
+    trained.train(0, 7)
+    trained.optimizer.synchronize()
+    fresh, loaded = (Small(strategy=RULES[after]) for _ in range(2))
+    for other in (fresh, loaded):
+        for variable, value in zip(other.weights, trained.weights, strict=True):
+            variable.assign(value)
+    loaded.optimizer.hvd_pipe.deserialize(trained.optimizer.hvd_pipe.serialize())
+    np.testing.assert_array_equal(ended(loaded), ended(fresh))
+
+
+@two
 def test_a_class_is_made_once_and_keeps_no_model() -> None:
-    """Each optimizer had a class of its own, which held ``groups`` and so the model for ever."""
-    for found in ranks_of("classes"):
-        assert found == {"same": True, "other": False, "kept": 0}
+    """Each optimizer had a class of its own, which held ``groups`` and so the model for ever.
+
+    Here optimizers come and go with their models, of a class that Keras has registered.
+    """
+    registered = keras.saving.register_keras_serializable("tests")
+    cls = registered(type("Registered", (keras.optimizers.SGD,), {}))
+
+    def made(strategy: str) -> tuple[type[Any], Any]:
+        weight = keras.Variable(np.zeros(2), name="weight")
+        optimizer = hvd.DistributedOptimizer(cls(1.0), strategy=strategy, groups=[[weight]])
+        optimizer.apply([tf.ones(2, tf.float64)], [weight])
+        return type(optimizer), weakref.ref(weight)
+
+    optimizers = [made(strategy) for strategy in ("pipe-sgd", "pipe-sgd", "merged-gradient")]
+    assert left_of([weight for _, weight in optimizers]) == 0
+    (one, _), (same, _), (other, _) = optimizers
+    assert one is same
+    assert one is not other

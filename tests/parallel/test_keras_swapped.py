@@ -2,85 +2,235 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import keras
 import numpy as np
 import pytest
-import workers_keras_swapped as workers
-from cases import of_case
-from ranks import once, run_ranks
-from workers_keras_swapped import CALLBACKS, STRATEGIES, TAPES
+import tensorflow as tf
+from keras_problem import batch, loss_of, make_model, weights_of
+from on_ranks import gather, on_ranks
 
-results = once(lambda: run_ranks(2, workers.observations, timeout=280))
-
-
-def ranks_of(case: str) -> list[Any]:
-    return of_case(results(), case)
+from hvd_pipe.tensorflow import DistributedGradientTape, HvdPipeError
+from hvd_pipe.tensorflow.keras import DistributedOptimizer
 
 
+def init() -> None:
+    importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod does not
+    hvd.init()
+
+
+two = on_ranks(2, init=init)
+
+STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
+TAPES = ("merged-gradient", "pipe-sgd")
+
+
+class Trainer:
+    """A model and a step of it, traced once; with an optimizer of ours, or with a tape."""
+
+    def __init__(self, strategy: str, tape: bool = False) -> None:
+        self.model = make_model()
+        plain = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.optimizer: Any = plain if tape else DistributedOptimizer(plain, strategy=strategy)
+        self.optimizer.build(self.model.trainable_variables)
+        variables = self.model.trainable_variables
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as taped:
+                loss = loss_of(self.model, x, y)
+            if tape:
+                taped = DistributedGradientTape(taped, strategy=strategy)
+            gradients = taped.gradient(loss, [each.value for each in variables])
+            self.optimizer.apply(gradients, variables)
+
+        self._step = step
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self._step(*map(tf.constant, batch(hvd.rank(), step)))
+
+    def everything(self) -> list[tf.Variable]:
+        return [each.value for each in (*self.model.variables, *self.optimizer.variables)]
+
+    def finish(self) -> Any:
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        return weights_of(self.model)
+
+
+def assert_equal_on_ranks(values: Any) -> None:
+    first, second = gather(values)
+    np.testing.assert_array_equal(first, second)
+
+
+@two
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_0s_state_reaches_all(strategy: str) -> None:
-    first, second = ranks_of(f"resumed {strategy}")
-    assert first["epoch"] == second["epoch"] == 7
-    for one, other in zip(first["started"], second["started"], strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(first["weights"], second["weights"])
+    """It alone has one; all get it by Horovod's functions, and go on."""
+    trainer = Trainer(strategy)
+    if hvd.rank() == 0:
+        for each in trainer.everything():
+            each.assign(each + tf.cast(0.5, each.dtype) if each.dtype.is_floating else each + 3)
+    else:
+        for each in trainer.model.variables:
+            each.assign(each - 1)
+    epoch = hvd.broadcast_object(7 if hvd.rank() == 0 else None, root_rank=0)
+    hvd.broadcast_variables(trainer.everything(), root_rank=0)
+    assert epoch == 7
+    assert_equal_on_ranks(np.concatenate([np.ravel(each) for each in trainer.everything()]))
+    trainer.train(epoch, epoch + 6)
+    assert_equal_on_ranks(trainer.finish())
 
 
+@two
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *(f"tape {each}" for each in TAPES)])
 def test_horovods_own_shutdown_and_init(strategy: str) -> None:
     """Nobody saw Horovod's own end: the old workers' message names, counts and graphs went on."""
-    for found in ranks_of(f"again {strategy}"):
-        np.testing.assert_array_equal(found["again"], found["whole"])
+
+    def trained(between: Callable[[], object]) -> Any:
+        trainer = Trainer(strategy.removeprefix("tape "), strategy.startswith("tape "))
+        trainer.train(0, 7)
+        between()
+        trainer.train(7, 12)
+        return trainer.finish()
+
+    whole = trained(lambda: None)
+    np.testing.assert_array_equal(trained(lambda: (hvd.shutdown(), hvd.init())), whole)
 
 
+@two
 def test_an_optimizer_made_after_horovods_own_init() -> None:
-    first, second = ranks_of("anew")
-    np.testing.assert_array_equal(first, second)
+    """One has been made, Horovod ends and starts, and another one is made."""
+    Trainer("merged-gradient").train(0, 2)
+    hvd.shutdown()
+    hvd.init()
+    trainer = Trainer("pipe-sgd")
+    trainer.train(0, 4)
+    assert_equal_on_ranks(trainer.finish())
 
 
+@two
 def test_a_rank_joins() -> None:
-    (last, first), (other, second) = ranks_of("join")
-    assert last == other == 1
-    np.testing.assert_array_equal(first, second)
+    """Rank 1 has two batches more than rank 0."""
+    trainer = Trainer("merged-gradient")
+    trainer.train(0, 5 + 2 * hvd.rank())
+    last = int(hvd.join())
+    assert last == 1
+    hvd.broadcast_variables(trainer.everything(), root_rank=last)
+    assert_equal_on_ranks(trainer.finish())
 
 
+@two
 def test_a_rank_does_not_join_under_cocod() -> None:
     """Horovod gave the others zeros for the model of the rank that had left: theirs was halved."""
-    for found in ranks_of("join refused"):
-        assert "CoCoD would average these" in found
+    trainer = Trainer("cocod:period=3")
+    trainer.train(0, 2)
+    with pytest.raises(HvdPipeError, match="CoCoD would average these"):
+        hvd.join()
+    trainer.finish()
 
 
+@two
 def test_a_copy_by_from_config_is_distributed() -> None:
     """Scripts copy an optimizer so. Ours came without what distributes it."""
-    for found in ranks_of("copy"):
-        np.testing.assert_array_equal(found, [-0.5])
+    first = DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="merged-gradient")
+    second = type(first).from_config(first.get_config())
+    weight = tf.Variable([0.0])
+    second.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
+    assert weight.numpy() == [-0.5]
 
 
-@pytest.mark.parametrize("name", ["variables", "TensorFlowKerasState", "KerasState"])
-def test_calls_of_keras_2_name_ours(name: str) -> None:
+def compiled(strategy: str) -> Trainer:
+    trainer = Trainer(strategy)
+    trainer.model.compile(trainer.optimizer, "mse")
+    return trainer
+
+
+@two
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda trainer: trainer.optimizer.variables(), id="variables"),
+        pytest.param(
+            lambda trainer: hvd.elastic.TensorFlowKerasState(trainer.model),
+            id="TensorFlowKerasState",
+        ),
+        pytest.param(lambda trainer: hvd_keras.elastic.KerasState(trainer.model), id="KerasState"),
+    ],
+)
+def test_calls_of_keras_2_name_ours(call: Callable[[Trainer], Any]) -> None:
     """Horovod's Keras states ended in "'list' object is not callable"."""
-    for found in ranks_of("Keras 2"):
-        assert "hvd_pipe.tensorflow.keras.elastic" in found[name]
-        assert "hvd_pipe.tensorflow.elastic" in found[name]
+    names = "hvd_pipe.tensorflow.keras.elastic", "hvd_pipe.tensorflow.elastic"
+    with pytest.raises(TypeError) as raised:
+        call(compiled("merged-gradient"))
+    assert all(name in str(raised.value) for name in names)
 
 
+CALLBACKS: dict[str, tuple[Any, ...]] = {
+    "BroadcastGlobalVariablesCallback": (0,),
+    "MetricAverageCallback": (),
+    "LearningRateWarmupCallback": (0.1,),
+    "LearningRateScheduleCallback": (0.1, 0.5),
+}
+
+
+@two
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_of_keras_2_name_ours(name: str) -> None:
     """They ended in "'Variable' object has no attribute 'ref'" and the like, after a batch."""
-    for found in ranks_of("Keras 2"):
-        assert f"pass hvd_pipe.tensorflow.keras.callbacks.{name}" in found[name]
+    model, (x, y) = compiled("merged-gradient").model, batch(hvd.rank(), 0)
+    callback = getattr(hvd_keras.callbacks, name)(*CALLBACKS[name])
+    ours = re.escape(f"pass hvd_pipe.tensorflow.keras.callbacks.{name}")
+    with pytest.raises(TypeError, match=ours):
+        model.fit(x, y, verbose=0, callbacks=[callback])
 
 
+@two
 def test_horovods_elastic_callbacks() -> None:
-    first, second = ranks_of("elastic callbacks")
-    assert first["epoch"] == second["epoch"] == 2
-    assert first["commits"] == second["commits"] == 2 * (4 // 2 + 1)
-    np.testing.assert_array_equal(first["weights"], second["weights"])
-    assert "pass hvd_pipe.tensorflow.keras.elastic.UpdateBatchStateCallback" in first["warned"]
+    """Those that work."""
+
+    class State:
+        batch = epoch = commits = 0
+
+        def commit(self) -> None:
+            self.commits += 1
+
+    state, trainer = State(), compiled("pipe-sgd")
+    callbacks = [
+        hvd_keras.elastic.UpdateEpochStateCallback(state),
+        hvd_keras.elastic.CommitStateCallback(state, batches_per_commit=2),
+    ]
+    x, y = (np.tile(part, (4, 1)) for part in batch(hvd.rank(), 0))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        callbacks.append(hvd_keras.elastic.UpdateBatchStateCallback(state))
+        trainer.model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
+    assert state.epoch == 2
+    assert state.commits == 2 * (4 // 2 + 1)
+    assert_equal_on_ranks(weights_of(trainer.model))
+    said = "; ".join(str(each.message) for each in warned)
+    assert "pass hvd_pipe.tensorflow.keras.elastic.UpdateBatchStateCallback" in said
 
 
+@two
 def test_horovods_state_of_plain_variables() -> None:
-    for found in ranks_of("TensorFlowState"):
-        np.testing.assert_array_equal(found["restored"], found["saved"])
-        assert found["step"] == 4
+    """Its TensorFlowState is saved, restored and synchronised."""
+    trainer = Trainer("pipe-sgd")
+    trainer.train(0, 4)
+    state = hvd.elastic.TensorFlowState(trainer.everything(), step=4)
+    state.save()
+    saved = weights_of(trainer.model)
+    trainer.train(4, 7)
+    state.step = 7
+    state.restore()
+    state.sync()
+    np.testing.assert_array_equal(weights_of(trainer.model), saved)
+    assert state.step == 4

@@ -2,85 +2,209 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
-from cases import of_case
-from workers_keras_mending import N, observed
-from workers_keras_tapes import MODES, STEPS, STRATEGIES
+import tensorflow as tf
+from keras_problem import make_model
+from keras_training import left_of
+from on_ranks import on_ranks
 
-MEAN = (N + 1) / 2
+import hvd_pipe.tensorflow as hvd_tf
+import hvd_pipe.tensorflow.keras as hvd
+from hvd_pipe.tensorflow.sessions import share
+
+N = 2
+two = on_ranks(N, init=hvd.init)
+modes = pytest.mark.parametrize("mode", ["eager", "function"])
+strategies = pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
+
+STEPS = 4
+MEAN = (N + 1) / 2  # of rank + 1 over the ranks
 DUE = {
     "merged-gradient": MEAN * np.arange(1, STEPS + 1),
     "pipe-sgd": MEAN * np.arange(STEPS),
 }
+"""What each step's gradient is where the loss is (step + 1) (rank + 1) times a weight."""
 
 
-def ranks_of(case: str) -> list[dict[str, Any]]:
-    return of_case(observed(), case)
+def taken(step: Any, mode: str) -> Any:
+    return tf.function(step) if mode == "function" else step
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def factor_of(step: int) -> Any:
+    return tf.constant((step + 1.0) * (hvd.rank() + 1))
+
+
+@two
+@modes
+@strategies
 def test_sources_may_be_tensors(strategy: str, mode: str) -> None:
-    """A tensor that is watched has no name when executed eagerly: AttributeError."""
-    due = list(DUE[strategy]) + [MEAN * STEPS] * (strategy == "pipe-sgd")
-    for found in ranks_of(f"tensors {strategy} {mode}"):
-        wanted = [[[each, each], [2 * each, 3 * each]] for each in due]
-        np.testing.assert_allclose(found["seen"], wanted, rtol=1e-6)
+    """A tensor that is watched has no name when executed eagerly: AttributeError.
+
+    A model of plain tensors; and a variable and a tensor together.
+    """
+    variable = tf.Variable([1.0, 1.0], name="variable")
+
+    def step(weight: Any, factor: Any) -> Any:
+        with tf.GradientTape() as recorded:
+            recorded.watch(weight)
+            loss = factor * tf.reduce_sum(weight * variable)
+        tape = hvd_tf.DistributedGradientTape(recorded, strategy=strategy)
+        return tape.gradient(loss, {"weight": weight, "variable": variable})
+
+    run = taken(step, mode)
+    gradients = [run(tf.constant([2.0, 3.0]), factor_of(number)) for number in range(STEPS)]
+    due = list(DUE[strategy])
+    last = hvd_tf.drain_gradients({"weight": tf.constant([0.0, 0.0]), "variable": variable})
+    if strategy == "pipe-sgd":
+        gradients, due = [*gradients, last], [*due, MEAN * STEPS]
+    for gradient, mean in zip(gradients, due, strict=True):
+        np.testing.assert_allclose(gradient["weight"], [mean, mean], rtol=1e-6)
+        np.testing.assert_allclose(gradient["variable"], [2 * mean, 3 * mean], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def of_two_losses(strategy: str, mode: str, persistent: bool) -> tuple[Any, float]:
+    """Two gradients of the same variables in each step, one a hundred times the other.
+
+    Returns them, step by step, and what was in flight in the end.
+    """
+    w = tf.Variable(tf.ones(3), name="w")
+
+    def step(factor: Any) -> Any:
+        with (
+            tf.GradientTape(persistent=persistent) as recorded,
+            tf.GradientTape() as second,
+        ):
+            one, other = factor * tf.reduce_sum(w), 100.0 * factor * tf.reduce_sum(w)
+        tape = again = hvd_tf.DistributedGradientTape(recorded, strategy=strategy)
+        if not persistent:
+            again = hvd_tf.DistributedGradientTape(second, strategy=strategy)
+        return tape.gradient(one, [w])[0], again.gradient(other, [w])[0]
+
+    run = taken(step, mode)
+    pairs = [[each.numpy()[0] for each in run(factor_of(number))] for number in range(STEPS)]
+    last = hvd_tf.drain_gradients([w])
+    return np.array(pairs), 0.0 if last is None else float(last[0][0])
+
+
+@two
+@modes
+@strategies
 def test_a_persistent_tape_has_several_gradients_a_step(strategy: str, mode: str) -> None:
     """Under pipe-sgd, the gradient of one loss was returned for the other's."""
-    for found in ranks_of(f"two losses {strategy} {mode} persistent"):
-        due = DUE[strategy]
-        np.testing.assert_allclose(found["seen"], np.stack([due, 100 * due], 1), rtol=1e-6)
-        left = 101 * MEAN * STEPS * (strategy == "pipe-sgd")
-        np.testing.assert_allclose(found["drained"], left, rtol=1e-6)
+    pairs, drained = of_two_losses(strategy, mode, persistent=True)
+    due = DUE[strategy]
+    np.testing.assert_allclose(pairs, np.stack([due, 100 * due], 1), rtol=1e-6)
+    left = 101 * MEAN * STEPS * (strategy == "pipe-sgd")
+    np.testing.assert_allclose(drained, left, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@two
+@modes
+@strategies
 def test_two_tapes_in_a_step_lose_nothing(strategy: str, mode: str) -> None:
     """Each is a step of Pipe-SGD; in one graph, their messages had the same names at once."""
-    for found in ranks_of(f"two losses {strategy} {mode} two tapes"):
-        if strategy == "merged-gradient":
-            due = DUE[strategy]
-            np.testing.assert_allclose(found["seen"], np.stack([due, 100 * due], 1), rtol=1e-6)
-        total = np.sum(found["seen"]) + found["drained"]
-        np.testing.assert_allclose(total, 101 * MEAN * sum(range(1, STEPS + 1)), rtol=1e-6)
+    pairs, drained = of_two_losses(strategy, mode, persistent=False)
+    if strategy == "merged-gradient":
+        due = DUE[strategy]
+        np.testing.assert_allclose(pairs, np.stack([due, 100 * due], 1), rtol=1e-6)
+    total = np.sum(pairs) + drained
+    np.testing.assert_allclose(total, 101 * MEAN * sum(range(1, STEPS + 1)), rtol=1e-6)
 
 
-def test_a_tape_may_be_recorded_anew_in_each_step() -> None:
-    for found in ranks_of("one tape"):
-        np.testing.assert_allclose(found["seen"], DUE["pipe-sgd"])
-        np.testing.assert_allclose(found["drained"], MEAN * STEPS)
-
-
-def test_an_optimizer_may_be_applied_twice_in_a_graph() -> None:
-    for found in ranks_of("applied twice"):
-        total = 101 * sum(range(1, STEPS + 1))
-        np.testing.assert_allclose(found["weight"], -MEAN * total, rtol=1e-6)
-        rows = [-(rank + 1) / N * total for rank in range(N)]
-        np.testing.assert_allclose(found["rows"][:N, 0], rows, rtol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_models_that_were_taped_are_let_go(mode: str) -> None:
-    """What a tape had in flight was kept by the process for ever, and with it every model."""
-    for found in ranks_of(f"gone {mode}"):
-        assert found["kept"] == 0
-
-
+@two
 def test_hosts_may_change_when_one_rank_has_dropped_a_model() -> None:
     """Each rank's collector takes a dropped model at its own time.
 
-    The rank that still had it averaged what that had in flight, alone, and waited for ever.
+    The rank that still had it averaged what that had in flight, alone, and waited for ever. Hosts
+    change in an elastic job; here rank 1 has collected a model that rank 0 has not.
     """
-    first, second = ranks_of("gone on one rank")
-    np.testing.assert_allclose([first["kept"], second["kept"]], MEAN)
-    assert sorted(second) == ["kept"]
-    np.testing.assert_allclose(first["dropped"], 1.0)
+    kept, dropped = tf.Variable(tf.ones(2), name="kept"), tf.Variable(tf.ones(3), name="dropped")
+    for each in (dropped, kept):
+        with tf.GradientTape() as recorded:
+            loss = (hvd.rank() + 1.0) * tf.reduce_sum(each)
+        hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd").gradient(loss, [each])
+    in_flight = {"kept": (kept, MEAN)}
+    if hvd.rank() == 0:
+        in_flight["dropped"] = dropped, 1.0
+    reference = weakref.ref(dropped)
+    del dropped, recorded, loss, each
+    assert left_of([reference] if hvd.rank() else []) == 0
+    share()
+    for each, gradient in in_flight.values():
+        ((_, session),) = vars(each)["_hvd_pipe_sessions"].values()
+        np.testing.assert_allclose(session.engine.state()["gradient.0"], gradient)
+    hvd_tf.drain_gradients([kept])
+
+
+@two
+def test_a_tape_may_be_recorded_anew_in_each_step() -> None:
+    """Persistent, and wrapped once."""
+    w = tf.Variable(1.0, name="w")
+    gradients = []
+    recorded = tf.GradientTape(persistent=True)
+    tape = hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd")
+    for number in range(STEPS):
+        with tape:
+            tape.reset()
+            loss = factor_of(number) * w
+        gradients.append(float(tape.gradient(loss, [w])[0]))
+    np.testing.assert_allclose(gradients, DUE["pipe-sgd"])
+    np.testing.assert_allclose(hvd_tf.drain_gradients([w])[0], MEAN * STEPS)
+
+
+@two
+def test_an_optimizer_may_be_applied_twice_in_a_graph() -> None:
+    """To two gradients of the same variables."""
+    weight = keras.Variable(np.zeros(3), dtype="float32", name="weight")
+    rows = keras.Variable(np.zeros((4, 2)), dtype="float32", name="rows")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    @tf.function
+    def step(factor: Any) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            one = factor * tf.reduce_sum(weight.value)
+            one += factor * tf.reduce_sum(tf.gather(rows.value, [hvd.rank()]))
+            other = 100.0 * one
+        both = [tape.gradient(each, [weight.value, rows.value]) for each in (one, other)]
+        for gradients in both:
+            optimizer.apply(gradients, [weight, rows])
+
+    for number in range(STEPS):
+        step(factor_of(number))
+    total = 101 * sum(range(1, STEPS + 1))
+    np.testing.assert_allclose(weight, np.full(3, -MEAN * total), rtol=1e-6)
+    wanted = [-(rank + 1) / N * total for rank in range(N)]
+    np.testing.assert_allclose(np.array(rows)[:N, 0], wanted, rtol=1e-6)
+
+
+@two
+@modes
+def test_models_that_were_taped_are_let_go(mode: str) -> None:
+    """What a tape had in flight was kept by the process for ever, and with it every model.
+
+    Models come and go in one process in a search of hyperparameters.
+    """
+    gone = []
+    for number in range(3):
+        model = make_model()
+        variables = model.trainable_variables
+        groups = [variables[:2], variables[2:]] if number == 2 else None
+
+        def step(model: Any = model, variables: Any = variables, groups: Any = groups) -> Any:
+            with tf.GradientTape() as recorded:
+                loss = tf.reduce_sum(model(tf.ones((2, 6), tf.float64)))
+            tape = hvd_tf.DistributedGradientTape(recorded, strategy="pipe-sgd", groups=groups)
+            return tape.gradient(loss, variables)
+
+        run = taken(step, mode)
+        for _ in range(2):
+            run()
+        gone.append(weakref.ref(variables[-1]))
+        del model, variables, step, run, groups
+    keras.backend.clear_session()
+    assert left_of(gone) == 0

@@ -2,75 +2,174 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Container, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
-import workers_pipedream
-from cases import of_case
-from pipeline_problem import make_model, squared
-from ranks import once, run_ranks
-from workers_pipedream import CASES, EPOCHS, GLOO, HOPS, PROCESS_SETS, Result, expected
+from hops import hops_between
+from on_ranks import on_ranks
+from pipeline_problem import (
+    OPTIMIZERS,
+    SKIPPING_CUTS,
+    Plan,
+    make_model,
+    make_random,
+    plan,
+    squared,
+)
+from pipeline_reference import COALESCING, METHODS
+from torch_pipelines import EPOCHS, Case, Result, check, make_case, make_engine, train
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.planning.pipeline_cost import fewest_microbatches
+from hvd_pipe.torch import pipedream
+from hvd_pipe.torch.pipedream import stage
 
 MAX_FUNCTIONS, MAX_FILES = 36, 10  # that a minibatch passes through on a middle stage
 
-results = once(
-    lambda workers, transport="auto": run_ranks(
-        workers, workers_pipedream.run, workers, transport, timeout=290
-    )
-)
-on_gloo = once(lambda: run_ranks(3, workers_pipedream.run_gloo, launcher="gloo"))
-equations = functools.cache(lambda name: expected(CASES[name]))
+
+def _equations() -> Iterable[tuple[str, Case]]:
+    """Every mode with every plan, and every optimizer with some of both."""
+    for config in ("1-1", "1-1-1", "1-1-1-1", "2-1", "3-1", "1-2", "1-2-1"):
+        for mode in METHODS:
+            yield f"{config} {mode} momentum", make_case(config, mode)
+        for mode in ("stash", "2bw") if config in {"1-1-1", "2-1", "1-2-1"} else ():
+            for optimizer in ("sgd", "adam"):
+                yield f"{config} {mode} {optimizer}", make_case(config, mode, optimizer)
 
 
-def assert_equal(found: Result, wanted: Result, tolerance: float = 1e-12) -> None:
-    close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
-    close(found.losses, wanted.losses)
-    for state, equation in zip(found.states, wanted.states, strict=True):
-        assert list(state) == list(equation)
-        for name, value in equation.items():
-            assert state[name].dtype == value.dtype
-            close(state[name], value, err_msg=name)
-    close(found.evaluated, wanted.evaluated)
+def _models() -> Iterable[tuple[str, Case]]:
+    """Other models than the mixed one, and other cuts."""
+    for config in ("1-1-1", "1-1-1-1", "1-2-1"):
+        skipping = {"plan": plan(config, SKIPPING_CUTS), "model": "skipping"}
+        for mode in ("stash", "2bw"):
+            case = dataclasses.replace(make_case(config, mode, "adam"), **skipping)
+            yield f"skipping {config} {mode}", case
+    for model in ("some frozen", "first frozen", "last frozen"):
+        for config in ("1-1-1-1", "2-1"):
+            yield f"{model} {config}", dataclasses.replace(make_case(config, "stash"), model=model)
+    for name, cuts, replicas in (
+        ("first", ("one", "two"), (1, 1, 1)),
+        ("middle", ("tanh", "two"), (1, 1, 1)),
+        ("replicated", ("tanh", "two"), (1, 2, 1)),
+        ("middle two", ("tanh", "soft", "two"), (1, 1, 1, 1)),
+    ):
+        yield f"no parameters {name}", Case(Plan(cuts, replicas), "stash", model="sparse")
+    for config, mode in (("1-1-1", "stash"), ("2-1", "stash"), ("1-1-1", "2bw")):
+        cuts = {2: ("three",), 3: ("two", "three")}
+        case = make_case(config, mode)
+        yield (
+            f"paired {config} {mode}",
+            dataclasses.replace(case, plan=plan(config, cuts), model="paired"),
+        )
+    for seed in range(8):
+        stages = 3 + seed % 2
+        mode = list(METHODS)[seed % len(METHODS)]
+        cuts = make_random(seed).random_cuts(stages, seed)
+        microbatches = 5 if mode in COALESCING else 1
+        yield (
+            f"random {seed}",
+            Case(Plan(cuts, (1,) * stages), mode, "adam", f"random {seed}", microbatches),
+        )
 
 
-@pytest.mark.parametrize("name", CASES)
+def _in_transit() -> Iterable[tuple[str, Case]]:
+    """More minibatches in flight than NOAM's: every mode but "gpipe", which has all in flight."""
+    for config, k in (("1-1", 2), ("1-1-1", 1), ("1-1-1-1", 1), ("2-1", 2), ("1-2", 1)):
+        for mode in METHODS:
+            if mode == "gpipe" or (mode == "flush" and config != "1-1-1"):
+                continue
+            case = dataclasses.replace(make_case(config, mode), in_transit=k)
+            if mode == "2bw":
+                replicas = case.plan.replicas
+                fewest = fewest_microbatches("2bw", replicas, in_transit=k)
+                case = dataclasses.replace(case, microbatches=fewest)
+            yield f"{config} {mode} in_transit={k}", case
+
+
+CASES: dict[str, Case] = dict([*_equations(), *_models(), *_in_transit()])
+GLOO = [
+    *("1-1-1 stash momentum", "2-1 2bw momentum"),
+    pytest.param("2-1 stash momentum", marks=pytest.mark.nightly),
+    pytest.param("paired 1-1-1 stash", marks=pytest.mark.nightly),
+]
+PROCESS_SETS = ("1-1 stash momentum", "2-1 stash momentum", "1-2-1 2bw momentum")
+"""Those that also run under MPI with the transport of process sets."""
+
+DAILY = {
+    *(f"1-1 {mode} momentum" for mode in METHODS),
+    *(f"{config} {mode} momentum" for config in ("1-1-1", "2-1") for mode in ("stash", "2bw")),
+    *("1-1-1 vertical-sync momentum", "1-2 stash momentum", "1-2 gpipe momentum"),
+    *("1-2-1 stash momentum", "1-2-1 2bw adam", "3-1 vertical-sync momentum"),
+    *("2-1 flush momentum", "2-1 stash adam", "1-1-1 2bw sgd", "1-1-1-1 stash momentum"),
+    *("1-1 stash in_transit=2", "1-1-1 stash in_transit=1", "2-1 2bw in_transit=2"),
+    *("skipping 1-1-1 stash", "some frozen 2-1", "first frozen 2-1", "last frozen 2-1"),
+    *("no parameters first", "no parameters middle", "no parameters replicated"),
+    *("paired 1-1-1 stash", "random 0", "random 2"),
+}
+"""Every mode, optimizer, model and kind of plan once; the other cases are nightly."""
+
+ON = {workers: on_ranks(workers, init=pipedream.init) for workers in (2, 3, 4)}
+
+
+def on_their_ranks(names: Iterable[str], daily: Container[str] = DAILY) -> list[Any]:
+    """Cases by name, each on as many ranks as it has workers."""
+    return [
+        pytest.param(
+            name,
+            marks=[
+                ON[CASES[name].plan.workers],
+                *([] if name in daily else [pytest.mark.nightly]),
+            ],
+        )
+        for name in names
+    ]
+
+
+@functools.cache
+def trained(name: str, transport: str = "auto") -> Result:
+    return train(CASES[name], transport=transport)
+
+
+@pytest.mark.parametrize("name", on_their_ranks(CASES))
 def test_pipelines_are_their_equations(name: str) -> None:
     """Losses and the whole model after each epoch, on every rank, and an evaluation."""
-    wanted = CASES[name].plan
-    ranks = of_case(results(wanted.workers), name)
-    assert [rank.stage for rank in ranks] == [
-        s for s, width in enumerate(wanted.replicas) for _ in range(width)
-    ]
-    for rank in ranks:
-        assert_equal(rank, equations(name))
+    found, widths = trained(name), CASES[name].plan.replicas
+    assert found.stage == [s for s, width in enumerate(widths) for _ in range(width)][hvd.rank()]
+    check(found, CASES[name])
 
 
+@on_ranks(3, launcher="gloo", init=pipedream.init)
 @pytest.mark.parametrize("name", GLOO)
 def test_pipelines_without_mpi(name: str) -> None:
-    for rank in of_case(on_gloo(), name):
-        assert_equal(rank, equations(name))
+    check(trained(name), CASES[name])
 
 
-@pytest.mark.parametrize("name", PROCESS_SETS)
+@pytest.mark.parametrize("name", on_their_ranks(PROCESS_SETS, PROCESS_SETS[:2]))
 def test_both_transports_carry_the_same(name: str) -> None:
-    workers = CASES[name].plan.workers
-    through_sets = of_case(results(workers, "process-sets"), name)
-    for one, other in zip(through_sets, of_case(results(workers), name), strict=True):
-        assert one.losses == other.losses
-        for state, same in zip(one.states, other.states, strict=True):
-            for key, value in state.items():
-                assert np.array_equal(value, same[key]), key
+    one, other = trained(name, "process-sets"), trained(name)
+    assert one.losses == other.losses
+    for state, same in zip(one.states, other.states, strict=True):
+        for key, value in state.items():
+            assert np.array_equal(value, same[key]), key
 
 
-@pytest.mark.parametrize("mode", ["flush", "gpipe"])
-@pytest.mark.parametrize("config", ["1-1", "1-1-1-1", "2-1", "3-1", "1-2-1"])
-def test_a_flushed_pipeline_is_one_worker(config: str, mode: str) -> None:
+FLUSHED = [
+    f"{config} {mode} momentum"
+    for config in ("1-1", "1-1-1-1", "2-1", "3-1", "1-2-1")
+    for mode in ("flush", "gpipe")
+]
+
+
+@pytest.mark.parametrize("name", on_their_ranks(FLUSHED))
+def test_a_flushed_pipeline_is_one_worker(name: str) -> None:
     """Weights and losses; replicas have running statistics of their own."""
-    name = f"{config} {mode} momentum"
-    case = CASES[name]
+    case, found = CASES[name], trained(name)
     model = make_model(case.model)
-    optimizer = workers_pipedream.OPTIMIZERS[case.optimizer](list(model.parameters()))
+    optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
     losses = []
     for number in range(EPOCHS):
         total, batches = 0.0, case.data(number)
@@ -86,18 +185,21 @@ def test_a_flushed_pipeline_is_one_worker(config: str, mode: str) -> None:
                 total += loss.item()
             optimizer.step()
         losses.append(total / len(batches))
-    for rank in of_case(results(case.plan.workers), name):
-        np.testing.assert_allclose(rank.losses, losses, rtol=1e-12)
-        for key, p in model.named_parameters():
-            np.testing.assert_allclose(
-                rank.states[-1][key], p.detach().numpy(), rtol=1e-12, atol=1e-12, err_msg=key
-            )
+    np.testing.assert_allclose(found.losses, losses, rtol=1e-12)
+    for key, p in model.named_parameters():
+        np.testing.assert_allclose(
+            found.states[-1][key], p.detach().numpy(), rtol=1e-12, atol=1e-12, err_msg=key
+        )
 
 
+@ON[3]
 def test_a_minibatch_passes_few_functions() -> None:
     """From one update of the middle stage to the next; docs/architecture.md draws them."""
-    _, hops, _ = of_case(results(3), HOPS)
-    functions = "\n".join(f"{hop.file} {hop.function} ({hop.thread})" for hop in hops)
-    assert {hop.thread for hop in hops} == {"MainThread", "hvd_pipe mpi"}, functions
-    assert len(hops) <= MAX_FUNCTIONS, functions
-    assert len({hop.file for hop in hops}) <= MAX_FILES, functions
+    case = CASES["1-1-1 stash momentum"]
+    with hops_between(stage.TorchStage.update.__code__, first=2, last=5) as hops:
+        make_engine(case).train_epoch(case.data(0))
+    if hvd.rank() == 1:
+        functions = "\n".join(f"{hop.file} {hop.function} ({hop.thread})" for hop in hops)
+        assert {hop.thread for hop in hops} == {"MainThread", "hvd_pipe mpi"}, functions
+        assert len(hops) <= MAX_FUNCTIONS, functions
+        assert len({hop.file for hop in hops}) <= MAX_FILES, functions

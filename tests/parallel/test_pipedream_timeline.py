@@ -2,42 +2,110 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import workers_pipedream_timeline
-from cases import of_case
-from ranks import run_ranks
-from workers_pipedream_timeline import CASES, MINIBATCHES, PLAIN_STEPS, WORKERS
+import torch
+from on_ranks import gather, on_ranks
+from torch import nn
 
+import hvd_pipe.torch as hvd
+from hvd_pipe.runtime.timeline.recorder import OFF, TraceRecorder
 from hvd_pipe.timeline import Event, Timeline
+from hvd_pipe.torch import pipedream
+from hvd_pipe.torch.measuring import timeline
 
-Stages = dict[int, int]
+WORKERS, MINIBATCHES, BATCH = 3, 7, 8
+pytestmark = on_ranks(WORKERS, init=pipedream.init)
+
+CASES = {
+    # plan, mode, microbatches
+    "straight": ("straight", "stash", None),
+    "replicas": ("2-1", "stash", None),
+    "last replicas": ("1-2", "vertical-sync", None),
+    "microbatches": ("2-1", "2bw", 4),
+    "flush": ("straight", "flush", 3),
+}
+PLAIN_STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
-    directory = tmp_path_factory.mktemp("timelines")
-    return directory, run_ranks(WORKERS, workers_pipedream_timeline.written, directory)
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (m for _ in range(3) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()))
+    return nn.Sequential(*layers, nn.Linear(16, 3))
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, job: tuple[Path, list]) -> tuple[str, Timeline, Stages]:
-    """A case's name, its timeline, and the stage of each worker."""
-    directory, ranks = job
-    found = of_case(ranks, request.param)
-    return (
-        request.param,
-        Timeline.load(directory / request.param),
-        {rank: stage for rank, (stage, _) in enumerate(found)},
+def make_engine(plan: str, mode: str, microbatches: int | None) -> pipedream.PipeDream:
+    return pipedream.PipeDream(
+        make_model(),
+        nn.functional.cross_entropy,
+        partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        plan=plan,
+        mode=mode,
+        microbatches=microbatches,
+        bandwidth=1e9,
+        progress=False,
     )
 
 
-def passes(timeline: Timeline, category: str) -> dict[tuple[int, str], Event]:
+def loader() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(BATCH, 16, generator=generator), torch.arange(BATCH) % 3)
+        for _ in range(MINIBATCHES)
+    ]
+
+
+def begin(directory: Path) -> None:
+    """Be as a new process that writes there; what was written is on the disk."""
+    if isinstance(timeline.active, TraceRecorder):
+        timeline.active.file.close()
+    timeline.active = OFF
+    os.environ[timeline.DIRECTORY] = str(directory)
+
+
+def end(directory: Path) -> Timeline:
+    """Return what all ranks have written."""
+    assert isinstance(timeline.active, TraceRecorder)
+    timeline.active.file.close()
+    gather(None)
+    return Timeline.load(directory)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rank 0's, for all ranks."""
+    return Path(gather(tmp_path_factory.mktemp("timelines"))[0])
+
+
+class Written(NamedTuple):
+    """A case, the timeline of an epoch, and the stage and the updates of each worker."""
+
+    name: str
+    timeline: Timeline
+    stages: dict[int, int]
+    updates: list[int]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, folder: Path) -> Written:
+    name, directory = request.param, folder / request.param
+    begin(directory)
+    engine = make_engine(*CASES[name])
+    engine.train_epoch(loader())
+    assert isinstance(timeline.active, TraceRecorder)
+    stages = dict(enumerate(gather(engine.stage)))
+    return Written(name, end(directory), stages, gather(timeline.active._step))
+
+
+def passes(written: Timeline, category: str) -> dict[tuple[int, str], Event]:
     """Return events by worker and microbatch; fails where there are two of one."""
-    some = [e for e in timeline.events if e.category == category]
+    some = [e for e in written.events if e.category == category]
     found = {(e.worker, e.name.removeprefix(f"{category} ")): e for e in some}
     assert len(found) == len(some)
     return found
@@ -51,18 +119,18 @@ def units(name: str) -> set[str]:
     return {f"{at}.{piece}" for at in range(MINIBATCHES) for piece in range(microbatches)}
 
 
-def test_each_stage_has_each_pass_once(case: tuple[str, Timeline, Stages]) -> None:
-    name, timeline, stages = case
+def test_each_stage_has_each_pass_once(case: Written) -> None:
+    name, written, stages, _ = case
     for category in ("forward", "backward"):
-        count = Counter((stages[worker], unit) for worker, unit in passes(timeline, category))
+        count = Counter((stages[worker], unit) for worker, unit in passes(written, category))
         expected = {(stage, unit) for stage in stages.values() for unit in units(name)}
         assert count == dict.fromkeys(expected, 1)
 
 
-def test_passes_follow_the_data(case: tuple[str, Timeline, Stages]) -> None:
-    _, timeline, stages = case
-    forward = {(stages[w], unit): e for (w, unit), e in passes(timeline, "forward").items()}
-    backward = {(stages[w], unit): e for (w, unit), e in passes(timeline, "backward").items()}
+def test_passes_follow_the_data(case: Written) -> None:
+    _, written, stages, _ = case
+    forward = {(stages[w], unit): e for (w, unit), e in passes(written, "forward").items()}
+    backward = {(stages[w], unit): e for (w, unit), e in passes(written, "backward").items()}
     last = max(stages.values())
     for (stage, unit), event in forward.items():
         assert event.end_s <= backward[stage, unit].start_s
@@ -72,20 +140,20 @@ def test_passes_follow_the_data(case: tuple[str, Timeline, Stages]) -> None:
             assert backward[stage + 1, unit].end_s <= backward[stage, unit].start_s
 
 
-def test_a_worker_does_one_thing_after_another(case: tuple[str, Timeline, Stages]) -> None:
-    _, timeline, stages = case
+def test_a_worker_does_one_thing_after_another(case: Written) -> None:
+    _, written, stages, _ = case
     for worker in stages:
-        mine = [e for e in timeline.events if e.worker == worker and e.lane == "compute"]
+        mine = [e for e in written.events if e.worker == worker and e.lane == "compute"]
         assert {e.category for e in mine} - {"ready"} == {"forward", "backward", "update", "wait"}
         busy = sorted((e for e in mine if e.category != "ready"), key=lambda e: e.start_s)
         for before, after in pairwise(busy):
             assert after.start_s >= before.end_s - 1e-8, (before, after)
 
 
-def test_waits_end_as_passes_begin(case: tuple[str, Timeline, Stages]) -> None:
-    _, timeline, stages = case
+def test_waits_end_as_passes_begin(case: Written) -> None:
+    _, written, stages, _ = case
     for worker in stages:
-        mine = [e for e in timeline.events if e.worker == worker and e.lane == "compute"]
+        mine = [e for e in written.events if e.worker == worker and e.lane == "compute"]
         order = sorted((e for e in mine if e.category != "ready"), key=lambda e: e.start_s)
         for wait, next_one in pairwise(order):
             if wait.category == "wait":
@@ -94,10 +162,10 @@ def test_waits_end_as_passes_begin(case: tuple[str, Timeline, Stages]) -> None:
                 assert next_one.name == f"{category} {number}"
 
 
-def test_messages_are_in_the_network_s_lane(case: tuple[str, Timeline, Stages]) -> None:
-    name, timeline, stages = case
+def test_messages_are_in_the_network_s_lane(case: Written) -> None:
+    name, written, stages, _ = case
     last, count = max(stages.values()), len(units(name))
-    network = [e for e in timeline.events if e.lane == "network"]
+    network = [e for e in written.events if e.lane == "network"]
     assert {e.category for e in network} <= {"send", "allreduce"}
     sends = Counter(
         (stages[e.worker], e.name.split(" ")[0]) for e in network if e.category == "send"
@@ -108,37 +176,49 @@ def test_messages_are_in_the_network_s_lane(case: tuple[str, Timeline, Stages]) 
     assert {stages[e.worker] for e in network if e.category == "allreduce"} == replicated
 
 
-def test_steps_count_updates(case: tuple[str, Timeline, Stages], job: tuple[Path, list]) -> None:
-    name, timeline, stages = case
-    found = of_case(job[1], name)
+def test_steps_count_updates(case: Written) -> None:
+    name, written, stages, _ = case
     for worker, stage in stages.items():
-        updates = [e for e in timeline.events if (e.category, e.worker) == ("update", worker)]
+        updates = [e for e in written.events if (e.category, e.worker) == ("update", worker)]
         width = list(stages.values()).count(stage)
         each = 1 if CASES[name][2] else width  # minibatches an update takes
-        assert len(updates) == -(-MINIBATCHES // each) == found[worker][1]
+        assert len(updates) == -(-MINIBATCHES // each) == case.updates[worker]
         order = sorted(updates, key=lambda e: e.start_s)
         assert [e.args["step"] for e in order] == list(range(len(order)))
 
 
-def test_an_evaluation_has_forward_passes_only(job: tuple[Path, list]) -> None:
-    directory, ranks = job
-    of_case(ranks, "evaluation")
-    timeline = Timeline.load(directory / "evaluation")
-    assert {e.category for e in timeline.events} == {"forward", "wait", "send"}
-    assert len(passes(timeline, "forward")) == 2 * MINIBATCHES
+def test_an_evaluation_has_forward_passes_only(folder: Path) -> None:
+    begin(folder / "evaluation")
+    make_engine("2-1", "stash", None).evaluate(loader())
+    written = end(folder / "evaluation")
+    assert {e.category for e in written.events} == {"forward", "wait", "send"}
+    assert len(passes(written, "forward")) == 2 * MINIBATCHES
 
 
-def test_other_models_are_traced_as_ever(job: tuple[Path, list]) -> None:
-    directory, ranks = job
-    of_case(ranks, "beside")
-    timeline = Timeline.load(directory / "beside")
-    count = Counter((e.worker, e.name) for e in timeline.events)
+def test_other_models_are_traced_as_ever(folder: Path) -> None:
+    """Another model without a pipeline, after one with: its passes are found by hooks."""
+    begin(folder / "beside")
+    make_engine("2-1", "stash", None).train_epoch(loader())
+    model = nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+    )
+    for _ in range(PLAIN_STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    count = Counter((e.worker, e.name) for e in end(folder / "beside").events)
     for worker in range(WORKERS):
         for name in ("forward", "backward", "update"):
             assert count[worker, name] == PLAIN_STEPS
 
 
-def test_a_directory_that_one_rank_cannot_write_is_refused_on_all(job: tuple[Path, list]) -> None:
-    errors = of_case(job[1], "refused")
-    assert "cannot be written" in errors[1]
-    assert all("rank 1" in errors[rank] for rank in (0, 2))
+def test_a_directory_that_one_rank_cannot_write_is_refused_on_all(folder: Path) -> None:
+    directory = folder / "refused"
+    if hvd.rank() == 1:
+        directory = directory / "file"
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.write_text("")
+    begin(directory)
+    with pytest.raises(Exception, match="cannot be written" if hvd.rank() == 1 else "rank 1"):
+        make_engine("2-1", "stash", None)

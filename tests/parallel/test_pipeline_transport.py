@@ -5,166 +5,432 @@ Wrong calls and ranks that are lost end all ranks with a message.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pipeline_faults
 import pytest
-import workers_pipeline_transport as workers
-from cases import of_case
 from faults import NEVER_S, TIMEOUT_S, Job
-from ranks import once, run_ranks
+from horovod.common.exceptions import HorovodInternalError
+from on_ranks import on_ranks
+from pipeline_faults import LATE, wires
 
-from hvd_pipe.pipeline.transport import Layout
-from hvd_pipe.planning.instructions import RecvActivation, RecvGradient
+from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.transport import Channel, Kind, Layout, Transport
+from hvd_pipe.pipeline.wire import Bytes, Format, Header
+from hvd_pipe.planning.instructions import (
+    Backward,
+    Forward,
+    Instruction,
+    RecvActivation,
+    RecvGradient,
+    SendActivation,
+    SendGradient,
+)
 from hvd_pipe.planning.schedule import schedule
 
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 LAUNCHERS = {"mpi": "mpi", "process-sets": "gloo"}
 CLASSES = {"mpi": "MpiTransport", "process-sets": "ProcessSetTransport"}
 
-run_torch = functools.partial(run_ranks, framework="torch")
-wrong = once(run_torch)
+OVER = {
+    launcher: on_ranks(4, launcher=launcher, framework="torch", env=DYNAMIC)
+    for launcher in ("mpi", "gloo")
+}
+TRANSPORTS = [pytest.param(name, marks=OVER[LAUNCHERS[name]]) for name in CLASSES]
+# Where a pipeline has fewer workers, or two ranks speak, the ranks beyond have no channels.
+
+BATCH, WIDTH = 6, 50
+FORMAT = Format(((BATCH, WIDTH), (3,)), (8, 4), stages=4)
+SENDS = SendActivation | SendGradient
+RECEIVES = RecvActivation | RecvGradient
+LARGE = 50_000_000
+
+
+def kind_of(step: Instruction) -> Kind:
+    return Kind.ACTIVATION if isinstance(step, SendActivation | RecvActivation) else Kind.GRADIENT
+
+
+def message_of(sender: int, kind: Kind, minibatch: int, last: bool) -> Bytes:
+    """What anyone can make who knows its words."""
+    random = np.random.default_rng([sender, kind, minibatch])
+    x = random.standard_normal((BATCH - 2 * last, WIDTH))
+    y = random.standard_normal(3).astype(np.float32)
+    norms = tuple(random.standard_normal(4).tolist())
+    header = Header(minibatch, 0, int(random.integers(1 << 62)), norms, (x.shape, y.shape))
+    return FORMAT.pack(header, [x, y])
+
+
+def check_schedule(
+    framework: str, transport: str, carrier: str, replicas: tuple[int, ...], minibatches: int
+) -> None:
+    """Exchange the messages of a schedule; all arrive, and are as large as they say."""
+    layout, ours = Layout(replicas), wires(framework)
+    random = np.random.default_rng(ours.rank)
+    programs = schedule("1f1b", replicas, minibatches).programs
+    program = programs[layout.worker(ours.rank)] if ours.rank < layout.size else ()
+    messages = [step for step in program if isinstance(step, SENDS | RECEIVES)]
+    counts = Counter(
+        (layout.rank(step.peer), kind_of(step), isinstance(step, SENDS)) for step in messages
+    )
+    wire = ours.open([Channel(*one, FORMAT.capacity) for one in sorted(counts)], transport)
+    assert type(wire).__name__ == carrier
+    for (peer, kind, outgoing), count in counts.items():
+        if not outgoing:
+            wire.expect(peer, kind, count)
+    for step in program:
+        if isinstance(step, Forward | Backward):
+            time.sleep(float(random.exponential(0.002)))
+        if not isinstance(step, SENDS | RECEIVES):
+            continue
+        peer, kind = layout.rank(step.peer), kind_of(step)
+        last = step.minibatch == minibatches - 1
+        if isinstance(step, SENDS):
+            wire.send(peer, kind, message_of(ours.rank, kind, step.minibatch, last))
+            continue
+        buffer = wire.receive(peer, kind)
+        expected = message_of(peer, kind, step.minibatch, last)
+        FORMAT.unpack(buffer)
+        assert np.array_equal(buffer[: expected.size], expected), step
+        wire.recycle(buffer)
+    wire.flush()
+    whole = sum(isinstance(step, SENDS) for step in messages) * FORMAT.capacity
+    assert 0.9 * whole <= wire.sent_bytes <= whole  # the last minibatch is smaller
+    wire.close()
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1), (3, 1)])
-@pytest.mark.parametrize("transport", CLASSES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_arrive_in_the_order_of_a_schedule(
     transport: str, replicas: tuple[int, ...]
 ) -> None:
     """Both ends of a chain, its inner ranks that are in two pairs, and replicas that share one."""
-    minibatches, layout = 20, Layout(replicas)
-    programs = schedule("1f1b", replicas, minibatches).programs
-    results = run_torch(
-        layout.size,
-        workers.run_schedule,
-        "torch",
-        "auto",
-        replicas,
-        minibatches,
-        2,
-        launcher=LAUNCHERS[transport],
-        env=DYNAMIC,
-    )
-    for rank, (name, carried, sent, wrong) in enumerate(results):
-        program = programs[layout.worker(rank)]
-        own = sum(isinstance(step, RecvActivation | RecvGradient) for step in program)
-        assert (name, carried, wrong) == (CLASSES[transport], 2 * own, [])
-        assert sent > 0.9 * carried * workers.FORMAT.capacity  # the last minibatch is smaller
+    for _ in range(2):
+        check_schedule("torch", "auto", CLASSES[transport], replicas, 20)
 
 
+@OVER["mpi"]
 def test_process_sets_beside_mpi() -> None:
-    results = run_torch(
-        4, workers.run_schedule, "torch", "process-sets", (1, 1, 1, 1), 10, env=DYNAMIC
-    )
-    assert {(name, len(wrong)) for name, _, _, wrong in results} == {("ProcessSetTransport", 0)}
+    check_schedule("torch", "process-sets", "ProcessSetTransport", (1, 1, 1, 1), 10)
 
 
-@pytest.mark.parametrize("transport", CLASSES)
+@pytest.mark.nightly  # test_keras_smoke.py has whole pipelines over both
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param(
+            transport, marks=on_ranks(3, launcher=launcher, framework="tensorflow", env=DYNAMIC)
+        )
+        for transport, launcher in LAUNCHERS.items()
+    ],
+)
 def test_tensorflow_carries_the_same_messages(transport: str) -> None:
-    results = run_ranks(
-        3,
-        workers.run_schedule,
-        "tensorflow",
-        "auto",
-        (2, 1),
-        10,
-        framework="tensorflow",
-        launcher=LAUNCHERS[transport],
-        env=DYNAMIC,
-    )
-    assert {(name, len(wrong)) for name, _, _, wrong in results} == {(CLASSES[transport], 0)}
+    check_schedule("tensorflow", "auto", CLASSES[transport], (2, 1), 10)
 
 
-@pytest.mark.parametrize("transport", CLASSES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_large_messages_arrive_while_nobody_asks(transport: str) -> None:
     """A send that waited for its receive would never end: the receiver waits for it to return."""
-    first, second = run_torch(
-        2, workers.send_large, transport, launcher=LAUNCHERS[transport], env=DYNAMIC
-    )
-    assert (first, second) == ([], [True] * 3)
+    ours = wires()
+    wire = pair(transport, Kind.GRADIENT, LARGE)
+    messages = [
+        np.random.default_rng(number).integers(0, 256, LARGE - 64 * number, np.uint8)
+        for number in range(3 if ours.rank < 2 else 0)
+    ]
+    if ours.rank == 0:
+        for message in messages[:2]:  # as many as are received ahead
+            wire.send(1, Kind.GRADIENT, message)
+        ours.meet()  # a send that waited for the other rank would never come here
+        wire.flush()
+        ours.meet()  # nor would one that moved only while the other rank waits for it
+        wire.send(1, Kind.GRADIENT, messages[2])
+        wire.flush()
+    else:
+        ours.meet()
+        if ours.rank == 1:
+            wire.expect(0, Kind.GRADIENT, len(messages))
+            time.sleep(0.5)
+        ours.meet()
+        for message in messages:
+            buffer = wire.receive(0, Kind.GRADIENT)
+            assert np.array_equal(buffer[: message.size], message)
+            wire.recycle(buffer)
+    wire.close()
 
 
-WRONG = {
-    "unknown": ("one of auto, mpi, process-sets, got 'carrier-pigeon'",) * 2,
-    "one rank alone chooses": ("one of auto, mpi, process-sets, got 'tcp'",) * 2,
+def channel(kind: Kind = Kind.ACTIVATION, capacity: int = 64, peer: int | None = None) -> Channel:
+    """From rank 0 to rank 1, on one of both."""
+    rank = wires().rank
+    return Channel(1 - rank if peer is None else peer, kind, rank == 0, capacity)
+
+
+def pair(transport: str, kind: Kind, capacity: int = 64) -> Any:
+    """Open a channel from rank 0 to rank 1; others have none."""
+    ours = wires()
+    return ours.open([channel(kind, capacity)] if ours.rank < 2 else [], transport)
+
+
+def recycle_twice(wire: Transport) -> None:
+    if wires().rank == 0:
+        wire.send(1, Kind.ACTIVATION, bytes(64))
+        wire.flush()
+        raise ValueError("not my turn")
+    wire.expect(0, Kind.ACTIVATION, 1)
+    buffer = wire.receive(0, Kind.ACTIVATION)
+    wire.recycle(buffer)
+    wire.recycle(buffer)
+
+
+def use_closed(wire: Transport) -> None:
+    wire.close()
+    wire.flush()
+
+
+def too_large(wire: Transport) -> None:
+    if wires().rank == 0:
+        wire.send(1, Kind.ACTIVATION, bytes(65))
+    raise ValueError("not my turn")
+
+
+def not_expected(wire: Transport) -> None:
+    if wires().rank == 0:
+        raise ValueError("not my turn")
+    wire.receive(0, Kind.ACTIVATION)
+
+
+def told(function: Callable[[], object]) -> str:
+    with pytest.raises((HvdPipeError, HorovodInternalError, ValueError)) as raised:
+        function()
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+NAMES = {  # that rank 0 asks for, and the others
+    "unknown": ("carrier-pigeon", "carrier-pigeon"),
+    "one rank alone chooses": ("tcp", "auto"),
+}
+CHANNELS: dict[str, tuple[Callable[[int], list[Channel]], str]] = {  # of ranks 0 and 1
     "capacities": (
+        lambda rank: [channel(capacity=64 + rank)],
         "rank 0 has activation messages to rank 1 of up to 64 bytes; rank 1 says 65 bytes",
-    )
-    * 2,
-    "one side": ("activation messages from rank 0 of up to 64 bytes; rank 0 sends none",) * 2,
-    "itself": ("rank 0 has activation messages to rank 0, which is none of the 1 others",) * 2,
-    "twice": ("rank 0 has activation messages to rank 1 twice",) * 2,
-    "empty": ("of up to 0 bytes; a message can have 1 to 2147483647",) * 2,
-    "huge": ("of up to 2147483648 bytes; a message can have 1 to 2147483647",) * 2,
-    "no such channel": ("no channel of gradient messages with rank 1", "messages with rank 0"),
-    "too large": ("to rank 1 have at most 64 bytes by the plan, got one of 65", "not my turn"),
-    "not expected": ("nothing", "no activation messages from rank 0 are expected after 0"),
-    "recycled twice": ("sent", "only a buffer that receive() has returned can be recycled"),
-    "closed": ("this transport is closed",) * 2,
+    ),
+    "one side": (
+        lambda rank: [channel()] if rank else [],
+        "activation messages from rank 0 of up to 64 bytes; rank 0 sends none",
+    ),
+    "itself": (
+        lambda rank: [channel(peer=rank)],
+        "rank 0 has activation messages to rank 0, which is none of the 3 others",
+    ),
+    "twice": (lambda _: [channel()] * 2, "rank 0 has activation messages to rank 1 twice"),
+    "empty": (
+        lambda _: [channel(capacity=0)],
+        "of up to 0 bytes; a message can have 1 to 2147483647",
+    ),
+    "huge": (
+        lambda _: [channel(capacity=1 << 31)],
+        "of up to 2147483648 bytes; a message can have 1 to 2147483647",
+    ),
+}
+USES: dict[str, tuple[Callable[[Transport], object], tuple[str, str]]] = {  # by ranks 0 and 1
+    "no such channel": (
+        lambda wire: wire.send(1 - wires().rank, Kind.GRADIENT, b""),
+        ("no channel of gradient messages with rank 1", "messages with rank 0"),
+    ),
+    "too large": (
+        too_large,
+        ("to rank 1 have at most 64 bytes by the plan, got one of 65", "not my turn"),
+    ),
+    "not expected": (
+        not_expected,
+        ("not my turn", "no activation messages from rank 0 are expected after 0"),
+    ),
+    "recycled twice": (
+        recycle_twice,
+        ("not my turn", "only a buffer that receive() has returned can be recycled"),
+    ),
+    "closed": (use_closed, ("this transport is closed",) * 2),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("transport", CLASSES)
+@pytest.mark.parametrize("case", [*NAMES, *CHANNELS, *USES])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_wrong_call_is_told_on_every_rank(transport: str, case: str) -> None:
-    results = wrong(2, workers.wrong_calls, transport, launcher=LAUNCHERS[transport])
-    for said, expected in zip(of_case(results, case), WRONG[case], strict=True):
-        assert expected in said
+    """What is wrong with the channels also on ranks that have none."""
+    ours = wires()
+    rank = ours.rank
+    if case in NAMES:
+        first, others = NAMES[case]
+        said = told(lambda: ours.open([], others if rank else first))
+        assert f"one of auto, mpi, process-sets, got {first!r}" in said
+    elif case in CHANNELS:
+        channels_of, words = CHANNELS[case]
+        assert words in told(lambda: ours.open(channels_of(rank) if rank < 2 else [], transport))
+    else:
+        use, both = USES[case]
+        wire = pair(transport, Kind.ACTIVATION)
+        if rank < 2:
+            assert both[rank] in told(lambda: use(wire))
+        wire.close()
 
 
+@OVER["mpi"]
 def test_more_comes_than_was_planned() -> None:
-    sender, receiver = run_torch(2, workers.truncated)
-    assert sender == "sent"
-    assert (
-        "gradient messages from rank 0 have at most 64 bytes by the plan, and one of 100 has come"
-        in receiver
-    )
+    """More is sent than the plan says, past the check of the sender."""
+    wire = pair("mpi", Kind.GRADIENT)
+    if wires().rank == 0:
+        wire._comm.Send(bytes(100), 1, int(Kind.GRADIENT))
+    elif wires().rank == 1:
+        wire.expect(0, Kind.GRADIENT, 1)
+        said = told(lambda: wire.receive(0, Kind.GRADIENT))
+        assert (
+            "gradient messages from rank 0 have at most 64 bytes by the plan, and one of 100 has "
+            "come" in said
+        )
+        assert said == told(wire.flush)
 
 
+@OVER["mpi"]
 def test_what_has_arrived_is_received_after_the_end_of_mpi() -> None:
-    _, (size, said) = run_torch(2, workers.finalised)
-    assert size == 8
-    assert "Horovod has been shut down, here or on another rank" in said
+    """Horovod ends MPI while a message waits."""
+    ours = wires()
+    wire = pair("mpi", Kind.GRADIENT)
+    if ours.rank == 0:
+        wire.send(1, Kind.GRADIENT, bytes(8))
+        wire.flush()
+    elif ours.rank == 1:
+        wire.expect(0, Kind.GRADIENT, 1 << 20)
+        while not wire._incoming[0, Kind.GRADIENT].arrived:
+            time.sleep(0.01)
+    ours.meet()
+    if ours.rank == 1:
+        wire._finalize()  # from now on a call of MPI would end the process
+        wire._comm = None
+        assert len(wire.receive(0, Kind.GRADIENT)) == 8
+        said = told(lambda: wire.receive(0, Kind.GRADIENT))
+        assert "Horovod has been shut down, here or on another rank" in said
+        assert said == told(wire.flush)
 
 
-def test_the_communication_thread_sleeps_while_nothing_is_on_its_way() -> None:
-    for without, under in run_torch(2, workers.idle):
-        assert without == 0
-        assert under >= 0
-    assert under > 10  # rank 1 expects a message
+@OVER["mpi"]
+def test_the_communication_thread_sleeps_while_nothing_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = wires()
+    wire = pair("mpi", Kind.GRADIENT)
+    looks, look = 0, wire._look
+
+    def counted() -> bool:
+        nonlocal looks
+        looks += 1
+        return bool(look())
+
+    def in_a_while(enough: Callable[[int], bool], limit_s: float) -> int:
+        """Return how often it looks in 0.3 s: again until that is enough, or time is over."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            before = looks
+            time.sleep(0.3)
+            looked = looks - before
+            if enough(looked) or time.monotonic() > deadline:
+                return looked
+
+    def pass_one() -> None:
+        if ours.rank == 0:
+            wire.send(1, Kind.GRADIENT, bytes(64))
+            wire.flush()
+        elif ours.rank == 1:
+            wire.receive(0, Kind.GRADIENT)
+
+    monkeypatch.setattr(wire, "_look", counted)
+    for _ in range(2):
+        if ours.rank == 1:
+            wire.expect(0, Kind.GRADIENT, 1)
+        pass_one()
+        ours.meet()
+        in_a_while(lambda looked: looked == 0, limit_s=3.0)
+        assert in_a_while(lambda _: True, limit_s=0.0) == 0  # and it stays asleep
+    if ours.rank == 1:
+        wire.expect(0, Kind.GRADIENT, 1)
+        assert in_a_while(lambda looked: looked > 10, limit_s=20.0) > 10
+    ours.meet()
+    pass_one()
+    wire.close()
 
 
 @pytest.mark.parametrize(
-    ("transport", "launcher", "env", "without", "told"),
+    ("transport", "without", "words"),
     [
-        ("mpi", "gloo", {}, "", ["over Gloo: start it with mpirun"] * 4),
-        ("process-sets", "mpi", {}, "", ["call pipedream.init() in place of hvd.init()"] * 4),
-        ("auto", "gloo", {}, "", ['or hvd.init(process_sets="dynamic")'] * 4),
-        ("auto", "mpi", {"HOROVOD_MPI_THREADS_DISABLE": "1"}, "", ["THREADS_DISABLE"] * 4),
-        (
-            "auto",
+        pytest.param(
             "mpi",
-            {},
+            "",
+            ["over Gloo: start it with mpirun"] * 4,
+            marks=OVER["gloo"],
+            id="mpi over Gloo",
+        ),
+        pytest.param(
+            "auto",
             "mpi4py",
             ["rank 1 was given something wrong", "pip install mpi4py", "need mpi4py", "mpi4py"],
+            marks=OVER["mpi"],
+            id="no mpi4py",
+        ),
+        pytest.param(
+            "process-sets",
+            "",
+            ["call pipedream.init() in place of hvd.init()"] * 4,
+            marks=on_ranks(4, framework="torch", env={"HOROVOD_MPI_THREADS_DISABLE": "1"}),
+            id="no dynamic process sets",
+        ),
+        pytest.param(
+            "auto",
+            "",
+            ["THREADS_DISABLE"] * 4,
+            marks=on_ranks(4, framework="torch", env={"HOROVOD_MPI_THREADS_DISABLE": "1"}),
+            id="one thread",
+        ),
+        pytest.param(
+            "auto",
+            "",
+            ['or hvd.init(process_sets="dynamic")'] * 4,
+            # nightly: as "no dynamic process sets", by the other launcher
+            marks=[on_ranks(4, launcher="gloo", framework="torch"), pytest.mark.nightly],
+            id="no dynamic process sets over Gloo",
         ),
     ],
 )
 def test_what_is_missing_is_told_on_every_rank(
-    transport: str, launcher: str, env: dict[str, str], without: str, told: list[str]
+    transport: str, without: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results = run_torch(4, workers.refusal, transport, without, launcher=launcher, env=env)
-    for said, expected in zip(results, told, strict=True):
-        assert expected in said
-        assert "Error: " in said
+    ours = wires()
+    if without and ours.rank == LATE:
+        monkeypatch.setitem(sys.modules, without, None)
+        monkeypatch.delitem(sys.modules, "hvd_pipe.pipeline.mpi", raising=False)
+        monkeypatch.delattr("hvd_pipe.pipeline.mpi", raising=False)
+    mine = Channel(ours.rank ^ 1, Kind.ACTIVATION, ours.rank % 2 == 0, 64)
+    said = told(lambda: ours.open([mine], transport))
+    assert words[ours.rank] in said
+    assert "Error: " in said
 
 
-SCRIPT = Path(workers.__file__)
+SCRIPT = Path(pipeline_faults.__file__)
+# nightly: one fault of each kind, one on each transport, is enough in make test
 
 
-@pytest.mark.parametrize("transport", ["mpi", "process-sets", "tensorflow:mpi"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "mpi",
+        pytest.param("process-sets", marks=pytest.mark.nightly),
+        pytest.param("tensorflow:mpi", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_raises_while_others_wait(transport: str) -> None:
     """Horovod's end ends the others' waits over MPI; over Gloo it may itself wait for them.
 
@@ -178,10 +444,17 @@ def test_a_rank_raises_while_others_wait(transport: str) -> None:
         job.started()
         job.ended()
         assert job.launched.returncode != 0
-        job.told_who_raised(workers.LATE, "ValueError: bad sample 17")
+        job.told_who_raised(LATE, "ValueError: bad sample 17")
 
 
-@pytest.mark.parametrize("transport", ["mpi", "process-sets", "tensorflow:mpi"])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "process-sets",
+        pytest.param("mpi", marks=pytest.mark.nightly),
+        pytest.param("tensorflow:mpi", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_rank_is_stopped_while_others_wait(transport: str) -> None:
     """Over process sets, rank 0 may stand still in a call that keeps Python's interpreter lock.
 
@@ -190,8 +463,8 @@ def test_a_rank_is_stopped_while_others_wait(transport: str) -> None:
     launcher = LAUNCHERS[transport.rpartition(":")[2]]
     with Job(launcher, transport, timeout_s=TIMEOUT_S, ranks=3, script=SCRIPT) as job:
         job.train()
-        os.kill(job.pid(workers.LATE), signal.SIGSTOP)
+        os.kill(job.pid(LATE), signal.SIGSTOP)
         job.ended()
         assert job.launched.returncode != 0
-        job.told_who_is_lost(workers.LATE)
+        job.told_who_is_lost(LATE)
         assert "has been silent" in job.output

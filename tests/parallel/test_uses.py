@@ -5,19 +5,27 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Iterable
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import uses_state
 import uses_training
-import workers_uses
-from cases import of_case
-from ranks import once, run_ranks
+from on_ranks import on_ranks
+from ranks import run_ranks
+from trajectories import compare
 from uses import FORWARD, STRATEGIES, Use
-from workers_uses import USES, Refused
+from uses_common import PROCESS_SETS
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError
 
 PAGE = Path(__file__).parents[2] / "docs" / "uses.md"
 COMMAND = "python tests/parallel/test_uses.py"
@@ -28,54 +36,97 @@ COMPILED = (  # see tests/single/test_compiled.py
     "(`layer.compile()`), and buckets leave during it, as they do without a compiler.",
 )
 
-results = once(lambda n: run_ranks(n, workers_uses.run, n))
+USES = {use.name: use for use in [*uses_training.USES, *uses_state.USES]}
+ON_RANKS = {
+    n: on_ranks(n, init=functools.partial(hvd.init, process_sets=sets))
+    for n, sets in PROCESS_SETS.items()
+}
+LIKE_OTHERS = {  # nightly: little sets them apart from uses that are not among them
+    "`optimizer.zero_grad(set_to_none=True)`",
+    "`model.zero_grad()`",
+    "a learning-rate schedule made before wrapping",
+    "accumulation: `backward_passes_per_step=2`",
+    "LBFGS, strong Wolfe",
+    "GradScaler",
+    "GradScaler with clipping: `synchronize(loss_scale=...)` before `unscale_`",
+    "`torch.compile`",  # tests/single/test_compiled.py has it
+    "gradient checkpointing, `use_reentrant=False`",
+    "`groups`, a number",
+    "`compression=hvd.Compression.bf16`",
+    "`requires_grad_(False)` from the start, `True` later",
+    "`add_param_group()` in the middle of training",
+    "a checkpoint with `warmup_steps`",
+    "a checkpoint with `hvd.BF16(error_feedback=True)`",
+    "`copy.deepcopy((model, optimizer))` on rank 0 alone",
+    "new gradients in place of those of `synchronize()`",
+    "a subclass of torch's optimizer with its own `step()`",
+}
+
+
+def parameters(uses: Iterable[Use]) -> list[Any]:
+    return [
+        pytest.param(
+            use,
+            id=use.name,
+            marks=[ON_RANKS[use.ranks], *([pytest.mark.nightly] * (use.name in LIKE_OTHERS))],
+        )
+        for use in uses
+    ]
+
+
+@functools.cache
+def expected(name: str, strategy: str) -> Any:
+    """In one process: each rank's rows."""
+    return USES[name].expected(strategy, USES[name].ranks)
+
+
+@functools.cache
+def refusal(name: str, strategy: str) -> str:
+    """On a rank: what a refused use says."""
+    with pytest.raises((HvdPipeError, TypeError, ValueError)) as caught:
+        USES[name].run(strategy)
+    return str(caught.value)
 
 
 def test_names_tell_uses_apart() -> None:
-    names = [use.name for use in USES]
-    assert len(set(names)) == len(names)
+    assert len(USES) == len(uses_training.USES) + len(uses_state.USES)
+    assert set(USES) >= LIKE_OTHERS
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
+@pytest.mark.parametrize("use", parameters(USES.values()))
 def test_cell(use: Use, strategy: str) -> None:
-    actual = of_case(results(use.ranks), (use.name, strategy))
     if strategy in use.refused:
-        for rank in actual:
-            assert isinstance(rank, Refused), "it was not refused"
-            assert use.refused[strategy] in rank.message
+        assert use.refused[strategy] in refusal(use.name, strategy)
         return
-    expected = use.expected(strategy, use.ranks)
-    for rank, (mine, wanted) in enumerate(zip(actual, expected, strict=True)):
-        assert np.shape(mine) == np.shape(wanted)
-        errors = np.abs(np.subtract(mine, wanted)).reshape(len(mine), -1).max(axis=1)
-        wrong = np.flatnonzero(~(errors <= use.tolerance))  # ~(<=): a NaN is wrong, too
-        assert not len(wrong), (
-            f"rank {rank}: {len(wrong)} of {len(errors)} rows differ, first row {wrong[0]} by "
-            f"{errors[wrong[0]]:.3g}, at most by {np.nanmax(errors):.3g}"
-        )
+    wanted = functools.partial(expected, use.name, strategy)
+    ranks = compare(use.run(strategy), wanted, use.tolerance)
     rows = slice(-1, None) if strategy.startswith("cocod") else slice(None)
     replicas = range(use.ranks) if use.replicas is None else use.replicas
     for rank in replicas:
-        assert np.array_equal(actual[rank][rows], actual[replicas[0]][rows]), "replicas differ"
+        assert np.array_equal(ranks[rank][rows], ranks[replicas[0]][rows]), "replicas differ"
 
 
-@pytest.mark.parametrize("use", uses_training.USES, ids=lambda use: use.name)
+@pytest.mark.parametrize("use", parameters(uses_training.USES))
 def test_strategies_can_be_told_apart(use: Use) -> None:
     """A tolerance shows something only where a wrong strategy is off by more."""
+    if hvd.rank() != 0:  # the first rank has computed them
+        return
     working = [each for each in STRATEGIES if each not in use.refused and each != FORWARD]
     for one, other in combinations(working, 2):
-        pair = [use.expected(strategy, use.ranks)[0] for strategy in (one, other)]
+        pair = [expected(use.name, strategy)[0] for strategy in (one, other)]
         assert np.abs(np.subtract(*pair)).max() > 3 * use.tolerance, (one, other)
 
 
+@ON_RANKS[2]
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.is_file(), f"there is no {PAGE}: `{COMMAND}` writes it"
     assert PAGE.read_text() == page(), f"{PAGE} is out of date: `{COMMAND}` writes it"
 
 
 def page() -> str:
-    """docs/uses.md, with the messages that the ranks have got."""
+    """On ranks: docs/uses.md, with the messages that they get."""
+    hvd.init()
     titles = [each if each == FORWARD else each.partition(":")[0] for each in STRATEGIES]
     lines = [
         "# What works with what",
@@ -90,25 +141,19 @@ def page() -> str:
         f"| use | {' | '.join(titles)} |",
         f"| --- |{' --- |' * len(titles)}",
     ]
-    for use in USES:
+    for use in USES.values():
         words = ["refused" if strategy in use.refused else "works" for strategy in STRATEGIES]
         lines.append(f"| {use.name} | {' | '.join(words)} |")
     lines += ["", *COMPILED, "", "## What refusals say"]
-    for use in USES:
+    for use in USES.values():
         texts: dict[str, list[str]] = {}
         for strategy, title in zip(STRATEGIES, titles, strict=True):
             if strategy in use.refused:
-                texts.setdefault(_refusal(use, strategy), []).append(title)
+                texts.setdefault(_first_sentence(refusal(use.name, strategy)), []).append(title)
         if texts:
             lines += ["", f"**{use.name}**", ""]
             lines += [f"- {', '.join(who)}: {text}" for text, who in texts.items()]
     return "\n".join([*lines, ""])
-
-
-def _refusal(use: Use, strategy: str) -> str:
-    refused = of_case(results(use.ranks), (use.name, strategy))[0]
-    assert isinstance(refused, Refused), f"{use.name} under {strategy} was not refused"
-    return _first_sentence(refused.message)
 
 
 def _first_sentence(message: str, most: int = 200) -> str:
@@ -124,5 +169,5 @@ def _first_sentence(message: str, most: int = 200) -> str:
 
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page())
+    PAGE.write_text(run_ranks(2, import_module("test_uses").page)[0])
     sys.stdout.write(f"wrote {PAGE}\n")

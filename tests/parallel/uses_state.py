@@ -12,26 +12,21 @@ from typing import Any
 
 import horovod.torch as stock
 import numpy as np
-import numpy.typing as npt
 import torch
-from problem import OPTIMIZERS, batch, loss_of, make_model, train, weights_of
+from problem import batch, loss_of, make_model, train, weights_of
 from serial import Change, Vectors, make_workers
 from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
-from uses import STRATEGIES, Use
+from uses import Use
+from uses_common import COCOD, FORWARD, MERGED, PIPE, STEPS, Array, make_momentum, make_sgd, wrap
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.distributed import DistributedMixin
 
-STEPS = 11  # of CoCoD's rounds of three steps three, and a part of one
 SAVED = 5  # steps before a checkpoint or a copy, in the middle of a round
 
-Array = npt.NDArray[Any]
 Event = Callable[[Any, Any, int], object]
 """What a script does at a step, with a model and its optimizer, wrapped or plain."""
-
-MERGED, FORWARD, PIPE, COCOD = STRATEGIES
-make_momentum = OPTIMIZERS["momentum"]
 
 
 def nothing(model: nn.Module, optimizer: Optimizer, number: int) -> None:
@@ -123,12 +118,6 @@ class Script:
         return {"run": self.run, "expected": self.expected}
 
 
-def wrap(model: nn.Module, plain: Optimizer, strategy: str, **arguments: Any) -> Any:
-    return hvd.DistributedOptimizer(
-        plain, model.named_parameters(), strategy=strategy, **arguments
-    )
-
-
 def mean(vectors: Sequence[Vectors]) -> Vectors:
     """The average over workers, to which one without a gradient contributes zero."""
     averages: list[torch.Tensor | None] = []
@@ -196,10 +185,6 @@ def tokens_loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     (inputs, targets), tokens = batch(rank, number), tokens_of(rank, number)
     rows = inputs[:, :4] if tokens is None else model.table(tokens)
     return nn.functional.mse_loss(model(rows), targets)
-
-
-def make_sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.05)
 
 
 def sparse_gradients() -> dict[str, Any]:

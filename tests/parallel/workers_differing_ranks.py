@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,104 +10,13 @@ import torch
 from cases import run_cases
 from problem import OPTIMIZERS, Weights, loss_of, make_model, train
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
-from workers_disagreement import Told
+from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
 
 AT = 5  # the step before which rank 1 does something that rank 0 does not
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
-
-
-def tell(error: Exception) -> Told:
-    return Told([kind.__name__ for kind in type(error).__mro__], str(error))
-
-
-# When the optimizer is built.
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1)
-
-
-def adam(model: nn.Module) -> Optimizer:
-    return Adam(model.parameters(), lr=0.1)
-
-
-def backwards(model: nn.Module) -> Optimizer:
-    return SGD(list(model.parameters())[::-1], lr=0.1)
-
-
-def half_frozen() -> nn.Module:
-    model = make_model()
-    model[0].requires_grad_(False)
-    return model
-
-
-def transposed() -> nn.Module:
-    """A weight whose numbers lie in another order; a flat buffer would mix them up."""
-    model = make_model()
-    model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    return model
-
-
-def built(
-    make: Callable[[], nn.Module] = make_model,
-    optimizer: Callable[[nn.Module], Optimizer] = sgd,
-    groups: Any = None,
-    **arguments: Any,
-) -> Told | None:
-    model = make()
-    if groups is not None:
-        groups = [[list(model.parameters())[place] for place in group] for group in groups]
-    try:
-        hvd.DistributedOptimizer(
-            optimizer(model), model.named_parameters(), groups=groups, **arguments
-        )
-    except Exception as error:
-        return tell(error)
-    return None
-
-
-UNLIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "chunk": ({"compression": hvd.Int8()}, {"compression": hvd.Int8(chunk=128)}),
-    "error feedback": (
-        {"compression": hvd.Compression.int8},
-        {"compression": hvd.Int8(error_feedback=True)},
-    ),
-    "codec": ({"compression": hvd.Compression.bf16}, {"compression": hvd.Compression.int8}),
-    "class": ({}, {"optimizer": adam}),
-    "order": ({}, {"optimizer": backwards}),
-    "frozen": ({}, {"make": half_frozen}),
-    "strides": ({}, {"make": transposed}),
-    "groups": ({"groups": [[0, 1]]}, {"groups": [[1, 0]]}),
-    "predivide": ({"gradient_predivide_factor": 2.0}, {"gradient_predivide_factor": 1.0}),
-    "sparse": ({"sparse_as_dense": True}, {"sparse_as_dense": False}),
-    "weights": (
-        {"strategy": hvd.CoCoD(weights=(3, 1))},
-        {"strategy": hvd.CoCoD(weights=(1, 3))},
-    ),
-    "prediction": (
-        {"strategy": "pipe-sgd:prediction=local"},
-        {"strategy": "pipe-sgd:prediction=previous"},
-    ),
-    "pull back": (
-        {"strategy": "cocod:pull_back=0.5"},
-        {"strategy": "cocod:pull_back=0.6"},
-    ),
-    "momentum": ({"strategy": "cocod"}, {"strategy": "cocod:momentum=average"}),
-    "fragments": ({"strategy": "cocod:fragments=2"}, {"strategy": "cocod:fragments=4"}),
-    "bucket bytes": (
-        {"strategy": "pipe-sgd:bucket_bytes=64"},
-        {"strategy": "pipe-sgd:bucket_bytes=128"},
-    ),
-}
-
-
-def build() -> dict[Any, Any]:
-    hvd.init()
-    return run_cases({name: partial(built, **each[hvd.rank()]) for name, each in UNLIKE.items()})
 
 
 # While it trains: each is a job of its own, as ranks that have gone apart do not come together.

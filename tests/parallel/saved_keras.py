@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from cases import Raised, run_cases
 from saved_problem import LR, MOMENTUM, SAVED, STEPS, Array, target
 
 import hvd_pipe.tensorflow.keras as hvd
@@ -253,28 +252,30 @@ PIPELINES = [
 ]
 
 
-Results = dict[str, Array | Raised]
-
-
-def write_all(folder: Path) -> Results:
+def write_all(folder: Path) -> dict[str, Array]:
+    """Write all checkpoints; return what the runs themselves came to."""
     pipedream.init()
-    cases = {str(case): partial(write, case, folder) for case in CASES}
-    return run_cases(cases | {str(case): partial(case.write, folder) for case in PIPELINES})
+    runs = {str(case): write(case, folder) for case in CASES}
+    return runs | {str(pipeline): pipeline.write(folder) for pipeline in PIPELINES}
 
 
-def go_on_all(folder: Path) -> Results:
-    """Each case from each rank's own file, and some from rank 0's."""
-    pipedream.init()
-    cases: dict[str, Callable[[], Array]] = {}
+def runs_from(folder: Path) -> dict[str, Callable[[], Array]]:
+    """Return how to go on from each rank's own checkpoints, and from some of rank 0's, by name."""
+    runs: dict[str, Callable[[], Array]] = {}
     for case in CASES:
         if list((folder / "rank0").glob(f"{case}.*")):
-            cases[f"own {case}"] = partial(go_on, case, folder, hvd.rank())
+            runs[f"own {case}"] = partial(go_on, case, folder, hvd.rank())
             if case in FIRST:
-                cases[f"first {case}"] = partial(go_on, case, folder, 0)
+                runs[f"first {case}"] = partial(go_on, case, folder, 0)
     for pipeline in PIPELINES:
         if (folder / str(pipeline)).exists():
-            cases[f"own {pipeline}"] = partial(pipeline.go_on, folder)
-    return run_cases(cases)
+            runs[f"own {pipeline}"] = partial(pipeline.go_on, folder)
+    return runs
+
+
+def go_on_all(folder: Path) -> dict[str, Array]:
+    pipedream.init()
+    return {name: run() for name, run in runs_from(folder).items()}
 
 
 def timed(profile: Path) -> None:

@@ -1,0 +1,148 @@
+"""How tests train ``keras_problem``'s model under ``fit`` on ranks, and note what happens."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras_problem import BATCH, STEPS, batch, weights_of
+from on_ranks import gather
+
+import hvd_pipe.tensorflow.keras as hvd
+from hvd_pipe.planning.plan import Plan
+from hvd_pipe.runtime import check_mode
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.tensorflow.arguments import shapes_of
+
+Found = dict[str, Any]
+
+OVERFLOWING = 12  # steps of `overflow_on_one_rank`, one of which overflows
+
+
+class Lines(logging.Handler):
+    """Keeps what hvd_pipe logs, until `taken`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logger = logging.getLogger("hvd_pipe")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def taken(self) -> list[str]:
+        """Stop, and return the lines of ``auto``."""
+        logging.getLogger("hvd_pipe").removeHandler(self)
+        return [line for line in self.lines if line.startswith("auto")]
+
+
+class Record(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the weights after every batch, and calls ``then`` after batch number ``at``."""
+
+    def __init__(self, at: int = -1, then: Callable[[], object] | None = None) -> None:
+        super().__init__()
+        self.weights: list[Any] = []
+        self._at, self._then = at, then
+
+    def on_train_batch_end(self, number: int, logs: Any = None) -> None:
+        self.weights.append(weights_of(self.model))
+        if len(self.weights) == self._at and self._then is not None:
+            self._then()
+
+
+def data(first: int = 0, last: int = STEPS) -> tuple[Any, Any]:
+    """Return this rank's inputs and targets of these steps."""
+    parts = [batch(hvd.rank(), step) for step in range(first, last)]
+    x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return x, y
+
+
+def fit(model: Any, x: Any, y: Any, *callbacks: Any, **options: Any) -> Any:
+    """Train in order and without output, after a broadcast from rank 0."""
+    callbacks = (hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks)
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, callbacks=list(callbacks), **options)
+
+
+def optimizer_of(model: Any) -> Any:
+    """Return a model's optimizer, without the LossScaleOptimizer around it."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
+
+
+def forward_plan(model: Any) -> Plan:
+    """A bucket a layer; the last layer's travels in three pieces, those of the middle in two."""
+    variables = model.trainable_variables
+    name_of = dict(zip(map(id, variables), shapes_of(variables).names, strict=True))
+    layers = [
+        tuple(name_of[id(each)] for each in layer.trainable_variables) for layer in model.layers
+    ]
+    buckets = tuple(layer for layer in reversed(layers) if layer)
+    middle = tuple(range(1, len(buckets) - 1))
+    return Plan(buckets, "given", order=(0, *middle, 0, len(buckets) - 1, *middle, 0))
+
+
+def forward(model: Any) -> MergedGradient:
+    """The strategy that leaves messages of `forward_plan` to the next forward pass."""
+    return MergedGradient(plan=forward_plan(model), overlap="forward")
+
+
+@contextmanager
+def checks(seed: int | None) -> Iterator[None]:
+    """As if the job had been started with these delays, or with none and no checks."""
+    before = check_mode.active
+    check_mode.active = check_mode.OFF if seed is None else check_mode.Check(seed, hvd.rank())
+    try:
+        yield
+    finally:
+        check_mode.active = before
+
+
+def assert_alike(array: Any) -> None:
+    """All ranks have the same numbers, and these are finite."""
+    first, *others = gather(np.asarray(array))
+    assert np.isfinite(first).all()
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+def small_model() -> Any:
+    """One layer for `data`, of 18 and 3 weights: its step is traced in little time."""
+    keras.utils.set_random_seed(7)
+    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3)])
+
+
+def overflow_on_one_rank(strategy: str) -> Any:
+    """Train under mixed_float16, where Keras puts a LossScaleOptimizer around ours."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = small_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy=strategy)
+        model.compile(optimizer, "mse")
+    finally:
+        keras.config.set_dtype_policy("float64")
+    x, y = data(0, OVERFLOWING)
+    if hvd.rank() == hvd.size() - 1:
+        x[5 * BATCH] = 1e30  # beyond float16
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return model
+
+
+def left_of(dropped: Sequence[weakref.ref[Any]]) -> int:
+    """Collect until all is gone, for some seconds at most; return how many are left.
+
+    A thread may just have sent what the last step left.
+    """
+    deadline = time.monotonic() + 10.0
+    while any(each() is not None for each in dropped) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return sum(each() is not None for each in dropped)
