@@ -1,8 +1,8 @@
-"""All workers of a strategy in one process: the equations in NumPy, of `keras_problem`.
+"""All workers of a strategy in one process: the equations of `keras_problem`, in NumPy.
 
 None of hvd_pipe's code, but for what a user passes: gradients, updates and averages are written
 out here. ``test_keras_equations`` compares gradients and updates with plain Keras. Row r of a
-matrix is worker r's: all weights in a line, and behind them what is averaged with them.
+matrix is worker r's, with all weights, or one momentum of each, in a line.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Workers:
         self.momenta, self.squares, self.averages = np.zeros((3, *self.weights.shape))
 
     def gradients(self, step: int) -> Matrix:
-        """Each worker's own, the mean over the passes that make one update."""
+        """Every worker's own, the mean over the passes that make one update."""
         passes = range(step * self.rule.passes, (step + 1) * self.rule.passes)
         return np.mean([self._backward(number) for number in passes], axis=0)
 
     def _backward(self, step: int) -> Matrix:
-        """Of the mean squared error of `keras_problem.make_model`."""
+        """The gradients of the mean squared error of `keras_problem.make_model`."""
         n, flat = len(self.weights), np.split(self.weights, COLUMNS, axis=1)
         layers = [each.reshape(n, *t.shape) for each, t in zip(flat, TENSORS, strict=True)]
         kernels, biases = layers[::2], layers[1::2]
@@ -102,11 +102,11 @@ class Workers:
             output = inputs[-1] @ kernel + bias[:, None]
             inputs.append(np.tanh(output))
         slope = 2 * (output - y) / y[0].size
-        found: list[Matrix] = []
+        gradients: list[Matrix] = []
         for kernel, into in zip(kernels[::-1], inputs[-2::-1], strict=True):
-            found = [into.swapaxes(1, 2) @ slope, slope.sum(axis=1), *found]
+            gradients = [into.swapaxes(1, 2) @ slope, slope.sum(axis=1), *gradients]
             slope = (slope @ kernel.swapaxes(1, 2)) * (1 - into**2)
-        return np.concatenate([each.reshape(n, -1) for each in found], axis=1)
+        return np.concatenate([each.reshape(n, -1) for each in gradients], axis=1)
 
     def update(self, gradients: Matrix) -> None:
         rule, rate = self.rule, self.rule.rate(self.updates)
@@ -146,7 +146,7 @@ def mean(rows: Matrix, weights: tuple[float, ...] | None) -> Matrix:
 
 
 def within_nodes(gradients: Matrix, method: CoCoD) -> Matrix:
-    """Each worker's gradients, averaged over its node's workers if these train synchronously."""
+    """Every worker's gradients, averaged over its node's workers if these train synchronously."""
     if method.within == "none":
         return gradients
     nodes = [slice(i, i + RANKS_A_NODE) for i in range(0, len(gradients), RANKS_A_NODE)]
@@ -215,7 +215,7 @@ class Rounds:
 
 
 def rounds_of(method: CoCoD, workers: Workers) -> list[Rounds]:
-    """A fragment's each, in the order in which they end."""
+    """The rounds of all fragments, in the order in which they end."""
     columns = np.split(np.arange(workers.weights.shape[1]), COLUMNS)
     momenta = []
     if method.momentum == "average":

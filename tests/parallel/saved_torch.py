@@ -65,7 +65,7 @@ OPTIONS = (
     "cocod:period=4,warmup_steps=9",
     "cocod:period=4,momentum=average",
     "cocod:period=4,pull_back=0.5,anchor_momentum=0.5",
-    "cocod:period=4,outer=nesterov,outer_lr=0.3,outer_momentum=0.5",
+    "cocod:period=4,outer=nesterov,outer_lr=0.25,outer_momentum=0.5",
     "cocod:period=4,weights=3/1",
 )
 CASES = [

@@ -16,12 +16,19 @@ import hvd_pipe.torch as hvd
 
 TOLERANCE = 1e-12
 RANKS = {n: on_ranks(n, init=hvd.init) for n in (1, 2, 3, 4)}
-FEW = [Cell(name, "momentum") for name in ("merged-gradient", "pipe-sgd", "cocod:period=4")]
+FEW = ("merged-gradient", "pipe-sgd", "cocod:period=4")
 
 
 def marks(n: int, cell: Cell) -> list[pytest.MarkDecorator]:
-    # nightly: what two ranks show as well; test_cocod_options has four
-    kept = {1: cell in FEW, 2: True, 3: cell in FEW or cell.drains or cell.passes > 1, 4: False}
+    special, momentum = cell.drains or cell.passes > 1, cell.optimizer == "momentum"
+    # nightly: other optimizers of plans and periods, what two ranks show as well, and four ranks,
+    # which test_cocod_options has
+    kept = {
+        1: cell.strategy in FEW and momentum and not special,
+        2: cell.strategy in FEW or momentum or special,
+        3: special or (cell.strategy in FEW and momentum),
+        4: False,
+    }
     return [RANKS[n], *([pytest.mark.nightly] * (not kept[n]))]
 
 

@@ -461,7 +461,7 @@ def test_a_tape_trains_as_the_optimizer_does(strategy: str, mode: str) -> None:
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    taken = tf.function(step) if mode == "function" else step
+    taken = tf.function(step, autograph=False) if mode == "function" else step
     for number in range(STEPS):
         x, y = batch(hvd.rank(), number)
         taken(tf.constant(x), tf.constant(y))
@@ -540,7 +540,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(strategy: str, tmp_path: Path) -> None
         )
         optimizer.build(model.trainable_variables)
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(x: Any, y: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = loss_of(model, x, y)

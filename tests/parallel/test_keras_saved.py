@@ -16,8 +16,8 @@ from hvd_pipe.tensorflow import pipedream
 # kind, other versions of weights, and what "first" loads as well
 NIGHTLY = (
     "-(bf16|bf16-feedback|int8)-1-7$|(wfbp|sgd)-momentum-fp16-|(wfbp|sgd|4|local)-adam-|"
-    "-(2bw|flush)-|sgd-warmup|prediction-local|average-momentum|weights|first .*-none-|"
-    "own merged-gradient-plan-wfbp-momentum-(int8-feedback-1-7|none-1-7-keras)"
+    "-(2bw|flush)-|warmup|prediction-local|average-momentum|weights|first .*-none-|"
+    "own (merged|pipe).*-int8-feedback-1-7|(wfbp|sgd)-momentum-none-1-7-keras|4-momentum-none-3-7"
 )
 
 

@@ -49,7 +49,7 @@ def sgd(rate: float = 0.05, **options: Any) -> Any:
 def train(model: Any, optimizer: Any, first: int, last: int) -> None:
     """Train in a loop of one's own."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
             loss = loss_of(model, x, y)

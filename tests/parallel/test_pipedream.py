@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -21,7 +20,17 @@ from pipeline_problem import (
     squared,
 )
 from pipeline_reference import COALESCING, METHODS
-from torch_pipelines import EPOCHS, Case, Result, check, make_case, make_engine, train
+from torch_pipelines import (
+    EPOCHS,
+    ON,
+    Case,
+    Result,
+    check,
+    make_case,
+    make_engine,
+    on_their_ranks,
+    train,
+)
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning.pipeline_cost import fewest_microbatches
@@ -96,7 +105,10 @@ GLOO = [
     pytest.param("2-1 stash momentum", marks=pytest.mark.nightly),
     pytest.param("paired 1-1-1 stash", marks=pytest.mark.nightly),
 ]
-PROCESS_SETS = ("1-1 stash momentum", "2-1 stash momentum", "1-2-1 2bw momentum")
+PROCESS_SETS = {
+    name: CASES[name]
+    for name in ("1-1 stash momentum", "2-1 stash momentum", "1-2-1 2bw momentum")
+}
 """Those that also run under MPI with the transport of process sets."""
 
 DAILY = {
@@ -112,29 +124,13 @@ DAILY = {
 }
 """Every mode, optimizer, model and kind of plan once; the other cases are nightly."""
 
-ON = {workers: on_ranks(workers, init=pipedream.init) for workers in (2, 3, 4)}
-
-
-def on_their_ranks(names: Iterable[str], daily: Container[str] = DAILY) -> list[Any]:
-    """Cases by name, each on as many ranks as it has workers."""
-    return [
-        pytest.param(
-            name,
-            marks=[
-                ON[CASES[name].plan.workers],
-                *([] if name in daily else [pytest.mark.nightly]),
-            ],
-        )
-        for name in names
-    ]
-
 
 @functools.cache
 def trained(name: str, transport: str = "auto") -> Result:
     return train(CASES[name], transport=transport)
 
 
-@pytest.mark.parametrize("name", on_their_ranks(CASES))
+@pytest.mark.parametrize("name", on_their_ranks(CASES, DAILY))
 def test_pipelines_are_their_equations(name: str) -> None:
     """Losses and the whole model after each epoch, on every rank, and an evaluation."""
     found, widths = trained(name), CASES[name].plan.replicas
@@ -148,7 +144,7 @@ def test_pipelines_without_mpi(name: str) -> None:
     check(trained(name), CASES[name])
 
 
-@pytest.mark.parametrize("name", on_their_ranks(PROCESS_SETS, PROCESS_SETS[:2]))
+@pytest.mark.parametrize("name", on_their_ranks(PROCESS_SETS, DAILY))
 def test_both_transports_carry_the_same(name: str) -> None:
     one, other = trained(name, "process-sets"), trained(name)
     assert one.losses == other.losses
@@ -157,14 +153,14 @@ def test_both_transports_carry_the_same(name: str) -> None:
             assert np.array_equal(value, same[key]), key
 
 
-FLUSHED = [
-    f"{config} {mode} momentum"
-    for config in ("1-1", "1-1-1-1", "2-1", "3-1", "1-2-1")
-    for mode in ("flush", "gpipe")
-]
+FLUSHED = {
+    name: case
+    for name, case in CASES.items()
+    if case.mode in {"flush", "gpipe"} and case.model == "mixed" and not case.in_transit
+}
 
 
-@pytest.mark.parametrize("name", on_their_ranks(FLUSHED))
+@pytest.mark.parametrize("name", on_their_ranks(FLUSHED, DAILY))
 def test_a_flushed_pipeline_is_one_worker(name: str) -> None:
     """Weights and losses; replicas have running statistics of their own."""
     case, found = CASES[name], trained(name)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from on_ranks import gather, on_ranks
+from on_ranks import gather
 from pipeline_problem import MODELS, Paired, make_mixed, make_paired, make_sparse, plan
 from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 from torch_pipelines import (
+    ON,
     Case,
     Result,
     State,
@@ -27,6 +27,7 @@ from torch_pipelines import (
     check,
     expected,
     make_engine,
+    on_their_ranks,
     reference,
     train,
 )
@@ -35,23 +36,11 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.torch import pipedream
 
 SEED = 11  # of dropout
-ON = {workers: on_ranks(workers, init=pipedream.init) for workers in (1, 2, 3, 4)}
 
 
 def shared(folder: Path) -> Path:
     """Rank 0's folder, on all ranks."""
     return Path(gather(folder)[0])
-
-
-def on_their_ranks(cases: Mapping[str, Case], daily: Iterable[str]) -> list[Any]:
-    """Cases by name, each on as many ranks as it has workers; nightly but for these."""
-    return [
-        pytest.param(
-            name,
-            marks=[ON[case.plan.workers], *([] if name in daily else [pytest.mark.nightly])],
-        )
-        for name, case in cases.items()
-    ]
 
 
 def make_dropping() -> nn.Module:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
-from on_ranks import gather
+from on_ranks import gather, on_ranks
 from pipeline_problem import OPTIMIZERS, Batch, Plan, epoch, make_model, plan, squared
 from pipeline_reference import COALESCING, Reference
 from torch import nn
@@ -69,6 +71,20 @@ def make_case(config: str, mode: str, optimizer: str = "momentum") -> Case:
     stages = config.count("-") + 1
     microbatches = MICROBATCHES.get(config, max(3, stages)) if mode in COALESCING else 1
     return Case(plan(config), mode, optimizer, microbatches=microbatches)
+
+
+ON = {workers: on_ranks(workers, init=pipedream.init) for workers in (2, 3, 4)}
+
+
+def on_their_ranks(cases: Mapping[str, Case], daily: Container[str]) -> list[Any]:
+    """Cases by name, each on as many ranks as it has workers, and nightly where not among some."""
+    return [
+        pytest.param(
+            name,
+            marks=[ON[case.plan.workers], *([] if name in daily else [pytest.mark.nightly])],
+        )
+        for name, case in cases.items()
+    ]
 
 
 def partition_of(model: nn.Module, wanted: Plan) -> Partition:
