@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import os
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -50,6 +52,26 @@ def test_the_line_of_the_script_is_named_not_that_of_a_library() -> None:
     sorted([1], key=lambda _: found.append(watchdog._line(sys._getframe())) or 0)
     assert found[0].startswith("test_watchdog.py:")
     assert watchdog._line(frame).startswith("test_watchdog.py:")
+
+
+def test_a_look_at_a_rank_keeps_nothing_of_what_it_runs() -> None:
+    """Once a second, all variables of the running functions were kept for the garbage collector.
+
+    It ended iterators of tf.data late, and then waited for their threads, for up to a minute.
+    """
+    process = watchdog._Process(0, lambda frames: None)
+
+    def running() -> weakref.ref[Any]:
+        batch = threading.Event()
+        with ThreadPoolExecutor(1) as reporter:
+            reporter.submit(process.status).result()
+        return weakref.ref(batch)
+
+    gc.disable()
+    try:
+        assert running()() is None
+    finally:
+        gc.enable()
 
 
 class Stuck:

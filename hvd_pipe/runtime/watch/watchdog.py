@@ -193,14 +193,14 @@ class _Process:
 
     def status(self) -> Status:
         frames = sys._current_frames()
-        waits_for = self._find(frames)
-        now = time.monotonic()
+        waits_for, now = self._find(frames), time.monotonic()
         if waits_for != self._waits_for:
             self._waits_for, self._since = waits_for, now
         seconds = now - self._since
         waits = waits_for is not None and seconds >= self._patience_s
         joined = waits_for is not None and waits_for.joined
         where = _line(frames.get(threading.main_thread().ident or 0))
+        frames.clear()  # this function's own frame is in it: a cycle, which keeps all frames alive
         return Status(where, waits, seconds, joined, self._threads.are_busy())
 
     def say(self, text: str) -> None:
