@@ -11,7 +11,7 @@ import workers_plans
 from cases import of_case
 from cells import Cell
 from ranks import once, run_ranks
-from workers_merged_gradient import SWITCH
+from branching import SWITCH
 from workers_plans import BUCKETS, PLANS, Buckets, Plans
 
 TENSORS = 6  # of the model

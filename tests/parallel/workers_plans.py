@@ -13,7 +13,7 @@ import torch
 from cases import Raised, run_cases
 from problem import OPTIMIZERS, STEPS, Loss, Weights, loss_of, make_model, train
 from torch import nn
-from workers_merged_gradient import SWITCH, Branches, branches_loss
+from branching import SWITCH, Branches, branches_loss
 
 import hvd_pipe.torch as hvd
 import hvd_pipe.torch.messages.allreduce
