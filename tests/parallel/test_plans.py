@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import workers_plans
+from branching import SWITCH
 from cases import of_case
 from cells import Cell
 from ranks import once, run_ranks
-from branching import SWITCH
 from workers_plans import BUCKETS, PLANS, Buckets, Plans
 
 TENSORS = 6  # of the model

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from branching import SWITCH, Branches, branches_loss
 from cases import Raised, run_cases
 from problem import OPTIMIZERS, STEPS, Loss, Weights, loss_of, make_model, train
 from torch import nn
-from branching import SWITCH, Branches, branches_loss
 
 import hvd_pipe.torch as hvd
 import hvd_pipe.torch.messages.allreduce
