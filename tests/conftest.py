@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -56,10 +56,10 @@ class Durations:
     """Adds up the seconds of the tests of each file, and writes them at the end."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,25 +23,6 @@ from hvd_pipe.tensorflow.arguments import shapes_of
 Found = dict[str, Any]
 
 OVERFLOWING = 12  # steps of `overflow_on_one_rank`, one of which overflows
-
-
-class Lines(logging.Handler):
-    """Keeps what hvd_pipe logs, until `taken`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logger = logging.getLogger("hvd_pipe")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def taken(self) -> list[str]:
-        """Stop, and return the lines of ``auto``."""
-        logging.getLogger("hvd_pipe").removeHandler(self)
-        return [line for line in self.lines if line.startswith("auto")]
 
 
 class Record(keras.callbacks.Callback):  # type: ignore[misc]

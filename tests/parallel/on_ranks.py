@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 import rank_pytest
-from publish import publish
+from publish import publish, rank_and_size
 from ranks import JOB, Call, Launched, framework_of
 
 T = TypeVar("T")
@@ -105,9 +105,7 @@ def gather(value: T, timeout: float = 120.0) -> list[T]:
 
 def place() -> tuple[Path, int, int]:
     """On a rank: return the directory of its launch, its rank, and the number of ranks."""
-    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
-    rank, size = (int(os.environ[f"{launcher}_{name}"]) for name in ("RANK", "SIZE"))
-    return Path(os.environ[JOB]), rank, size
+    return Path(os.environ[JOB]), *rank_and_size()
 
 
 class Report(NamedTuple):
@@ -146,20 +144,18 @@ class Launches:
             launched = self._launched or self._launch(position)
             reports = self._reports(launched, position - self._first)
             outcomes = {report.outcome for report in reports}
-            code = 0
-            if len(outcomes) > 1 or outcomes & {"failed", "lost"} or item is self._items[-1]:
-                code = launched.wait(END_S) or 0
+            good = outcomes in ({"passed"}, {"skipped"})
+            if not good or item is self._items[-1]:
+                code = launched.wait(END_S)
+                if not good or code:
+                    self._failed += 1
+                    tail = launched.tail("launcher")
+                    raise AssertionError(_message(item.name, reports, code, tail))
+                self.end()
         except BaseException:
             self.end()
             raise
-        if len(outcomes) > 1 or outcomes & {"failed", "lost"} or code:
-            self._failed += 1
-            message = _message(item.name, reports, code, launched.tail("launcher"))
-            self.end()
-            raise AssertionError(message)
-        if item is self._items[-1]:
-            self.end()
-        if "skipped" in outcomes:
+        if outcomes == {"skipped"}:
             pytest.skip(reports[0].text)
 
     def _launch(self, position: int) -> Launched:
@@ -199,7 +195,7 @@ class Launches:
             launched.__exit__()
 
 
-def _message(name: str, reports: Sequence[Report], code: int, tail: str) -> str:
+def _message(name: str, reports: Sequence[Report], code: int | None, tail: str) -> str:
     lines = [f"{name} did not pass on {len(reports)} ranks (the launcher's exit status: {code})"]
     for rank, report in enumerate(reports):
         lines += [f"--- rank {rank}: {report.outcome}", report.text]

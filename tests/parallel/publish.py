@@ -26,3 +26,9 @@ def end_late_over_gloo() -> None:
     """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         atexit.register(time.sleep, 3.0)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks, as Open MPI or horovodrun says them."""
+    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
+    return int(os.environ[f"{launcher}_RANK"]), int(os.environ[f"{launcher}_SIZE"])

@@ -12,14 +12,13 @@ import time
 import traceback
 from pathlib import Path
 
-from publish import publish
+from publish import publish, rank_and_size
 
 PATIENCE = 8.0  # seconds a failed rank gives the others to report as well
 
 
 def main(directory: Path) -> None:
-    launcher = "OMPI_COMM_WORLD" if "OMPI_COMM_WORLD_RANK" in os.environ else "HOROVOD"
-    rank, size = (os.environ[f"{launcher}_{key}"] for key in ("RANK", "SIZE"))
+    rank, size = rank_and_size()
     log = os.open(directory / f"log.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -36,7 +35,7 @@ def main(directory: Path) -> None:
         # Leaving makes the launcher end every other rank, the ones that wait for this one
         # included, so ranks that fail for the same reason get a moment to say so.
         patience = time.monotonic() + PATIENCE
-        while len(list(directory.glob("outcome.*"))) < int(size) and time.monotonic() < patience:
+        while len(list(directory.glob("outcome.*"))) < size and time.monotonic() < patience:
             time.sleep(0.05)
         sys.stderr.flush()
         os._exit(1)

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_problem import BATCH, OPTIMIZERS, STEPS, Weights, make_model, weights_of
-from keras_training import Lines, Record, assert_alike, data, fit, optimizer_of, small_model
+from keras_training import Record, assert_alike, data, fit, optimizer_of, small_model
+from logged import Lines
 from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow.keras as hvd

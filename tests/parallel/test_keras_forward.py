@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, loss_of, make_model, weights_of
-from keras_training import Lines, Record, checks, data, fit, forward, forward_plan
+from keras_training import Record, checks, data, fit, forward, forward_plan
+from logged import Lines
 from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow as hvd_tf

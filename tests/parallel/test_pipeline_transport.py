@@ -40,6 +40,7 @@ DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 LAUNCHERS = {"mpi": "mpi", "process-sets": "gloo"}
 CLASSES = {"mpi": "MpiTransport", "process-sets": "ProcessSetTransport"}
 
+ONE_THREAD = on_ranks(4, framework="torch", env={"HOROVOD_MPI_THREADS_DISABLE": "1"})
 OVER = {
     launcher: on_ranks(4, launcher=launcher, framework="torch", env=DYNAMIC)
     for launcher in ("mpi", "gloo")
@@ -385,14 +386,14 @@ def test_the_communication_thread_sleeps_while_nothing_is_on_its_way(
             "process-sets",
             "",
             ["call pipedream.init() in place of hvd.init()"] * 4,
-            marks=on_ranks(4, framework="torch", env={"HOROVOD_MPI_THREADS_DISABLE": "1"}),
+            marks=ONE_THREAD,
             id="no dynamic process sets",
         ),
         pytest.param(
             "auto",
             "",
             ["THREADS_DISABLE"] * 4,
-            marks=on_ranks(4, framework="torch", env={"HOROVOD_MPI_THREADS_DISABLE": "1"}),
+            marks=ONE_THREAD,
             id="one thread",
         ),
         pytest.param(

@@ -20,6 +20,7 @@ import horovod.torch as stock
 import numpy as np
 import torch
 from cases import Raised, run_cases
+from logged import Lines
 from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weights_of
 from serial import make_workers
 from torch import nn
@@ -61,24 +62,6 @@ class Run(NamedTuple):
     weights: Weights
     expected: Weights
     chosen: str | None
-
-
-class Lines(logging.Handler):
-    """Keeps what hvd_pipe logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logger = logging.getLogger("hvd_pipe")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def taken(self) -> list[str]:
-        logging.getLogger("hvd_pipe").removeHandler(self)
-        return [line for line in self.lines if line.startswith("auto")]
 
 
 def wrap(model: nn.Module, allow: str, optimizer: str = "momentum", **arguments: Any) -> Any:

@@ -59,3 +59,8 @@ def test_a_fault_goes_into_the_function_that_it_names() -> None:
     for function in ("Two.three", "three", ""):
         with pytest.raises(ValueError, match=r"give mutations\.toml the text of today"):
             mutations.applied(replace(fault, function=function), text)
+
+
+def test_make_test_runs_what_the_table_says() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text()
+    assert f'-m "{mutations.IN_MAKE_TEST}" $(PYTEST)' in makefile
