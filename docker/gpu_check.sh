@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Check hvd_pipe on a machine with a GPU and no network, in ten minutes; docs/gpu-check.md has more.
+# Check hvd_pipe on a machine with a GPU and no network, in fifteen minutes; docs/gpu-check.md has more.
 #
 #   docker/gpu_check.sh --bundle FILE [--python 3.12]    where there is a network: make the archive
 #   docker/gpu_check.sh [--out DIR]                      on the machine, in the unpacked archive

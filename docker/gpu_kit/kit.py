@@ -1,6 +1,6 @@
 """Build Horovod for the torch at hand, check hvd_pipe with it, and write one JSON and one page.
 
-    docker/gpu_check.sh [--cpu] [--out DIR] [--minutes 10]
+    docker/gpu_check.sh [--cpu] [--out DIR] [--minutes 15]
 
 Nothing is fetched. Each section has a budget of its own, and none stops the ones after it. What is
 installed goes into an environment in the output folder, over the Python that has torch.
@@ -41,7 +41,7 @@ SHARED = ("multi-rank", "host-id", "host")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the kit: ``budget_s`` of ten minutes, and what the ones before it have left."""
+    """A part of the kit: ``budget_s`` of fifteen minutes, and what the ones before it have left."""
 
     name: str
     title: str
@@ -274,16 +274,16 @@ def equations(kit: Kit, limit_s: float) -> list[dict[str, Any]]:
 
 
 SECTIONS = (
-    Section("environment", "Environment", 30, environment),
-    Section("machine", "Machine", 10, machine, "environment"),
-    Section("build", "Horovod's build", 150, build, "machine"),
+    Section("environment", "Environment", 15, environment),
+    Section("machine", "Machine", 15, machine, "environment"),
+    Section("build", "Horovod's build", 190, build, "machine"),
     Section("doctor", "hvd-pipe doctor", 30, doctor, "build"),
-    Section("share", "Two ranks on what is here", 60, share, "build"),
-    Section("equations", "Equations, float64", 110, equations, "build"),
-    Section("profile", "What runs beside what", 40, both("profile"), "build"),
-    Section("speed", "Images a second", 60, both("speed"), "build"),
-    Section("training", "GradScaler, bfloat16, torch.compile", 40, both("training"), "build"),
-    Section("memory", "Memory over many steps", 70, most("memory"), "build"),
+    Section("share", "Two ranks on what is here", 40, share, "build"),
+    Section("equations", "Equations, float64", 240, equations, "build"),
+    Section("profile", "What runs beside what", 80, both("profile"), "build"),
+    Section("speed", "Images a second", 120, both("speed"), "build"),
+    Section("training", "GradScaler, bfloat16, torch.compile", 70, both("training"), "build"),
+    Section("memory", "Memory over many steps", 100, most("memory"), "build"),
 )
 
 
@@ -336,13 +336,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="gpu_check.sh")
     parser.add_argument("--cpu", action="store_true", help="rehearse it over Gloo, without a GPU")
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="a new folder")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (10)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="for all of it (15)")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     if (out / "venv").exists():
         raise SetupError(f"{out} has an environment already: name another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
-    kit = Kit(out, arguments.cpu, max(1.0, arguments.minutes / 10), out / "log.txt")
+    kit = Kit(out, arguments.cpu, max(1.0, arguments.minutes / 15), out / "log.txt")
     kit.log.touch()
     sections = carry_out(kit, arguments.minutes)
     say(f"\n{out / 'gpu-check.md'} and gpu-check.json; the log is log.txt")

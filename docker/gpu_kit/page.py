@@ -50,10 +50,11 @@ def _section(section: Mapping[str, Any]) -> list[str]:
     )
     if not results:
         return lines or ["Nothing was found."]
-    if len(results) > MANY and all(row["good"] is not None for row in results):
-        good = [row for row in results if row["good"]]
+    judged = [row for row in results if row["good"] is not None]
+    if len(judged) > max(MANY, 0.9 * len(results)):
+        good = [row for row in judged if row["good"]]
         away = [row["numbers"]["away"] for row in good if "away" in row.get("numbers", {})]
-        lines.append(f"{len(good)} of {len(results)} are good.")
+        lines.append(f"{len(good)} of {len(judged)} are good.")
         if away:
             lines.append(f"The farthest of these is {max(away):.1e} away.")
         results = [row for row in results if not row["good"]]

@@ -103,6 +103,9 @@ def edits(
     """
     standard = ("set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx_standard})")
     needed = [Edit("CMakeLists.txt", *standard), Edit("horovod/torch/CMakeLists.txt", *standard)]
+    # Flatbuffers assigns to what it declares const, which GCC 14 refuses.
+    span = "third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
+    needed.append(Edit(span, "const size_type count_;", "size_type count_;"))
     if tensorflow >= (2, 16):
         # These wheels no longer ship the compiler headers that Horovod's XLA operations include.
         guard = "#if TENSORFLOW_VERSION >= 2006000000"

@@ -91,26 +91,10 @@ def fetch_source(folder: Path, archive: Path | None = None) -> Path:
     if archive is None:
         requirement = folder / "requirements.txt"
         requirement.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n")
-        run(
-            f"download Horovod {VERSION}",
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--require-hashes",
-                "--no-deps",
-                "--no-build-isolation",
-                "--no-binary",
-                ":all:",
-                "-d",
-                folder,
-                "-r",
-                requirement,
-            ],
-            folder / "download.log",
-            _AGAIN,
-        )
+        pip = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps"]
+        from_source = ["--no-build-isolation", "--no-binary", ":all:"]
+        command = [*pip, *from_source, "-d", str(folder), "-r", str(requirement)]
+        run(f"download Horovod {VERSION}", command, folder / "download.log", _AGAIN)
         archive = folder / f"horovod-{VERSION}.tar.gz"
     digest = sha256(archive)
     if digest != SDIST_SHA256:
@@ -174,9 +158,9 @@ def build_environment(features: Features, nccl: Path) -> dict[str, str]:
         **(cuda_environment(nccl, features.nccl) if features.cuda else {}),
     }
     # Gloo asks for a CMake that is older than what CMake 4 takes, and GCC 13 no longer brings
-    # in the header of uint8_t by others.
+    # in the headers of uint8_t and std::string by others.
     environment.setdefault("CMAKE_POLICY_VERSION_MINIMUM", "3.5")
-    flags = (os.environ.get("CXXFLAGS"), "-include cstdint")
+    flags = (os.environ.get("CXXFLAGS"), "-include cstdint -include string")
     environment["CXXFLAGS"] = " ".join(filter(None, flags))
     # Horovod defaults to -j8: on a small host that is more memory than there is.
     environment.setdefault("MAKEFLAGS", f"-j{os.cpu_count() or 1}")

@@ -103,8 +103,9 @@ def observe(horovod: Any, start: Around, end: Around) -> None:
         return
     if runs():  # the script has started it, which nobody has seen
         _begun_by_script, _fixed_both = True, _fixes_both()
-    for name in ("horovod_init", "horovod_init_multi_comm"):
-        surround(library, name, start, lambda: not runs())
+    surround(library, "horovod_init", start, lambda: not runs())
+    if hasattr(library, "horovod_init_multi_comm"):  # a Horovod without MPI has none
+        surround(library, "horovod_init_multi_comm", start, lambda: not runs())
     surround(library, "horovod_shutdown", end, runs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 
 import torch
@@ -11,8 +12,13 @@ import hvd_pipe.torch as hvd
 LATE_S = 1.5
 
 
-def wait_for_a_late_rank() -> tuple[float, float]:
-    """Take a step in which rank 1 is late; return its seconds, and this thread's own of them."""
+def wait_for_a_late_rank() -> tuple[float, float, int]:
+    """Take a step in which rank 1 is late.
+
+    Returns:
+        The seconds of the step, the processor's seconds of this thread, and how often this thread
+        went to sleep.
+    """
     hvd.init()
     model = torch.nn.Linear(8, 8)
     optimizer = hvd.DistributedOptimizer(
@@ -28,6 +34,10 @@ def wait_for_a_late_rank() -> tuple[float, float]:
     step(0.0)
     start = time.perf_counter()  # before any rank can have left the barrier
     hvd.barrier()
-    used = time.thread_time()
+    used, pauses = time.thread_time(), _pauses()
     step(LATE_S if hvd.rank() == 1 else 0.0)
-    return time.perf_counter() - start, time.thread_time() - used
+    return time.perf_counter() - start, time.thread_time() - used, _pauses() - pauses
+
+
+def _pauses() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

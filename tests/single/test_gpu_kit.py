@@ -134,8 +134,8 @@ def test_a_machine_whose_name_has_no_address_is_left_as_it_is(
 # The sections
 
 
-def test_the_sections_fit_into_ten_minutes() -> None:
-    assert sum(section.budget_s for section in kit.SECTIONS) <= 600
+def test_the_sections_fit_into_fifteen_minutes() -> None:
+    assert sum(section.budget_s for section in kit.SECTIONS) <= 900
     names = [section.name for section in kit.SECTIONS]
     assert len(set(names)) == len(names)
     for number, section in enumerate(kit.SECTIONS):
@@ -306,11 +306,13 @@ def found(device: str = "cuda", **sections: list[dict[str, Any]]) -> dict[str, A
 
 def test_the_page_counts_what_is_good_and_lists_what_is_not() -> None:
     rows = [row(f"cell {number}", True, away=number * 1e-15) for number in range(20)]
-    text = page.text(found(Equations=[*rows, row("cell | 20", False)]))
+    rows += [row("cell | 20", False), row("cell 21", None)]
+    text = page.text(found(Equations=rows))
     assert "| Equations | done | 3 | 20 | 1 |" in text
     assert "20 of 21 are good." in text
     assert "The farthest of these is 1.9e-14 away." in text
     assert "| cell \\| 20 | about cell \\| 20 | **not good** |" in text
+    assert "| cell 21 | about cell 21 |  |" in text
     assert "cell 7" not in text
     assert text.startswith("# hvd_pipe on a GPU\n")
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
 MAX_FILES = 235
-MAX_LINES = 47_900
+MAX_LINES = 47_890
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring
 MAX_FLOORS = 7  # of hvd_pipe.torch, from one of its strategies down

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 from hvd_pipe.runtime import restarts
 
@@ -28,3 +29,25 @@ def test_a_surrounded_function_keeps_its_attributes() -> None:
     assert function.restype is library.strtod.restype is ctypes.c_double
     assert library.strtod.__name__ == "strtod"
     assert entered == ["in", "out"]
+
+
+def test_a_horovod_without_mpi_is_observed() -> None:
+    """Its library has no horovod_init_multi_comm, and hvd.init() ended with an AttributeError."""
+    seen, running = [], []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        seen.append(bool(running))
+        yield
+
+    library = SimpleNamespace(
+        horovod_init=lambda *_: running.append(True), horovod_shutdown=running.clear
+    )
+    horovod = SimpleNamespace(
+        _basics=SimpleNamespace(MPI_LIB_CTYPES=library), is_initialized=lambda: bool(running)
+    )
+    restarts.observe(horovod, around, around)
+    library.horovod_init(None, 0)
+    library.horovod_shutdown()
+    assert seen == [False, True]
+    assert not hasattr(library, "horovod_init_multi_comm")

@@ -271,8 +271,8 @@ class BucketSet:
         found, froze = bool(self.sparse.found), self.frozen != self._last_frozen
         self._own = replace(flags or ControlFlags(), sparse=float(found), frozen=float(froze))
         control = self.buckets[-1].control
-        for number, flag in enumerate(self._own.to_list()):
-            control[number] = flag
+        told = torch.tensor(self._own.to_list(), dtype=control.dtype, pin_memory=control.is_cuda)
+        control.copy_(told, non_blocking=True)  # the host waits for no kernel
         self._last_frozen.clear()
         self._last_frozen.update(self.frozen)
         for bucket in self.buckets:
