@@ -6,7 +6,7 @@
 
 Measurements are the files of `benchmarks/results/`. A table stands between two marks, which are
 comments that no reader sees: ``<!-- NAME -->`` and ``<!-- end -->``. Where a page was out of date,
-the exit status is 1, as `make lint` and reviewers shall notice; a second run then finds nothing.
+the exit status is 1, so that `make lint` fails. A second run then has nothing to write.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@
 
 1. ``hvd_pipe`` and ``tests`` are copied into a temporary folder, so that the tree stays as it is;
 2. one piece of text of one function is replaced there;
-3. the fault's tests run in the copy, to the first failure or the time limit.
+3. the fault's tests run in the copy, to the first failure or the time limit: first those that
+   ``make test`` runs, and the others where these pass.
 
 A fault is caught where a test fails ("caught") or stands still ("hung"). It is not where its tests
 cannot run ("BROKEN": an import or a fixture raises), as no test has looked then. They run once
@@ -34,14 +35,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 LIST = Path(__file__).with_name("mutations.toml")
 IN_MAKE_TEST = "not nightly and not cluster"  # as the Makefile has it
 COPIED = ("hvd_pipe", "tests", "pyproject.toml")
-LIMIT_S = 150.0  # of a fault's tests; without a fault they take less than half of it
+LIMIT_S = 300.0  # of a fault's tests; on_ranks makes a test that hangs fail after 150
 BASELINE_S = 1200.0  # of the tests without a fault
 GRACE_S = 60.0  # a pytest that is told to end ends its ranks first
 
@@ -170,13 +174,12 @@ def run_tests(tree: Path, tests: Sequence[str], cases: str, limit_s: float) -> t
     return status, log.read_text(errors="replace")
 
 
-def plant(mutation: Mutation, in_make_test: frozenset[str]) -> Outcome:
-    """Plant one fault, and run its tests: first those of ``make test``, by their ids."""
+def plant(mutation: Mutation) -> Outcome:
+    """Plant one fault, and run its tests: those of ``make test``, and the others if these pass."""
     begun = time.monotonic()
-    tests = sorted(mutation.tests, key=lambda test: test not in in_make_test)
 
-    def outcome(verdict: str, by: str, quick: bool = False) -> Outcome:
-        return Outcome(mutation, verdict, by, quick, time.monotonic() - begun)
+    def outcome(verdict: str, by: str, in_make_test: bool = False) -> Outcome:
+        return Outcome(mutation, verdict, by, in_make_test, time.monotonic() - begun)
 
     with copied() as tree:
         try:
@@ -184,15 +187,18 @@ def plant(mutation: Mutation, in_make_test: frozenset[str]) -> Outcome:
         except ValueError as error:
             return outcome(BROKEN, str(error))
         (tree / "hvd_pipe" / mutation.file).write_text(text)
-        status, output = run_tests(tree, ["-x", *tests], mutation.cases, LIMIT_S)
-    if status == -1:
-        return outcome(HUNG, " ".join(tests), set(tests) <= in_make_test)
-    if status == 0:
-        return outcome(MISSED, " ".join(tests))
-    failed = failures(output)
-    if status != 1 or not failed:  # nothing ran, or something failed that is no test
-        return outcome(BROKEN, output[-1500:])
-    return outcome(CAUGHT, failed[0], failed[0] in in_make_test)
+        for marks, in_make_test in ((IN_MAKE_TEST, True), (f"not ({IN_MAKE_TEST})", False)):
+            words = ["-x", "-m", marks, *mutation.tests]
+            status, output = run_tests(tree, words, mutation.cases, LIMIT_S)
+            if status == -1:
+                return outcome(HUNG, " ".join(mutation.tests), in_make_test)
+            if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                continue
+            failed = failures(output)
+            if status != pytest.ExitCode.TESTS_FAILED or not failed:  # what failed is no test
+                return outcome(BROKEN, output[-1500:])
+            return outcome(CAUGHT, failed[0], in_make_test)
+    return outcome(MISSED, " ".join(mutation.tests))
 
 
 def failures(output: str) -> list[str]:
@@ -201,15 +207,6 @@ def failures(output: str) -> list[str]:
     An error is none of them: a file was not collected or a fixture failed, and no test looked.
     """
     return re.findall(r"^FAILED (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
-
-
-def tests_of_make_test(mutations: Sequence[Mutation]) -> frozenset[str]:
-    """Return the ids of those tests of the faults' files that ``make test`` runs."""
-    files = sorted({test.partition("::")[0] for m in mutations for test in m.tests})
-    options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", IN_MAKE_TEST]
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return frozenset(line for line in said.splitlines() if "::" in line)
 
 
 def baseline(mutations: Sequence[Mutation]) -> list[str]:
@@ -228,21 +225,42 @@ def baseline(mutations: Sequence[Mutation]) -> list[str]:
 
 
 def changed_since(revision: str) -> list[Mutation]:
-    """Return the faults whose file, tests, or modules that their tests import have changed."""
-    command = ["git", "diff", "--name-only", revision, "--", "hvd_pipe", "tests"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    changed = set(listed.split())
+    """Return the faults whose file, or whose tests or what these depend on, have changed."""
+    changed: set[str] = set()
+    for listing in (("diff", "--name-only", revision), ("ls-files", "-o", "--exclude-standard")):
+        command = ["git", *listing, "--", "hvd_pipe", "tests"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        changed.update(listed.stdout.splitlines())
 
     def touches(mutation: Mutation) -> bool:
-        files = {f"hvd_pipe/{mutation.file}"}
-        for test in {test.partition("::")[0] for test in mutation.tests}:
-            imported = re.findall(
-                r"^(?:from|import) (\w+)", (ROOT / test).read_text(), re.MULTILINE
-            )
-            files |= {test, *(f"{Path(test).parent}/{name}.py" for name in imported)}
-        return bool(files & changed)
+        files = {test.partition("::")[0] for test in mutation.tests}
+        needed = {f"hvd_pipe/{mutation.file}"}.union(*(modules_of(file) for file in files))
+        return bool(needed & changed)
 
     return [mutation for mutation in MUTATIONS if touches(mutation)]
+
+
+@cache
+def modules_of(test: str) -> frozenset[str]:
+    """Return the modules in ``tests`` that a test file depends on, itself among them.
+
+    These are its conftest.py files, and what any of them imports or names as a script. By these,
+    tests in ``tests/parallel`` depend on all that runs ranks.
+    """
+    known = {path.stem: path for path in TESTS.rglob("*.py")}
+    found: set[Path] = set()
+    new = {ROOT / test} | {
+        path for path in TESTS.rglob("conftest.py") if path.parent in (ROOT / test).parents
+    }
+    while new:
+        found |= new
+        named = [pair for path in new for pair in _NAMED.findall(path.read_text())]
+        names = {module or script for module, script in named}
+        new = {known[name] for name in names & known.keys()} - found
+    return frozenset(str(path.relative_to(ROOT)) for path in found)
+
+
+_NAMED = re.compile(r'^\s*(?:from|import) (\w+)|"(\w+)\.py"', re.MULTILINE)
 
 
 def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
@@ -299,7 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in chosen:
             print(mutation.name, mutation.file, *mutation.tests, sep="\n    ")
         return 0
-    in_make_test = tests_of_make_test(chosen)
     if not given.no_baseline:
         begun = time.monotonic()
         failed = baseline(chosen)
@@ -309,9 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     outcomes = []
     with ThreadPoolExecutor(given.jobs) as pool:
-        for number, one in enumerate(
-            pool.map(partial(plant, in_make_test=in_make_test), chosen), 1
-        ):
+        for number, one in enumerate(pool.map(plant, chosen), 1):
             outcomes.append(one)
             print(
                 f"{number:3}/{len(chosen)} {one.verdict:6} {one.seconds:4.0f} s  "

@@ -31,6 +31,7 @@ def write(report: Path) -> None:
         file = re.sub(r"\.Test\w+$", "", case.get("classname") or "").replace(".", "/")
         seconds[file] += float(case.get("time", 0.0))
         tests[file] += 1
+    began = datetime.datetime.fromisoformat(suite.get("timestamp", ""))
     folders: defaultdict[str, float] = defaultdict(float)
     for file, taken in seconds.items():
         folders["/".join(file.split("/")[:2])] += taken
@@ -46,7 +47,7 @@ def write(report: Path) -> None:
     lines = [
         "# The last run of `make test-all`",
         "",
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {revision}, "
+        f"{began:%Y-%m-%d}, commit {revision}, "
         f"{os.cpu_count()} cores: {passed} passed, {counts['failures']} failed, "
         f"{counts['errors']} errors, {counts['skipped']} skipped in "
         f"{float(suite.get('time', 0)) / 60:.0f} min, {sum(seconds.values()):.0f} worker-seconds.",

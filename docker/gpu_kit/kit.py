@@ -41,7 +41,7 @@ SHARED = ("multi-rank", "host-id", "host")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the kit: ``budget_s`` of fifteen minutes, and what the ones before it have left."""
+    """A part of the kit: it has ``budget_s`` seconds, and what the ones before it have left."""
 
     name: str
     title: str

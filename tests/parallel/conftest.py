@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import on_ranks
 import pytest
@@ -19,6 +20,12 @@ def runs_elsewhere(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = on_ranks.together(items)
+
+
+def pytest_configure() -> None:
+    directory = os.environ.get(ranks.JOB)
+    if directory and not Path(directory, "call.pickle").exists():
+        raise pytest.UsageError(f"unset {ranks.JOB}: only ranks that pytest launches have it")
 
 
 @pytest.hookimpl(tryfirst=True)

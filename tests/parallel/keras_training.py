@@ -20,8 +20,6 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.tensorflow.arguments import shapes_of
 
-Found = dict[str, Any]
-
 OVERFLOWING = 12  # steps of `overflow_on_one_rank`, one of which overflows
 
 

@@ -147,7 +147,12 @@ class Launches:
             good = outcomes in ({"passed"}, {"skipped"})
             if not good or item is self._items[-1]:
                 code = launched.wait(END_S)
-                if not good or code:
+                if good and code != 0:  # a rank has failed after its last test
+                    reports = [
+                        each._replace(text=_output(launched, rank))
+                        for rank, each in enumerate(reports)
+                    ]
+                if not good or code != 0:
                     self._failed += 1
                     tail = launched.tail("launcher")
                     raise AssertionError(_message(item.name, reports, code, tail))
@@ -179,12 +184,15 @@ class Launches:
 
     def _reports(self, launched: Launched, number: int) -> list[Report]:
         files = [launched.directory / f"report.{number}.{rank}" for rank in range(self._wanted.n)]
+        deadline = time.monotonic() + self._wanted.timeout + END_S
         while not all(file.exists() for file in files) and launched.runs():
+            if time.monotonic() > deadline:  # ranks end themselves before, if they have started
+                break
             time.sleep(POLL_S)
         return [
             Report(*pickle.loads(file.read_bytes()))
             if file.exists()
-            else Report("lost", f"{launched.outcome(rank)[1]}\n{launched.tail(str(rank))}")
+            else Report("lost", _output(launched, rank))
             for rank, file in enumerate(files)
         ]
 
@@ -193,6 +201,11 @@ class Launches:
         launched, self._launched = self._launched, None
         if launched is not None:
             launched.__exit__()
+
+
+def _output(launched: Launched, rank: int) -> str:
+    ended_well, said = launched.outcome(rank)
+    return launched.tail(str(rank)) if ended_well else str(said)
 
 
 def _message(name: str, reports: Sequence[Report], code: int | None, tail: str) -> str:

@@ -26,10 +26,11 @@ LOST = 1
 @pytest.mark.parametrize(
     ("launcher", "strategy", "ranks"),
     [
-        ("mpi", "merged-gradient", 3),
+        pytest.param("mpi", "merged-gradient", 3, marks=pytest.mark.nightly),
         pytest.param("mpi", "pipe-sgd+int8", 2, marks=pytest.mark.nightly),
         pytest.param("mpi", "cocod:period=2", 2, marks=pytest.mark.nightly),
-        ("gloo", "pipe-sgd", 2),
+        # nightly: the watch must name it before Gloo gives up; test_pipeline_transport stops one
+        pytest.param("gloo", "pipe-sgd", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_is_stopped(launcher: str, strategy: str, ranks: int) -> None:

@@ -30,8 +30,6 @@ GLOO_TIMEOUT = 120
 TWO = "localhost:1\nLOCALHOST:1\n"
 WAYS = ["pipe-sgd", "cocod:period=4"]  # "merged-gradient" and TAPE work, too
 STOCK = f"{SWAPPED} pipe-sgd"
-# nightly: a job takes a minute; one stays.
-NIGHTLY = [pytest.param(way, marks=pytest.mark.nightly) for way in (WAYS[1], STOCK)]
 ADDED_AT, KILLED_AT = 9, 19
 STARTS = [(0, 2), (10, 3)]
 COMMITS = [18]
@@ -72,7 +70,9 @@ def outcome(way: str) -> Outcome:
         return Outcome(found, float((directory / "loss").read_text()), said)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], NIGHTLY[0]])
+# nightly: jobs whose workers come and go take a minute, and wait for times that Gloo is given.
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS)
 def test_training_starts_again_where_it_should(way: str) -> None:
     """After a host has come at the same step, after a failure at the last commit."""
     found = outcome(way)
@@ -97,7 +97,8 @@ def test_swapping_the_class_alone() -> None:
     assert "take `run` and the state from hvd_pipe.tensorflow.elastic" in found.said
 
 
-@pytest.mark.parametrize("way", [WAYS[0], *NIGHTLY])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", [*WAYS, STOCK])
 def test_replicas_are_equal(way: str) -> None:
     first, second = outcome(way).results
     assert first["weights"] == second["weights"]
@@ -106,6 +107,7 @@ def test_replicas_are_equal(way: str) -> None:
         assert first["slots"] == second["slots"]
 
 
+@pytest.mark.nightly
 def test_each_gradient_is_applied_once() -> None:
     """A falling loss does not tell: it falls with a gradient that is lost or doubled, too."""
     found = outcome("pipe-sgd")
@@ -149,7 +151,8 @@ def pipelined(starts: list[tuple[int, int]]) -> Weights:
     return workers.weights_of(model)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], *NIGHTLY])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", [*WAYS, STOCK])
 def test_the_loss_goes_on_falling(way: str) -> None:
     found = outcome(way)
     assert found.results[0]["loss"] < found.loss_before

@@ -233,13 +233,15 @@ def test_buckets_leave_when_they_are_ready(strategy: str) -> None:
         assert update.start_s >= max(e.end_s for e in mine) - 1e-8
 
 
+# nightly: on a very busy machine, all messages may be late
+@pytest.mark.nightly
 @two
 @pytest.mark.parametrize("case", ["fit pipe-sgd", "fit pipe-sgd:bucket_bytes=200"])
 def test_pipe_sgd_sends_before_its_gradients_are_ready(case: str) -> None:
     timeline = of(case)
     sent = {(e.name, e.args["step"]): e for e in reversed(events(timeline, "allreduce"))}
     before = [sent[e.name, e.args["step"]].start_s < e.start_s for e in events(timeline, "ready")]
-    assert sum(before) > 0  # of all of them, unless the machine is very busy
+    assert sum(before) > 0
 
 
 @two

@@ -175,7 +175,6 @@ def _auto_loop() -> None:
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-WARMUP = "hvd.callbacks.LearningRateWarmupCallback"
 
 TABLE = [
     Wrong("no optimizer", TypeError, "must be a keras.optimizers.Optimizer of Keras 3, got .*str",

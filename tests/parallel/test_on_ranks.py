@@ -30,7 +30,6 @@ def outcomes(said: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
-# nightly: failures with real deadlines; all tests on ranks use the rest.
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_both_launchers(launcher: str, tmp_path: Path) -> None:
     said = run_file(
@@ -98,6 +97,7 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     assert "last words" in said
 
 
+# nightly: failures with real deadlines; all tests on ranks use the rest.
 @pytest.mark.nightly
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     said = run_file(

@@ -18,10 +18,29 @@ from mutations import MUTATIONS, Mutation  # noqa: E402
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
 def test_a_fault_can_be_planted(mutation: Mutation) -> None:
-    """Its text is there once, the result is Python, and its tests are in the suite."""
+    """Its text is there once, and the result is Python."""
     before = mutations.sources_of(mutation)
     after = mutations.applied(mutation, before)
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+def test_a_fault_has_tests(mutation: Mutation) -> None:
+    """Each is a function of a test file; nothing checks the parameters in brackets here.
+
+    Only a job of cases.py can run some of its cases.
+    """
+    files = {test.partition("::")[0] for test in mutation.tests}
+    functions = {
+        f"{file}::{node.name}"
+        for file in files
+        for node in ast.parse((mutations.ROOT / file).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert mutation.tests
+    assert {test.partition("[")[0] for test in mutation.tests} <= functions
+    if mutation.cases:
+        assert any("tests/parallel/cases.py" in mutations.modules_of(file) for file in files)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +60,47 @@ def test_only_a_test_that_fails_catches_a_fault(
     test: str, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A fault that broke an import counted as caught, and no test had looked at it."""
-    (tmp_path / "hvd_pipe").mkdir()
-    (tmp_path / "hvd_pipe" / "__init__.py").touch()
-    (tmp_path / "hvd_pipe" / "own.py").write_text("def answer(): return 42\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_own.py").write_text(f"from hvd_pipe.own import answer\n{test}\n")
-    (tmp_path / "pyproject.toml").touch()
     monkeypatch.setattr(mutations, "ROOT", tmp_path)
-    fault = Mutation("wrong", "own.py", "return 42", "return 41", ["tests/test_own.py"])
-    assert mutations.plant(fault, frozenset()).verdict == verdict
+    assert mutations.plant(wrong_answer(tmp_path, test)).verdict == verdict
+
+
+def wrong_answer(tree: Path, tests: str) -> Mutation:
+    """Write a small package and its tests, and return a fault of it."""
+    (tree / "hvd_pipe").mkdir()
+    (tree / "hvd_pipe" / "__init__.py").touch()
+    (tree / "hvd_pipe" / "own.py").write_text("def answer(): return 42\n")
+    (tree / "tests").mkdir()
+    (tree / "tests" / "test_own.py").write_text(f"from hvd_pipe.own import answer\n{tests}\n")
+    (tree / "pyproject.toml").touch()
+    return Mutation("wrong", "own.py", "return 42", "return 41", ["tests/test_own.py"])
+
+
+@pytest.mark.parametrize(
+    ("quick", "by"),
+    [("answer() == 42", "test_quick"), ("answer()", "test_nightly")],
+    ids=["fails", "passes"],
+)
+def test_a_nightly_test_catches_what_make_test_misses(
+    quick: str, by: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A nightly test that ran first was said to have caught what ``make test`` catches, too."""
+    monkeypatch.setattr(mutations, "ROOT", tmp_path)
+    tests = (
+        "import pytest\n@pytest.mark.nightly\ndef test_nightly(): assert answer() == 42\n"
+        f"def test_quick(): assert {quick}"
+    )
+    outcome = mutations.plant(wrong_answer(tmp_path, tests))
+    assert outcome.verdict == mutations.CAUGHT
+    assert outcome.by == f"tests/test_own.py::{by}"
+    assert outcome.in_make_test == (by == "test_quick")
+
+
+def test_a_test_on_ranks_depends_on_what_runs_ranks() -> None:
+    file = "tests/parallel/test_keras_forward.py"
+    helpers = ("conftest", "on_ranks", "rank_pytest", "rank_main", "keras_training")
+    needed = {file, "tests/conftest.py", *(f"tests/parallel/{name}.py" for name in helpers)}
+    assert needed <= mutations.modules_of(file)
+    assert "tests/parallel/cases.py" not in mutations.modules_of(file)
 
 
 def test_a_fault_goes_into_the_function_that_it_names() -> None:
