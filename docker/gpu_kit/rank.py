@@ -1,6 +1,6 @@
 """One rank of a section of the kit: `kit.py` starts it, and reads each result as it is there.
 
-horovodrun -np 2 --gloo python rank.py SECTION[+SECTION ...] --out FILE --device cuda [--small]
+horovodrun -np 2 --gloo python rank.py SECTION --out FILE --device cuda [--small]
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def main() -> None:
 
     hvd.init()
     place = Place(device, arguments.small)
+    jobs = {**checks.SECTIONS, **measures.SECTIONS}[arguments.section](place)
     report = Report(arguments.out.with_suffix(f".{hvd.rank()}.json"))
-    for section in arguments.section.split("+"):
-        for name, job in {**checks.SECTIONS, **measures.SECTIONS}[section](place).items():
-            report.run(name, job)
+    for name, job in jobs.items():
+        report.run(name, job)
     hvd.shutdown()
 
 

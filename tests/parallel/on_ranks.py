@@ -184,9 +184,10 @@ class Launches:
 
     def _reports(self, launched: Launched, number: int) -> list[Report]:
         files = [launched.directory / f"report.{number}.{rank}" for rank in range(self._wanted.n)]
+        # Ranks end themselves before, if they have started.
         deadline = time.monotonic() + self._wanted.timeout + END_S
-        while not all(file.exists() for file in files) and launched.runs():
-            if time.monotonic() > deadline:  # ranks end themselves before, if they have started
+        while launched.runs() and time.monotonic() < deadline:
+            if all(file.exists() for file in files):
                 break
             time.sleep(POLL_S)
         return [
