@@ -52,6 +52,6 @@ def test_the_true_offset_is_within_the_error(
         now = both + max(leave_here, leave_there)
     found, error = bound_offset(*columns)
     assert abs(found - offset) <= error + 1
-    assert error <= 2000
+    assert error <= 3000  # one rank waits for the other, and each leaves late
     if abs(offset) > 2000:
         assert found != 0
