@@ -210,7 +210,7 @@ def failures(output: str) -> list[str]:
 
 
 def baseline(mutations: Sequence[Mutation]) -> list[str]:
-    """Run the tests of all mutations without a fault; return what fails."""
+    """Run the tests of all mutations without a fault; return what pytest says of failures."""
     failed = []
     whole = [m for m in mutations if not m.cases]
     narrowed = [m for m in mutations if m.cases]
@@ -220,7 +220,7 @@ def baseline(mutations: Sequence[Mutation]) -> list[str]:
         with copied() as tree:
             status, output = run_tests(tree, words, cases, BASELINE_S)
         if status:
-            failed += failures(output) or [f"pytest ended with {status}:\n{output[-3000:]}"]
+            failed.append(f"pytest ended with {status}:\n{output[-3000:]}")
     return failed
 
 
@@ -289,6 +289,26 @@ def write_table(path: Path, outcomes: Sequence[Outcome]) -> None:
     )
 
 
+def _chosen(parser: argparse.ArgumentParser, given: argparse.Namespace) -> list[Mutation]:
+    """Return the faults that the arguments name; exits where these cannot be."""
+    try:
+        pattern = re.compile(given.only or "")
+        chosen = changed_since(given.changed) if given.changed else MUTATIONS
+    except re.error as error:
+        parser.error(f"--only is a regular expression, got {given.only!r}: {error}")
+    except subprocess.CalledProcessError as error:
+        parser.error(f"--changed: git says {error.stderr.strip()}")
+    matching = [m for m in chosen if pattern.search(m.name) or pattern.search(m.file)]
+    if given.only and chosen and not matching:
+        parser.error(f"no fault has a name or a file that matches {given.only!r}: see --list")
+    if not given.shard:
+        return matching
+    shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given.shard)
+    if not shard or int(shard[1]) > int(shard[2]):
+        parser.error(f"--shard is K/N, such as 1/4, got {given.shard!r}")
+    return matching[int(shard[1]) - 1 :: int(shard[2])]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 where every fault is caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -300,19 +320,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-baseline", action="store_true", help="trust the tests as they are")
     parser.add_argument("--table", type=Path, metavar="FILE", help="put the results into a table")
     given = parser.parse_args(arguments)
-    pattern = re.compile(given.only or "")
-    chosen = changed_since(given.changed) if given.changed else MUTATIONS
-    chosen = [m for m in chosen if pattern.search(m.name) or pattern.search(m.file)]
-    if given.shard:
-        shard = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", given.shard)
-        if not shard or int(shard[1]) > int(shard[2]):
-            parser.error(f"--shard is K/N, such as 1/4, got {given.shard!r}")
-        chosen = chosen[int(shard[1]) - 1 :: int(shard[2])]
+    if given.jobs < 1:
+        parser.error(f"--jobs is 1 or more, got {given.jobs}")
+    if given.table and not given.table.parent.is_dir():
+        parser.error(f"--table: there is no folder {given.table.parent}")
+    chosen = _chosen(parser, given)
     if not chosen:
-        if given.changed:
-            print(f"no fault is touched by what has changed since {given.changed}")
-            return 0
-        parser.error(f"no fault has a name or a file that matches {given.only!r}: see --list")
+        print("there is no such fault: nothing to do")
+        return 0
     if given.list:
         for mutation in chosen:
             print(mutation.name, mutation.file, *mutation.tests, sep="\n    ")

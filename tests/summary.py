@@ -52,6 +52,7 @@ def write(report: Path) -> None:
         f"{counts['errors']} errors, {counts['skipped']} skipped in "
         f"{float(suite.get('time', 0)) / 60:.0f} min, {sum(seconds.values()):.0f} worker-seconds.",
         "",
+        *_failed(suite),
         "| folder | worker-seconds |",
         "| --- | --: |",
         *(f"| {name} | {taken:.0f} |" for name, taken in sorted(folders.items())),
@@ -64,6 +65,16 @@ def write(report: Path) -> None:
     for file, taken in heaviest:
         lines.append(f"| {file}.py | {tests[file]} | {taken:.0f} |")
     SUMMARY.write_text("\n".join(lines) + "\n")
+
+
+def _failed(suite: ElementTree.Element) -> list[str]:
+    """Return lines that name the tests that have failed."""
+    names = [
+        f"- `{case.get('classname')}::{case.get('name')}`"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return ["Failed:", "", *names, ""] if names else []
 
 
 def age() -> str:

@@ -135,7 +135,7 @@ class Launches:
 
         Raises:
             pytest.skip.Exception: It was skipped on every rank.
-            AssertionError: It did not pass on every rank; the message has what each rank says.
+            pytest.fail.Exception: It did not pass on every rank; the message has what each says.
         """
         position = self._items.index(item)
         try:
@@ -155,7 +155,8 @@ class Launches:
                 if not good or code != 0:
                     self._failed += 1
                     tail = launched.tail("launcher")
-                    raise AssertionError(_message(item.name, reports, code, tail))
+                    # What the ranks say is all there is to read, none of it in this process.
+                    pytest.fail(_message(item.name, reports, code, tail), pytrace=False)
                 self.end()
         except BaseException:
             self.end()
@@ -165,9 +166,8 @@ class Launches:
 
     def _launch(self, position: int) -> Launched:
         if self._failed >= MAX_FAILED_LAUNCHES:
-            raise AssertionError(
-                f"not run, as {self._failed} launches for tests of this file have failed"
-            )
+            text = f"not run, as {self._failed} launches for tests of this file have failed"
+            pytest.fail(text, pytrace=False)
         items = self._items[position:]
         wanted = self._wanted
         framework = wanted.framework
@@ -210,10 +210,24 @@ def _output(launched: Launched, rank: int) -> str:
 
 
 def _message(name: str, reports: Sequence[Report], code: int | None, tail: str) -> str:
-    lines = [f"{name} did not pass on {len(reports)} ranks (the launcher's exit status: {code})"]
+    said = [(rank, each) for rank, each in enumerate(reports) if each.outcome == "failed"]
+    first = f" Rank {said[0][0]}: {_error(said[0][1].text)}" if said else ""
+    lines = [f"{name} did not pass on {len(reports)} ranks.{first}"]
+    if any(report.outcome == "lost" for report in reports):
+        lines.append(
+            "A rank that is lost has not reported: it hung (the stacks of its threads follow), it "
+            "exited, or it was ended because another rank had failed."
+        )
+    lines.append(f"The launcher's exit status: {code}")
     for rank, report in enumerate(reports):
         lines += [f"--- rank {rank}: {report.outcome}", report.text]
     return "\n".join([*lines, "--- the launcher:", tail])
+
+
+def _error(text: str) -> str:
+    """Return the line of a failure that says what was wrong."""
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return lines[0] if lines else text.strip().rpartition("\n")[2]
 
 
 def launches(items: Iterable[pytest.Item]) -> dict[pytest.Item, Launches]:

@@ -53,7 +53,11 @@ class InStep:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         known = {_name(item.nodeid): item for item in items}
         if missing := [name for name in self._places if name not in known]:
-            raise pytest.UsageError(f"a rank does not know these tests: {missing}")
+            self.errors += (
+                f"this rank does not know {missing}, which the first process has selected: its "
+                f"own tests are {list(known)}. Parametrize alike on all ranks."
+            )
+            raise pytest.UsageError("unknown tests")
         items[:] = [known[name] for name in self._places]
 
     def pytest_runtestloop(self, session: pytest.Session) -> None:

@@ -263,9 +263,15 @@ def _forked(framework: str, n: int) -> list[str]:
     return [sys.executable, "-I", "-S", rank_server.__file__, "ask", _servers().name, framework]
 
 
+LONGEST_FOLDER = 60  # with names of 40 characters, what Linux takes as a socket's path
+
+
 @functools.cache
 def _servers() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="servers-")
+    usual = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="servers-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp"
+    )
 
 
 @functools.cache

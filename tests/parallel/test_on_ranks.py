@@ -93,7 +93,7 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
         "test_ends": "FAILED",
         "test_after": "PASSED",
     }, said
-    assert "AssertionError: only here" in said
+    assert "test_wrong did not pass on 2 ranks. Rank 1: AssertionError: only here" in said
     assert "last words" in said
 
 
@@ -111,6 +111,18 @@ def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -
     )
     assert outcomes(said) == {"test_last": "FAILED"}, said
     assert "last words" in said
+
+
+def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
+    said = run_file(
+        tmp_path,
+        "@on_ranks(2)\n"
+        "@pytest.mark.parametrize('n', [1, 3 if 'RANKS_DIRECTORY' in os.environ else 2])\n"
+        "def test_it(n):\n"
+        "    pass\n",
+    )
+    assert "this rank does not know ['test_it[2]']" in said, said
+    assert "its own tests are ['test_it[1]', 'test_it[3]']" in said
 
 
 # nightly: failures with real deadlines; all tests on ranks use the rest.
