@@ -43,12 +43,12 @@ def run_cases(cases: Mapping[K, Callable[[], R]]) -> dict[K, R | Raised]:
 
 def of_case(ranks: Sequence[Mapping[K, R | Raised]], case: K) -> list[R]:
     """In a test: what each rank's run of one case returned."""
+    wanted = os.environ.get("ONLY_CASES")
+    assert all(case in cases for cases in ranks), f"ONLY_CASES={wanted!r} leaves out {case!r}"
     raised = {
         f"rank {rank}": result.traceback
-        for rank, result in enumerate(cases.get(case) for cases in ranks)
+        for rank, result in enumerate(cases[case] for cases in ranks)
         if isinstance(result, Raised)
     }
-    missing = f"no case {case!r}: ONLY_CASES={os.environ.get('ONLY_CASES')!r} leaves it out"
-    assert all(case in cases for cases in ranks), missing
     assert not raised, "\n".join(f"{rank}: {text}" for rank, text in raised.items())
     return [cases[case] for cases in ranks]  # type: ignore[misc]

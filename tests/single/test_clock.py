@@ -30,7 +30,8 @@ def test_doctests() -> None:
 
 
 @given(
-    st.integers(-(10**6), 10**6),
+    # small ones, too: those that the delays can explain are taken for none
+    st.one_of(st.integers(-4000, 4000), st.integers(-(10**6), 10**6)),
     st.lists(st.tuples(DELAYS, DELAYS, DELAYS, DELAYS), min_size=1, max_size=12),
 )
 def test_the_true_offset_is_within_the_error(
