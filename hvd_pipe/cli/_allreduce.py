@@ -143,15 +143,7 @@ def measure(
 def _rounds(
     every: list[int], device: torch.device, budget_s: float, progress: Progress
 ) -> tuple[list[int], list[float], float]:
-    """Go through the sizes some times; return medians over the rounds, which outliers do not move.
-
-    Returns:
-        The sizes that the budget sufficed for, the seconds of each, and the delay. A size whose
-        time was lost in the noise in every round is left out.
-
-    Raises:
-        HvdPipeError: So were all but one.
-    """
+    """Measure the sizes some times; return sizes, median seconds over rounds, and the delay."""
     everyone, first = hvd.global_process_set, hvd.rank() == 0
 
     def measured_one(size: int, seconds: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LEAST = 2048
-_SUFFIXES = (".json", ".png", ".svg")
 _ALONE = (
     "bench measures between ranks: horovodrun -np 2 hvd-pipe bench (with -H for several hosts)"
 )
@@ -44,7 +42,7 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
 
 @click.command(
     cls=SharedCommand,
-    epilog="Example: horovodrun -np 4 -H h1:2,h2:2 hvd-pipe bench -o cluster.json -o comm.png. "
+    epilog="Example: horovodrun -np 4 -H h1:2,h2:2 hvd-pipe bench -o cluster.json. "
     "horovodrun writes the rank before every line; for --json use mpirun, which does not.",
 )
 @click.option(
@@ -75,7 +73,7 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the cluster for --cluster (.json), or a picture (.png, .svg). May be repeated.",
+    help="Write the cluster for --cluster (.json). May be repeated.",
 )
 @json_option
 def command(
@@ -102,7 +100,7 @@ def command(
     if found is None:
         return
     for path in paths:
-        _write(found, path)
+        found.cluster.save(path)
     _print(found, paths, budget, complete=found.sizes[-1] >= max_bytes // 4 * 4, as_json=as_json)
 
 
@@ -112,26 +110,12 @@ def _progress(place: str, size: int, seconds: float) -> None:
 
 def _check_output(path: Path) -> None:
     """Refuse before the first message what would fail after the last."""
-    if path.suffix.lower() not in _SUFFIXES:
-        raise click.BadParameter(
-            f"{str(path)!r} must end in {' or '.join(_SUFFIXES)}, which says what to write.",
-            param_hint="-o",
-        )
+    if path.suffix.lower() != ".json":
+        raise click.BadParameter(f"{str(path)!r} must end in .json.", param_hint="-o")
     if path.is_dir() or not path.parent.is_dir():
         what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
         raise InputError(f"{path}: {what}")
     check_writable(path)
-    if path.suffix.lower() != ".json" and importlib.util.find_spec("matplotlib") is None:
-        raise InputError(f"{path}: pictures need matplotlib: pip install 'hvd_pipe[plot]'")
-
-
-def _write(found: Measurement, path: Path) -> None:
-    if path.suffix.lower() == ".json":
-        found.cluster.save(path)
-        return
-    from hvd_pipe.cli.plots import draw_comm  # noqa: PLC0415 - matplotlib is not a requirement
-
-    draw_comm(found.sizes, found.seconds, found.comm, path)
 
 
 def _print(

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli import options, plots
+from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, progress, table, write_json
 from hvd_pipe.planning.cluster import Cluster
@@ -84,7 +84,7 @@ __all__ = ["command"]
     metavar="FILE",
     help="Write the start of PipeDream's schedule, simulated (.json, .png, .svg).",
 )
-@options.output_option(".json", ".png", ".svg", what="the partition, or a picture of it")
+@options.output_option(".json", what="the partition")
 @options.json_option
 def command(
     profile: ModelProfile,
@@ -126,7 +126,7 @@ def command(
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
-        _save(made, path)
+        made.save(path)
     if timeline is not None:
         few = _turns(made, 2 * made.replicas[0] * made.in_flight[0])
         simulate_partition(made, profile, cluster, minibatches=few).timeline.save(timeline)
@@ -226,13 +226,6 @@ def _price(made: Partition) -> str:
         f"{made.in_flight[0]} in flight, not {fewer}, with the memory above, and its gradients "
         "are as much later"
     )
-
-
-def _save(made: Partition, path: Path) -> None:
-    if path.suffix.lower() == ".json":
-        made.save(path)
-    else:
-        plots.draw_partition(made, path)
 
 
 def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ import pytest
 
 from hvd_pipe import _pictures
 from hvd_pipe.cli import plots
-from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.timeline import CATEGORIES, Event, Timeline
 
 
@@ -65,11 +64,6 @@ def rows(methods: int, counts: tuple[int, ...]) -> list[dict[str, object]]:
         for m in range(methods)
         for n in counts
     ]
-
-
-def stage(layers: int, replicas: int) -> Stage:
-    names = tuple(f"features.{i}" for i in range(layers))
-    return Stage(names, replicas, 0.04, 10**8, 10**6, 3 * 10**6, 5 * 10**8, 0.06)
 
 
 def test_doctests() -> None:
@@ -151,30 +145,6 @@ def test_a_sweep_has_every_method_and_the_ideal(tmp_path: Path) -> None:
     assert width(tmp_path / "a.png") == 1200
     with pytest.raises(ValueError, match="without rows"):
         plots.draw_sweep([], tmp_path / "b.png")
-
-
-def test_samples_and_their_model(tmp_path: Path) -> None:
-    sizes = [2**k for k in range(10, 27)]
-    seconds = [5e-5 + size * 1e-9 for size in sizes]
-    text = text_of(tmp_path / "a.svg", plots.draw_comm, sizes, seconds, lambda x: 5e-5 + x * 1e-9)
-    for label in ("model", "measured", "message size", "all-reduce time, ms", "1 MiB"):
-        assert f">{label}<" in text
-    plots.draw_comm([1000], [1e-3], None, tmp_path / "a.png")
-    assert width(tmp_path / "a.png") == 1200
-    with pytest.raises(ValueError, match="got 2 sizes and 1 times"):
-        plots.draw_comm([1, 2], [1.0], None, tmp_path / "b.png")
-
-
-@pytest.mark.parametrize("count", [1, 2, 16])
-def test_stages(tmp_path: Path, count: int) -> None:
-    stages = tuple(stage(1 + i, 1 + i % 3) for i in range(count))
-    partition = Partition(stages, 40, 0.06, 0.9, 0.2, "paper", (1,) * count)
-    plots.draw_partition(partition, tmp_path / "a.png")
-    assert width(tmp_path / "a.png") == 1200
-    text = text_of(tmp_path / "a.svg", plots.draw_partition, partition)
-    assert "on 40 workers: 60 ms a minibatch (data-parallel 200 ms)" in text
-    assert text.count("2.86 MiB") == count - 1
-    assert ">1 layer on 1 worker<" in text
 
 
 def test_equal_pictures_are_equal_files(tmp_path: Path) -> None:
