@@ -25,8 +25,6 @@ from pydantic.alias_generators import to_camel
 sys.path.append(str(Path(__file__).resolve().parent / "matrix"))
 import matrix
 
-from hvd_pipe.runtime.private_names import KNOWN_TO_WORK
-
 ROOT = Path(__file__).resolve().parents[1]
 DOCKER = ROOT / "docker"
 MANIFESTS = ROOT / "docs" / "kubernetes"
@@ -58,10 +56,6 @@ def pins() -> Iterator[str]:
     for line in CONSTRAINTS:
         if line.count("==") != 1 or "*" in line:
             yield f"docker/constraints.txt: no exact version: {line}"
-    for library, version in KNOWN_TO_WORK.items():
-        package = "tensorflow-cpu" if library == "tensorflow" else library
-        if library != "horovod" and PINS.get(package) != version:
-            yield f"private_names.KNOWN_TO_WORK: {library} {version}, not {PINS.get(package)}"
     cells = {(cell.torch, cell.tensorflow) for cell in matrix.CELLS}
     torch, tensorflow = PINS.get("torch"), PINS.get("tensorflow-cpu")
     if not {(torch, None), (None, tensorflow), (torch, tensorflow)} <= cells:

@@ -5,7 +5,7 @@ Change ``import horovod.tensorflow as hvd`` to ``import hvd_pipe.tensorflow as h
 
 from importlib.util import find_spec as _find_spec
 
-from hvd_pipe.runtime.private_names import check, check_keras
+from hvd_pipe.runtime.keras_version import check_keras
 
 try:
     import horovod.tensorflow as _horovod
@@ -22,7 +22,7 @@ except (ImportError, AttributeError) as error:
         "build-horovod` in this environment, with --cuda for GPUs."
     ) from error
 else:
-    check("tensorflow")
+    check_keras()
 
 from horovod.tensorflow import *  # noqa: F403
 

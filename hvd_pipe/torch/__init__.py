@@ -18,10 +18,6 @@ except (ImportError, AttributeError) as error:
         "hvd_pipe.torch needs Horovod built for this torch: run `hvd-pipe build-horovod` in this "
         "environment, with --cuda for GPUs."
     ) from error
-else:
-    from hvd_pipe.runtime.private_names import check
-
-    check("torch")
 
 from horovod.torch import *  # noqa: F403
 

@@ -87,7 +87,7 @@ def root_of_horovods(caller: FrameType | None) -> int | None:
     if caller is None or caller.f_code is not _horovod.broadcast_optimizer_state.__code__:
         return None
     # It hands the root to nobody, and sends nothing before its first call of the optimizer. So its
-    # parameter is read where it stands; private_names.py has a row for it.
+    # parameter is read where it stands.
     return int(caller.f_locals["root_rank"])
 
 

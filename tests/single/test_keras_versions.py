@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from hvd_pipe.runtime.private_names import check_keras
+from hvd_pipe.runtime.keras_version import check_keras
 from hvd_pipe.tensorflow.keras import DistributedOptimizer
 
 
