@@ -209,11 +209,7 @@ def _announce(program: Sequence[Instruction], transport: Transport, layout: Layo
 
 
 def _lifetimes(program: Sequence[Instruction]) -> tuple[set[int], set[int]]:
-    """Return which updates keep the weights of before, and after which passes weights go.
-
-    Both are places in the program. Weights are released after their last pass, unless they are
-    the newest then.
-    """
+    """Return which updates keep the weights of before, and after which passes weights go."""
     passes = Forward | Backward
     last_uses = {step.version: at for at, step in enumerate(program) if isinstance(step, passes)}
     lasts = set(last_uses.values())

@@ -169,11 +169,7 @@ class PipeDreamBase(ABC, Generic[B]):
 
     @abstractmethod
     def _restored(self, built: B, directory: Path) -> tuple[int, bool]:
-        """Take a checkpoint that rank 0 reads.
-
-        Returns:
-            Its number of epochs, and whether its stages are these.
-        """
+        """Take a checkpoint that rank 0 reads."""
 
     def _drawing_alike(self) -> AbstractContextManager[Any]:
         """Return a context in which loaders draw the same order on all ranks; all call this."""

@@ -224,11 +224,7 @@ def _in_flight(plan: Partition) -> str:
 
 
 def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:
-    """Refuse what does not fit: the search counts no more versions than "stash" needs.
-
-    "vertical-sync" has more of them in all stages but the first, "gpipe" more microbatches in
-    flight.
-    """
+    """Refuse what does not fit: the search counts no more versions than "stash" needs."""
     limit, most = cluster.memory_bytes, max(cost.memory_bytes)
     if limit is not None and most > limit:
         stage = cost.memory_bytes.index(most)

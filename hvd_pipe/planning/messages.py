@@ -8,10 +8,10 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel, blocked_ends
-from hvd_pipe.planning.fragments import assign
 from hvd_pipe.planning.methods import Conventional, LocalSGD, WidePipeSGD
 from hvd_pipe.planning.pipelined import Work, plan_pipelined
 from hvd_pipe.planning.plan import Plan
@@ -175,7 +175,7 @@ def model_messages(
     if total and isinstance(method, CoCoD) and method.fragments > 1:
         sizes = profile.gradient_bytes().tolist()
         carried = [0.0] * method.fragments
-        for size, fragment in zip(sizes, assign(sizes, method.fragments), strict=True):
+        for size, fragment in zip(sizes, assign_fragments(sizes, method.fragments), strict=True):
             carried[fragment] += size
         seconds = [coded(each) for each in carried]
     elif total:

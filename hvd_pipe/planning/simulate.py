@@ -230,18 +230,7 @@ def _models(
     work: NodeWork | None = None,
     per_node: int = 1,
 ) -> None:
-    """Local steps, in turns of ``steps``; the models of a turn's start or end are averaged.
-
-    Args:
-        run: the workers.
-        sent: all messages of a round.
-        turns: the numbers of those that travel in each of its turns.
-        steps: of a turn.
-        behind: whether messages travel behind the turn's steps, or after them.
-        work: what workers send within their node each step; they wait for each other, and for the
-            models' messages that have left before.
-        per_node: workers of a node, which have numbers one after another.
-    """
+    """Local steps, in turns of ``steps``; the models of a turn's start or end are averaged."""
 
     def average(step: int) -> None:
         start = max(run.free, float(run.begin.max()))

@@ -19,6 +19,7 @@ from horovod.tensorflow.mpi_ops import rank, size
 
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, parse
+from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.graphs import Arrays
 
 __all__ = ["InFlight"]
@@ -48,6 +49,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def serialize(self) -> bytes:
         """Return all that is in flight; waits for what has been sent."""
+        pending.settle()
         arrays: Arrays = {}
         for number, state in self._sessions.states().items():
             for name, array in state.items():

@@ -28,7 +28,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import broadcast, rank
 
 from hvd_pipe.runtime.restarts import elastic_run
-from hvd_pipe.tensorflow import workers
+from hvd_pipe.tensorflow import pending, workers
 from hvd_pipe.tensorflow.graphs import raw
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables, init, shutdown
 from hvd_pipe.tensorflow.sessions import States, inherit, share
@@ -82,10 +82,10 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
 
     def restore(self) -> None:
         """Go back to the last commit; `run` calls this when a worker has failed."""
-        for each, value in zip(self.variables, self._values, strict=True):
-            raw(each).assign(value)
         for sessions in workers.running():
             sessions.go_back(self._in_flight.get(sessions.label))
+        for each, value in zip(self.variables, self._values, strict=True):
+            raw(each).assign(value)
         super().restore()
         _log.warning(
             "elastic: a worker has failed, back to the last commit; what was sent since then is "
@@ -173,11 +173,7 @@ def _restart() -> None:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Say in Horovod's terms that a message has failed: TensorFlow has errors of its own.
-
-    Raises:
-        HorovodInternalError: It has, for `run_fn`.
-    """
+    """Say in Horovod's terms that a message has failed: TensorFlow has errors of its own."""
     try:
         yield
     except HorovodInternalError:
@@ -197,6 +193,7 @@ def _forget() -> None:
 
 
 def _in_flight() -> dict[str, States]:
+    pending.settle()
     return {sessions.label: sessions.states() for sessions in workers.running()}
 
 

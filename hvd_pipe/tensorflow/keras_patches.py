@@ -1,9 +1,8 @@
-"""Patches to Keras functions that must know of distributed optimizers, and ask nobody.
+"""Patches to functions of Keras and TensorFlow that must know of distributed optimizers.
 
 `install` makes them, at ``hvd.init()`` or when the first optimizer or tape is distributed; nothing
 is patched at import. `PATCHES` lists them all. Optimizers that are not distributed are treated as
-ever. `hvd_pipe.runtime.private_names` checks that the installed Keras has each function, with the
-arguments that are used here.
+ever.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import is_initialized
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
+from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-__all__ = ["PATCHES", "Patch", "build", "fitted_with", "install", "note_model", "noted_models"]
+__all__ = ["PATCHES", "Patch", "build", "install", "note_model", "noted_models"]
 
 _models: list[weakref.ref[Any]] = []
 
@@ -39,15 +40,6 @@ def note_model(model: Any) -> None:
 def noted_models() -> list[Any]:
     """Return the models that have been trained, and are still there."""
     return [model for model in (reference() for reference in _models) if model is not None]
-
-
-_FITTED_WITH = "_hvd_pipe_fitted_with"
-
-
-def fitted_with(model: Any) -> list[Any]:
-    """Return the callbacks of the call of ``fit`` that trains a model."""
-    found: list[Any] = model.__dict__.get(_FITTED_WITH, [])
-    return found
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -116,9 +108,7 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
         if _distributed(getattr(self, "optimizer", None)) is not None:
             given = inspect.signature(fit).bind(self, *args, **kwargs).arguments.get("callbacks")
             given = getattr(given, "callbacks", given)
-            each_given = list(given) if isinstance(given, list | tuple) else [given]
-            self.__dict__[_FITTED_WITH] = each_given  # past Keras' tracking
-            for each in each_given:
+            for each in given if isinstance(given, list | tuple) else [given]:
                 _refuse_keras_2(each)
             # Another `train_step` may train other variables.
             is_keras = type(self).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
@@ -128,7 +118,6 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return fit(self, *args, **kwargs)
         finally:
-            self.__dict__.pop(_FITTED_WITH, None)
             for each in (_distributed(value) for value in vars(self).values()):
                 if each is not None and each._hvd_pipe.watcher is not None:
                     each._hvd_pipe.watcher.takes(None)  # also after an exception
@@ -166,7 +155,7 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of Keras that another takes the place of.
+    """One function that another takes the place of.
 
     Args:
         owner: The module or class that has it.
@@ -208,8 +197,7 @@ PATCHES = (
         "fit",
         _prepared,
         "Horovod's callbacks are of Keras 2: most fail with an AttributeError. With a distributed "
-        "optimizer, fit says at once which ones to take instead. It notes the callbacks, as some "
-        "save weights within an epoch, when updates may be to come. It builds the optimizer.",
+        "optimizer, fit says at once which ones to take instead. It builds the optimizer.",
     ),
     Patch(
         keras.layers.BatchNormalization,
@@ -218,6 +206,13 @@ PATCHES = (
         "BatchNormalization(synchronized=True) knows the replicas of tf.distribute only. It is "
         "what a SyncBatchNormalization is in a file, and must not become a local one when it is "
         "loaded. The same method tells which models have statistics (`keras.variables`).",
+    ),
+    Patch(
+        ConcreteFunction,
+        "_call_flat",
+        pending.looked_at,
+        "Under overlap='forward', a step leaves updates to the next one. A graph that uses such a "
+        "variable between the two, as evaluate and predict do, must find the update made.",
     ),
 )
 

@@ -20,7 +20,7 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
-from hvd_pipe.tensorflow import keras_patches, workers
+from hvd_pipe.tensorflow import keras_patches, pending, workers
 from hvd_pipe.tensorflow.agree import Description, checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, check_graph, identity
@@ -98,11 +98,7 @@ class Sessions:
         workers.note(self)
 
     def _start(self) -> Strategy:
-        """Compare the arguments with those of the other workers; all of them must come here.
-
-        Raises:
-            TypeError, ValueError, RanksDisagreeError: As the class.
-        """
+        """Compare the arguments with those of the other workers; all of them must come here."""
         arguments, process_set = self.arguments, self.arguments.process_set
         if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
             process_set = global_process_set  # it is refused below, and all ranks must hear of it
@@ -269,6 +265,7 @@ class Sessions:
 
     def go_back(self, states: States | None) -> None:
         """Go on from earlier `states`, and from nothing in flight where these hold none."""
+        pending.due.pop(id(self), None)
         nothing: States = {number: {} for number in [OWNERS, *(each.number for each in self)]}
         self.load({**nothing, **(states or {})})
 

@@ -151,11 +151,7 @@ def settle() -> None:
 
 @contextmanager
 def _joining() -> Iterator[None]:
-    """Refuse to join where that would break the others: Horovod gives them zeros.
-
-    Raises:
-        HvdPipeError: Something sends models, or encoded or sparse gradients.
-    """
+    """Refuse to join where that would break the others: Horovod gives them zeros."""
     if any(session.refuses_join for each in running() for session in each):
         gc.collect()  # what nobody trains any more may be in a cycle
     if any(session.refuses_join for each in running() for session in each):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_process_set
 
-from hvd_pipe.planning.fragments import assign
+from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import (
@@ -39,7 +39,7 @@ from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
-from hvd_pipe.torch.strategies.settings import Settings, describe
+from hvd_pipe.torch.strategies.settings import Owner, Settings, describe
 
 __all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
@@ -83,7 +83,7 @@ class Arguments:
             sparse_as_dense=bool(self.sparse_as_dense),
             tag=tag,
             groups=None,
-            owner=_Nobody(),
+            owner=Owner(lambda: None),
         )
         if self.groups is not None and (isinstance(self.groups, list) or self.groups != 0):
             check_groups(self.groups, "parameter", torch.Tensor)
@@ -104,7 +104,7 @@ class Arguments:
         else:
             self._check_strategy(optimizer, strategy, settings.groups)
         if isinstance(strategy, CoCoD):
-            assign(settings.index.nbytes, strategy.fragments)
+            assign_fragments(settings.index.nbytes, strategy.fragments)
         plan = None
         if isinstance(strategy, MergedGradient):
             plan = strategy.load_plan()
@@ -260,37 +260,6 @@ def _name_of(compression: Any) -> str:
     if isinstance(compression, Codec):
         return repr(compression)  # its options count
     return str(getattr(compression, "__name__", type(compression).__name__))
-
-
-class _Nobody:
-    """Stands for the owner until the optimizer is wrapped."""
-
-    def update(self) -> None: ...
-
-    def predict(self) -> None: ...
-
-    def itself(self) -> object | None: ...
-
-    def updates_quietly(self) -> bool:
-        return True
-
-    def is_separable(self) -> bool:
-        return True
-
-    def options(self) -> list[dict[str, Any]]:
-        return []
-
-    def update_some(
-        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
-    ) -> None: ...
-
-    def note_old(self) -> None: ...
-
-    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return {}
-
-    def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
-        return {}
 
 
 _OP_NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}

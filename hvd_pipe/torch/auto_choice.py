@@ -202,10 +202,7 @@ class AutoChoice:
         return method
 
     def _fitting(self, engine: MergedGradientEngine) -> Sequence[Method]:
-        """Return the candidates, without overlap=forward where this rank could not defer updates.
-
-        It stays where there is nothing else: its updates are made in ``step()`` then.
-        """
+        """Return the candidates, without overlap=forward where this rank cannot defer updates."""
         others = _without_forward(self._candidates)
         why = refusal(engine) if 0 < len(others) < len(self._candidates) else None
         if why is None:
@@ -242,10 +239,7 @@ class _Reached:
 
 
 def _to_be_raced(found: Prediction) -> Prediction:
-    """Return Pipe-SGD without the size that was found for its buckets: it tries some in training.
-
-    Nobody has asked for that size, as `Auto` takes no options of methods.
-    """
+    """Return Pipe-SGD without a size of buckets, as it tries some in training."""
     if not isinstance(found.method, PipeSGD):
         return found
     return dataclasses.replace(found, method=dataclasses.replace(found.method, bucket_bytes=None))

@@ -63,12 +63,12 @@ def compare_replicas(
     check_mode.compare(lines, detail, when, gather, name, process_set)
 
 
-def touched_error(name: str, did: str) -> HvdPipeError:
-    """Return the error for a gradient that was changed (or as ``did`` says) while it travelled."""
+def touched_error(name: str) -> HvdPipeError:
+    """Return the error for a gradient that was changed, unseen, while it travelled."""
     return HvdPipeError(
-        f"the gradient of {name!r} (or one beside it) was {did} after backward() and before "
-        "step(), while it was being sent: call optimizer.synchronize() after backward(), change "
-        "gradients then, and step inside `with optimizer.skip_synchronize():`. After this error, "
+        f"the gradient of {name!r} (or one beside it) was changed after backward() and before "
+        "step(), while it was being sent, by code that torch's Python does not see: call "
+        "optimizer.synchronize() after backward(), and change gradients then. After this error, "
         "go on from a state (optimizer.load_state_dict) that every rank loads."
     )
 

@@ -59,6 +59,19 @@ class DistributedMixin(EngineHolder):
         return before if engine is None else before + engine.reduction.traffic.sent_bytes
 
     @property
+    def state(self) -> Any:
+        """The user's optimizer's, when what the last step has left to be applied is in it."""
+        self._finish_deferred()
+        if "state" not in self.__dict__:  # as in a wrapper of this class, which asks by itself
+            raise AttributeError("state")
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._finish_deferred()
+        self.__dict__["state"] = state
+
+    @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """The name of each parameter, as Horovod's optimizers have it and scripts read it."""
         return dict(zip(self._owned(), self._hvd_pipe_names, strict=True))
@@ -102,8 +115,7 @@ class DistributedMixin(EngineHolder):
 
     def _check_step(self, engine: Engine) -> None:
         """Raise, or warn, where the calls before this step do not go with it."""
-        in_time = engine.synchronized and not self._hvd_pipe_scale.averaged_for_scaler
-        if in_time and not self._hvd_pipe_skip:
+        if engine.synchronized and not (engine.was_read or self._hvd_pipe_skip):
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(): write "
@@ -115,8 +127,6 @@ class DistributedMixin(EngineHolder):
                 "step() inside skip_synchronize(), but gradients were computed since the last "
                 "synchronize(): call optimizer.synchronize() after backward() and before this."
             )
-        if amp.is_scaled(self) and not engine.synchronized:
-            amp.refuse_other()
         if self._hvd_pipe_skip and self._hvd_pipe_drained:
             self._check_not_old(engine)
 
@@ -157,10 +167,7 @@ class DistributedMixin(EngineHolder):
     def _averaged(
         self, engine: Engine, closure: Callable[[], Any] | None, updates: contextlib.ExitStack
     ) -> Callable[[], Any]:
-        """Return the closure with its loss and gradients averaged, so that ranks decide alike.
-
-        The timeline shows as updates what LBFGS does between two calls of it.
-        """
+        """Return the closure with its loss and gradients averaged, so that ranks decide alike."""
         if closure is None:
             raise TypeError("LBFGS needs a closure that computes the loss: step(closure).")
 
@@ -179,22 +186,11 @@ class DistributedMixin(EngineHolder):
         return averaged
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the user's class; not between ``backward()`` and ``step()``: gradients travel.
-
-        After `synchronize`, it drops the gradients that were prepared.
-        """
+        """As the user's class; after ``backward()`` it drops this step's gradients."""
         self._hvd_pipe_expects = ""
-        engine = self._hvd_pipe
-        if engine is not None:
-            if engine.has_new_gradients and not engine.synchronized and engine.current is not None:
-                raise HvdPipeError(
-                    "zero_grad() after backward() and before step() would clear gradients that "
-                    "are being sent: call it before backward() or after step(). To give this "
-                    "step up, call synchronize() before it, on every rank."
-                )
-            if engine.synchronized or engine.current is None:
-                engine.abandon()
         super().zero_grad(*args, **kwargs)
+        if self._hvd_pipe is not None:
+            self._hvd_pipe.note_cleared()
         self._note_old()
 
     def synchronize(self, loss_scale: float | None = None) -> None:
@@ -222,6 +218,35 @@ class DistributedMixin(EngineHolder):
         self._note_old()
         if loss_scale is not None and preparing:
             self._hvd_pipe_scale.take(loss_scale, engine)
+
+    def _gradients_are_read(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Make gradients what `step` will apply: this function of torch is to read one of them."""
+        engine, scale = self._engine(), amp.scale_of(self, func, args)
+        engine.settle()
+        self._note_old()
+        if scale is not None:
+            self._hvd_pipe_scale.take(scale, engine)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes add to gradients that are sent by a later one, or by ``step()``.
+
+        As ``DistributedDataParallel.no_sync()``; `backward_passes_per_step` counts the passes
+        outside of it alone.
+
+        Example::
+
+            with optimizer.no_sync():
+                loss_of(first_half).backward()
+            loss_of(second_half).backward()
+            optimizer.step()
+        """
+        before = self._engine()
+        before.syncs = False
+        try:
+            yield
+        finally:
+            before.syncs = self._engine().syncs = True
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -281,11 +306,7 @@ class DistributedMixin(EngineHolder):
         return state
 
     def _receive_from_root(self, root_rank: int) -> None:
-        """Take the root's state and what it has in flight, in Horovod's own broadcast of states.
-
-        That finds equal states on all ranks then, and sends the tensors once more. Where the root
-        has none yet it sets gradients to zero, calls `step`, and asks for the state again.
-        """
+        """Take the root's state and what it has in flight, in Horovod's own broadcast."""
         second, self._hvd_pipe_expects = self._hvd_pipe_expects == "state_dict", ""
         if second:
             return
@@ -324,14 +345,13 @@ class DistributedMixin(EngineHolder):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks for this before it looks at gradients: the time to average them.
+        """Whether ``step()`` itself leaves out what has overflowed, so that GradScaler calls it.
 
-        Each rank alone would else decide whether to step. It then always calls ``step()``, which
-        leaves the update out where the average has overflowed. For other readers it is just true.
+        It must be called where gradients are of one rank alone, as ranks count their steps.
         """
-        if amp.read_by_grad_scaler():
-            self._hvd_pipe_scale.average_for_scaler(self._engine())
-        return True
+        engine = self._hvd_pipe
+        fused = bool(self.__dict__.get("_step_supports_amp_scaling", False))
+        return fused or (engine is not None and not engine.is_averaged)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._finish_deferred()
@@ -378,10 +398,7 @@ def _distributed_class(cls: type[torch.optim.Optimizer]) -> type[DistributedMixi
 
 
 def _scheduled_step(reference: weakref.ref[DistributedMixin]) -> Callable[..., Any]:
-    """Return what a learning-rate scheduler made before wrapping finds as ``optimizer.step``.
-
-    The scheduler put its own step on the instance; it would call the user's class and skip ours.
-    """
+    """Return what a scheduler made before wrapping finds on the instance: else it skips ours."""
 
     @functools.wraps(DistributedMixin.step)
     def step(*args: Any, **kwargs: Any) -> Any:

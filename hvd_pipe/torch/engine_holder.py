@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,10 @@ from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.overlap_start import OverlapStart
 from hvd_pipe.torch.parameters import NewGradients, owned_by
-from hvd_pipe.torch.partial_updates import (
-    is_separable,
-    options_of,
-    update_quietly,
-    updates_quietly,
-)
+from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import make_engine
+from hvd_pipe.torch.strategies.settings import Owner
 
 __all__ = ["EngineHolder"]
 
@@ -61,7 +57,7 @@ class EngineHolder(torch.optim.Optimizer):
     def _start(self, checked: Checked) -> Engine:
         workers.note(self)
         say_left_out(checked)
-        self._hvd_pipe = engine = make_engine(checked, _Owner(weakref.ref(self)))
+        self._hvd_pipe = engine = make_engine(checked, Owner(weakref.ref(self)))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
         elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
@@ -142,15 +138,7 @@ class EngineHolder(torch.optim.Optimizer):
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
 
     def _release_engine(self, keep: bool) -> str | None:
-        """Give the engine up; the next step, or `_start_new_engine`, makes another.
-
-        Args:
-            keep: Whether all that was sent has arrived, so that it goes along; else the gradients,
-                which may lie in buffers of the network, are dropped with it.
-
-        Returns:
-            The strategy's name; None where there is no engine.
-        """
+        """Give the engine up; the next step, or `_start_new_engine`, makes another."""
         engine = self._hvd_pipe
         if engine is None:
             return None
@@ -198,7 +186,10 @@ class EngineHolder(torch.optim.Optimizer):
         self._engine().has_new_gradients = False
         self._note_old()
 
-    # What the engine asks for: see `hvd_pipe.torch.strategies.settings.Owner`.
+    def _gradients_are_read(self, func: Any, args: tuple[Any, ...]) -> None:
+        raise NotImplementedError
+
+    # What the engine asks for: see `Owner`.
 
     def _update(self) -> None:
         with timeline.updating():
@@ -209,9 +200,7 @@ class EngineHolder(torch.optim.Optimizer):
         plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
         step() if plain is None else plain(self)
 
-    def _update_some(
-        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
         with timeline.updating():
             update_quietly(self, self._step_without_hooks, parameters, options)
 
@@ -236,53 +225,6 @@ class EngineHolder(torch.optim.Optimizer):
             if parameter.requires_grad and id(parameter) not in known:
                 found[self._hvd_pipe_names[i]] = parameter
         return found
-
-
-class _Owner:
-    """Leads an engine to its optimizer without keeping that alive."""
-
-    def __init__(self, reference: weakref.ref[EngineHolder]) -> None:
-        self._reference = reference
-
-    def _optimizer(self) -> EngineHolder:
-        owner = self._reference()
-        if owner is None:
-            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
-        return owner
-
-    def update(self) -> None:
-        self._optimizer()._update()
-
-    def predict(self) -> None:
-        self._optimizer()._predict_update()
-
-    def itself(self) -> object | None:
-        return self._reference()
-
-    def updates_quietly(self) -> bool:
-        return updates_quietly(self._optimizer())
-
-    def is_separable(self) -> bool:
-        optimizer = self._optimizer()
-        return is_separable(optimizer, optimizer._step_without_hooks)
-
-    def options(self) -> list[dict[str, Any]]:
-        return options_of(self._optimizer())
-
-    def update_some(
-        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._optimizer()._update_some(parameters, options)
-
-    def note_old(self) -> None:
-        self._optimizer()._note_old()
-
-    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer().state.get(parameter, {})
-        return state
-
-    def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
-        return self._optimizer()._joining(known)
 
 
 def _copied(value: Any) -> Any:

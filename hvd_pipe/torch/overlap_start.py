@@ -3,9 +3,9 @@
 ::
 
     merged-gradient   until its own plan stays
-    WATCH_STEPS       the same; `FirstUses` sees where weights are used
-    TRIALS            updates are deferred; plans with few, with many messages: what each takes is
-                      seen; the plan that is best for messages as they were, and one with fewer
+    WATCH_STEPS       updates are deferred; when each weight is first used is seen
+    TRIALS            plans with few, with many messages: what each takes is seen; the plan that is
+                      best for messages as they were, and one with fewer
     from then on      the plan with the fastest steps, the same on all ranks: one of these, or
                       merged-gradient's with the barrier
 
@@ -29,7 +29,7 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.checkpoint import SavedState
-from hvd_pipe.torch.measuring.first_uses import FirstUses, Uses
+from hvd_pipe.torch.measuring.first_uses import FirstUses
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
@@ -47,7 +47,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class OverlapStart:
-    """Watches the steps of one optimizer, and changes its engine once, then its plan.
+    """Changes the engine of one optimizer once, then its plan.
 
     Args:
         is_given: Whether the user has said which gradients share a message.
@@ -55,8 +55,8 @@ class OverlapStart:
 
     def __init__(self, is_given: bool) -> None:
         self._is_given = is_given
-        self._watched: FirstUses | None = None
         self._since = 0
+        self._barrier: Plan | None = None
         self._trials: _Trials | None = None
         self._raced = False
         """Whether merged-gradient's plans were tried in this run."""
@@ -73,41 +73,28 @@ class OverlapStart:
         """Return the engine of the next step, at the end of ``step()``."""
         if self._over or engine.reduction.alone or not isinstance(engine, MergedGradientEngine):
             return engine
-        if self._trials is not None:
-            assert isinstance(engine, ForwardOverlapEngine)
-            self._over = self._trials.after_step(engine)
-            if self._over:
-                self._trials = None
-                assert engine.plan is not None
-                if engine.plan.order is None:
-                    return _with_barrier(engine, engine.plan, self._sparse_as_dense)
+        if not isinstance(engine, ForwardOverlapEngine):
+            if engine.measures:
+                self._raced = True
+                return engine
+            return self._begin(engine) if engine.is_equal_everywhere else engine
+        if self._trials is None:
+            self._watch(engine)
             return engine
-        if engine.measures:
-            self._raced = True
-            return engine
-        watched = self._watched
-        if watched is not None and watched.count != len(engine.settings.parameters):
-            self.close()  # some have joined
-            watched = None
-        if watched is None or engine.ready_times is not watched:
-            self.close()
-            watched = self._watched = engine.ready_times = FirstUses(engine.settings.parameters)
-            self._since = engine.rounds
-        elif engine.rounds >= self._since + WATCH_STEPS and engine.is_equal_everywhere:
-            engine.ready_times = None
-            watched.close()
-            return self._begin(engine, watched.uses() if watched.steps else Uses())
-        watched.begin()
+        self._over = self._trials.after_step(engine)
+        if self._over:
+            self._trials = None
+            assert engine.plan is not None
+            if engine.plan.order is None:
+                return _with_barrier(engine, engine.plan, self._sparse_as_dense)
         return engine
 
     def close(self) -> None:
-        """Watch no more steps."""
-        if self._watched is not None:
-            self._watched.close()
+        """Watch and try nothing more."""
+        self._over = True
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
-        self.close()
         text = None if saved is None else saved.counters.get("plan")
         if saved is None or saved.strategy != engine.name or self._is_given or text is None:
             return self._as_it_was(engine), saved
@@ -118,9 +105,9 @@ class OverlapStart:
             or set(plan.names) != set(settings.names)
         ):
             return self._as_it_was(engine), saved
-        self._watched = self._trials = None
+        self._trials = None
         self._raced = False  # what its steps took was seen elsewhere
-        self._over = plan.order is None and bool(plan.tried_forward)
+        self._over = plan.order is not None or bool(plan.tried_forward)
         if not isinstance(engine, ForwardOverlapEngine):
             self._sparse_as_dense = settings.sparse_as_dense
         if plan.order is None:  # with the barrier, for good where others were slower
@@ -129,7 +116,6 @@ class OverlapStart:
 
     def _as_it_was(self, engine: Engine) -> Engine:
         """Return the engine: the state says nothing of its plan, and a trial begins anew."""
-        self._watched = None
         if self._trials is not None:
             self._trials.again(engine.rounds)
         return engine
@@ -138,22 +124,60 @@ class OverlapStart:
         """Return a checkpoint, to which nothing is added."""
         return saved
 
-    def _begin(self, engine: MergedGradientEngine, uses: Uses) -> Engine:
-        """Have all ranks agree on the first plan, or stay as they are."""
-        problem = _problem(engine, uses)
+    def _begin(self, engine: MergedGradientEngine) -> Engine:
+        """Have all ranks defer updates from the next step on, or stay as they are."""
+        problem, settings = refusal(engine), engine.settings
         if problem:
             _log.warning("overlap='forward': updates stay in step(), as %s", problem)
-        settings, count = engine.settings, len(engine.settings.parameters)
-        needed = [0.0 if i in uses.outside else each for i, each in enumerate(uses.needed_s)]
-        mine = [1.0] + [0.0] * (2 + 2 * count)
-        if not problem:
-            times = [uses.forward_s, uses.backward_s, *uses.ready_s]
-            mine = [0.0, *times, *(-each for each in needed)]
-        found = largest(mine, f"{settings.tag}.uses", settings.reduction.process_set)
-        self._over = True
-        if found[0]:
+        tag, process_set = settings.tag, settings.reduction.process_set
+        if largest([float(problem is not None)], f"{tag}.overlaps", process_set)[0]:
+            self._over = True
             return engine
-        forward_s, backward_s, *rest = found[1:]
+        assert engine.plan is not None
+        plan = self._barrier = engine.plan
+        if plan.order is None:  # until it is seen: used in their order
+            count = len(settings.names)
+            every = np.arange(count, dtype=np.float64)
+            sizes = np.array(settings.index.nbytes, dtype=np.float64)
+            work = Pass(every[::-1].copy(), every, sizes, float(count), float(count))
+            plan = in_order(plan, settings.names, work)
+        self._sparse_as_dense = settings.sparse_as_dense
+        successor = _overlapping(engine, plan, measured=False)
+        successor.ready_times = FirstUses(settings.parameters)
+        successor.ready_times.begin()
+        self._since = engine.rounds
+        return successor
+
+    def _watch(self, engine: ForwardOverlapEngine) -> None:
+        """Note the end of a step; after some, let plans be tried."""
+        settings, seen = engine.settings, engine.ready_times
+        assert seen is not None
+        if seen.count != len(settings.parameters):  # some have joined
+            seen = engine.ready_times = FirstUses(settings.parameters)
+            self._since = engine.rounds
+        if engine.rounds >= self._since + WATCH_STEPS:
+            engine.end_round()
+            if engine.is_equal_everywhere:
+                engine.ready_times = None
+                self._try_plans(engine, seen)
+                return
+        seen.begin()
+
+    def _try_plans(self, engine: ForwardOverlapEngine, seen: FirstUses) -> None:
+        """Have all ranks agree on what a step is like, and on the first plan."""
+        settings, count = engine.settings, len(engine.settings.parameters)
+        mine = [1.0] + [0.0] * (2 + 2 * count)
+        if seen.steps:
+            uses = seen.uses()
+            times = [uses.forward_s, uses.backward_s, *uses.ready_s]
+            mine = [0.0, *times, *(-each for each in uses.needed_s)]
+        unseen, forward_s, backward_s, *rest = largest(
+            mine, f"{settings.tag}.uses", settings.reduction.process_set
+        )
+        if unseen or self._is_given:
+            self._over = True
+            _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
+            return
         work = Pass(
             np.array(rest[:count]),
             np.array([-each for each in rest[count:]]),
@@ -161,23 +185,11 @@ class OverlapStart:
             forward_s,
             backward_s,
         )
-        if not isinstance(engine, ForwardOverlapEngine):
-            assert engine.plan is not None
-            plan = barrier = engine.plan
-            if plan.order is None:
-                plan = in_order(plan, settings.names, work)
-            self._sparse_as_dense = settings.sparse_as_dense
-            engine = _overlapping(engine, plan, measured=False)
-            if not self._is_given:
-                known = len(barrier.buckets) in [count for count, _ in barrier.tried]
-                self._trials = _Trials(work, barrier if known and self._raced else None)
-                self._over = False
-                self._trials.begin(engine)
-        assert isinstance(engine, ForwardOverlapEngine)
-        engine.open_gates(uses)
-        if self._over:
-            _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
-        return engine
+        barrier = self._barrier
+        assert barrier is not None
+        known = len(barrier.buckets) in [count for count, _ in barrier.tried]
+        self._trials = _Trials(work, barrier if known and self._raced else None)
+        self._trials.begin(engine)
 
 
 class _Trials:
@@ -274,22 +286,8 @@ def _count(plan: Plan) -> int:
     return len(plan.order or plan.buckets)
 
 
-def _problem(engine: MergedGradientEngine, uses: Uses) -> str | None:
-    """Why updates cannot be deferred on this rank; None where they can."""
-    if not uses.needed_s:
-        return "no backward pass was seen"
-    if uses.compiled:
-        return "a module is compiled: no hook runs inside it"
-    if len(uses.outside) == len(engine.settings.parameters):
-        return (
-            "all weights are read between step() and the forward pass, or used outside of any "
-            "module"
-        )
-    return refusal(engine)
-
-
 def refusal(engine: MergedGradientEngine) -> str | None:
-    """Why updates cannot be deferred on this rank, wherever weights are used; None if they may.
+    """Return why updates cannot be deferred on this rank; None where they can be.
 
     Args:
         engine: At the end of a ``step()``.
@@ -300,15 +298,11 @@ def refusal(engine: MergedGradientEngine) -> str | None:
             f"the gradient of {settings.names[min(settings.sparse)]!r} is sparse "
             "(sparse_as_dense=True sends it as a dense one)"
         )
-    frozen = [
-        n for n, p in zip(settings.names, settings.parameters, strict=True) if not p.requires_grad
-    ]
-    if frozen:
-        return f"{frozen[0]!r} is frozen at this step"
-    if not settings.owner.is_separable():
+    if not settings.owner.updates_each_parameter():
         return (
-            "the optimizer does not update each parameter by itself: its update of all differs "
-            "from updates of some at a time"
+            "it is not known whether the optimizer updates each parameter by itself (as Adam "
+            "does, and LBFGS does not): if it does, and draws no random numbers, set "
+            "`optimizer.updates_each_parameter = True`"
         )
     return None
 

@@ -151,10 +151,11 @@ class NewGradients:
 
         Every step does this, and few steps are asked about: it takes about 0.2 us a parameter.
         """
-        gradients = [parameter.grad for parameter in parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # some may be pending
+            gradients = [parameter.grad for parameter in parameters]
+            self._versions = [0 if g is None else g._version for g in gradients]
         self._parameters = parameters
         self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
-        self._versions = [0 if g is None else g._version for g in gradients]
 
     def any_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any gradient is new."""
@@ -232,6 +233,8 @@ class ModelFinder:
         reference = weakref.ref(self)
 
         def look(module: torch.nn.Module, _: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             finder = reference()
             if finder is None:
                 hook.remove()

@@ -1,38 +1,80 @@
-"""Updates of some parameters by the user's optimizer, at options that were taken down before.
+"""Updates of some parameters by the user's optimizer, as ``step()`` would have made them.
 
 Most optimizers treat each parameter by itself: SGD, Adam and most others of torch. To update some
-parameters is then to show the optimizer those alone. `is_separable` tries it where that is not
-known.
+parameters is then to show the optimizer those alone. Torch's are known; another one says that it
+does so, and draws no random numbers, by ``updates_each_parameter = True``, an attribute of its
+class or of the optimizer.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_separable", "options_of", "update_quietly", "updates_quietly"]
-
-LARGE = 1e6
-"""What gradients are multiplied by, to see whether an optimizer clips all of them together."""
+__all__ = ["Options", "update_quietly", "updates_each_parameter", "updates_quietly"]
 
 Step = Callable[[], object]
 """The user's ``step()``, beneath torch's wrapper for hooks."""
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group as they are now."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+@dataclass(frozen=True)
+class Options:
+    """What an update depends on beside gradients and state, as it was in ``step()``.
+
+    Args:
+        groups: The options of each parameter group.
+        device: Torch's default device.
+        streams: The current CUDA stream of each device with parameters.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    device: torch.device
+    streams: Sequence[torch.cuda.Stream]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Options:
+        """Return the options as they are now."""
+        groups = [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        devices = {p.device for p in parameters if p.is_cuda}
+        streams = [torch.cuda.current_stream(device) for device in devices]
+        return cls(groups, torch.get_default_device(), streams)
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Be where ``step()`` was called, whoever needs the update.
+
+        A forward pass may run in inference mode, with autocast, in another stream, with another
+        default device, or within a transformation of torch.func.
+        """
+        with ExitStack() as stack:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            if torch._C._len_torch_dispatch_stack() > 0:
+                stack.enter_context(_disable_current_modes())
+            if torch.get_default_device() != self.device:
+                stack.enter_context(self.device)
+            for stream in self.streams:
+                current = torch.cuda.current_stream(stream.device)
+                if current != stream:
+                    stack.callback(current.wait_stream, stream)
+                    stream.wait_stream(current)
+                    stack.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 def updates_quietly(optimizer: torch.optim.Optimizer) -> bool:
@@ -51,23 +93,20 @@ def update_quietly(
     optimizer: torch.optim.Optimizer,
     step: Step,
     parameters: Sequence[torch.Tensor],
-    options: Sequence[Mapping[str, Any]],
+    options: Options,
 ) -> None:
     """Let an optimizer update some of its parameters, wherever this is called.
-
-    A forward pass may run in inference mode, or with autocast: an update there makes the same
-    state, in the same dtypes, as one outside.
 
     Args:
         optimizer: Whose parameters.
         step: Makes its update.
         parameters: What to update, by their ``.grad``.
-        options: As `options_of` has returned them.
+        options: As they were in ``step()``.
     """
     due, groups = set(map(id, parameters)), optimizer.param_groups
     shown = [
         {**group, **taken, "params": [p for p in group["params"] if id(p) in due]}
-        for group, taken in zip(groups, options, strict=False)
+        for group, taken in zip(groups, options.groups, strict=False)
     ]
     optimizer.param_groups = [group for group in shown if group["params"]]
     kind = parameters[0].device.type
@@ -78,95 +117,10 @@ def update_quietly(
         optimizer.param_groups = groups
 
 
-def is_separable(optimizer: torch.optim.Optimizer, step: Step) -> bool:
-    """Return whether updates of some parameters at a time equal one update of all, bit for bit.
-
-    Optimizers of torch are known. Another one makes an update of all parameters, and one of two
-    halves, by the gradients that are there and by very large ones, which it may clip. Weights,
-    state and attributes are compared, and put back.
-
-    Args:
-        optimizer: Whose ``p.grad`` hold gradients.
-        step: Makes its update.
-    """
+def updates_each_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether updates of some parameters at a time equal one update of all."""
+    declared = getattr(optimizer, "updates_each_parameter", None)
+    if declared is not None:
+        return bool(declared)
     kind = type(optimizer).__bases__[-1]
-    if kind.__module__.startswith("torch.optim"):
-        return kind is not torch.optim.LBFGS
-    owned = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    options = options_of(optimizer)
-    halves = [half for half in (owned[::2], owned[1::2]) if half]
-
-    def in_halves() -> None:
-        for half in halves:
-            update_quietly(optimizer, step, half, options)
-
-    try:
-        for scale in (1.0, LARGE):
-            whole, parts = (_tried(optimizer, owned, each, scale) for each in (step, in_halves))
-            if len(whole) != len(parts) or not all(map(_same_bits, whole, parts)):
-                return False
-        return True
-    except Exception:  # what cannot be copied, has no half, or cannot be compared
-        return False
-
-
-def _tried(
-    optimizer: torch.optim.Optimizer, owned: Sequence[torch.Tensor], update: Step, scale: float
-) -> list[Any]:
-    """What an update by scaled gradients makes of weights, state, options and attributes.
-
-    All of it is put back.
-    """
-    weights = [p.detach().clone() for p in owned]
-    gradients = [p.grad.clone() for p in owned if p.grad is not None]
-    state, held = dict(optimizer.state), dict(vars(optimizer))
-    groups = [dict(group) for group in optimizer.param_groups]
-    # A list of parameters that the optimizer keeps beside its groups is of the same parameters.
-    memo: dict[int, Any] = {id(p): p for group in groups for p in group["params"]}
-    memo[id(optimizer)] = optimizer
-    copies = {key: copy.deepcopy(held[key], memo) for key in held if _is_users(key)}
-    devices = sorted({p.get_device() for p in owned if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices):
-            for parameter, values in state.items():
-                optimizer.state[parameter] = copy.deepcopy(values)
-            vars(optimizer).update(copies, param_groups=groups)
-            for parameter in owned:
-                assert parameter.grad is not None
-                parameter.grad.data.mul_(scale)
-            update()
-        found: list[Any] = [p.detach().clone() for p in owned]
-        for parameter in owned:
-            found += [value for _, value in sorted(optimizer.state[parameter].items(), key=str)]
-        for group in optimizer.param_groups:
-            found += [value for key, value in group.items() if key != "params"]
-        own = sorted(key for key in vars(optimizer) if _is_users(key))
-        return [*found, *([key, vars(optimizer)[key]] for key in own)]
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(held)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for parameter, weight, gradient in zip(owned, weights, gradients, strict=True):
-            parameter.data.copy_(weight)
-            assert parameter.grad is not None
-            parameter.grad.data.copy_(gradient)
-
-
-def _is_users(attribute: str) -> bool:
-    """Whether an optimizer's attribute is no part of torch's bookkeeping, or of ours."""
-    kept = attribute in ("state", "param_groups") or attribute.endswith("_hooks")
-    return not (kept or attribute.startswith("_hvd_pipe"))
-
-
-def _same_bits(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same_bits, one, other))
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return bool(one == other)
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return kind.__module__.startswith("torch.optim") and kind is not torch.optim.LBFGS

@@ -6,12 +6,14 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
-from keras_problem import BATCH, STEPS, batch, weights_of
+import tensorflow as tf
+from keras_problem import BATCH, STEPS, batch
 from on_ranks import gather
 
 import hvd_pipe.tensorflow.keras as hvd
@@ -19,12 +21,23 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.tensorflow.arguments import shapes_of
+from hvd_pipe.tensorflow.graphs import raw
+from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
+from hvd_pipe.tensorflow.strategies import replan
+from hvd_pipe.tensorflow.strategies.replan import Replan
 
 OVERFLOWING = 12  # steps of `overflow_on_one_rank`, one of which overflows
 
 
+def in_memory(model: Any) -> Any:
+    """Return the weights as they are stored: `weights_of`, but nobody is told of the look."""
+    kept = [(vars(raw(each))["_handle"], raw(each).dtype) for each in model.trainable_variables]
+    read = [tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype) for handle, dtype in kept]
+    return np.concatenate([each.numpy().ravel() for each in read])
+
+
 class Record(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes the weights after every batch, and calls ``then`` after batch number ``at``."""
+    """Notes the weights in memory after every batch, and calls ``then`` after batch ``at``."""
 
     def __init__(self, at: int = -1, then: Callable[[], object] | None = None) -> None:
         super().__init__()
@@ -32,7 +45,7 @@ class Record(keras.callbacks.Callback):  # type: ignore[misc]
         self._at, self._then = at, then
 
     def on_train_batch_end(self, number: int, logs: Any = None) -> None:
-        self.weights.append(weights_of(self.model))
+        self.weights.append(in_memory(self.model))
         if len(self.weights) == self._at and self._then is not None:
             self._then()
 
@@ -71,6 +84,44 @@ def forward_plan(model: Any) -> Plan:
 def forward(model: Any) -> MergedGradient:
     """The strategy that leaves messages of `forward_plan` to the next forward pass."""
     return MergedGradient(plan=forward_plan(model), overlap="forward")
+
+
+@contextmanager
+def seen(seconds: Callable[[int], float]) -> Iterator[list[int]]:
+    """Give what each rank sees of trials; the result takes the batches after which they end.
+
+    Args:
+        seconds: Of a step of a trial, by how many have ended before.
+    """
+    ends: list[int] = []
+    recorded = Replan._recorded
+
+    def seen(self: Any, engine: Any) -> Any:
+        if engine.times is not None:
+            engine.times.waits, engine.times.step_s = [6.0] * 5, [seconds(len(ends))] * 5
+        ends.append(self._batches)
+        return recorded(self, engine)
+
+    def ready(times: ReadyTimes) -> list[float]:
+        return [0.4 * (5 - index) for index in range(6)]
+
+    with (
+        mock.patch.object(Replan, "_recorded", seen),
+        mock.patch.object(ReadyTimes, "seconds", ready),
+    ):
+        yield ends
+
+
+def raced() -> AbstractContextManager[list[int]]:
+    """Have the plan without the barrier, which is tried last, be fastest."""
+    return seen(lambda ended: 13.0 - ended)
+
+
+@contextmanager
+def short_trials() -> Iterator[None]:
+    """Two plans are tried, in three steps each."""
+    with mock.patch.multiple(replan, PLANS=2, SETTLE_STEPS=1, TRIAL_STEPS=2):
+        yield
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class Workers(abc.ABC):
     ) -> None:
         self.models = [make_model() for _ in range(n)]
         self.optimizers = [make_optimizer(model) for model in self.models]
-        self.overflowed = False
-        """Whether the last step left an update out, as its gradient was not finite."""
+        self.overflowed = [False] * n
+        """Whose last step left an update out, as its gradient was not finite."""
         self._reduce = reduce
         self._records: list[list[npt.NDArray[Any]]] = [[] for _ in range(n)]
 
@@ -81,10 +81,10 @@ class Workers(abc.ABC):
             for group in optimizer.param_groups:
                 group[option] = value
 
-    def record(self, *more: float) -> None:
-        """Add a row: all weights, and what else is worth comparing."""
-        for record, model in zip(self._records, self.models, strict=True):
-            record.append(np.array([*weights_of(model), *more]))
+    def record(self, more: Sequence[float] = ()) -> None:
+        """Add a row: all weights, and what else is worth comparing, a number a worker."""
+        for rank, (record, model) in enumerate(zip(self._records, self.models, strict=True)):
+            record.append(np.array([*weights_of(model), *more[rank : rank + 1]]))
 
     @property
     def trajectory(self) -> npt.NDArray[Any]:
@@ -110,10 +110,11 @@ class Workers(abc.ABC):
 
     def _update(self, gradients: Sequence[Vectors], change: Change | None = None) -> None:
         """One update of each worker's optimizer, with the gradient given for it."""
-        self.overflowed = not all(_is_finite(vectors) for vectors in gradients)
-        if self.overflowed:
-            return
-        for model, optimizer, vectors in zip(self.models, self.optimizers, gradients, strict=True):
+        self.overflowed = [not _is_finite(vectors) for vectors in gradients]
+        trained = zip(self.models, self.optimizers, gradients, self.overflowed, strict=True)
+        for model, optimizer, vectors, overflowed in trained:
+            if overflowed:
+                continue
             _put(model, vectors)
             if change is not None:
                 change(model)
@@ -153,7 +154,7 @@ class PipeSGD(Workers):
         own = self._gradients()
         average = self._reduce(own)
         self._back()
-        self.overflowed = False
+        self.overflowed = [False] * len(self.models)
         self._steps += 1
         if self._steps <= self._warmup_steps:
             self._update([average] * len(self.models), change)

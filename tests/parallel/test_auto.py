@@ -57,11 +57,6 @@ def test_pipe_sgd_that_was_chosen_tries_its_plans(results: Any) -> None:
             assert chose == workers_auto.SWITCH < over < reached
 
 
-def test_a_missing_loss_scale_is_missed_before_the_switch(results: Any) -> None:
-    for said in of(results, "no loss scale"):
-        assert "loss_scale=scaler.get_scale()" in said
-
-
 @pytest.mark.parametrize(
     ("case", "chosen"),
     [
@@ -214,17 +209,18 @@ def test_all_ranks_choose_overlap_forward_by_the_slowest_ranks_times(
     assert second.lines == []
 
 
-def test_updates_that_cannot_wait_stay_in_step_after_the_choice(results: Any) -> None:
+def test_weights_that_are_read_after_the_choice_are_new(results: Any) -> None:
     for run in of(results, "forward, weights that are read"):
         assert_as_expected(run)
-        assert (run.chosen, run.deferred) == (workers_auto.FORWARD, [])
+        assert run.chosen == workers_auto.FORWARD
+        assert run.deferred
 
 
 @pytest.mark.parametrize(
     ("case", "why"),
     [
         ("forward, sparse", "the gradient of '.*' is sparse .*"),
-        ("forward, not separable", "the optimizer does not update each parameter by itself: .*"),
+        ("forward, not separable", "it is not known whether the optimizer updates each .*"),
     ],
 )
 def test_overlap_forward_is_left_out_where_it_would_not_defer(
@@ -255,7 +251,7 @@ def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(results: Any, c
         assert plan.order is not None
         for later in resumed:
             assert (later.buckets, later.order) == (plan.buckets, plan.order)
-        begun = workers_auto.TRIED + 5 + 4  # watched from the first step on
+        begun = workers_auto.TRIED + 5 + 1  # the first step loads, on all ranks
         assert run.deferred == list(range(begun, workers_auto.TRIED + 5 + 50))
 
 
@@ -291,7 +287,7 @@ def test_a_choice_outlasts_a_shutdown() -> None:
     for run in (first, second):
         assert_as_expected(run)
         assert run.chosen == workers_auto.FORWARD
-        begun = workers_auto.TRIED + 5 + 4
+        begun = workers_auto.TRIED + 5 + 1
         assert run.deferred == list(range(begun, workers_auto.TRIED + 35))
     assert f"auto: goes on with {workers_auto.FORWARD}, as chosen before" in first.lines
     assert not any("reached" in line for line in [*first.lines, *second.lines])

@@ -102,9 +102,11 @@ def test_cell(use: Use, strategy: str) -> None:
     wanted = functools.partial(expected, use.name, strategy)
     ranks = compare(use.run(strategy), wanted, use.tolerance)
     rows = slice(-1, None) if strategy.startswith("cocod") else slice(None)
+    columns = slice(-1 if use.has_own_column and strategy.startswith("cocod") else None)
     replicas = range(use.ranks) if use.replicas is None else use.replicas
     for rank in replicas:
-        assert np.array_equal(ranks[rank][rows], ranks[replicas[0]][rows]), "replicas differ"
+        one, other = (ranks[i][rows, columns] for i in (rank, replicas[0]))
+        assert np.array_equal(one, other), "replicas differ"
 
 
 @pytest.mark.parametrize("use", parameters(uses_training.USES))

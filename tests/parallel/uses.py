@@ -29,6 +29,7 @@ class Use:
         ranks: On how many ranks it runs.
         replicas: Ranks whose arrays must be equal bit for bit: in the last row, and in all rows
             where all ranks update alike (not under CoCoD). None: all ranks; (): no ranks.
+        has_own_column: Whether under CoCoD the last column is each rank's own.
     """
 
     name: str
@@ -38,3 +39,4 @@ class Use:
     tolerance: float = 1e-12
     ranks: int = 2
     replicas: tuple[int, ...] | None = None
+    has_own_column: bool = False

@@ -90,7 +90,8 @@ class Script:
             else:
                 for rank, (model, optimizer) in enumerate(pairs):
                     self._backward(model, optimizer, rank, number)
-                    if strategy != COCOD:
+                if strategy != COCOD and any(has_gradients(model) for model, _ in pairs):
+                    for model, optimizer in pairs:
                         count_as_zero(model, optimizer)
                 workers.step(self._change(number))
             for record, (model, optimizer) in zip(records, pairs, strict=True):
@@ -127,8 +128,12 @@ def mean(vectors: Sequence[Vectors]) -> Vectors:
     return averages
 
 
+def has_gradients(model: nn.Module) -> bool:
+    return any(p.grad is not None for p in model.parameters())
+
+
 def count_as_zero(model: nn.Module, optimizer: Optimizer) -> None:
-    """What an optimizer trains has a gradient in every step, as in Horovod; the rest has none."""
+    """What an optimizer trains has a gradient where any has one, as in Horovod."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for p in model.parameters():
         if id(p) not in owned:
@@ -429,10 +434,6 @@ def clear(model: nn.Module, optimizer: Any, number: int) -> None:
     model.zero_grad()
 
 
-CHANGED = "call optimizer.synchronize() after backward(), change gradients then"
-refused_where_sent = dict.fromkeys((MERGED, FORWARD, PIPE), CHANGED)
-
-
 # Hooks and optimizers of the user's.
 
 
@@ -615,18 +616,17 @@ USES: list[Use] = [
     Use("new gradients in place of those of `synchronize()`", **Script(prepared=halve).sides),
     Use(
         "new gradients between `backward()` and `step()`",
-        **Script(between=at({4: halve})).sides,
-        refused=refused_where_sent,
+        run=Script(between=at({4: halve})).run,
+        expected=Script(prepared=at({4: halve})).expected,
     ),
     Use(
         "clipping without `synchronize()`",
-        **Script(between=at({4: clip})).sides,
-        refused=refused_where_sent,
+        run=Script(between=at({4: clip})).run,
+        expected=Script(prepared=at({4: clip})).expected,
     ),
     Use(
         "`model.zero_grad()` between `backward()` and `step()`",
         **Script(between=at({4: clear})).sides,
-        refused=refused_where_sent,
     ),
     Use("momentum from before wrapping", **Script(make_optimizer=make_trained).sides),
     Use(
@@ -644,7 +644,7 @@ USES: list[Use] = [
     Use(
         "a hook that changes gradients, made after wrapping",
         **Script(setup=listen_late).sides,
-        refused=refused_where_sent,
+        refused=dict.fromkeys((MERGED, FORWARD, PIPE), "was read or changed within backward()"),
     ),
     Use(
         "an optimizer of the user's own",

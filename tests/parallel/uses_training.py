@@ -253,19 +253,20 @@ def simulate_scaling(
 
     It is halved when a gradient that is not finite is due: under Pipe-SGD one step after it was
     computed, and if that was the last step, not at all. The gradient that was computed in between
-    has the old scale and is applied.
+    has the old scale and is applied. Under CoCoD each rank has gradients and a scale of its own.
     """
     workers = make_workers(strategy, n, make_float32, make_momentum)
-    exponent, good_steps = int(np.log2(FIRST_SCALE)), 0
+    exponents, good_steps = [int(np.log2(FIRST_SCALE))] * n, [0] * n
     for number in range(STEPS):
         workers.backward(partial(maybe_infinite, overflow=overflow), number)
         workers.step(change)
-        good_steps = 0 if workers.overflowed else good_steps + 1
-        exponent += (good_steps == GROWTH_INTERVAL) - workers.overflowed
-        good_steps %= GROWTH_INTERVAL
-        workers.record(exponent)
+        for rank, overflowed in enumerate(workers.overflowed):
+            good_steps[rank] = 0 if overflowed else good_steps[rank] + 1
+            exponents[rank] += (good_steps[rank] == GROWTH_INTERVAL) - overflowed
+            good_steps[rank] %= GROWTH_INTERVAL
+        workers.record(exponents)
     workers.synchronize()
-    workers.record(exponent)
+    workers.record(exponents)
     return workers.trajectory
 
 
@@ -425,8 +426,6 @@ def simulate_process_sets(strategy: str, n: int) -> list[Array]:
 
 
 NO_GRADIENTS_SENT = "which averages models, not gradients: use"
-CHANGED = "call optimizer.synchronize() after backward(), change gradients then"
-LOSS_SCALE = "optimizer.synchronize(loss_scale=scaler.get_scale())"
 
 USES: list[Use] = [
     Use("a plain loop", **same()),
@@ -490,6 +489,7 @@ USES: list[Use] = [
             run=partial(scaled, overflow=step),
             expected=partial(simulate_scaling, overflow=step),
             tolerance=FLOAT32,
+            has_own_column=True,
         )
         for when, step in (("", 5), (" in the last step", STEPS - 1))
     ),
@@ -504,19 +504,19 @@ USES: list[Use] = [
         run=partial(scaled_and_clipped, overflow=5),
         expected=partial(simulate_scaling, overflow=5, change=clip),
         tolerance=FLOAT32,
+        has_own_column=True,
     ),
     Use(
         "GradScaler with clipping, `synchronize()` without `loss_scale`",
         run=partial(scaled_and_clipped, says_scale=False),
         expected=partial(simulate_scaling, change=clip),
-        refused=dict.fromkeys((PIPE, COCOD), LOSS_SCALE),
         tolerance=FLOAT32,
     ),
     Use(
         "GradScaler with clipping, without `synchronize()`",
         run=partial(scaled_and_clipped, synchronizes=False),
-        expected=simulate_scaling,
-        refused={MERGED: CHANGED, FORWARD: CHANGED, PIPE: CHANGED, COCOD: LOSS_SCALE},
+        expected=partial(simulate_scaling, change=clip),
+        tolerance=FLOAT32,
     ),
     Use("autocast to bfloat16", **same(make=make_float32, loss=autocast_loss), tolerance=FLOAT32),
     Use(
@@ -528,9 +528,6 @@ USES: list[Use] = [
         "two optimizers, as for a GAN; the other model is not frozen",
         run=partial(adversarial, freeze=False),
         expected=simulate_adversarial,
-        refused=dict.fromkeys(
-            (MERGED, FORWARD, PIPE), "zero_grad() after backward() and before step()"
-        ),
     ),
     Use(
         "`process_set`",

@@ -28,7 +28,7 @@ from workers_overlap_forward import Clipping, Sparse, pending, read_all
 from workers_pipe_sgd import DEFAULT_BYTES, race
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
@@ -48,8 +48,8 @@ EXACT = f"merged-gradient/{FORWARD}"
 ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
 TRIALS = overlap_start.TRIALS  # of plans without the barrier
 TRIAL = overlap_start.SETTLE_STEPS + overlap_start.TIMED_STEPS + 1  # steps; the last one waits
-DEFERS = SWITCH + 3  # the first step of overlap=forward that defers updates
-TRIED = DEFERS + TRIALS * TRIAL  # the first step with the plan that it keeps
+DEFERS = SWITCH  # the first step of overlap=forward, which defers its update
+TRIED = DEFERS + overlap_start.WATCH_STEPS + TRIALS * TRIAL  # the first with the plan that stays
 # Steps in which all is tried, however many of merged-gradient's plans, four at most, come before.
 ALL_TRIED = (
     SKIP_STEPS + 4 * (SETTLE_STEPS + TRIAL_STEPS) + overlap_start.WATCH_STEPS + TRIALS * TRIAL
@@ -208,22 +208,6 @@ def with_grad_scaler() -> Run:
     return Run(np.array(records), expected, chosen_of(wrapped))
 
 
-def without_a_loss_scale() -> str:
-    """What Pipe-SGD must be told is missed at the first step, not at the switch."""
-    model = make_model()
-    wrapped = wrap(model, "pipe-sgd")
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
-    wrapped.synchronize()
-    scaler.unscale_(wrapped)
-    try:
-        with wrapped.skip_synchronize():
-            scaler.step(wrapped)
-    except HvdPipeError as error:
-        return str(error)
-    return ""
-
-
 def resumed(saved: int, strategy: str, copied: bool) -> Run:
     """Saved after some steps and resumed (or copied), against a run without a break."""
     model = make_model()
@@ -369,17 +353,21 @@ def nothing_to_choose() -> list[str]:
 
 
 def nothing_measured() -> tuple[str | None, list[str]]:
-    """Every measured step overflows, so that none has an update."""
+    """Every measured step overflows, so that none has an update.
+
+    A fused optimizer has its ``step()`` called all the same, to leave the update out by itself.
+    """
     lines, model = Lines(), make_model()
-    optimizer = wrap(model, "merged-gradient/pipe-sgd/cocod")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, fused=True),
+        model.named_parameters(),
+        strategy=f"auto:allow=merged-gradient/pipe-sgd/cocod,steps={STEPS}",
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, backoff_factor=0.999)
     for step in range(SWITCH + 2):
         optimizer.zero_grad()
         (scaler.scale(loss_of(model, hvd.rank(), step)) * float("inf")).backward()
-        optimizer.synchronize(loss_scale=scaler.get_scale())
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
+        scaler.step(optimizer)
         scaler.update()
     return chosen_of(optimizer), lines.taken()
 
@@ -740,7 +728,7 @@ FORWARDS: dict[str, Callable[[], Any]] = {
     "forward, joined before": partial(joined_around_the_choice, SWITCH - 1),
     "forward, joined at the choice": partial(joined_around_the_choice, SWITCH),
     "forward, joined after": partial(joined_around_the_choice, SWITCH + 1),
-    "forward, joined in a trial": partial(joined_around_the_choice, DEFERS + 3),
+    "forward, joined in a trial": partial(joined_around_the_choice, DEFERS + 6),
 }
 
 
@@ -798,7 +786,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "feedback": with_feedback,
     "groups": with_groups,
     "scaler": with_grad_scaler,
-    "no loss scale": without_a_loss_scale,
     "resumed after": partial(resumed, SWITCH + 3, "auto:allow=merged-gradient/pipe-sgd", False),
     "resumed after, as pipe-sgd": partial(resumed, SWITCH + 3, "pipe-sgd", False),
     "copied after": partial(resumed, SWITCH + 3, "", True),

@@ -142,7 +142,7 @@ class Recurrent(nn.Module):
 
 
 class Wandering(nn.Module):
-    """From some step on, a weight is used where nobody expects it, and its layer is not."""
+    """From some step on, a weight is used by a function, and its layer is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +271,9 @@ def pending(optimizer: Any) -> list[int]:
 
 
 def messages(optimizer: Any) -> int:
-    engine = getattr(optimizer, "_hvd_pipe", None)
-    return len(engine.plan.order) if getattr(engine, "_opened", False) else 0
+    plan = getattr(optimizer, "plan", None)
+    order = None if plan is None else plan.order
+    return 0 if order is None else len(order)
 
 
 def both(strategy: str, against: str | None = None, **script: Any) -> tuple[Run, Run]:
@@ -302,6 +303,16 @@ def decided(forward: bool, function: Callable[..., R], *arguments: Any, **option
         return function(*arguments, **options)
 
 
+def compiled() -> nn.Module:
+    found: nn.Module = torch.compile(sequential(), backend="eager")  # type: ignore[assignment]
+    return found
+
+
+def read_all(model: nn.Module, _: Any, step: int) -> None:
+    """A script that logs the norm of its weights."""
+    assert sum(float(p.detach().norm()) for p in model.parameters()) > 0
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
     "attention": {"make": Attention},
@@ -310,6 +321,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "skipping": {"make": Skipping, "loss": numbered_loss},
     "recurrent": {"make": Recurrent},
     "batch norm": {"make": normed},
+    "wandering": {"make": Wandering, "loss": alike_loss},
+    "compiled": {"make": compiled},
+    "weights that are read": {"after": read_all},
     "fp16": {"make": Reader, "options": lambda module: {"compression": module.Compression.fp16}},
     "sum, two passes": {
         "make": Tied,
@@ -466,32 +480,15 @@ def warned() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def compiled() -> nn.Module:
-    found: nn.Module = torch.compile(sequential(), backend="eager")  # type: ignore[assignment]
-    return found
-
-
-def read_all(model: nn.Module, _: Any, step: int) -> None:
-    """A script that logs the norm of its weights."""
-    assert sum(float(p.detach().norm()) for p in model.parameters()) > 0
-
-
-def freeze(model: nn.Module, _: Any, step: int) -> None:
-    next(model.parameters()).requires_grad_(step not in (2, 3, 4, 5))
-
-
 FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": (
         "is sparse",
         {"make": Sparse, "make_optimizer": lambda m: SGD(m.parameters(), 0.1)},
     ),
-    "compiled": ("a module is compiled", {"make": compiled}),
     "not separable": (
-        "does not update each parameter by itself",
+        "`optimizer.updates_each_parameter = True`",
         {"make_optimizer": lambda m: Clipping(m.parameters(), lr=0.1)},
     ),
-    "weights that are read": ("all weights are read", {"after": read_all}),
-    "frozen": ("'0.weight' is frozen", {"before": freeze}),
 }
 
 
@@ -558,12 +555,18 @@ SAID: dict[str, Callable[[Any, Any, int], object]] = {
     "one has a hook": hook_on_one,
 }
 
+
+def freeze(model: nn.Module, _: Any, step: int) -> None:
+    next(model.parameters()).requires_grad_(step not in (2, 3, 4, 5))
+
+
 UNLIKE: dict[str, dict[str, Any]] = {
     "one is slower": {"loss": slow_loss},
     "one has no gradient": {"backward": has_gradient},
     "clipping": {"before": clip},
     "one has a hook": {"before": hook_on_one},
     "one saves": {"after": save_on_one},
+    "frozen for some steps": {"before": freeze},
 }
 
 
@@ -658,16 +661,18 @@ def loaded_later() -> dict[str, tuple[bool, bool]]:
                 found[kind] = copy.deepcopy(state)
         return found
 
-    def run(forward: bool) -> tuple[Any, nn.Module, dict[str, Any]]:
+    def run(forward: bool, strategy: str = PLANNED) -> tuple[Any, nn.Module, dict[str, Any]]:
         torch.manual_seed(1)
         model = sequential()
         optimizer = hvd.DistributedOptimizer(
-            momentum(model), model.named_parameters(), strategy=PLANNED
+            momentum(model), model.named_parameters(), strategy=strategy
         )
         return optimizer, model, decided(forward, trained, optimizer, model)
 
+    *_, barrier = run(False, "merged-gradient")
     back, *_ = run(False)
     optimizer, model, states = run(True)
+    states["barrier"] = barrier["barrier"]
     states["back"] = copy.deepcopy(back.state_dict())
     result = {}
     for name in ("barrier", "ordered", "back", "barrier", "none", "back", "ordered"):
@@ -809,24 +814,6 @@ def gone_apart() -> tuple[int, str]:
     return step, "nothing was raised"
 
 
-# A use that nobody expects.
-
-
-def wandering() -> tuple[int, str]:
-    torch.manual_seed(1)
-    model = Wandering()
-    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), strategy=ALONE)
-    step = 0
-    try:
-        for step in range(SHORT):
-            optimizer.zero_grad()
-            alike_loss(model, hvd.rank(), step).backward()
-            optimizer.step()
-    except hvd.HvdPipeError as error:
-        return step, str(error)
-    return step, "nothing was raised"
-
-
 def at_two() -> dict[Any, Any]:
     hvd.init()
     cases: dict[Any, Callable[[], Any]] = dict(AGAINST_STOCK)
@@ -855,9 +842,7 @@ def at_two() -> dict[Any, Any]:
     joins["loaded later"] = loaded_later
     joins["timed unlike"] = timed_unlike
     joins["barrier wins"] = partial(decided, False, barrier_wins)
-    return run_cases(
-        {**cases, **joins, "apart": gone_apart, "wandering": partial(slowly, wandering)}
-    )
+    return run_cases({**cases, **joins, "apart": gone_apart})
 
 
 # At three ranks, against one process.

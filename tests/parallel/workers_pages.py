@@ -143,6 +143,23 @@ def _clipping(text: str) -> Arrays:
     return [g.numpy() for g in gradients]
 
 
+def _two_halves(text: str) -> Arrays:
+    """Two halves of a loss are one loss."""
+    weights = []
+    for code in (text, "loss_of(1.0).backward()\noptimizer.step()"):
+        names = _start("merged-gradient")
+        half = {"first_half": 0.5, "second_half": 0.5}
+        for _ in range(STEPS):
+            names["optimizer"].zero_grad()
+            names = execute(
+                code, {**names, **half, "loss_of": lambda part, names=names: _loss(names) * part}
+            )
+        weights.append(_weights(names))
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    return weights[0]
+
+
 def _scaled(text: str) -> Arrays:
     names = _start("pipe-sgd")
     names["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -236,8 +253,10 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/overlap-forward.md python 0": _optimizer,
     "docs/overlap-forward.md python 1": _automatic,
     "docs/pytorch.md python 0": _clipping,
-    "docs/pytorch.md python 1": _scaled,
-    "docs/pytorch.md python 2": _clipping,
+    "docs/pytorch.md python 1": _clipping,
+    "docs/pytorch.md python 2": _two_halves,
+    "docs/pytorch.md python 3": _scaled,
+    "docs/pytorch.md python 4": _clipping,
     "docs/strategies.md python 0": _optimizer,
     "docs/merged-gradient.md python 0": _saved_plan,
     "docs/pipe-sgd.md python 0": _loop,

@@ -119,8 +119,12 @@ def clamped() -> str:
 
 
 def goes_on(strategy: str) -> tuple[str, Weights]:
-    """A step with gradients that were changed too early is refused; all go back to a state."""
+    """A step with gradients that were changed too early is refused; all go back to a state.
+
+    They are changed by tensors that share their memory, which are not pending.
+    """
     model, said = make_model(), ""
+    kept: list[torch.Tensor] = []
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["momentum"](model), model.named_parameters(), strategy=strategy
     )
@@ -129,7 +133,7 @@ def goes_on(strategy: str) -> tuple[str, Weights]:
         optimizer.zero_grad()
         loss_of(model, hvd.rank(), number).backward()
         if number == 3:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            torch._foreach_mul_(kept, 0.5)
             try:
                 optimizer.step()
             except hvd.HvdPipeError as error:
@@ -137,6 +141,7 @@ def goes_on(strategy: str) -> tuple[str, Weights]:
                 optimizer.load_state_dict(state)
         else:
             optimizer.step()
+            kept += [p.grad.detach() for p in model.parameters() if p.grad is not None]
     optimizer.synchronize()
     return said, weights_of(model)
 
@@ -175,33 +180,31 @@ def inspected(strategy: str) -> Weights:
 
 def look(optimizer: Any) -> None:
     if hvd.rank() == 0:
-        assert dict(inspect.getmembers(optimizer))["_step_supports_amp_scaling"]
+        assert "_step_supports_amp_scaling" in dict(inspect.getmembers(optimizer))
     hvd.allreduce(torch.zeros(1), name="all have looked")
 
 
-class OwnScaler(torch.amp.GradScaler):
-    """One that reads the optimizer's attribute itself."""
-
-    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        assert optimizer._step_supports_amp_scaling
-        optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            optimizer.__dict__.pop("grad_scale", None)
-            optimizer.__dict__.pop("found_inf", None)
-
-
-def own_scaler() -> str:
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model))
-    loss_of(model, hvd.rank(), 0).backward()
-    try:
-        OwnScaler("cpu").step(optimizer)
-    except hvd.HvdPipeError as error:
+def own_scaler() -> tuple[Weights, Weights]:
+    """A scaler of the user's own, which divides gradients one by one, and no scaler."""
+    found = []
+    for scale in (4.0, 1.0):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model))
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank(), number) * scale
+            if (hvd.rank(), number) == (1, 3):
+                loss = loss * torch.inf
+            loss.backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.div_(scale)
+            if all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()):
+                optimizer.step()
         optimizer.synchronize()
-        return str(error)
-    return "nothing was raised"
+        found.append(weights_of(model))
+    first, second = found
+    return first, second
 
 
 def exploded(strategy: str, loaded: str) -> tuple[Weights, Weights]:

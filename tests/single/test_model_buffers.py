@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from hvd_pipe.torch.model_buffers import ModelBuffers
+from hvd_pipe.torch.strategies.model_average import ModelBuffers
 
 Values = dict[str, torch.Tensor]
 

@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import codecs, comm_models
 
-from hvd_pipe.planning import fragments, turns
+from hvd_pipe import cocod
+from hvd_pipe.cocod import assign_fragments
+from hvd_pipe.planning import turns
 from hvd_pipe.planning.advise import advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.codec import CodecCost
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.fragments import assign
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.planning.turns import node_comm
-from hvd_pipe.strategy import CoCoD
+from hvd_pipe.strategy import CoCoD, parse
 
 # Forward 2, backward 4, update 1; the fragments have 10 and 2 bytes, T(10) = 3, T(2) = 1.
 MODEL = ModelProfile(
@@ -31,9 +32,9 @@ MODEL = ModelProfile(
 NET = CommModel.linear(0.5, 0.25)
 
 
-@pytest.mark.parametrize("module", [turns, fragments])
+@pytest.mark.parametrize("module", [turns, cocod])
 def test_doctests(module: Any) -> None:
-    result = doctest.testmod(module)
+    result = doctest.testmod(module, extraglobs={"parse": parse})
     assert result.failed == 0
     assert result.attempted > 0
 
@@ -44,7 +45,7 @@ def test_every_tensor_has_a_fragment_and_none_is_much_larger(
 ) -> None:
     """At most a mean and the largest tensor, as Graham has shown."""
     count = data.draw(st.integers(1, len(sizes)))
-    found = assign(sizes, count)
+    found = assign_fragments(sizes, count)
     loads = np.bincount(found, weights=sizes, minlength=count)
     assert loads.sum() == sum(sizes)
     assert loads.max() <= sum(sizes) / count + max(sizes)
@@ -57,13 +58,13 @@ def test_tensors_that_have_a_fragment_stay_in_it(
     sizes: list[int], count: int, data: st.DataObject
 ) -> None:
     known = data.draw(st.integers(count, len(sizes)))
-    taken = assign(sizes[:known], count)
-    assert assign(sizes, count, taken)[:known] == taken
+    taken = assign_fragments(sizes[:known], count)
+    assert assign_fragments(sizes, count, taken)[:known] == taken
 
 
 def test_a_fragment_has_a_tensor() -> None:
     with pytest.raises(ValueError, match=r"fragments=3, and the model has 2 tensors"):
-        assign([4, 4], 3)
+        assign_fragments([4, 4], 3)
 
 
 def nodes(comm: CommModel, inside: Link, count: int, per_node: int) -> Cluster:

@@ -237,11 +237,7 @@ class TraceRecorder(Recorder):
         )
 
     def _text(self, name: str) -> tuple[str, str]:
-        """Return a message's name, short and whole, as JSON.
-
-        ``hvd_pipe.0.2.gradients.1`` is bucket 1 of the third optimizer of process set 0, and
-        ``hvd_pipe.tf.0.2.0.gradients.1`` that of its first list of variables in TensorFlow.
-        """
+        """Return a message's name, short and whole, as JSON."""
         text = self._texts.get(name)
         if text is None:
             short = re.sub(r"^hvd_pipe\.(tf\.\d+\.)?\d+\.\d+\.", "", name)

@@ -321,10 +321,7 @@ def _forget() -> None:
 
 
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    """Return an exception in a line, with the last line of the user's own code.
-
-    TensorFlow's begin with "Graph execution error:", and have what was raised further down.
-    """
+    """Return an exception in a line, with the last line of the user's own code."""
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not _is_library(frame.filename)]
     place = "".join(
@@ -347,10 +344,7 @@ def _on_exception(
 
 
 def _at_exit() -> None:
-    """Leave; with an explanation, where a later `sys.excepthook` did not call this one's.
-
-    Python keeps the exception that it ends by, whatever shows it.
-    """
+    """Leave; with an explanation, where a later `sys.excepthook` did not call this one's."""
     error = getattr(sys, "last_value", None)
     if error is not None and error is not _explained and not _at_prompt():
         _tell_others(error)

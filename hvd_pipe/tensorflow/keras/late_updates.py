@@ -9,18 +9,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.tensorflow.agree import check_alike
-from hvd_pipe.tensorflow.graphs import data_of_step
+from hvd_pipe.tensorflow import pending
+from hvd_pipe.tensorflow.agree import check_alike, refused
+from hvd_pipe.tensorflow.graphs import data_of_step, raw
 from hvd_pipe.tensorflow.keras.variables import slots_of
-from hvd_pipe.tensorflow.keras_patches import fitted_with
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.messages.meeting import refused
 from hvd_pipe.tensorflow.strategies.base import Engine
 from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 
@@ -69,6 +69,9 @@ def end_step(optimizer: Any) -> None:
                 if optimizer._hvd_pipe.arguments.process_set.rank() == 0:
                     _log.warning("overlap='forward': updates stay in their step, as %s", found)
                 raise CannotDeferError(found)
+            if engine.defers:
+                slots = slots_of(optimizer, optimizer._trainable_variables)
+                pending.watch([*engine.settings.variables, *map(raw, slots)])
 
 
 class CannotDeferError(HvdPipeError):
@@ -76,11 +79,25 @@ class CannotDeferError(HvdPipeError):
 
 
 def finish_step(optimizer: Any) -> None:
-    """Make the updates that are late, on all ranks, between two steps."""
-    for session in optimizer._hvd_pipe:
-        if isinstance(session.engine, ForwardOverlapEngine):
-            with timeline.step():
-                session.engine.drain(optimizer._hvd_pipe_update_of(session))
+    """Make the updates that are late, on all ranks, between two steps.
+
+    Raises:
+        HvdPipeError: Horovod has been shut down since the last step.
+    """
+    sessions = list(optimizer._hvd_pipe)
+    with pending.settling(optimizer._hvd_pipe) as was_due:
+        if was_due and not sessions:
+            raise HvdPipeError(_SHUT_DOWN)
+        for session in sessions:
+            if isinstance(session.engine, ForwardOverlapEngine):
+                with timeline.step():
+                    session.engine.drain(optimizer._hvd_pipe_update_of(session))
+
+
+_SHUT_DOWN = (
+    "this variable lacks its last update: under overlap='forward', hvd.shutdown() came before all "
+    "ranks had made it. Call optimizer.synchronize() on all ranks before hvd.shutdown()."
+)
 
 
 def meet(optimizer: Any) -> None:
@@ -103,13 +120,15 @@ def interrupt_step(optimizer: Any) -> None:
 
 
 def finish_before_apply(optimizer: Any, engine: ForwardOverlapEngine) -> None:
-    """As `finish_loaded`, with the gradients at hand.
+    """As `finish_step` and `finish_loaded`, with the gradients at hand.
 
     Raises:
         HvdPipeError: They were computed before that.
     """
     if tf.executing_eagerly() and engine.holds:
         raise HvdPipeError(_COMPUTED)
+    if tf.executing_eagerly():
+        pending.settle()
     finish_loaded(optimizer)
 
 
@@ -142,8 +161,10 @@ class WatchedStep:
     optimizers: Callable[[], list[Any]]
 
     def __call__(self, iterator: Any) -> Any:
-        for each in self.optimizers():  # somebody may have read a checkpoint
-            finish_loaded(each)
+        for each in self.optimizers():
+            finish_loaded(each)  # somebody may have read a checkpoint
+            with pending.settling(each._hvd_pipe):
+                pass  # the step does
         try:
             with refused():
                 found = self.step(iterator)
@@ -152,6 +173,10 @@ class WatchedStep:
                 finish_step(each)
                 each._hvd_pipe.is_stale = True
             return self(iterator)
+        finally:  # also where data has run out
+            for each in self.optimizers():
+                if any(getattr(session.engine, "defers", False) for session in each._hvd_pipe):
+                    pending.due[id(each._hvd_pipe)] = partial(finish_step, each)
         for each in self.optimizers():
             watcher = each._hvd_pipe.watcher
             if watcher is None or not watcher.is_driven:
@@ -211,9 +236,6 @@ def problem(model: Any, optimizer: Any) -> str | None:
     """Return why updates cannot be made layer by layer; None where they can."""
     if model.run_eagerly:
         return "the model runs eagerly, in which messages travel one by one"
-    for each in fitted_with(model):
-        if type(getattr(each, "save_freq", None)) is int:  # it may be False
-            return f"{type(each).__name__} saves weights within an epoch (save_freq)"
     if optimizer.global_clipnorm:
         return "global_clipnorm needs all gradients at once"
     if optimizer.use_ema:

@@ -26,6 +26,7 @@ from keras.src.saving import object_registration
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.consensus import answer_with
+from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
@@ -185,6 +186,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """
         check_graph()
         answer_with(mpi_ops)
+        pending.settle()  # other ranks may have, by reading
         late_updates.meet(self)
         late_updates.finish_step(self)
         for session in self._hvd_pipe:
@@ -209,11 +211,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._hvd_pipe_equalise_statistics()
 
     def _hvd_pipe_equalise_statistics(self) -> None:
-        """Average what local steps leave unequal beside the weights.
-
-        Raises:
-            RanksDisagreeError: Ranks have trained models with other statistics.
-        """
+        """Average what local steps leave unequal beside the weights."""
         local = [session for session in self._hvd_pipe if session.engine.is_local]
         process_set = self._hvd_pipe.arguments.process_set
         if not local or not process_set.included():

@@ -56,6 +56,7 @@ __all__ = [
     "TensorFlowRecorder",
     "active",
     "beginning",
+    "cond",
     "current",
     "describe",
     "start",
@@ -98,8 +99,10 @@ class Step(AbstractContextManager["Step"]):
     Executed eagerly, a note is taken at once.
     """
 
-    def __init__(self, recorder: TensorFlowRecorder, is_backward: bool = False) -> None:
-        self._recorder, self._is_backward = recorder, is_backward
+    def __init__(
+        self, recorder: TensorFlowRecorder, is_backward: bool = False, goes_on: bool = False
+    ) -> None:
+        self._recorder, self._is_backward, self._goes_on = recorder, is_backward, goes_on
         self.is_eager = tf.executing_eagerly()
         self._outer: Step | None = None
         self._tokens: list[Any] = []
@@ -115,7 +118,8 @@ class Step(AbstractContextManager["Step"]):
         if self._begin is not None:
             return self  # begun in this graph, by `beginning`
         if not tf.executing_eagerly():
-            self._begin = tf.numpy_function(self._noted(self._note_begin), [], tf.int32)
+            note = (lambda: None) if self._goes_on else self._note_begin
+            self._begin = tf.numpy_function(self._noted(note), [], tf.int32)
         elif self._is_backward:
             self._note_begin()
         return self
@@ -301,11 +305,12 @@ active: Recorder = OFF
 """The process's recorder; `OFF` where ``HVD_PIPE_TIMELINE`` is not set."""
 
 
-def step(is_backward: bool = False) -> AbstractContextManager[Step | None]:
+def step(is_backward: bool = False, goes_on: bool = False) -> AbstractContextManager[Step | None]:
     """Return a context in which a step is exchanged; its value is None where nothing is noted.
 
     Args:
         is_backward: Whether, executed eagerly, the backward pass begins with the context.
+        goes_on: Whether a graph has what is still to do of the step before.
     """
     if not isinstance(active, TensorFlowRecorder):
         return nullcontext()
@@ -313,7 +318,7 @@ def step(is_backward: bool = False) -> AbstractContextManager[Step | None]:
     _open.begun = None
     if begun is not None and begun[0]() is tf.compat.v1.get_default_graph():
         return begun[1]
-    return Step(active, is_backward)
+    return Step(active, is_backward, goes_on)
 
 
 @contextmanager
@@ -339,6 +344,19 @@ def current() -> Step | None:
     """
     found: Step | None = getattr(_open, "step", None)
     return found if found is None or found.is_eager == tf.executing_eagerly() else None
+
+
+def cond(when: tf.Tensor, does: Callable[[], tf.Tensor], other: tf.Tensor) -> tf.Tensor:
+    """Return in a graph what ``does`` returns, with its notes, or ``other``."""
+    found = current()
+
+    def of(branch: Callable[[], tf.Tensor]) -> Callable[[], tuple[tf.Tensor, list[Any]]]:
+        return lambda: (branch(), [] if found is None else found.part())
+
+    result, notes = tf.cond(when, of(does), of(lambda: tf.identity(other)))
+    if found is not None:
+        found.whole(notes)
+    return result
 
 
 def describe() -> Description:

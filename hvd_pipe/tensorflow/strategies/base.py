@@ -24,10 +24,29 @@ from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
-__all__ = ["Due", "Engine", "Gradients", "Momentum", "OptimizerAccess", "Settings"]
+__all__ = [
+    "Due",
+    "Engine",
+    "Gradients",
+    "Momentum",
+    "OptimizerAccess",
+    "Settings",
+    "same",
+    "together",
+]
 
 Gradients = Mapping[int, Any]
 """Dense tensors, or ``tf.IndexedSlices``, by index."""
+
+
+def together(parts: Sequence[Gradients]) -> Gradients:
+    """Return the gradients of all parts."""
+    return {index: each for part in parts for index, each in part.items()}
+
+
+def same(gradient: Any) -> Any:
+    """Return a gradient as an operation of the graph and the dependencies at hand."""
+    return gradient if isinstance(gradient, tf.IndexedSlices) else tf.identity(gradient)
 
 
 @dataclass(frozen=True)

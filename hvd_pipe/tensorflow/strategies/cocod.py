@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_pipe.planning.fragments import assign
+from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.runtime.process_sets import find_node
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.agree import agreement
@@ -65,7 +65,7 @@ class CoCoDEngine(Engine):
         # A model without a gradient that travels has no tensors, and is one fragment.
         self._fragment_of = [0] * len(shapes)
         if self._count > 1:
-            self._fragment_of = assign(shapes.nbytes, self._count)
+            self._fragment_of = assign_fragments(shapes.nbytes, self._count)
         self._parts = model_parts(settings, strategy, self._fragment_of)
         if strategy.momentum == "average":
             momenta = momenta_part(settings, strategy)

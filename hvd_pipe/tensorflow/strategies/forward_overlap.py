@@ -10,7 +10,8 @@ next call, in variables::
                                 late buckets:  assign to pending
 
 TensorFlow itself orders the reads and writes of each variable, so all that reads a weight inside
-the step reads the new one. Between two calls, late weights are one update old, until `drain`.
+the step reads the new one. Between two calls, whoever uses a late weight makes its update first
+(`pending`): by `drain`, alone or not, as the next call of another rank sends the same messages.
 
 Messages leave in the plan's order, at most two at a time. All ranks trace the same graph, so no
 rank waits for a message that another holds back.
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,15 +31,15 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 from tensorflow.python.framework import ops
 
-from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.deferral import first_deferred
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.tensorflow.agree import meet
 from hvd_pipe.tensorflow.graphs import Arrays, branch, by_index, restore, used_since, variable
+from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing, piece_sizes
-from hvd_pipe.tensorflow.messages.meeting import meet
-from hvd_pipe.tensorflow.strategies.base import Due, Gradients, Settings
+from hvd_pipe.tensorflow.strategies.base import Due, Gradients, Settings, same, together
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
 
 __all__ = ["ForwardOverlapEngine"]
@@ -88,6 +90,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().adopt(plan)
         order = () if plan is None or plan.order is None else plan.order
         self._order = order
+        self._alone: Callable[[], None] | None = None
         self._first_late = first_deferred(plan) if plan is not None and order else 0
         self._late = frozenset(order[self._first_late :])
         self._sizes = [
@@ -152,22 +155,24 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """
         if tf.executing_eagerly() or not self.begins:
             return
-        self._begun, self._sent = weakref.ref(ops.get_default_graph()), []
-        pending = self._is_pending.read_value()
+        self._begun = weakref.ref(ops.get_default_graph())
+        self._finish(update)
+
+    def _finish(self, update: Update) -> None:
+        pending, self._sent = self._is_pending.read_value(), []
         if self._covered:
             tf.cond(pending, branch(self._uncover), tf.no_op)
         flats = {place: each.read_value() for place, each in self._kept.items()}
         for place in range(self._first_late, len(self._order)):
-            flats[place] = self._send(flats[place], f"late.{place}", fresh=False)
+            flats[place] = self._send(flats[place], f"late.{place}", pending)
         for gradients in self._whole(flats):
             tf.cond(pending, branch(update, gradients), tf.no_op)
-        self._is_pending.assign(False)
+        with tf.control_dependencies(list(flats.values())):  # it stays pending where one fails
+            self._is_pending.assign(False)
 
     def exchange(self, gradients: Gradients) -> Due:
         self._takes_plan = False
         if tf.executing_eagerly():
-            if self._is_pending.numpy():
-                raise HvdPipeError(_PENDING)
             return super().exchange(gradients)
         graph = ops.get_default_graph()
         self.applies_again |= self._graph() is graph
@@ -176,7 +181,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if begun is not graph:
             check = tf.debugging.Assert(tf.logical_not(self._is_pending), [_PENDING])
             with tf.control_dependencies([check]):
-                gradients = {i: _same(each) for i, each in gradients.items()}
+                gradients = {i: same(each) for i, each in gradients.items()}
             return super().exchange(gradients)
         self._leaves = weakref.ref(graph)
         return self._exchange_early(gradients)
@@ -199,7 +204,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         *others, last = self._whole(flats, early=True)
         if self.times is not None:
             last = self.times.arrived(last)
-        return Due(_together([*others, last]))
+        return Due(together([*others, last]))
 
     def end_update(self) -> None:
         """Note, in the graph of a step, that the update of these variables has been traced."""
@@ -247,21 +252,19 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Return the iterations and the learning rate of the step whose updates are late."""
         return self._iterations.read_value(), self._rate.read_value()
 
-    def _send(self, flat: tf.Tensor, name: str, fresh: bool = True) -> tf.Tensor:
-        """Reduce, behind the message before the last one."""
-        name = f"{self.settings.tag}.{name}"
+    def _send(self, flat: tf.Tensor, name: str, when: tf.Tensor | None = None) -> tf.Tensor:
+        """Reduce, behind the message before the last one; late ones only ``when`` pending."""
+        name, reduce = f"{self.settings.tag}.{name}", self.settings.reduction.reduce
         with tf.control_dependencies(self._sent[-2:-1]):
-            found = self.settings.reduction.reduce(flat, name, fresh=fresh)
+            if when is None:
+                found = reduce(flat, name)
+            else:
+                found = timeline.cond(when, partial(reduce, flat, name, fresh=False), flat)
         self._sent.append(found)
         return found
 
     def _whole(self, flats: dict[int, tf.Tensor], early: bool = False) -> list[Gradients]:
-        """Return the gradients of the early or the late buckets, in the order of their messages.
-
-        Args:
-            flats: By place in the order.
-            early: Which buckets.
-        """
+        """Return the gradients of the early or the late buckets, as their messages are ordered."""
         places: dict[int, list[int]] = {}
         for place, bucket in enumerate(self._order):
             if (bucket in self._late) is not early:
@@ -293,15 +296,17 @@ class ForwardOverlapEngine(MergedGradientEngine):
             for index, weight in self._held_weights.items():
                 self.settings.variables[index].assign(weight)
             update(self._reduced(held))
-        if not self._is_pending.numpy():  # the same on all ranks: they run the same graph
+        if not self._is_pending.numpy():
             return
-        self._is_pending.assign(False)
-        self._sent = []
-        self._uncover()
-        flats = {place: each.read_value() for place, each in self._kept.items()}
-        for place in range(self._first_late, len(self._order)):
-            flats[place] = self._send(flats[place], f"late.{place}", fresh=False)
-        update(_together(self._whole(flats)))
+        if self._alone is None:  # a graph: eager operations lose the names of their messages
+            self._alone = tf.function(partial(self._finish_alone, update), autograph=False)
+        self._alone()
+
+    def _finish_alone(self, update: Update) -> None:
+        with timeline.step(goes_on=True) as step:
+            self._finish(update)
+            if step is not None:
+                step.end()
         self._sent = []
 
     def _reduced(self, gradients: Gradients) -> Gradients:
@@ -333,7 +338,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 place: each.read_value() * (share if place < self._first_late else 1.0)
                 for place, each in self._kept.items()
             }
-            pending = _together(self._whole(flats))
+            pending = together(self._whole(flats))
         if pending:
             found |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
             found |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
@@ -385,11 +390,3 @@ _PENDING = (
 def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Return the plan of other names: Keras may call the variables of two models differently."""
     return replace(plan, buckets=tuple(tuple(names[n] for n in b) for b in plan.buckets))
-
-
-def _together(parts: Sequence[Gradients]) -> Gradients:
-    return {index: each for part in parts for index, each in part.items()}
-
-
-def _same(gradient: Any) -> Any:
-    return gradient if isinstance(gradient, tf.IndexedSlices) else tf.identity(gradient)

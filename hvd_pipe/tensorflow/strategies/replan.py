@@ -50,6 +50,7 @@ from hvd_pipe.planning.trials import (
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.runtime.consensus import answer_with
 from hvd_pipe.strategy import Auto, MergedGradient
+from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, found_by_first, gather, largest
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes, measure_comm
 from hvd_pipe.tensorflow.sessions import Sessions
@@ -264,6 +265,7 @@ class Replan:
     def _take_next(self, engine: MergedGradientEngine, number: int) -> bool:
         """Take the next plan to try, or the one that stays; return whether it does."""
         settings, method = engine.settings, self._method
+        pending.settle()  # other ranks may have, by reading
         recorded = self._recorded(engine)
         if number in self._barriers:
             return self._end_deferral(engine, number, recorded)

@@ -38,7 +38,6 @@ __all__ = [
     "Reduction",
     "Scaled",
     "Traffic",
-    "copy_in",
     "sendable",
 ]
 
@@ -208,24 +207,6 @@ class Reduction:
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as Horovod can copy it: bfloat16, which it does not know, as int16."""
     return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def copy_in(parameter: torch.Tensor, view: torch.Tensor) -> None:
-    """Put the parameter's gradient into ``view`` and make it the view, copying only if it is not.
-
-    After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes the
-    place of adding it to zeros, so a step moves no more bytes than with gradients kept in place.
-    """
-    gradient = parameter.grad
-    if gradient is None:
-        view.zero_()
-    elif gradient.is_sparse:
-        view.copy_(gradient.detach().to_dense())
-    elif gradient.data_ptr() == view.data_ptr():
-        return
-    else:
-        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-    parameter.grad = view
 
 
 class AllReduce(Message):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,15 +28,9 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import refuse_changed, spoil, touched_error
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import (
-    CheckedMessage,
-    Feedback,
-    Message,
-    Reduction,
-    copy_in,
-)
+from hvd_pipe.torch.messages.allreduce import CheckedMessage, Feedback, Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
-from hvd_pipe.torch.messages.control_flags import COUNT, ControlFlags
+from hvd_pipe.torch.messages.control_flags import COUNT, Changes, ControlFlags
 from hvd_pipe.torch.messages.pending import host_values
 from hvd_pipe.torch.messages.sparse import SparseGradients
 
@@ -179,7 +173,11 @@ class BucketSet:
             for index, view in zip(group, bucket.views, strict=True)
         }
         """The bucket of each dense gradient, and the view into it, by index."""
+        self._shown = {index: view.detach() for index, (_, view) in self.slots.items()}
+        """What is in ``p.grad``: others may make it lead elsewhere (``p.grad.data = ...``)."""
+        self._places = {index: view.data_ptr() for index, (_, view) in self.slots.items()}
         self.groups = dense
+        self._left: dict[int, torch.Tensor | None] = {}
         self.frozen: set[int] = set()
         """Indices of the parameters that got no gradient in this round as they do not train."""
         self._as_dense: set[int] = set()
@@ -188,6 +186,15 @@ class BucketSet:
         self._restored = False
         self.completed: list[int] = []
         """Indices in the order in which they became ready since the last `wait`."""
+        self.changes: Changes | None = None
+        """What became of this round's gradients before `flush`, if anything did."""
+        self.is_early = False
+        """Whether some were read before their last backward pass."""
+        self.is_dropped = False
+        """Whether the gradients of the last round are not to be applied, on any rank."""
+        self.is_flushed = False
+        """Whether all of this round has been sent."""
+        self._usual_count = len(self.parameters)
 
     @property
     def stale(self) -> bool:
@@ -204,6 +211,23 @@ class BucketSet:
         """Whether no rank had left by ``hvd.join()`` in the last round."""
         return self.flags.all_present(self._reduction.workers)
 
+    @property
+    def compares(self) -> bool:
+        """Whether this rank has told of what all ranks must compare after this round."""
+        return bool(self._own.changed or self._own.frozen)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether as many gradients are complete as in the round before."""
+        return len(self.completed) >= self._usual_count
+
+    def holds(self, index: int) -> bool:
+        """Return whether the gradient of ``parameters[index]`` is in its bucket."""
+        gradient = self.parameters[index].grad
+        if gradient is None or gradient.is_sparse or index not in self.slots:
+            return False
+        return gradient.data_ptr() == self._places[index]
+
     # A round: gradients become ready, the rest is flushed, all is waited for.
 
     # Architecture: G2
@@ -212,11 +236,11 @@ class BucketSet:
 
         The last bucket stays until `flush`, because it carries the control flags.
         """
-        parameter, sparse = self.parameters[index], self.sparse
+        sparse = self.sparse
         if not self.completed:
             self._spoil_free()
         self.completed.append(index)
-        gradient, slot = parameter.grad, self.slots.get(index)
+        gradient, slot = self.parameters[index].grad, self.slots.get(index)
         is_sparse = gradient is not None and gradient.is_sparse
         travels_alone = is_sparse and sparse.known is not None
         if gradient is not None and travels_alone:
@@ -230,13 +254,40 @@ class BucketSet:
         if travels_alone:
             view.zero_()
         else:
+            self._fill(index)
             if is_sparse:
                 self._as_dense.add(index)
-            copy_in(parameter, view)
         if bucket.fill():
             timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
                 bucket.launch()
+
+    def _fill(self, index: int) -> None:
+        """Put a gradient into its view, copying only what is not there, and ``p.grad`` as well.
+
+        After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes
+        the place of adding it to zeros, so a step moves no more bytes than with gradients kept in
+        place. Whoever reads a sparse gradient meets a sparse one.
+        """
+        parameter, view = self.parameters[index], self.slots[index][1]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            view.copy_(gradient.detach().to_dense())
+            return
+        elif gradient.data_ptr() == self._places[index]:
+            return
+        else:
+            view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+        parameter.grad = self.shown(index)
+
+    def shown(self, index: int) -> torch.Tensor:
+        """Return what shows a dense gradient to users: a tensor over the memory of its view."""
+        shown = self._shown[index]
+        if shown.data_ptr() != self._places[index]:
+            shown = self._shown[index] = self.slots[index][1].detach()
+        return shown
 
     def _spoil_free(self) -> None:
         """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
@@ -255,21 +306,32 @@ class BucketSet:
             flags: What this rank tells; ``sparse`` and ``frozen`` are filled in here.
 
         Raises:
-            HvdPipeError: A gradient was cleared, replaced or changed after it was complete.
+            HvdPipeError: A gradient was changed after it was complete, unseen by torch's Python.
         """
-        complete = set(self.completed)
+        if self.is_flushed:
+            return
+        self.is_flushed, complete = True, set(self.completed)
         self._check_untouched(complete)
-        if not complete:
-            self._spoil_free()
-        for index, (_, view) in self.slots.items():
-            if index not in complete:
-                parameter = self.parameters[index]
-                if parameter.grad is None and not parameter.requires_grad:
-                    self.frozen.add(index)
-                copy_in(parameter, view)
-        self.sparse.flush()
+        changes = self.changes
+        self.is_dropped = changes is not None and changes.are_all(self.completed)
+        with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
+            if not complete:
+                self._spoil_free()
+            for index in self.slots:
+                if index not in complete:
+                    parameter = self.parameters[index]
+                    if parameter.grad is None and not parameter.requires_grad:
+                        self.frozen.add(index)
+                    self._fill(index)
+            self.sparse.flush()
         found, froze = bool(self.sparse.found), self.frozen != self._last_frozen
-        self._own = replace(flags or ControlFlags(), sparse=float(found), frozen=float(froze))
+        self._own = replace(
+            flags or ControlFlags(),
+            sparse=float(found),
+            frozen=float(froze),
+            changed=float(changes is not None),
+            early=float(self.is_early),
+        )
         control = self.buckets[-1].control
         told = torch.tensor(self._own.to_list(), dtype=control.dtype, pin_memory=control.is_cuda)
         control.copy_(told, non_blocking=True)  # the host waits for no kernel
@@ -280,18 +342,11 @@ class BucketSet:
                 bucket.launch()
 
     def _check_untouched(self, complete: set[int]) -> None:
-        for index, (bucket, view) in self.slots.items():
+        for index, (bucket, _) in self.slots.items():
             if index not in complete or index in self.sparse.found:
                 continue
-            gradient, did = self.parameters[index].grad, None
-            if gradient is None:
-                did = "cleared"
-            elif gradient is not view and gradient.data_ptr() != view.data_ptr():
-                did = "replaced"
-            elif bucket.touched:
-                did = "changed"
-            if did:
-                raise touched_error(self._names[index], did)
+            if bucket.touched and not (self.changes and index in self.changes.left):
+                raise touched_error(self._names[index])
 
     # Architecture: G8
     def wait(self) -> None:
@@ -309,7 +364,13 @@ class BucketSet:
             check_alike(lines, f"{self._tag}.frozen", self._reduction.process_set)
         self.sparse.complete()
         self.sparse.end_round()
-        self.completed = []
+        sent, self.completed, self.is_flushed = self.completed, [], False
+        self._usual_count = len(sent) or self._usual_count
+        changes, self.changes = self.changes or Changes(), None
+        self._left = changes.left
+        if self.flags.changed != 0.0 and self.all_present:
+            tag, process_set = f"{self._tag}.changes", self._reduction.process_set
+            self.is_dropped = changes.compare(self._names, sent, tag, process_set)
         if check_mode.active.on and self.all_present:
             changed = [bucket.take_changed() for bucket in self.buckets]
             pairs = zip(self.groups, changed, strict=True)
@@ -338,7 +399,7 @@ class BucketSet:
         self.sparse.complete()
         self.sparse.clear()
         self.end_round()
-        self.completed = []
+        self.completed, self.is_flushed, self.changes = [], False, None
 
     def complete(self) -> None:
         """Block until all gradients are here; sends nothing, and leaves `wait` to be called.
@@ -360,27 +421,45 @@ class BucketSet:
             bucket.message.wait()
 
     # Architecture: G10
-    def bind_gradients(self, indices: Sequence[int] | None = None) -> None:
-        """Make gradients the views into their buckets (sparse again where they came sparse).
+    def bind_gradients(self, shown_in: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Make gradients what is to be applied; this ends the round.
+
+        They are views into the buckets, sparse again where they came sparse, and none where there
+        is nothing to apply.
 
         Args:
-            indices: Dense ones whose messages have arrived; None: all, which ends the round.
+            shown_in: Tensors that shall show them, by index, as somebody holds these.
         """
-        for index in self.slots if indices is None else indices:
-            gradient: torch.Tensor | None = self.slots[index][1]
-            if index in self._as_dense:
-                gradient = self.slots[index][1].to_sparse()
-            elif index in self.frozen:
-                gradient = None  # a frozen parameter must not move: no decay, no momentum
-            self.parameters[index].grad = gradient
-        if indices is not None:
-            return
+        shown_in = shown_in or {}
+        for index in self.slots:
+            self._bind(index, shown_in.get(index))
         for index, gathered in self.sparse.gathered.items():
-            self.parameters[index].grad = gathered
+            gradient = None if self.is_dropped else _in_place_of(shown_in.get(index), gathered)
+            self.parameters[index].grad = gradient
         self.end_round()
+
+    def bind_some(self, indices: Sequence[int]) -> None:
+        """Make these gradients, which are dense and have arrived, the views into their buckets."""
+        for index in indices:
+            self._bind(index, None)
+
+    def _bind(self, index: int, shown_in: torch.Tensor | None) -> None:
+        gradient: torch.Tensor | None
+        if self.is_dropped or index in self.frozen:
+            gradient = None  # a frozen parameter must not move: no decay, no momentum
+        elif index in self._left:
+            gradient = self._left[index]
+        elif index in self._as_dense:
+            gradient = _in_place_of(shown_in, self.slots[index][1].to_sparse())
+        else:
+            gradient = self.shown(index)
+            if shown_in is not None:
+                gradient = _in_place_of(shown_in, gradient)
+        self.parameters[index].grad = gradient
 
     def end_round(self) -> None:
         """Forget what was unusual about the gradients of this round: they have been applied."""
+        self._left = {}
         self._as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
@@ -392,7 +471,15 @@ class BucketSet:
 
     def copy_in(self) -> None:
         """Take dense gradients over from wherever they are, their values unchanged."""
-        for index, (_, view) in self.slots.items():
+        for index in self.slots:
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
-                copy_in(self.parameters[index], view)
+                self._fill(index)
+
+
+def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that somebody holds, with this gradient in it; or the gradient."""
+    if held is None or held is gradient:
+        return gradient
+    held.data = gradient if held.is_sparse == gradient.is_sparse else gradient.to_dense()
+    return held

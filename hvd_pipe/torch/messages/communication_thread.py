@@ -80,11 +80,7 @@ class CommunicationThread:
             busy = self._advance_one()
 
     def _advance_one(self) -> bool:
-        """Take one operation into its next phase, so that new ones wait for no more than that.
-
-        One that shares its `Feedback` with an older one waits for it, as residuals go from step to
-        step.
-        """
+        """Take one operation into its next phase, so that new ones wait for no more than that."""
         older: set[object] = set()
         for operation in self._moving:
             if operation.feedback not in older and operation.ready():

@@ -6,13 +6,28 @@ their means over the ranks.
 `drains` and `stepped` tell ranks that have gone apart from ranks that have unlike data. A rank
 that drains alone makes no step after that round, where the others do; in the next round all ranks
 know.
+
+`changed` tells that a rank did to gradients, between ``backward()`` and ``step()``, what makes
+replicas differ where one rank alone does it. All ranks compare their `Changes` after that round,
+before any weight moves::
+
+    the backward pass raised               its gradients are not whole
+    a gradient was cleared                 zero_grad(), p.grad = None: it is not to be applied
+    another tensor was put in its place    p.grad = g, without reading what was there
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
 
-__all__ = ["COUNT", "ControlFlags"]
+import torch
+from horovod.torch.mpi_ops import ProcessSet
+
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.torch.agree import gather, members
+
+__all__ = ["COUNT", "Changes", "ControlFlags"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,10 @@ class ControlFlags:
     """Other parameters are frozen on it than in the round before."""
     drains: float = 0.0
     """It synchronizes without a gradient: it drains, or has no data in this step."""
+    changed: float = 0.0
+    """Gradients were cleared or replaced on it after they were complete, or are not whole."""
+    early: float = 0.0
+    """Gradients were read on it before their last backward pass."""
     stepped: float = 0.0
     """It has made a step since the round before."""
 
@@ -52,9 +71,89 @@ class ControlFlags:
         """Whether some ranks, and not all, had made a step between the last two rounds."""
         return self._divided(self.stepped, workers)
 
+    def some_early(self, workers: int) -> bool:
+        """Whether some ranks, and not all, have read gradients before their last pass."""
+        return self._divided(self.early, workers)
+
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers
         return self.all_present(workers) and half < mean < 1 - half
 
 
 COUNT = len(fields(ControlFlags))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What became of a round's gradients.
+
+    Args:
+        failed: Whether the backward pass raised.
+        left: What is in ``p.grad`` in the place of gradients that were sent, by index.
+        refused: Whether another tensor cannot be applied in the place of what was sent.
+    """
+
+    failed: bool = False
+    left: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    refused: bool = False
+
+    def are_all(self, indices: Sequence[int]) -> bool:
+        """Return whether nothing is left to apply of the gradients that were sent."""
+        cleared = all(index in self.left and self.left[index] is None for index in indices)
+        return self.failed or (bool(indices) and cleared)
+
+    def compare(
+        self, names: Sequence[str], sent: Sequence[int], tag: str, process_set: ProcessSet
+    ) -> bool:
+        """Return whether all is to be dropped, or raise on every rank; all ranks call this.
+
+        Args:
+            names: Of all parameters, by index.
+            sent: The indices of the gradients that this rank had.
+            tag: Begins the messages' names.
+            process_set: The ranks.
+
+        Raises:
+            RanksDisagreeError: Not all ranks have done the same; says what, and on which of them.
+            HvdPipeError: A gradient was replaced where that cannot be.
+        """
+        cleared = [names[i] for i, gradient in sorted(self.left.items()) if gradient is None]
+        replaced = [names[i] for i, gradient in sorted(self.left.items()) if gradient is not None]
+        mine = [self.failed, cleared, replaced, self.are_all(sent)] if sent else None
+        everyone = gather(mine, f"{tag}.changes", process_set)
+        told = dict(zip(members(process_set), everyone, strict=False))
+        told = {rank: each for rank, each in told.items() if each is not None}
+        first = next(iter(told.values()))
+        if all(each == first for each in told.values()):
+            if replaced and self.refused:
+                raise HvdPipeError(
+                    f"the gradient of {replaced[0]!r} was replaced by another tensor after "
+                    "backward() and before step(), which applies the average of the step before: "
+                    "read that first (optimizer.synchronize(), or any use of p.grad)."
+                )
+            return bool(first[-1])
+        failed = [rank for rank, each in told.items() if each[0]]
+        if failed:
+            raise RanksDisagreeError(
+                f"backward() raised on {_ranks(failed)}, and not on all ranks: no rank has "
+                "applied this step's gradients, as they are not whole. Go on with the next step "
+                "on every rank: zero_grad(), then the next batch."
+            )
+        for place, did in ((1, "cleared"), (2, "replaced by another tensor")):
+            found = {name for each in told.values() for name in each[place]}
+            for name in sorted(found, key=list(names).index):
+                those = [rank for rank, each in told.items() if name in each[place]]
+                if len(those) < len(told):
+                    raise RanksDisagreeError(
+                        f"the gradient of {name!r} was {did} after backward() and before step() "
+                        f"on {_ranks(those)}, and not on all ranks: no rank has applied this "
+                        "step's gradients. Do the same on every rank."
+                    )
+        raise RanksDisagreeError(
+            "gradients were cleared after backward() and before step() on some ranks, and other "
+            "ranks computed other ones. Do the same on every rank."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

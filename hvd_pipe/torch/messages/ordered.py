@@ -184,11 +184,7 @@ class _Round:
         return bool(arrived)
 
     def _sleep_until_due(self) -> bool:
-        """Sleep for most of what the first message takes at least, so as not to poll meanwhile.
-
-        Returns:
-            False where it is due, or its time is not known yet.
-        """
+        """Sleep for most of what the first message takes at least, so as not to poll meanwhile."""
         place = self._flying[0]
         begun = max(self._free, self._sent[place])
         left = begun + self.seconds.get(place, 0.0) - time.monotonic()

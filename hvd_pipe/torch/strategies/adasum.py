@@ -9,6 +9,8 @@ Training with Adaptive Summation" (2020); as Horovod's ``op=hvd.Adasum``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from horovod.torch.mpi_ops import Adasum, allreduce_async_
 
@@ -38,7 +40,7 @@ class AdasumEngine(Engine):
     def build(self) -> None:
         self._start = [torch.empty_like(p) for p in self.settings.parameters]
 
-    def prepare(self) -> bool:
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
         torch._foreach_copy_(self._start, self._values())
         return True
 

@@ -2,7 +2,8 @@
 
 One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four moments::
 
-    backward   -> on_gradient(index)          a gradient of this pass is complete
+    backward   -> on_gradient(index)          a gradient of this pass is complete; it is pending
+    a read     -> settle                      of a pending gradient: as synchronize() does
     step()     -> before_update() -> bool     p.grad is what to apply; False: no update
                   after_update()              after the user's optimizer has moved the weights
     synchronize()                             finish what is in flight
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from horovod.torch.compression import Compression
@@ -31,6 +33,8 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
+from hvd_pipe.torch.pending_tensors import release
+from hvd_pipe.torch.strategies.backward_passes import BackwardPasses, is_running
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
@@ -48,8 +52,8 @@ class Engine(abc.ABC):
     """The strategy's, as a checkpoint has it."""
     has_state_in_flight = False
     """Whether anything is in flight between steps, which a checkpoint should hold."""
-    needs_loss_scale = True
-    """Whether gradients may have another loss scale than the step's, or stay local."""
+    needs_loss_scale = False
+    """Whether gradients may have another loss scale than the step's."""
     can_join = True
     """Whether a rank may leave by ``hvd.join()``, which knows the global process set only."""
     plan: Plan | None = None
@@ -61,25 +65,30 @@ class Engine(abc.ABC):
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.passes = settings.passes
         self.rounds = 0
         """Gradients (or sets of local gradients) prepared so far; all ranks count the same."""
-        self.has_new_gradients = False
-        """Whether a gradient was computed since the last step()."""
-        self.synchronized = False
-        """Whether the gradients of the coming step() are prepared."""
-        self.stepped = False
-        """Whether step() was called since gradients were prepared the last time."""
         self.known: set[int] = set()
         """Identities of the parameters that take part."""
         self.held: dict[str, dict[int, torch.Tensor]] = {}
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
-        self._has_update = False
         self._meeting: Message | None = None
+        self.passes = settings.passes
+        self.has_new_gradients = False
+        """Whether a gradient was computed since the last step()."""
+        self.synchronized = False
+        """Whether the gradients of the coming step() are prepared."""
+        self.was_read = False
+        """Whether they are because somebody has read or changed them."""
+        self.syncs = True
+        """Whether gradients that are computed are sent; see ``no_sync()``."""
+        self.stepped = False
+        """Whether step() was called since gradients were prepared the last time."""
+        self._told_of_dropped = False
+        self._has_update = False
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes_done: list[int] = []
+        self._passes = BackwardPasses()
         self._hooks: list[RemovableHandle] = []
         self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
         """Stop hearing of gradients."""
@@ -92,12 +101,17 @@ class Engine(abc.ABC):
         _live.add(self)
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
-        engine, first = weakref.ref(self), len(self._passes_done)
+        engine, first = weakref.ref(self), len(self.known)
         for index, parameter in enumerate(parameters, first):
             listen = parameter.register_post_accumulate_grad_hook
             self._hooks.append(listen(_hook(engine, index)))  # type: ignore[no-untyped-call]
         self.known.update(map(id, parameters))
-        self._passes_done += [0] * len(parameters)
+        self._passes.add(len(parameters))
+
+    @property
+    def reduction(self) -> Reduction:
+        """How gradients are reduced."""
+        return self.settings.reduction
 
     @property
     def remembers(self) -> bool:
@@ -110,13 +124,9 @@ class Engine(abc.ABC):
         compression = self.reduction.compression
         return isinstance(compression, Codec) and bool(compression.error_feedback)
 
-    @property
-    def reduction(self) -> Reduction:
-        """How gradients are reduced."""
-        return self.settings.reduction
-
     def retire(self) -> None:
         """Take no further part."""
+        self._passes.end()
         self.detach()
         _live.discard(self)
 
@@ -132,8 +142,23 @@ class Engine(abc.ABC):
         """Make the buffers for the parameters in ``settings``; parameters may have joined."""
 
     @abc.abstractmethod
-    def prepare(self) -> bool:
-        """Make the gradients what the update shall apply; return whether there is one to apply."""
+    def state(self) -> State:
+        """Return what is in flight, in copies, when it has arrived; training can go on after."""
+
+    @abc.abstractmethod
+    def load(self, state: State) -> None:
+        """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
+
+        An index whose tensors are None belongs to a parameter that joins now.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
+        """Make the gradients what the update shall apply; return whether there is one to apply.
+
+        Args:
+            shown_in: Tensors that shall show what is applied, by index, as somebody has read them.
+        """
 
     @abc.abstractmethod
     def drain(self) -> None:
@@ -153,17 +178,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def after_join(self) -> None:
         """Go to a state that all ranks share, however many steps each has taken."""
-
-    @abc.abstractmethod
-    def state(self) -> State:
-        """Return what is in flight, in copies, when it has arrived; training can go on after."""
-
-    @abc.abstractmethod
-    def load(self, state: State) -> None:
-        """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
-
-        An index whose tensors are None belongs to a parameter that joins now.
-        """
 
     @property
     def is_averaged(self) -> bool:
@@ -187,7 +201,7 @@ class Engine(abc.ABC):
     def discard(self) -> None:
         """Forget what is in flight, as a state that is loaded replaces it."""
         self.abandon()
-        self._passes_done = [0] * len(self._passes_done)
+        self._passes.end()
         if self.current is not None:
             self.current.discard()
 
@@ -203,70 +217,7 @@ class Engine(abc.ABC):
     def note_scale(self, scale: float) -> None:  # noqa: B027 - most need not know
         """Take down the loss scale of the gradients that were computed in this step."""
 
-    # What the optimizer calls.
-
-    # Architecture: G1
-    def on_gradient(self, index: int) -> None:
-        """Take a gradient that backward has just completed."""
-        check_mode.active.delay()
-        timeline.active.gradient()
-        if not self.has_new_gradients:
-            self._begin_step()
-        self.has_new_gradients = True
-        self.synchronized = False
-        self._passes_done[index] += 1
-        done = self._passes_done[index]
-        if self.current is None:
-            return
-        if done > self.passes:
-            raise HvdPipeError(
-                f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
-                f"step(), but backward_passes_per_step is {self.passes}: call step() or "
-                f"synchronize() after every {self.passes} backward passes, or raise "
-                "backward_passes_per_step to accumulate gradients locally."
-            )
-        if done == self.passes:
-            self.current.ready(index)
-        if self.ready_times is not None:
-            self.ready_times.mark(index)
-
-    def compare_replicas(self) -> None:
-        """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
-        if not check_mode.active.on or self.reduction.alone:
-            return
-        self._uncompared_steps += 1
-        if self._uncompared_steps < check_mode.COMPARE_STEPS or not self.is_equal_everywhere:
-            return
-        self._uncompared_steps = 0
-        settings, when = self.settings, f"after step {self.rounds}"
-        gradients, process_set = [p.grad for p in settings.parameters], self.reduction.process_set
-        names, weights = settings.names, self.weights()
-        compare_replicas(names, weights, gradients, when, process_set, settings.tag)
-
-    # Architecture: G5
-    def before_update(self) -> bool:
-        """Return whether the user's optimizer shall update now."""
-        self.prepare_now()
-        self.synchronized, self.stepped = False, True
-        return self._has_update
-
-    def synchronize(self, by_hand: bool = False) -> None:
-        """Prepare the coming update where gradients wait for one, else `drain`.
-
-        Args:
-            by_hand: Whether there are new gradients of which no hook has told.
-        """
-        if self.synchronized:
-            return
-        if self.has_new_gradients or by_hand:
-            self.prepare_now()
-            self.has_new_gradients = True
-        else:
-            self._agree_on_load()
-            self.drain()
-
-    def note_gradients(self) -> None:  # noqa: B027 - most need not know
-        """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
+    # What all ranks do alike between two steps: take in parameters, go on from a state.
 
     @property
     def others_message(self) -> Message:
@@ -315,23 +266,6 @@ class Engine(abc.ABC):
         if float(present) > 1 - 0.5 / self.reduction.workers:
             self.check_position()
 
-    def prepare_now(self) -> None:
-        """Prepare the coming update, if that has not been done."""
-        if self.synchronized:
-            return
-        timeline.active.end_backward()
-        if not self.has_new_gradients:
-            self._begin_step()
-        self._passes_done = [0] * len(self._passes_done)
-        self._has_update = self.prepare()
-        self.synchronized = True
-        self.rounds += 1
-        _live.add(self)  # also one that another has replaced, and that is used all the same
-
-    def abandon(self) -> None:
-        """Forget gradients that were prepared and are not to be applied."""
-        self.synchronized = self.has_new_gradients = False
-
     def add_parameters(self) -> None:
         """Take in parameters that have joined: by add_param_group, or because they train now.
 
@@ -365,6 +299,219 @@ class Engine(abc.ABC):
         self.held.clear()
         self.load(State(state.counters, tensors))
 
+    # What the optimizer calls.
+
+    # Architecture: G1
+    def on_gradient(self, index: int) -> None:
+        """Take a gradient that backward has just completed."""
+        check_mode.active.delay()
+        timeline.active.gradient()
+        if self._passes.begins():
+            self._begin_pass(index)
+        if not self.has_new_gradients:
+            self._begin_step()
+        self.has_new_gradients = True
+        self.synchronized = self.was_read = False
+        done = self._passes.count(index) if self.syncs else 0
+        if self.current is None:
+            return
+        if done > self.passes:
+            raise HvdPipeError(
+                f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
+                f"step(), but backward_passes_per_step is {self.passes}: to accumulate gradients "
+                "over several backward passes, pass their number as backward_passes_per_step=, or "
+                "write `with optimizer.no_sync():` around all but the last one."
+            )
+        if done == self.passes:
+            with torch._C.DisableTorchFunctionSubclass():  # it is pending since the first pass
+                self.current.ready(index)
+        gradient = self.settings.parameters[index].grad
+        assert gradient is not None
+        self._passes.hold(index, gradient, self._settling)
+        if self.ready_times is not None:
+            self.ready_times.mark(index)
+
+    def _begin_pass(self, index: int) -> None:
+        """Give up what an earlier pass has sent, where the script has cleared it."""
+        if self.current is None or torch.is_grad_enabled():  # create_graph replaces gradients
+            return
+        if self._is_dropped and not self.current.completed:
+            self._passes.end()
+        elif self._is_dropped:
+            self._say_dropped()
+            self.give_up()
+        elif self.synchronized and self.current.flags.some_early(self.reduction.workers):
+            raise HvdPipeError(
+                f"the gradient of {self.settings.names[index]!r} was read before the last "
+                "backward pass, on some ranks and not on all: no other pass can be added. Read "
+                "gradients after the last pass, or on every rank."
+            )
+        elif self.synchronized and not self.accumulates and self.current.holds(index):
+            raise HvdPipeError(
+                f"backward() once more before step(), after the gradient of "
+                f"{self.settings.names[index]!r} had been read, changed or synchronized: a sum of "
+                f"averages cannot be sent again under {self.name} with these arguments. Read and "
+                "change gradients after the last backward pass, and write "
+                "`with optimizer.no_sync():` around the others."
+            )
+
+    @property
+    def _is_dropped(self) -> bool:
+        """Whether the script has cleared all gradients that were sent."""
+        if self.synchronized or self.current is None:
+            return False
+        return self._passes.are_dropped(self.settings.parameters)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether another gradient may be added to an average, and the sum be averaged."""
+        return False
+
+    def give_up(self) -> None:
+        """Complete a round whose gradients are not to be applied; all ranks do so alike.
+
+        Raises:
+            RanksDisagreeError: Another rank is about to apply them.
+        """
+        assert self.current is not None
+        self._note_changes(self.current)
+        self._passes.end()
+        self.send()
+        self.current.wait()
+        self.current.end_round()
+        self.abandon()
+
+    def _note_changes(self, current: BucketSet) -> None:
+        complete = set(current.completed)
+        current.changes = self._passes.changes(self.settings.parameters, complete)
+        current.is_early = self.was_read and len(complete) < len(self._passes)
+
+    def _say_dropped(self) -> None:
+        if not self._told_of_dropped:
+            self._told_of_dropped = True
+            _log.warning(
+                "gradients (of %r, among others) were sent and then cleared before step(): where "
+                "another optimizer's backward pass computes them, requires_grad_(False) on their "
+                "parameters meanwhile saves both (said once)",
+                self.settings.names[0],
+            )
+
+    def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        """Settle all gradients, as ``func`` is about to read or change one."""
+        assert self.current is not None
+        if self.settings.owner.itself() is None:
+            release(gradient)  # nobody is going to apply it
+            return
+        index = self._passes.place_of(gradient)
+        if not self.syncs or (is_running() and index not in self.current.completed):
+            return  # it is this rank's own
+        if is_running() and not self.current.is_whole:
+            name = self.settings.names[index]
+            raise HvdPipeError(
+                f"the gradient of {name!r} was read or changed within backward(), after it was "
+                "handed over to be sent: do so after backward(), where it is the average; or in a "
+                "hook that was registered before the optimizer was wrapped, where it is local."
+            )
+        if self.synchronized:
+            self._passes.end()  # they are averages, and are watched for a scaler
+        release(gradient)
+        self.settings.owner.settle(func, args)
+
+    def send(self) -> None:
+        """Send what has not left of a step whose gradients are computed."""
+        if self.current is not None:
+            self.current.flush()
+
+    def compare_replicas(self) -> None:
+        """Under ``HVD_PIPE_CHECK``, compare weights and gradients every some steps, after one."""
+        if not check_mode.active.on or self.reduction.alone:
+            return
+        self._uncompared_steps += 1
+        if self._uncompared_steps < check_mode.COMPARE_STEPS or not self.is_equal_everywhere:
+            return
+        self._uncompared_steps = 0
+        settings, when = self.settings, f"after step {self.rounds}"
+        gradients, process_set = [p.grad for p in settings.parameters], self.reduction.process_set
+        names, weights = settings.names, self.weights()
+        compare_replicas(names, weights, gradients, when, process_set, settings.tag)
+
+    # Architecture: G5
+    def before_update(self) -> bool:
+        """Return whether the user's optimizer shall update now."""
+        self.prepare_now()
+        self._passes.end()
+        self.synchronized, self.was_read, self.stepped = False, False, True
+        return self._has_update
+
+    def settle(self) -> None:
+        """Prepare the coming update, as somebody reads or changes its gradients."""
+        if not self.synchronized:
+            self.was_read = True
+            self.prepare_now()
+
+    def synchronize(self, by_hand: bool = False) -> None:
+        """Prepare the coming update where gradients wait for one, else `drain`.
+
+        Args:
+            by_hand: Whether there are new gradients of which no hook has told.
+        """
+        if self.synchronized:
+            return
+        if self._is_dropped:
+            self.give_up()
+        cleared = all(parameter.grad is None for parameter in self.settings.parameters)
+        if by_hand or (self.has_new_gradients and not cleared):
+            self.prepare_now()
+            self.has_new_gradients = True
+            if self.needs_loss_scale:
+                self._watch_for_scaler()
+        else:
+            self._agree_on_load()
+            self.drain()
+
+    def _watch_for_scaler(self) -> None:
+        for index, parameter in enumerate(self.settings.parameters):
+            if parameter.grad is not None:
+                self._passes.hold(index, parameter.grad, self._settling)
+
+    def note_gradients(self) -> None:  # noqa: B027 - most need not know
+        """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
+
+    def prepare_now(self) -> None:
+        """Prepare the coming update, if that has not been done."""
+        if self.synchronized:
+            return
+        timeline.active.end_backward()
+        if not self.has_new_gradients:
+            self._begin_step()
+        if self.current is not None:
+            self._note_changes(self.current)
+        had, self.has_new_gradients = self.has_new_gradients, False
+        held = self._passes.end()
+        for other in live_engines():  # another rank may wait for one of these first
+            if other is not self and other.current is not None and other.current.is_whole:
+                other.send()
+        self._has_update = self.prepare(held if self.was_read else {})
+        self.has_new_gradients = had
+        self.synchronized = True
+        self.rounds += 1
+        _live.add(self)  # also one that another has replaced, and that is used all the same
+
+    def abandon(self) -> None:
+        """Forget gradients that were prepared and are not to be applied."""
+        self.synchronized = self.was_read = self.has_new_gradients = False
+
+    def note_cleared(self) -> None:
+        """Take note that the script has cleared all gradients.
+
+        Those that have left are found to be dropped at the next gradient, or in ``step()``.
+        """
+        if self.synchronized or self.current is None or not self.current.completed:
+            self._passes.end()
+            self.abandon()
+
+
+_log = logging.getLogger("hvd_pipe")
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from horovod.torch.compression import Compression
 
-from hvd_pipe.planning.fragments import assign
+from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import Description, check_alike
@@ -32,10 +32,15 @@ from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
-from hvd_pipe.torch.model_buffers import ModelBuffers
 from hvd_pipe.torch.strategies.averaged_momenta import PREFIX, AveragedMomenta
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.model_average import IN_FLIGHT, ModelAverage, Tensors, Values
+from hvd_pipe.torch.strategies.model_average import (
+    IN_FLIGHT,
+    ModelAverage,
+    ModelBuffers,
+    Tensors,
+    Values,
+)
 from hvd_pipe.torch.strategies.settings import Settings, State
 from hvd_pipe.torch.strategies.within_node import Meeting, within_node
 
@@ -147,7 +152,7 @@ class CoCoDEngine(Engine):
         """Make the parts of the model; parameters that have a fragment stay in it."""
         settings, strategy, reduction = self.settings, self._strategy, self._everyone
         index = settings.index
-        self._fragment_of = assign(index.nbytes, strategy.fragments, self._fragment_of)
+        self._fragment_of = assign_fragments(index.nbytes, strategy.fragments, self._fragment_of)
         groups = [
             (fragment, indices)
             for fragment in range(strategy.fragments)
@@ -187,15 +192,17 @@ class CoCoDEngine(Engine):
             lines.append(("the parameters' fragments", str(self._fragment_of)))
         return lines
 
-    def prepare(self) -> bool:
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
         self._buffers.step()
+        updates = True
         if self.current is not None:
             self.current.flush()
             self.current.wait()
-            self.current.bind_gradients()
+            updates = not self.current.is_dropped
+            self.current.bind_gradients(shown_in)
         if not self._is_warm and not self._started:
             self._start()
-        return True
+        return updates
 
     def after_update(self) -> None:
         super().after_update()
@@ -327,7 +334,7 @@ class CoCoDEngine(Engine):
         if other_names or max(saved.values(), default=0) + 1 != count:
             return False
         known = [saved.get(name) for name in names]
-        found = assign(self.settings.index.nbytes, count, known)
+        found = assign_fragments(self.settings.index.nbytes, count, known)
         if len(set(found)) == count and found != self._fragment_of:
             self._fragment_of = found
             self._cut()

@@ -1,16 +1,18 @@
 """Merged-gradient without the barrier: messages travel behind the next forward pass, too.
 
-Synchronous SGD, ``w[t+1] = w[t] - lr * mean_i g_i(w[t])``, bit for bit: a layer's weights must be
-new when its next forward pass begins, and no earlier::
+Synchronous SGD, ``w[t+1] = w[t] - lr * mean_i g_i(w[t])``, bit for bit: a weight must be new when
+it is used next, and no earlier::
 
     backward t   gradients become ready and are sent, what is needed first goes first
-    step()       takes the optimizer's options as they are now, and returns
-    forward t+1  a gate before each module: waits for the messages of its parameters, and lets the
-                 user's optimizer update what has arrived
+    step()       takes the optimizer's options as they are now, and returns: parameters and
+                 gradients are pending
+    forward t+1  the first use of a parameter waits for its message, and lets the user's optimizer
+                 update what has arrived
     backward t+1 its first gradient waits for the rest: the buffers are free from here on
 
-Whoever looks earlier finishes what is pending first (`ForwardOverlapEngine.finish`): state dicts,
-copies, `synchronize`, a broadcast. ``p.grad`` is None after ``step()``.
+Whoever uses a parameter, a gradient or the optimizer's state earlier waits then, and meets what
+follows from ``step()``. The first update of a step waits for the message with the control flags,
+so that no weight moves where a rank has told of something wrong.
 
 What a rank defers is its own affair. All ranks send the same messages in the same order, so one
 that updates in ``step()`` (hooks on the optimizer, a scaler, clipping) goes along with others that
@@ -21,9 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +35,14 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.measuring.first_uses import Uses
+from hvd_pipe.torch.measuring.first_uses import FirstUses
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
-from hvd_pipe.torch.module_hooks import ModuleHook, copy_first
+from hvd_pipe.torch.partial_updates import Options
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.strategies.pending_parameters import PendingParameters
 from hvd_pipe.torch.strategies.settings import Settings
 
 __all__ = ["ForwardOverlapEngine"]
@@ -48,7 +51,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class ForwardOverlapEngine(MergedGradientEngine):
-    """Sends in the order of a plan; from `open_gates` on, updates wait for the forward pass.
+    """Sends in the order of a plan, and leaves updates to the first use of each parameter.
 
     Args:
         settings: The parameters, none of whose gradients is sparse.
@@ -56,49 +59,24 @@ class ForwardOverlapEngine(MergedGradientEngine):
         measured: Whether the plan was made from measured times: a checkpoint holds it then.
     """
 
+    ready_times: FirstUses | None
+
     def __init__(self, settings: Settings, plan: Plan, measured: bool) -> None:
         self._ordered: OrderedMessages | None = None
-        self._outside: set[int] = set()
+        self._parameters: PendingParameters | None = None
         super().__init__(settings, MergedGradient(plan=plan), plan)
         self._measured = measured
-        self._opened = self._may_defer = False
+        self._may_defer = False
+        self._updater: int | None = None
+        """The thread that is updating, in which nothing more is finished."""
         self._deferred = False
         """Whether the last step's averages were not all waited for in its ``step()``."""
         self._pending: list[int] = []
         """The buckets of the last step that are not applied yet."""
         self._applying = threading.RLock()
-        self._options: list[dict[str, Any]] = []
-        self._late: set[int] = set()
-        self._true: dict[int, torch.Tensor] = {}
+        self._options: Options | None = None
+        self._gradients: dict[int, torch.Tensor] = {}
         self._said: set[str] = set()
-
-    def open_gates(self, uses: Uses) -> None:
-        """Defer updates to the modules that use the parameters.
-
-        Args:
-            uses: Where they are used.
-        """
-        self._outside = set(uses.outside)
-        places: dict[int, tuple[torch.nn.Module, set[int]]] = {}
-        for index, modules in uses.modules.items():
-            for module in modules:
-                places.setdefault(id(module), (module, set()))[1].add(index)
-        for module, indices in places.values():
-            gate = ModuleHook(_weakly(self, ForwardOverlapEngine.gate, frozenset(indices)))
-            read = ModuleHook(_weakly(self, ForwardOverlapEngine.update, frozenset(indices)))
-            self._hooks += [
-                module.register_forward_pre_hook(gate, prepend=True),
-                module.register_state_dict_pre_hook(read),  # type: ignore[no-untyped-call]
-            ]
-        finish = _weakly(self, ForwardOverlapEngine.finish)
-        replaced = _weakly(self, ForwardOverlapEngine.finish_before_others)
-        for module in {each for root in uses.roots for each in root.modules()}:
-            self._hooks += [
-                module.register_state_dict_pre_hook(ModuleHook(before_copy=finish)),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(ModuleHook(replaced)),  # type: ignore[no-untyped-call]
-            ]
-            copy_first(module)
-        self._opened = True
 
     def take(self, plan: Plan) -> None:
         """Send by another plan from the next step on; all ranks call this."""
@@ -114,13 +92,18 @@ class ForwardOverlapEngine(MergedGradientEngine):
         return [] if self._ordered is None else self._ordered.seconds()
 
     def build(self) -> None:
-        before = len(self._bucket_of) if self._adopted else 0
         super().build()
-        self._outside.update(range(before, len(self.settings.names)))  # no gate knows of them
+        if self._parameters is not None:
+            self._parameters.close()
+        self._parameters = PendingParameters(
+            self.settings.parameters, self._use, self._before_load
+        )
 
     def retire(self) -> None:
         self._forget()
         super().retire()
+        assert self._parameters is not None
+        self._parameters.close()
         if self._ordered is not None:
             self._ordered.close()
 
@@ -144,15 +127,15 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _can_defer(self) -> bool:
         compares = check_mode.active.on and self._uncompared_steps + 1 >= check_mode.COMPARE_STEPS
-        if not self._opened or self.reduction.alone or compares:
+        owner = self.settings.owner
+        if self.synchronized or self.reduction.alone or compares:
             return False
-        if self.synchronized:
-            self._say_once("after synchronize(), as for clipping, and with a GradScaler")
-        elif not self.settings.owner.updates_quietly():
+        if not owner.updates_each_parameter():
+            return False
+        if not owner.updates_quietly():
             self._say_once("while a hook is registered on the optimizer, or for all optimizers")
-        else:
-            return True
-        return False
+            return False
+        return True
 
     def _say_once(self, when: str) -> None:
         if when not in self._said:
@@ -160,33 +143,44 @@ class ForwardOverlapEngine(MergedGradientEngine):
             _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
 
     # Architecture: F4
-    def prepare(self) -> bool:
-        if not self._may_defer:
-            return super().prepare()
-        self._send()
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
+        self.send()
+        if not self._may_defer or self.current.compares:
+            return super().prepare(shown_in)
+        assert self._parameters is not None
         self._deferred, self._pending = True, list(range(len(self.current.buckets)))
         _unfinished[self] = self.settings.owner.itself()
         self._options = self.settings.owner.options()
-        self._late = set()
-        for parameter in self.settings.parameters:
-            parameter.grad = None  # it travels
-        self._hide()
-        self._apply({self._bucket_of[index] for index in self._outside})
+        # A graph that is kept must not be run again on old weights.
+        torch.autograd.graph.increment_version(self.settings.parameters)
+        for index in self.current.slots:
+            self._gradients[index] = gradient = self.current.shown(index)
+            pending_tensors.hold(gradient, self._settle_gradient)
+        now = self._parameters.hold(watch=self.ready_times is not None)
+        self._apply({self._bucket_of[index] for index in now})
         return False
 
     # Architecture: F5
-    def gate(self, indices: frozenset[int]) -> None:
+    def _use(self, indices: Collection[int]) -> None:
         """Bring these parameters up to date: they are about to be used."""
-        self.update(indices)
-        if not self._pending:
-            _unfinished.pop(self, None)
-
-    def update(self, indices: frozenset[int]) -> None:
-        """Bring these parameters up to date: they are about to be read."""
-        if self._late:
-            self._late -= indices
+        if self.ready_times is not None:
+            self.ready_times.use(indices)
         if self._pending:
             self._apply({self._bucket_of[index] for index in indices})
+            if not self._pending:
+                _unfinished.pop(self, None)
+
+    def _settle_gradient(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        """Show the average that ``step()`` applies, or leave it to that where it is cleared."""
+        index = next(i for i, each in self._gradients.items() if each is gradient)
+        if func in _CLEARS:  # of all gradients: nobody should wait for that
+            pending_tensors.release(gradient)
+            gradient.data = torch.zeros_like(gradient)
+        else:
+            self._apply({self._bucket_of[index]})
+
+    def _before_load(self, _: torch.nn.Module) -> None:
+        self.finish_before_others()
 
     def finish_before_others(self) -> None:
         """Finish before other weights take the place of these; they do so after a failure, too."""
@@ -194,7 +188,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
             self.finish()
 
     def finish(self) -> None:
-        self._apply(self._pending)
+        if self._pending and self._updater != threading.get_ident():
+            self._apply(self._pending)
 
     # Architecture: F10
     def end_round(self) -> None:
@@ -208,15 +203,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # Architecture: F9
     def on_gradient(self, index: int) -> None:
         if self._deferred:
-            left = set(self._pending)
-            self._late = {i for i, bucket in self._bucket_of.items() if bucket in left}
             self.end_round()
-        if index in self._late:
-            raise HvdPipeError(
-                f"{self.settings.names[index]!r} was used before its update had arrived, in a "
-                "place where it was not used in the steps that were watched: call "
-                "optimizer.synchronize() before such a use, or leave overlap='forward' out."
-            )
         super().on_gradient(index)
 
     def prepare_now(self) -> None:
@@ -237,8 +224,12 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _forget(self) -> None:
         """Take the last step's update for made, or for given up."""
-        self._show()
-        self._deferred, self._pending = False, []
+        if self._parameters is not None:
+            self._parameters.show_all()
+        for gradient in self._gradients.values():
+            pending_tensors.release(gradient)
+        self._gradients.clear()
+        self._deferred, self._pending, self._options = False, [], None
         _unfinished.pop(self, None)
 
     @property
@@ -252,31 +243,68 @@ class ForwardOverlapEngine(MergedGradientEngine):
             waited = [number for number in self._pending if number in wanted]
             if not waited:
                 return
+            assert self._options is not None
+            self._updater = threading.get_ident()
             try:
-                self._update(waited)
+                with self._options.context():
+                    self._update(waited)
             except Exception:
                 self._forget()  # what has not been averaged must not be applied later
                 raise
+            finally:
+                self._updater = None
 
     def _update(self, waited: Sequence[int]) -> None:
-        messages = [bucket.message for bucket in self.current.buckets]
+        assert self._options is not None
+        assert self._parameters is not None
+        buckets = self.current.buckets
+        if len(self._pending) == len(buckets):  # no weight has moved
+            self._wait_for(buckets[-1])
+            flags = self.current.mean_flags()
+            if flags.changed != 0.0 or flags.frozen != 0.0:
+                self._update_all(self._options)
+                return
         for number in waited:
-            self._wait_for(self.current.buckets[number])
+            self._wait_for(buckets[number])
         # One update of many parameters takes less than many of few.
-        due = [i for i in self._pending if i in waited or messages[i].arrived]
+        due = [i for i in self._pending if i in waited or buckets[i].message.arrived]
         for number in due:
-            messages[number].wait()
+            buckets[number].message.wait()
         indices = [index for number in due for index in self.current.groups[number]]
         parameters = [self.settings.parameters[index] for index in indices]
+        self._parameters.show(indices)
+        for index in indices:
+            pending_tensors.release(self._gradients.pop(index))  # bind_some shows it, or another
         kept = [parameter.grad for parameter in parameters]
-        self._show(indices)
-        self.current.bind_gradients(indices)
-        self._pending = [number for number in self._pending if number not in due]
+        self.current.bind_some(indices)
         try:
-            self.settings.owner.update_some(parameters, self._options)
+            with torch._C.DisableTorchFunctionSubclass():  # other threads wait for the update
+                self.settings.owner.update_some(parameters, self._options)
         finally:
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
+            self._parameters.release(indices)
+            self._pending = [number for number in self._pending if number not in due]
+
+    def _update_all(self, options: Options) -> None:
+        """Wait for all messages: ranks have to compare something before any weight moves."""
+        assert self._parameters is not None
+        parameters = self.settings.parameters
+        self._receive()
+        for shown in self._gradients.values():
+            pending_tensors.release(shown)
+        kept = [parameter.grad for parameter in parameters]
+        self.current.bind_gradients()
+        self._parameters.show(range(len(parameters)))
+        try:
+            due = [parameter for parameter in parameters if parameter.grad is not None]
+            if due:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.settings.owner.update_some(due, options)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+            self._forget()
 
     def _wait_for(self, bucket: Bucket) -> None:
         trace, begun, arrived = timeline.active, timeline.active.now(), bucket.message.arrived
@@ -284,33 +312,17 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if not arrived:  # most gates find all there: the timeline shows those that do not
             trace.waited(begun, bucket.name)
 
-    def _hide(self) -> None:
-        """Under ``HVD_PIPE_CHECK``, fill weights with NaN until they are up to date."""
-        if check_mode.active.on:
-            for index, parameter in enumerate(self.settings.parameters):
-                self._true[index] = parameter.detach().clone()
-                spoil(parameter)
 
-    def _show(self, indices: Sequence[int] | None = None) -> None:
-        for index in list(self._true) if indices is None else indices:
-            true = self._true.pop(index, None)
-            if true is not None:
-                self.settings.parameters[index].data.copy_(true)
-
+_CLEARS = (torch.Tensor.zero_, torch._foreach_zero_)
 
 _unfinished: dict[ForwardOverlapEngine, object] = {}
 """Engines with updates to come, and their optimizers: a script may have let them go by then."""
 
 
-def _weakly(
-    engine: ForwardOverlapEngine, method: Callable[..., object], *arguments: object
-) -> Callable[[], None]:
-    """Return a call of a method that does not keep its engine alive."""
-    reference = weakref.ref(engine)
+def _finish_all() -> None:
+    """Before a fork: a child has the memory and no thread that could wait."""
+    for engine in list(_unfinished):
+        engine.finish()
 
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            method(found, *arguments)
 
-    return call
+os.register_at_fork(before=_finish_all)

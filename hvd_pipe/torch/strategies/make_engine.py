@@ -28,12 +28,7 @@ def make_engine(checked: Checked, owner: Owner) -> Engine:
     if settings.reduction.op == Adasum:
         return AdasumEngine(settings)
     if isinstance(strategy, Auto):
-        engine = MergedGradientEngine(settings, MergedGradient(), None, strategy.steps)
-        # What a candidate needs to know of a script must be missed now, not when it is chosen.
-        engine.needs_loss_scale = any(
-            not isinstance(method, MergedGradient) for method in checked.candidates
-        )
-        return engine
+        return MergedGradientEngine(settings, MergedGradient(), None, strategy.steps)
     return _make(settings, strategy, checked.plan)
 
 

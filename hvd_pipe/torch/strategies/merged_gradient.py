@@ -23,14 +23,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average
 
-from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import (
@@ -127,7 +130,6 @@ class MergedGradientEngine(Engine):
     """Synchronous SGD: all buckets of a step are averaged before its update."""
 
     name = MergedGradient.name
-    needs_loss_scale = False
     current: BucketSet
 
     def __init__(
@@ -192,17 +194,29 @@ class MergedGradientEngine(Engine):
         self._phase, self.ready_times = phase, None
 
     # Architecture: G6
-    def prepare(self) -> bool:
-        self._send()
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
+        self.send()
         self._receive()
-        self.current.bind_gradients()
+        updates = not self.current.is_dropped
+        self.current.bind_gradients(shown_in)
         if self.current.stale:
             assert self.plan is not None
             self._replace_buckets(self.plan)  # without room for what turned out to be sparse
-        return True
+        return updates
 
-    def _send(self) -> None:
-        """Send what of this step's gradients has not left."""
+    def give_up(self) -> None:
+        super().give_up()
+        self._read_flags()
+
+    @property
+    def accumulates(self) -> bool:
+        """A sum of averages is equal on all ranks, but for what a codec adds to it."""
+        reduction = self.reduction
+        return bool(reduction.op == Average) and reduction.compression is Compression.none
+
+    def send(self) -> None:
+        if self.current.is_flushed:
+            return
         if self.ready_times is not None:
             self.ready_times.end_step()
         self._sent_s = time.perf_counter()
@@ -214,9 +228,16 @@ class MergedGradientEngine(Engine):
 
     def _receive(self) -> None:
         """Wait for the averages, and read the control flags of all ranks."""
-        self.current.wait()
+        try:
+            self.current.wait()
+        except RanksDisagreeError:
+            self.stepped = False  # no rank has moved
+            raise
         if isinstance(self._phase, Measuring) and self.ready_times is not None:
             self._phase.waits.append(time.perf_counter() - self._sent_s)
+        self._read_flags()
+
+    def _read_flags(self) -> None:
         flags, workers = self.current.flags, self.reduction.workers
         self._flags = flags
         if flags.some_stepped(workers):

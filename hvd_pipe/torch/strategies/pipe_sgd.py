@@ -20,8 +20,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,7 @@ class PipeSGDEngine(Engine):
 
     name = PipeSGD.name
     has_state_in_flight = True
+    needs_loss_scale = True
     current: BucketSet
 
     def __init__(self, settings: Settings, strategy: PipeSGD) -> None:
@@ -187,13 +188,15 @@ class PipeSGDEngine(Engine):
         return [*super().position(), ("what is in flight", pending)]
 
     # Architecture: P1
-    def prepare(self) -> bool:
+    def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
         self._ahead.restore()
         self._scales.pop(self.current, None)
-        self.current.flush()
         if self.rounds < self._warmup_steps:
-            self._wait(self.current)
-            return True
+            self.current.flush()
+            return self._wait(self.current, shown_in)
+        if self.current.changes is not None:
+            self.current.changes = replace(self.current.changes, refused=True)
+        self.current.flush()
         due, self._pending = self._pending, self.current
         if due is None:
             # Nothing to apply yet. What was just sent is on its way: p.grad must not lead to it.
@@ -202,17 +205,17 @@ class PipeSGDEngine(Engine):
                 self.current = self._renewed(self.current)
             for bucket in self.current.buckets:
                 bucket.flat.zero_()
-            self.current.bind_gradients()
+            self.current.bind_gradients(shown_in)
             self._shown = None
             return False
-        self._wait(due)
+        updates = self._wait(due, shown_in)
         self.current = due
         if self._race is not None:
             self._time(self._race, self._pending)
         if self.current.stale or self.current in self._outdated:
             self.current = self._shown = self._renewed(self.current)
             self.current.copy_in()
-        return True
+        return updates
 
     # Architecture: P6
     def _time(self, race: Race, sent: BucketSet) -> None:
@@ -274,7 +277,8 @@ class PipeSGDEngine(Engine):
         if self._pending is None:
             return
         due, self._pending = self._pending, None
-        self._wait(due)
+        if not self._wait(due, {}):
+            return
         scale = self.gradient_scale
         if scale is not None:
             if not are_finite(p.grad for p in self.settings.parameters if p.grad is not None):
@@ -345,11 +349,13 @@ class PipeSGDEngine(Engine):
             self._race.begin(self._first_timed(SKIP_STEPS))
 
     # Architecture: P2
-    def _wait(self, due: BucketSet) -> None:
-        """Wait for an average and make it the gradient."""
+    def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
+        """Wait for an average and make it the gradient; return whether it is to be applied."""
         due.wait()
-        due.bind_gradients()
+        updates = not due.is_dropped
+        due.bind_gradients(shown_in)
         self._shown = due
+        return updates
 
     def _renewed(self, before: BucketSet) -> BucketSet:
         """Return a free set made anew: by the plan, without room for what is sparse by now."""

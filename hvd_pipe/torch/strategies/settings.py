@@ -3,53 +3,79 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
 
 __all__ = ["Owner", "Settings", "State", "describe"]
 
 
-class Owner(Protocol):
-    """What an engine asks of the user's optimizer."""
+class Owner:
+    """Leads an engine to the user's optimizer, without keeping that alive.
+
+    Args:
+        itself: Returns the optimizer, a `hvd_pipe.torch.engine_holder.EngineHolder`; None where it
+            is gone. Who holds it keeps it alive.
+    """
+
+    def __init__(self, itself: Callable[[], Any]) -> None:
+        self.itself = itself
+
+    def _optimizer(self) -> Any:
+        owner = self.itself()
+        if owner is None:
+            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
+        return owner
 
     def update(self) -> None:
         """Make one update with the gradients as they are."""
+        self._optimizer()._update()
 
     def predict(self) -> None:
         """Move the weights as `update` would, and leave all else as it is."""
-
-    def itself(self) -> object | None:
-        """Return the optimizer, None where it is gone; who holds it keeps it alive."""
+        self._optimizer()._predict_update()
 
     def updates_quietly(self) -> bool:
         """Return whether nobody but the optimizer takes part in an update: no hook, no scaler."""
+        return updates_quietly(self._optimizer())
 
-    def is_separable(self) -> bool:
+    def updates_each_parameter(self) -> bool:
         """Return whether updates of some parameters at a time equal one update of all."""
+        return updates_each_parameter(self._optimizer())
 
-    def options(self) -> list[dict[str, Any]]:
-        """Return the options of all parameter groups as they are now."""
+    def options(self) -> Options:
+        """Return what an update depends on beside gradients and state, as it is now."""
+        return Options.of(self._optimizer())
 
-    def update_some(
-        self, parameters: Sequence[torch.Tensor], options: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
         """Update just these parameters, by the options that `options` has returned."""
+        self._optimizer()._update_some(parameters, options)
+
+    def settle(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Make gradients what ``step()`` will apply: this function of torch reads one of them."""
+        self._optimizer()._gradients_are_read(func, args)
 
     def note_old(self) -> None:
         """Take what is in ``p.grad`` for applied: no update is to come of it."""
+        self._optimizer()._note_old()
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the optimizer's live state of a parameter; empty where there is none."""
+        state: dict[str, Any] = self._optimizer().state.get(parameter, {})
+        return state
 
     def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
         """Return the parameters, by name, that train and whose identities are not ``known``."""
+        found: dict[str, torch.Tensor] = self._optimizer()._joining(known)
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Variables whose update is left to the next step: whoever looks at one makes the update first.
+
+All that uses a variable takes its handle, from the attribute ``_handle``, and so does TensorFlow's
+C++. A graph took handles when it was traced, so a call of a graph is looked at by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["due", "looked_at", "settle", "settling", "watch"]
+
+due: dict[int, Callable[[], None]] = {}
+"""By the id of an optimizer's sessions, what makes the updates that its last step has left."""
+
+_lock = threading.RLock()
+_MARK = "_hvd_pipe_is_watched"
+
+
+def settle() -> None:
+    """Make all updates that are due. Other ranks send their part now, or in their next step."""
+    with _lock:
+        for finish in list(due.values()):
+            finish()
+
+
+@contextmanager
+def settling(owner: object) -> Iterator[bool]:
+    """Take the updates of an owner as made, unless making them fails.
+
+    Yields:
+        Whether they were due.
+    """
+    with _lock:
+        finish = due.pop(id(owner), None)  # first, as updates use the variables
+        try:
+            yield finish is not None
+        except BaseException:
+            if finish is not None:
+                due[id(owner)] = finish
+            raise
+
+
+class _Watched:
+    @property
+    def _handle(self) -> Any:
+        if due and tf.executing_eagerly():
+            settle()
+        return self.__dict__["_handle"]
+
+
+@functools.cache
+def _watched(cls: Any) -> Any:
+    return type(cls.__name__, (_Watched, cls), {"__module__": cls.__module__})
+
+
+def watch(variables: Iterable[Any]) -> None:
+    """Have updates made before one of these variables is used outside of a graph."""
+    for each in variables:
+        cls: Any = type(each)
+        if not issubclass(cls, _Watched):
+            setattr(each.handle, _MARK, True)
+            each.__class__ = _watched(cls)
+
+
+def looked_at(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Have updates made before a call of a graph that uses such a variable."""
+
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_outside = due and tf.executing_eagerly()
+        if is_outside and any(hasattr(each, _MARK) for each in self.captured_inputs):
+            settle()
+        return call(self, *args, **kwargs)
+
+    return called

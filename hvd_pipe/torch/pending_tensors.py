@@ -1,0 +1,177 @@
+"""Pending tensors: their values are not there yet, and the first use settles them.
+
+A gradient that is on its way, or a parameter whose update waits for one, is *pending*: an instance
+of a subclass of its own class with ``__torch_function__``. The first function, method or attribute
+of torch that may read or change its values has them settled first::
+
+    backward          hold(p.grad, settle)    the gradient is being averaged
+    clip_grad_norm_   settle()                waits, and leaves the average in this very tensor
+    step()            release(p.grad)         nobody has looked: nobody has waited
+
+What says only how a tensor is made (its shape, its dtype, whether it has a gradient) settles
+nothing. Code in C++ that Python does not see (an extension's kernels, a scripted function) is not
+told.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._pytree import register_pytree_node
+
+__all__ = ["Settle", "hold", "is_pending", "release"]
+
+Settle = Callable[[torch.Tensor, Any, tuple[Any, ...]], None]
+"""Called with the tensor, and the function of torch and its arguments that ask for its values.
+
+It makes the values what they shall be and calls `release`; the function goes on by itself. A
+tensor that it has not released is shown as it is, once.
+"""
+
+_ATTRIBUTES = (
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+
+_METHODS = (
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+)
+
+_SET = ("grad", "requires_grad")
+
+
+def _metadata() -> frozenset[Any]:
+    tensor = torch.Tensor
+    found = [getattr(tensor, name).__get__ for name in _ATTRIBUTES if hasattr(tensor, name)]
+    found += [getattr(tensor, name) for name in _METHODS]
+    found += [getattr(tensor, name).__set__ for name in _SET]
+    found += [getattr(tensor, name).__delete__ for name in _SET]
+    return frozenset([*found, torch.numel, torch.is_floating_point, torch.is_complex])
+
+
+METADATA = _metadata()
+"""The functions of torch that say nothing of a tensor's values."""
+
+_SETTLE = "_hvd_pipe_settle"
+
+
+class _Pending:
+    """What the class of a pending tensor has beside the tensor's own."""
+
+    _plain: type[torch.Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            for tensor in list(_pending_in((args, kwargs))):
+                if is_pending(tensor):  # settling one may have settled others
+                    tensor.__dict__[_SETTLE](tensor, func, args)
+            if next(_pending_in((args, kwargs)), None) is None:
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # Python's own protocols, of which the class of a parameter answers some by itself.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _settled(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _settled(self).__reduce_ex__(protocol)
+
+
+def hold(tensor: torch.Tensor, settle: Settle) -> None:
+    """Make a tensor pending, until `release`."""
+    tensor.__class__ = _pending_class(type(tensor))
+    tensor.__dict__[_SETTLE] = settle
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Make a tensor what it was before `hold`; any other is left as it is."""
+    if tensor.__dict__.pop(_SETTLE, None) is not None:
+        tensor.__class__ = type(tensor)._plain  # type: ignore[attr-defined]
+
+
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor's values are still to come."""
+    return _SETTLE in tensor.__dict__
+
+
+@functools.cache
+def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    made = type(f"Pending{kind.__name__}", (_Pending, kind), {"_plain": kind})
+    if issubclass(kind, torch.nn.Parameter):  # optimizers ask before they take their fast way
+        _foreach_supported_types.append(made)  # type: ignore[arg-type]
+    # torch.func wraps the leaves of its arguments in C++, and takes the arguments apart before.
+    register_pytree_node(made, _taken_apart, _put_together)
+    return made
+
+
+def _taken_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], None]:
+    return [_settled(tensor)], None
+
+
+def _put_together(parts: Iterable[Any], _: None) -> Any:
+    (tensor,) = parts
+    return tensor
+
+
+def _settled(tensor: Any) -> Any:
+    tensor.__dict__[_SETTLE](tensor, type(tensor).__reduce_ex__, (tensor,))
+    return tensor
+
+
+def _pending_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if is_pending(value):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _pending_in(each)
+    elif isinstance(value, dict):
+        yield from _pending_in(list(value.values()))

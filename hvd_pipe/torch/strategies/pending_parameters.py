@@ -1,0 +1,220 @@
+"""Parameters whose update is due: nobody meets an old weight.
+
+While its update waits for a message, a parameter is pending (`hvd_pipe.torch.pending_tensors`),
+and its memory is out of reach: in its place it has NaN, one number in the shape of all. Code of
+torch settles it at its first use; code that Python does not see meets NaN, or cannot write::
+
+    step()          hold          p is pending, its memory aside
+    forward         a hook of the module that has p, before it runs: settle
+    anything else   p.sum(), p.data, deepcopy, state_dict: settle
+
+A parameter waits only if it belongs to a module that was called, and if nobody else holds its
+memory (a kept ``p.data``, a view, an array, another process): who does would see no function
+called on it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvd_pipe.torch import pending_tensors
+from hvd_pipe.torch.parameters import ModelFinder
+
+__all__ = ["ModuleHook", "PendingParameters"]
+
+FIND_STEPS = 5
+"""Steps after which no further model is looked for."""
+
+
+class PendingParameters:
+    """Holds the parameters of one optimizer, by their index.
+
+    Args:
+        parameters: The parameters.
+        use: A method, called with the indices of those that are about to be used; it calls `show`.
+            Not kept alive.
+        replace: A method, called before a module loads other weights. Not kept alive.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        use: Callable[[Collection[int]], object],
+        replace: Callable[[torch.nn.Module], object],
+    ) -> None:
+        self._parameters = parameters
+        self._use, self._replace = weakref.WeakMethod(use), weakref.WeakMethod(replace)
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._absent = [_absent(parameter) for parameter in parameters]
+        self._torchs = {i for i, parameter in enumerate(parameters) if _is_torchs(parameter)}
+        self._gated: set[int] = set()
+        self._aside: dict[int, torch.Tensor] = {}
+        self._watched: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._finder = ModelFinder(self._meet, FIND_STEPS, through_graph=False)
+        self._finder.look_for(parameters)
+
+    def hold(self, watch: bool) -> set[int]:
+        """Make parameters pending; return the indices of those that cannot be.
+
+        Args:
+            watch: Whether each shall tell of its first use, also where another's use shows it.
+        """
+        self._finder.end_step()
+        alone = _holders(torch.empty(1))
+        now = set()
+        for index, parameter in enumerate(self._parameters):
+            gated = index in self._gated and index in self._torchs
+            if not gated or _holders(parameter) > alone:
+                now.add(index)
+                continue
+            self._aside[index] = parameter.data
+            parameter.data = self._absent[index]
+            pending_tensors.hold(parameter, self._settle)
+        self._watched = set(self._aside) if watch else set()
+        return now
+
+    def show(self, indices: Iterable[int]) -> None:
+        """Give these parameters their memory back, to be updated; they stay pending for others."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in indices:
+                if index in self._aside:
+                    self._parameters[index].data = self._aside[index]
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Take these, which were shown, for updated; those that are watched go on to tell."""
+        for index in indices:
+            if self._aside.pop(index, None) is not None and index not in self._watched:
+                pending_tensors.release(self._parameters[index])
+
+    def show_all(self) -> None:
+        """As `show` and `release`; nothing is pending any more."""
+        held = list(self._aside)
+        self.show(held)
+        watched, self._watched = self._watched, set()
+        self.release(held)
+        for index in watched:
+            pending_tensors.release(self._parameters[index])
+
+    def close(self) -> None:
+        """Hold nothing any more."""
+        self.show_all()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._gated.clear()
+
+    def _settle(self, parameter: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        self._settle_some((self._index[id(parameter)],))
+
+    def _before_module(self, own: Collection[int], module: torch.nn.Module) -> None:
+        # Attention layers look at all weights within them before they take their fast path.
+        evaluates = not (module.training or torch.is_grad_enabled())
+        self._settle_some(range(len(self._parameters)) if evaluates else own)
+
+    def _settle_some(self, indices: Collection[int]) -> None:
+        use = self._use()
+        if use is None or not (self._aside or self._watched):
+            return
+        for index in self._watched.intersection(indices):
+            self._watched.discard(index)
+            if index not in self._aside:
+                pending_tensors.release(self._parameters[index])
+        use(indices)
+
+    def _meet(self, root: torch.nn.Module, found: set[int]) -> None:
+        """Have a model's modules settle their own parameters before they run."""
+        self._gate(root)
+        for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # reads them in C++
+                self._gated -= self._of(module.parameters())
+            else:
+                hook = ModuleHook(_call(self._replace))
+                self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _gate(self, module: torch.nn.Module) -> set[int]:
+        """Gate a module and those in it; return what must be settled before the module is called.
+
+        No hook runs within a compiled module, so all that is in it is settled before.
+        """
+        if isinstance(module, torch.jit.ScriptModule):
+            return set()
+        compiled = is_compiled(module)
+        if compiled:
+            own = self._of(module.parameters())
+            if module._compiled_call_impl is not None:
+                return own
+        else:
+            own = self._of(module._parameters.values())
+            for child in module.children():
+                own |= self._gate(child)
+        if own:
+            gate = ModuleHook(_call(weakref.WeakMethod(self._before_module), frozenset(own)))
+            self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
+            self._gated |= own
+        return set()
+
+    def _of(self, parameters: Iterable[torch.Tensor | None]) -> set[int]:
+        found = (self._index.get(id(parameter)) for parameter in parameters)
+        return {index for index in found if index is not None}
+
+
+class ModuleHook:
+    """Calls a function with the module, whatever kind of hook it is; a copy calls nothing.
+
+    Args:
+        call: What to call before, or after, what the module does.
+    """
+
+    def __init__(self, call: Callable[[torch.nn.Module], object] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        if self._call is not None and not torch.compiler.is_compiling():
+            self._call(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, ()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile`` has been asked to run a module's forward pass."""
+    # By its name: to import torch._dynamo takes seconds.
+    whole = type(module).__name__ == "OptimizedModule"
+    return whole or module._compiled_call_impl is not None
+
+
+def _absent(parameter: torch.Tensor) -> torch.Tensor:
+    one = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+    return one.expand(parameter.shape)
+
+
+def _is_torchs(tensor: torch.Tensor) -> bool:
+    """Return whether torch has allocated the memory, and nobody has had an array of it."""
+    return tensor.untyped_storage().resizable()
+
+
+def _holders(tensor: torch.Tensor) -> float:
+    """Return how many hold the tensor's memory; infinitely many where other processes may."""
+    storage = tensor.untyped_storage()
+    if tensor.is_cpu and storage.is_shared():
+        return math.inf
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def _call(
+    method: weakref.WeakMethod[Callable[..., object]], *arguments: Any
+) -> Callable[[torch.nn.Module], None]:
+    def call(module: torch.nn.Module) -> None:
+        found = method()
+        if found is not None:
+            found(*arguments, module)
+
+    return call

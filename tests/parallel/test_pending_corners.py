@@ -1,0 +1,237 @@
+"""Parameters with a due update, where Python, threads, processes and compilers meet them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from on_ranks import on_ranks
+from pending_problem import STEPS, leave, loss_of, make_model, sgd, trained_alone, weights_of
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.strategy import MergedGradient
+from hvd_pipe.torch.messages.ordered import OrderedMessage
+from hvd_pipe.torch.pending_tensors import is_pending
+
+pytestmark = on_ranks(2, init=hvd.init)
+
+
+def wrap(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    return hvd.DistributedOptimizer(
+        sgd(model) if optimizer is None else optimizer,
+        model.named_parameters(),
+        strategy=MergedGradient(bucket_bytes=1, overlap="forward"),
+    )
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, call: Any = None) -> list[int]:
+    """Return how many parameters were pending after each step."""
+    pending = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(call or model, step, hvd.rank()).backward()
+        optimizer.step()
+        pending.append(sum(map(is_pending, model.parameters())))
+    return pending
+
+
+def assert_trained(model: nn.Module) -> None:
+    torch.testing.assert_close(weights_of(model), trained_alone(leave), rtol=0, atol=1e-15)
+
+
+@pytest.fixture
+def due() -> tuple[nn.Module, Any]:
+    """A model whose last update is due."""
+    model = make_model()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 6
+    return model, optimizer
+
+
+@pytest.fixture
+def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is there before it is waited for: nothing is updated before it must be."""
+    monkeypatch.setattr(OrderedMessage, "arrived", property(lambda message: False))
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def in_part(model: nn.Module) -> nn.Module:
+    model.get_submodule("2").compile(backend="eager")
+    return model
+
+
+def doubled(model: nn.Module) -> Any:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * 2.0 / 2.0  # type: ignore[no-any-return]
+
+    return call
+
+
+COMPILED: dict[str, Callable[[nn.Module], Any]] = {
+    "the model": lambda model: torch.compile(model, backend="eager"),
+    "the model, in place": in_place,
+    "a layer, in place": in_part,
+    "a function": lambda model: torch.compile(doubled(model), backend="eager"),
+    "the model, with autograd": lambda model: torch.compile(model, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("compile_", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_meets_new_weights(compile_: Callable[[nn.Module], Any]) -> None:
+    torch.compiler.reset()
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, range(STEPS), compile_(model))
+    assert_trained(model)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_scripted_layer_is_updated_in_step() -> None:
+    """It reads its weights in C++; the others wait."""
+    model = make_model()
+    scripted = torch.jit.script(model[2])  # type: ignore[no-untyped-call, index]
+    model[2] = scripted  # type: ignore[operator]
+    optimizer = wrap(model)
+    pending = train(model, optimizer, range(STEPS))
+    assert pending[-1] == 4
+    assert_trained(model)
+
+
+def test_code_that_is_not_seen_meets_no_old_weight(due: tuple[nn.Module, Any]) -> None:
+    """A scripted function asks nobody: it meets NaN, and no number that looks right."""
+
+    @torch.jit.script
+    def total(weight: torch.Tensor) -> torch.Tensor:
+        return weight.sum()
+
+    model, _ = due
+    assert total(model.get_parameter("2.weight")).isnan()
+    assert_trained(model)
+
+
+def test_a_forked_process_has_new_weights(due: tuple[nn.Module, Any]) -> None:
+    model, _ = due
+    shared = mmap.mmap(-1, 8)
+    child = os.fork()
+    if child == 0:
+        found = sum(float(p.detach().numpy().sum()) for p in model.parameters())
+        np.frombuffer(shared, dtype=np.float64)[:] = found
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert_trained(model)
+    wanted = sum(float(p.detach().numpy().sum()) for p in model.parameters())
+    assert np.frombuffer(shared, dtype=np.float64)[0] == wanted
+
+
+def test_threads_that_read_together(
+    due: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the middle of an update that another thread has asked for."""
+    model, optimizer = due
+    found: list[torch.Tensor] = []
+    owner = optimizer._hvd_pipe.settings.owner
+    plain = owner.update_some
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.05)
+        plain(*arguments)
+
+    monkeypatch.setattr(owner, "update_some", slow)
+    threads = [
+        threading.Thread(target=lambda: found.append(weights_of(model).clone())) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_trained(model)
+    assert len(found) == 4
+    assert all(torch.equal(each, weights_of(model)) for each in found)
+
+
+def test_a_graph_that_was_kept_is_refused_as_ever() -> None:
+    """Its weights have moved: torch says so, also where they are about to."""
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, range(STEPS))
+    loss = loss_of(model, 0, hvd.rank())
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_memory_that_is_not_torchs_is_updated_in_step() -> None:
+    """Nothing tells who else holds an array that a parameter was made from."""
+    model = make_model()
+    layer = model.get_submodule("2")
+    array = np.array(model.get_parameter("2.weight").detach())
+    layer.weight = nn.Parameter(torch.from_numpy(array))
+    model.get_parameter("4.weight").share_memory_()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 4
+    after = array.copy()
+    assert_trained(model)
+    assert np.array_equal(array, after)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_kept_storage_is_seen() -> None:
+    model = make_model()
+    kept = model.get_parameter("2.weight").untyped_storage()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 5
+    assert kept.nbytes() == 8 * 81
+
+
+def test_a_parameter_is_itself_again(due: tuple[nn.Module, Any]) -> None:
+    model, _ = due
+    parameter = model.get_parameter("2.weight")
+    before = (id(parameter), hash(parameter), parameter.shape)
+    assert isinstance(parameter, nn.Parameter)
+    float(parameter.sum())
+    assert type(parameter) is nn.Parameter
+    assert (id(parameter), hash(parameter), parameter.shape) == before
+
+
+def test_a_hook_on_the_optimizer_keeps_its_step() -> None:
+    """The hook looks at what was updated."""
+    model = make_model()
+    optimizer = wrap(model)
+    sums: list[float] = []
+    optimizer.register_step_post_hook(lambda *_: sums.append(float(weights_of(model).sum())))
+    assert not any(train(model, optimizer, range(STEPS)))
+    assert_trained(model)
+    assert sums[-1] == float(weights_of(model).sum())
+
+
+def test_lost_messages_are_the_readers_error(
+    due: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elastic training must see the type."""
+    model, optimizer = due
+    engine = optimizer._hvd_pipe
+
+    def lost(bucket: object) -> None:
+        raise HorovodInternalError("a worker is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_wait_for", lost)
+        with pytest.raises(HorovodInternalError, match="a worker is gone"):
+            float(model.get_parameter("2.weight").sum())
+    assert not any(map(is_pending, model.parameters()))
+    assert torch.isfinite(weights_of(model)).all()

@@ -1,0 +1,565 @@
+"""Gradients after ``backward()``: whoever reads or changes one meets what ``step()`` applies."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import gather, on_ranks
+from pending_problem import (
+    LR,
+    RANKS,
+    STEPS,
+    Change,
+    leave,
+    loss_of,
+    make_model,
+    sgd,
+    trained_alone,
+    weights_of,
+)
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+
+pytestmark = on_ranks(2, init=hvd.init)
+
+EXACT = {
+    "merged-gradient": MergedGradient(bucket_bytes=400),
+    "overlap": MergedGradient(bucket_bytes=400, overlap="forward"),
+}
+PIPE = {"pipe-sgd": PipeSGD(bucket_bytes=400)}
+SENDING = pytest.mark.parametrize("name", [*EXACT, *PIPE])
+
+
+def distributed(model: nn.Module, name: str, **arguments: Any) -> Any:
+    strategy = {**EXACT, **PIPE}[name]
+    return hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), strategy=strategy, **arguments
+    )
+
+
+def serial(change: Change, name: str) -> torch.Tensor:
+    return trained_alone(change, late=name in PIPE)
+
+
+def clip(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_late(model: nn.Module, step: int) -> None:
+    if step >= 5:
+        clip(model, step)
+
+
+def clip_listed(model: nn.Module, step: int) -> None:
+    gradients = [p.grad for p in model.parameters()]
+    norm = torch.stack([g.norm() for g in gradients if g is not None]).norm()
+    for gradient in gradients:
+        assert gradient is not None
+        gradient.mul_(torch.clamp(0.05 / norm, max=1.0))
+
+
+def add_noise(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 0.01
+
+
+def halve(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 0.5
+
+
+def halve_data(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)
+
+
+def foreach(model: nn.Module, step: int) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+
+
+def drop_one(model: nn.Module, step: int) -> None:
+    next(model.parameters()).grad = None
+
+
+CHANGES = [clip, clip_late, clip_listed, add_noise, halve, halve_data, foreach, leave]
+
+
+@SENDING
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_are_those_of_one_process(name: str, change: Change) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        change(model, step)
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(change, name), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_gradient_that_all_ranks_clear_is_not_applied(name: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        drop_one(model, step)
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(drop_one, name), rtol=0, atol=1e-15)
+
+
+@SENDING
+def test_one_rank_reads_and_the_other_does_not(name: str) -> None:
+    model, norms = make_model(), []
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        if hvd.rank() == step % 2:
+            norms.append(
+                sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+            )
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    assert len(norms) == STEPS // 2
+
+
+@SENDING
+def test_who_reads_nothing_waits_for_nothing(name: str) -> None:
+    """Clearing, shapes and hooks read no value."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    loss_of(model, 0, hvd.rank()).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.dtype == torch.float64
+        assert not parameter.grad.is_sparse
+    engine = optimizer._hvd_pipe
+    assert not engine.synchronized
+    assert hvd.allreduce(torch.ones(1)) == 1.0  # the other rank has come as far
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    float(gradient.norm())
+    assert engine.synchronized
+    assert type(gradient) is torch.Tensor
+    optimizer.step()
+    optimizer.synchronize()
+
+
+@contextlib.contextmanager
+def raises_on_all(kind: type[Exception], match: str) -> Iterator[None]:
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert len(set(gather(str(caught.value)))) == 1
+
+
+@SENDING
+def test_a_backward_pass_that_raises_on_one_rank_is_told_on_all(name: str) -> None:
+    """No weight moves, and the next step is as it should be."""
+    model = make_model()
+    optimizer = distributed(model, name)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+
+    for step in range(3):
+        train(step)
+    optimizer.synchronize()
+    before = weights_of(model).clone()
+    optimizer.zero_grad()
+    if hvd.rank() == 1:
+        middle = list(model.parameters())[2]
+        hook = middle.register_hook(fail)
+        with pytest.raises(MemoryError):
+            loss_of(model, 3, 1).backward()
+        hook.remove()
+    else:
+        loss_of(model, 3, 0).backward()
+    with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
+        optimizer.step()
+        optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+    for step in range(4, 8):
+        train(step)
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
+def gather_weights(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.tensor(each, dtype=torch.float64) for each in gather(weights_of(model).tolist())]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_batch_that_is_tried_again_on_one_rank_is_told_on_all(name: str) -> None:
+    """Rank 1 clears what its failed pass has left, and computes a smaller batch."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    before = weights_of(model).clone()
+    if hvd.rank() == 1:
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise MemoryError("out of memory")
+
+        hook = next(iter(model.parameters())).register_hook(fail)
+        with pytest.raises(MemoryError):
+            loss_of(model, 0, 1).backward()
+        hook.remove()
+        model.zero_grad()
+    with raises_on_all(RanksDisagreeError, "rank 1"):
+        loss_of(model, 0, hvd.rank()).backward()
+        optimizer.step()
+        optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+    model.zero_grad()
+    loss_of(model, 1, hvd.rank()).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("did", ["cleared", "replaced"])
+def test_what_one_rank_alone_does_to_a_gradient_is_told_on_all(name: str, did: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    before = weights_of(model).clone()
+    loss_of(model, 0, hvd.rank()).backward()
+    if hvd.rank() == 0:
+        parameter = model[2].weight
+        parameter.grad = None if did == "cleared" else torch.zeros_like(parameter)
+    with raises_on_all(RanksDisagreeError, f"'2.weight' was {did}.* on rank 0, and not on all"):
+        optimizer.step()
+        optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+
+
+@SENDING
+def test_a_step_that_all_ranks_give_up_moves_nothing(name: str) -> None:
+    model, kept = make_model(), make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 3 == 1:  # computed, and given up
+            loss_of(model, 50 + step, hvd.rank()).backward()
+            model.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    assert not torch.equal(weights_of(model), weights_of(kept))
+
+
+@SENDING
+def test_step_after_zero_grad_applies_nothing_of_this_step(name: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    before = weights_of(model).clone()
+    loss_of(model, 0, hvd.rank()).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+
+
+def test_two_optimizers_of_one_backward_pass_in_two_orders() -> None:
+    """Each rank waits for another optimizer first."""
+    model = make_model()
+    layers = [model[0], model[2], model[4]]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=LR, momentum=0.9),
+            [(f"{i}.{key}", p) for key, p in layer.named_parameters()],
+            strategy="merged-gradient",
+            groups=1,  # ranks agree on a measured plan in step(), in one order
+        )
+        for i, layer in enumerate(layers)
+    ]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        for optimizer in optimizers if hvd.rank() == 0 else reversed(optimizers):
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    torch.testing.assert_close(
+        weights_of(model), serial(leave, "merged-gradient"), rtol=0, atol=1e-15
+    )
+
+
+@SENDING
+def test_no_sync_gathers_gradients_locally(name: str) -> None:
+    """A step of two halves is one of both."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            (loss_of(model, step, hvd.rank()) * 0.5).backward()
+        (loss_of(model, step, hvd.rank()) * 0.5).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+
+
+@SENDING
+def test_no_sync_alone_sends_in_step(name: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+
+
+@SENDING
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+def test_a_short_last_accumulation_may_be_clipped(name: str, how: str) -> None:
+    """As trainers do where an epoch has an odd number of batches; the last pass never comes."""
+    model = make_model()
+    arguments = {"backward_passes_per_step": 2} if how == "passes" else {}
+    optimizer = distributed(model, name, **arguments)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 3 == 2:
+            with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                loss_of(model, step, hvd.rank()).backward()
+        else:
+            with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                (loss_of(model, step, hvd.rank()) * 0.5).backward()
+            (loss_of(model, step, hvd.rank()) * 0.5).backward()
+        clip(model, step)
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(clip, name), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_may_be_read_between_passes(name: str) -> None:
+    """The average of the first pass; the second one is added to it, and that is averaged."""
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            (loss_of(model, step, hvd.rank()) * 0.5).backward()
+            norms = gather(float(nn.utils.get_total_norm(gradients_of(model))))
+            assert norms[0] == norms[1]
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_one_rank_alone_cannot_read_between_passes() -> None:
+    """Its first pass met both of the other rank's."""
+    model = make_model()
+    optimizer = distributed(model, "merged-gradient", backward_passes_per_step=2)
+    loss_of(model, 0, hvd.rank()).backward()
+    if hvd.rank() == 0:
+        float(gradients_of(model)[0].norm())
+        with pytest.raises(HvdPipeError, match="read before the last backward pass, on some"):
+            loss_of(model, 0, 0).backward()
+    else:
+        loss_of(model, 0, 1).backward()
+    optimizer.step()
+
+
+@SENDING
+def test_a_first_pass_that_is_given_up_is_not_counted(name: str) -> None:
+    """A GAN's generator computes the discriminator's gradients, which are cleared."""
+    model = make_model()
+    optimizer = distributed(model, name, backward_passes_per_step=2)
+    for step in range(STEPS):
+        loss_of(model, 50 + step, hvd.rank()).backward()
+        model.zero_grad()
+        for _ in range(2):
+            (loss_of(model, step, hvd.rank()) * 0.5).backward()
+        optimizer.step()
+        model.zero_grad()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+
+
+def test_a_wrapper_that_imitates_the_class_finds_the_state() -> None:
+    """As Fabric's and Lightning's, which have an empty ``__dict__`` and ask the optimizer."""
+    model = make_model()
+    optimizer = distributed(model, "overlap")
+
+    class Wrapper(type(optimizer)):  # type: ignore[misc]
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    loss_of(model, 0, hvd.rank()).backward()
+    optimizer.step()
+    assert len(Wrapper(optimizer).state) == 6
+
+
+def test_local_gradients_that_were_cleared_do_not_keep_replicas_apart() -> None:
+    """`synchronize()` took them for those of the coming step."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), strategy=CoCoD(period=4)
+    )
+    for step in range(STEPS - 2):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    loss_of(model, 0, hvd.rank()).backward()
+    model.zero_grad()
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
+@SENDING
+def test_gradients_that_are_computed_twice_are_refused(name: str) -> None:
+    model = make_model()
+    optimizer = distributed(model, name)
+    loss_of(model, 0, hvd.rank()).backward()
+    with pytest.raises(HvdPipeError, match=r"backward_passes_per_step=.*no_sync"):
+        loss_of(model, 0, hvd.rank()).backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def test_averages_may_be_added_up() -> None:
+    """As under DDP: the mean of a sum of means is the sum."""
+    model = make_model()
+    optimizer, plain = distributed(model, "merged-gradient"), make_model()
+    loss_of(model, 0, hvd.rank()).backward()
+    clip(model, 0)
+    loss_of(model, 1, hvd.rank()).backward()
+    optimizer.step()
+    total = []
+    for rank in range(RANKS):
+        loss_of(plain, 0, rank).backward()
+    for parameter in plain.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= RANKS
+    clip(plain, 0)
+    for rank in range(RANKS):
+        again = copy.deepcopy(plain)
+        again.zero_grad()
+        loss_of(again, 1, rank).backward()
+        total.append([p.grad for p in again.parameters()])
+    for parameter, *each in zip(plain.parameters(), *total, strict=True):
+        assert parameter.grad is not None
+        parameter.grad += sum(each) / RANKS
+    sgd(plain).step()
+    torch.testing.assert_close(weights_of(model), weights_of(plain), rtol=0, atol=1e-15)
+
+
+def test_averages_cannot_be_added_up_where_their_sum_is_another() -> None:
+    model = make_model()
+    optimizer = distributed(model, "merged-gradient", op=hvd.Sum)
+    loss_of(model, 0, hvd.rank()).backward()
+    clip(model, 0)
+    with pytest.raises(HvdPipeError, match="a sum of averages cannot be sent again"):
+        loss_of(model, 1, hvd.rank()).backward()
+    model.zero_grad()
+    optimizer.step()
+
+
+def test_a_gradient_that_is_read_within_backward() -> None:
+    """One that is on its way is nobody's; one that has not left is this rank's own."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), strategy=MergedGradient(bucket_bytes=1)
+    )
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: p.grad.norm())
+    with pytest.raises(HvdPipeError, match=r"'2.weight' was read or changed within backward"):
+        loss_of(model, 0, hvd.rank()).backward()
+    del optimizer
+
+
+class Scaled:
+    """Mixed precision's loop, in float64: a loss scale, and overflows on demand."""
+
+    def __init__(self, fused: bool, overflow: tuple[int, int]) -> None:
+        self.fused, self.overflow = fused, overflow
+
+    def train(self, model: nn.Module, optimizer: Any, unscales: bool) -> list[float]:
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3), []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(model, step, hvd.rank()))
+            if self.overflow == (step, hvd.rank()):
+                loss = loss * torch.inf
+            loss.backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                clip(model, step)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        optimizer.synchronize()
+        return scales
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("unscales", [False, True], ids=["step", "unscale and clip"])
+@SENDING
+def test_a_gradient_scaler_meets_averages(name: str, unscales: bool, fused: bool) -> None:
+    """An overflow on rank 1 is one on all; scales and weights stay equal on both ranks."""
+    model = make_model().float()
+    strategy = {**EXACT, **PIPE}[name]
+    plain = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+    scales = Scaled(fused, (4, 1)).train(_Float(model), optimizer, unscales)
+    first, second = gather(scales)
+    assert first == second
+    assert min(first) < 8.0 or max(first) > 8.0
+    assert torch.equal(*gather_weights(model))
+    assert torch.isfinite(weights_of(model)).all()
+
+
+class _Float(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(x.float())
+        return found
+
+
+def test_a_scaler_may_leave_out_local_steps_of_one_rank() -> None:
+    model = make_model().float()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        model.named_parameters(),
+        strategy=CoCoD(period=2),
+    )
+    Scaled(False, (3, 1)).train(_Float(model), optimizer, unscales=True)
+    assert torch.equal(*gather_weights(model))
+    assert torch.isfinite(weights_of(model)).all()

@@ -1,0 +1,320 @@
+"""Ways in which scripts read and write weights, gradients and states between two steps."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
+
+
+@dataclass
+class Script:
+    """A training script, between two of its steps.
+
+    Args:
+        model: A small network, in float64.
+        optimizer: Of its parameters.
+        kept: The parameters, in a list that the script has made at the start.
+        aliases: Tensors and arrays over the memory of some of them, where a way keeps these.
+        log: What was read: numbers.
+        models: Copies that are trained along.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    kept: list[nn.Parameter]
+    aliases: list[Any] = field(default_factory=list)
+    log: list[float] = field(default_factory=list)
+    models: list[nn.Module] = field(default_factory=list)
+
+    def note(self, value: Any) -> None:
+        self.log.append(float(value))
+
+
+X = torch.ones(2, 8, dtype=torch.float64)
+
+Way = Callable[[Script], object]
+
+WAYS: dict[str, Way] = {}
+KEEPS_ALIASES = ("a kept .data", "a kept array", "a kept view")
+ALL_AT_ONCE = (*KEEPS_ALIASES, "vector_to_parameters", "share_memory_", "freezing and thawing")
+"""Somebody holds all weights' memory, which then must be up to date when step() returns; or ranks
+compare in step() which parameters they train."""
+
+
+def way(name: str) -> Callable[[Way], Way]:
+    def add(look: Way) -> Way:
+        WAYS[name] = look
+        return look
+
+    return add
+
+
+def simple(name: str, look: Callable[[list[nn.Parameter]], Any]) -> None:
+    """Add a way that reads numbers from the kept parameters."""
+    WAYS[name] = lambda script: script.note(look(script.kept))
+
+
+simple("sums", lambda kept: sum(float(p.sum()) for p in kept))
+simple("parameters_to_vector", lambda kept: parameters_to_vector(kept).sum())
+simple("numpy", lambda kept: sum(p.detach().numpy().sum() for p in kept))
+simple("DLPack", lambda kept: sum(float(torch.from_dlpack(p.detach()).sum()) for p in kept))
+simple("_foreach_norm", lambda kept: sum(map(float, torch._foreach_norm(list(kept)))))
+simple("F.linear", lambda kept: nn.functional.linear(X, kept[0], bias=kept[1]).sum())
+simple("tolist", lambda kept: sum(kept[1].tolist()))
+simple("item", lambda kept: kept[1][0].item())
+simple("arithmetic", lambda kept: (1.0 + kept[1]).sum() + kept[1] @ kept[1])
+simple("iteration", lambda kept: sum(float(x) for x in kept[1]))
+simple("memoryview", lambda kept: sum(memoryview(kept[1].detach().numpy())))
+simple("data_ptr", lambda kept: _at(kept[1].data_ptr(), kept[1].numel()))
+simple(
+    "an out= argument",
+    lambda kept: torch.mul(kept[1].detach(), 2, out=torch.zeros(16).double()).sum(),
+)
+simple("torch.func.grad", lambda kept: torch.func.grad(lambda w: (w * w).sum())(kept[1]).sum())
+simple("torch.func.vmap", lambda kept: torch.func.vmap(lambda w: w * 2)(kept[1]).sum())
+simple("pickle", lambda kept: sum(float(p.sum()) for p in pickle.loads(pickle.dumps(list(kept)))))
+simple("torch.save of parameters", lambda kept: sum(float(p.sum()) for p in _saved(list(kept))))
+
+
+def _at(address: int, count: int) -> float:
+    return sum((ctypes.c_double * count).from_address(address))
+
+
+def _saved(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@way("torch.save of a state dict")
+def save(script: Script) -> None:
+    script.note(sum(float(v.double().sum()) for v in _saved(script.model.state_dict()).values()))
+
+
+@way("deepcopy")
+def deep(script: Script) -> None:
+    script.note(sum(float(p.sum()) for p in copy.deepcopy(script.model).parameters()))
+
+
+@way("functional_call")
+def functional(script: Script) -> None:
+    named = dict(script.model.named_parameters())
+    script.note(torch.func.functional_call(script.model, named, (X,)).sum())
+
+
+@way("evaluation")
+def evaluate(script: Script) -> None:
+    script.model.eval()
+    with torch.no_grad():
+        script.note(script.model(X).sum())
+    script.model.train()
+
+
+@way("inference mode")
+def infer(script: Script) -> None:
+    script.model.eval()
+    with torch.inference_mode():
+        script.note(script.model(X).sum())
+    script.model.train()
+
+
+@way("a gradient of a function of weights")
+def penalty(script: Script) -> None:
+    (found,) = torch.autograd.grad((script.kept[0] ** 3).sum(), [script.kept[0]])
+    script.note(found.sum())
+
+
+@way("AveragedModel")
+def averaged(script: Script) -> None:
+    if not script.models:
+        script.models.append(AveragedModel(script.model))
+    script.models[0].update_parameters(script.model)  # type: ignore[operator]
+
+
+@way("an EMA, swapped in and back")
+def swapped(script: Script) -> None:
+    with torch.no_grad():
+        before = [p.clone() for p in script.kept]
+        for parameter in script.kept:
+            parameter.mul_(0.9)
+        script.note(script.model(X).sum())
+        for parameter, value in zip(script.kept, before, strict=True):
+            parameter.copy_(value)
+
+
+@way("clamp_ of .data")
+def clamp_data(script: Script) -> None:
+    for parameter in script.kept:
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+@way("clamp_")
+@torch.no_grad()
+def clamp(script: Script) -> None:
+    for parameter in script.kept:
+        parameter.clamp_(-0.2, 0.2)
+
+
+@way("copy_")
+@torch.no_grad()
+def copy_in(script: Script) -> None:
+    for parameter in script.kept:
+        parameter.copy_(parameter * 0.99)
+
+
+@way("vector_to_parameters")
+def to_vector(script: Script) -> None:
+    vector = parameters_to_vector(script.kept).detach() * 0.99
+    vector_to_parameters(vector, script.model.parameters())
+
+
+@way("_foreach_mul_")
+@torch.no_grad()
+def foreach_write(script: Script) -> None:
+    torch._foreach_mul_(list(script.kept), 0.99)
+
+
+@way("an operator in place")
+@torch.no_grad()
+def in_place(script: Script) -> None:
+    script.kept[1].__imul__(0.9)
+
+
+@way("out= of itself")
+@torch.no_grad()
+def out_of_itself(script: Script) -> None:
+    torch.add(script.kept[1], script.kept[1], alpha=-0.01, out=script.kept[1])
+
+
+@way("set_")
+@torch.no_grad()
+def set_(script: Script) -> None:
+    script.kept[1].set_(script.kept[1].clone() * 0.9)  # type: ignore[call-overload]
+
+
+@way("nn.init")
+def initialise(script: Script) -> None:
+    nn.init.constant_(script.kept[1], 0.1)
+
+
+@way("pruning")
+def pruned(script: Script) -> None:
+    layer = script.model.get_submodule("0")
+    prune.l1_unstructured(layer, "weight", amount=0.3)
+    prune.remove(layer, "weight")
+
+
+@way("load_state_dict")
+def load(script: Script) -> None:
+    script.model.load_state_dict({k: v * 0.99 for k, v in script.model.state_dict().items()})
+
+
+@way("another .data")
+def other_data(script: Script) -> None:
+    for parameter in script.kept:
+        parameter.data = parameter.data * 0.99
+
+
+@way("another dtype and back")
+def cast(script: Script) -> None:
+    script.model.float().double()
+
+
+@way("share_memory_")
+def share(script: Script) -> None:
+    for parameter in script.kept:
+        parameter.share_memory_()
+
+
+@way("a LoRA merged into a weight")
+@torch.no_grad()
+def merge(script: Script) -> None:
+    a, b = script.kept[0][:2], script.kept[0][:, :2]
+    script.kept[0].add_(b @ a, alpha=0.01)
+
+
+@way("Lookahead")
+@torch.no_grad()
+def look_ahead(script: Script) -> None:
+    if not script.models:
+        script.models.append(copy.deepcopy(script.model))
+    for slow, fast in zip(script.models[0].parameters(), script.kept, strict=True):
+        slow.add_(fast - slow, alpha=0.5)
+        fast.copy_(slow)
+
+
+@way("gradients after step()")
+def gradients(script: Script) -> None:
+    script.note(sum(float(p.grad.abs().sum()) for p in script.kept if p.grad is not None))
+
+
+@way("zero_grad()")
+def zero(script: Script) -> None:
+    script.optimizer.zero_grad()
+
+
+@way("zero_grad(set_to_none=False)")
+def zeros(script: Script) -> None:
+    script.optimizer.zero_grad(set_to_none=False)
+
+
+@way("the model's zero_grad(set_to_none=False)")
+def zeros_of_model(script: Script) -> None:
+    script.model.zero_grad(set_to_none=False)
+
+
+@way("a state that is read")
+def state(script: Script) -> None:
+    for values in script.optimizer.state.values():
+        script.note(sum(float(v.abs().sum()) for v in values.values() if v is not None))
+
+
+@way("a state that is cleared")
+def clear_state(script: Script) -> None:
+    for values in script.optimizer.state.values():
+        for value in values.values():
+            if value is not None and value.dim():
+                value.zero_()
+
+
+@way("the optimizer's state dict")
+def state_dict(script: Script) -> None:
+    for values in script.optimizer.state_dict()["state"].values():
+        script.note(sum(float(v.abs().sum()) for v in values.values() if v is not None))
+
+
+@way("another learning rate")
+def rate(script: Script) -> None:
+    script.optimizer.param_groups[0]["lr"] *= 0.97
+
+
+@way("freezing and thawing")
+def freeze(script: Script) -> None:
+    script.kept[0].requires_grad_(not script.kept[0].requires_grad)
+
+
+@way("a kept .data")
+def kept_data(script: Script) -> None:
+    script.note(sum(float(each.sum()) for each in script.aliases[:-2]))
+
+
+@way("a kept array")
+def kept_array(script: Script) -> None:
+    script.note(script.aliases[-2].sum())
+
+
+@way("a kept view")
+@torch.no_grad()
+def kept_view(script: Script) -> None:
+    script.aliases[-1].mul_(0.9)
