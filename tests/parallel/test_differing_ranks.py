@@ -35,7 +35,10 @@ def test_a_parameter_that_joins_on_one_rank_at_the_very_end(strategy: str) -> No
     check_both_are_told(strategy, "unfreeze", "none", AT + 1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [STRATEGIES[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in STRATEGIES[1:])],
+)
 def test_an_exception_on_one_rank_ends_the_job(strategy: str) -> None:
     codec = "int8" if strategy == "pipe-sgd" else "none"
     with pytest.raises(AssertionError, match="rank 1 has no memory left") as caught:

@@ -142,7 +142,10 @@ def test_only_a_rank_that_waits_is_ended(job: Job) -> None:
     assert "rank 1 on h1" in job.processes[2].ended[0]
 
 
-@pytest.mark.parametrize("silent", [0, 1])
+LATER = pytest.param(1, marks=pytest.mark.nightly)  # each waits for true limits of seconds
+
+
+@pytest.mark.parametrize("silent", [0, LATER])
 def test_a_silent_rank_is_named_and_then_given_up(job: Job, silent: int) -> None:
     job.start(silent)
     waiting = [rank for rank in range(3) if rank != silent]
@@ -156,7 +159,7 @@ def test_a_silent_rank_is_named_and_then_given_up(job: Job, silent: int) -> None
     assert any("silent" in line and "HVD_PIPE_TIMEOUT" in line for line in said), said
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, LATER])
 def test_who_ends_for_a_lost_rank_is_not_taken_for_the_lost_one(first: int) -> None:
     job = Job(4)
     for rank, process in enumerate(job.processes):
@@ -215,6 +218,7 @@ def test_an_exception_is_known_with_its_text(job: Job) -> None:
         assert cause == "rank 2 on h2 (pid 102) raised ValueError: bad sample (data.py:7)"
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_that_leaves_is_no_loss(job: Job) -> None:
     job.start()
     job.wait(0)
@@ -225,7 +229,7 @@ def test_a_rank_that_leaves_is_no_loss(job: Job) -> None:
     assert [process.ended for process in job.processes] == [[], [], []]
 
 
-@pytest.mark.parametrize("busy", [0, 1])
+@pytest.mark.parametrize("busy", [0, LATER])
 def test_no_rank_ends_while_a_thread_of_one_works(job: Job, busy: int) -> None:
     """One rank's end ends the launcher's whole job, and with it a checkpoint that is half written.
 
@@ -244,6 +248,7 @@ def test_no_rank_ends_while_a_thread_of_one_works(job: Job, busy: int) -> None:
         assert "rank 2 on h2" in job.held(rank)[0]
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_thread_that_never_ends_is_waited_for_within_the_limit(job: Job) -> None:
     for rank in (0, 1):
         job.processes[rank].doing = Status("train.py:9", True, 100 * LIMIT_S, busy=True)
@@ -264,6 +269,7 @@ def test_who_keeps_all_others_waiting_is_named_once(job: Job) -> None:
     assert "data.py:57" in said
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_ranks_that_wait_in_join_are_kept_by_nobody(job: Job) -> None:
     job.start()
     job.processes[1].doing = Status("data.py:57", since_s=100 * LIMIT_S)
@@ -523,6 +529,7 @@ def test_a_service_that_accepts_and_says_nothing_takes_its_share_of_the_time(
     assert now < rendezvous.CONNECT_S
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
     """A call that kept the interpreter's lock for long, say."""
     job.start(1)

@@ -120,6 +120,7 @@ def stands_still(message: dict[str, Any]) -> bool:
     return bool(status.get("waits")) and status["since_s"] > LIMIT_S
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_that_stands_still_in_a_call_is_not_silent(rank: Rank) -> None:
     """Horovod waited for its lock and kept Python's: the rank was called stopped, and blamed."""
     rank.do("ctypes.PyDLL(None).pause()")  # sleeps, and lets no other thread of Python run
@@ -142,6 +143,7 @@ def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
     assert told in rank.process.stderr.read()
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_whose_other_thread_stands_still_is_ended(rank: Rank) -> None:
     """Its main thread asks for Python's lock 200 times a second, and so counted as busy.
 
@@ -155,6 +157,7 @@ def test_a_rank_whose_other_thread_stands_still_is_ended(rank: Rank) -> None:
     assert rank.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_that_computes_in_one_long_call_neither_waits_nor_is_silent(rank: Rank) -> None:
     rank.do("sum(range(1 << 60))")  # runs, and lets no other thread of Python run
     heard = rank.hear(lambda one: one.get("status", {}).get("since_s", 0) > LIMIT_S)
