@@ -138,14 +138,6 @@ def compare(
 ) -> None:
     """Raise on every rank unless all have the same checksums; all ranks come here.
 
-    Args:
-        lines: What must be equal, and its checksum.
-        detail: Says more of a line.
-        when: Begins the message.
-        gather: `hvd_pipe.runtime.consensus.Agreement.gather`.
-        name: Of the messages.
-        process_set: The ranks that compare.
-
     Raises:
         RanksDisagreeError: Two ranks differ; names the first line that does, and both sides.
     """

@@ -83,12 +83,6 @@ def allocated_everywhere(
 ) -> T:
     """Return what ``make`` returns, or raise on every rank where one has no memory for it.
 
-    Args:
-        make: Allocates.
-        nbytes: How much.
-        process_set: The ranks that take part.
-        largest: Returns, place by place, the largest of all ranks' values.
-
     Raises:
         HvdPipeError: Another rank has too little memory; that one raises its own error.
     """

@@ -38,11 +38,6 @@ def make_process_sets(
 
     Sets that are there already are used again, and stay until Horovod shuts down.
 
-    Args:
-        groups: Of two ranks or more; alike on every rank, in any order.
-        world: All ranks.
-        needed: What needs them, and what to do where none can be added: an error's text.
-
     Raises:
         HvdPipeError: Horovod allows no process sets to be added; on every rank.
     """
@@ -81,12 +76,6 @@ def find_node(
     """Return the process set of this rank's node, and the weights of its ranks.
 
     All ranks call this, anew where Horovod has started anew: its process sets end with it.
-
-    Args:
-        agreement: By which ranks tell each other their node.
-        name: Begins the messages' names.
-        world: All ranks.
-        weights: Of all ranks; None for equal ones, which are empty in what is returned.
 
     Returns:
         None where this rank is the only one of its node.

@@ -91,11 +91,6 @@ def observe(horovod: Any, start: Around, end: Around) -> None:
 
     All of Horovod's Python, ``hvd.elastic`` and what it runs at exit included, calls the library
     by one object, where this puts functions in place of the library's.
-
-    Args:
-        horovod: The framework's ``mpi_ops``.
-        start: What is around a start; not called where Horovod runs already.
-        end: What is around an end; not called where Horovod does not run.
     """
     global _begun_by_script, _fixed_both
     library, runs = horovod._basics.MPI_LIB_CTYPES, horovod.is_initialized

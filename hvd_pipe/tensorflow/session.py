@@ -229,21 +229,7 @@ class Session:
     def _agree(
         self, shared: Sequence[int], gradients: Sequence[Any]
     ) -> tuple[dict[int, str], bool]:
-        """Compare the variables that are shared with those of the other ranks.
-
-        Variables that are local do not travel, so each rank may have its own.
-
-        Args:
-            shared: The indices of the variables that are not local.
-            gradients: One for each variable.
-
-        Returns:
-            What all ranks know of each gradient that is shared, by index; and whether any rank has
-            local variables.
-
-        Raises:
-            RanksDisagreeError: Two ranks share unlike variables.
-        """
+        """Compare the variables that are shared with those of the other ranks."""
         process_set = self._arguments.process_set
         variables = [self.variables[index] for index in shared]
         shapes = shapes_of(variables)

@@ -289,11 +289,7 @@ def _sessions(arguments: Arguments) -> Sessions:
 
 
 def _described(source: Any) -> Any:
-    """Return a variable as it is, and for a tensor what stays the same from step to step.
-
-    Raises:
-        ValueError: The shape of a tensor is not known.
-    """
+    """Return a variable as it is, and for a tensor what stays the same from step to step."""
     if not isinstance(source, tf.Tensor):
         return source
     if not source.shape.is_fully_defined():

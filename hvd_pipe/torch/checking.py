@@ -14,7 +14,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import gather, members
 
-__all__ = ["compare_replicas", "refuse_changed", "spoil", "touched_error"]
+__all__ = ["compare_replicas", "refuse_changed", "spoil"]
 
 
 def spoil(*tensors: torch.Tensor | None) -> None:
@@ -61,16 +61,6 @@ def compare_replicas(
     lines = [(label, _checksum(tensor)) for label, tensor in found]
     name = f"{tag}.replicas"
     check_mode.compare(lines, detail, when, gather, name, process_set)
-
-
-def touched_error(name: str) -> HvdPipeError:
-    """Return the error for a gradient that was changed, unseen, while it travelled."""
-    return HvdPipeError(
-        f"the gradient of {name!r} (or one beside it) was changed after backward() and before "
-        "step(), while it was being sent, by code that torch's Python does not see: call "
-        "optimizer.synchronize() after backward(), and change gradients then. After this error, "
-        "go on from a state (optimizer.load_state_dict) that every rank loads."
-    )
 
 
 def refuse_changed(names: Sequence[str], tag: str, process_set: ProcessSet) -> None:

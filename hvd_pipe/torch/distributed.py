@@ -61,10 +61,13 @@ class DistributedMixin(EngineHolder):
     @property
     def state(self) -> Any:
         """The user's optimizer's, when what the last step has left to be applied is in it."""
-        self._finish_deferred()
-        if "state" not in self.__dict__:  # as in a wrapper of this class, which asks by itself
-            raise AttributeError("state")
-        return self.__dict__["state"]
+        engine = self._hvd_pipe
+        if engine is not None and engine.is_due:
+            engine.finish()
+        try:
+            return self.__dict__["state"]
+        except KeyError:  # as in a wrapper of this class, which asks by itself
+            raise AttributeError("state") from None
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -188,7 +191,12 @@ class DistributedMixin(EngineHolder):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; after ``backward()`` it drops this step's gradients."""
         self._hvd_pipe_expects = ""
-        super().zero_grad(*args, **kwargs)
+        to_none = (*args, *kwargs.values(), True)[0]
+        if to_none and getattr(super().zero_grad, "__func__", None) is _CLEAR:
+            with torch._C.DisableTorchFunctionSubclass():  # it reads no values
+                super().zero_grad()
+        else:
+            super().zero_grad(*args, **kwargs)
         if self._hvd_pipe is not None:
             self._hvd_pipe.note_cleared()
         self._note_old()
@@ -359,6 +367,9 @@ class DistributedMixin(EngineHolder):
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
         saved = None if in_flight is None else in_flight.to_dict()
         return _revive, (base, self.__getstate__(), arguments, names, saved)
+
+
+_CLEAR = torch.optim.Optimizer.zero_grad
 
 
 def twin(

@@ -133,7 +133,8 @@ class EngineHolder(torch.optim.Optimizer):
 
     def _saved_state(self, engine: Engine) -> SavedState:
         found = checkpoint.save(engine, self._owned())
-        return found if self._hvd_pipe_auto is None else self._hvd_pipe_auto.note(found)
+        auto = self._hvd_pipe_auto
+        return auto.note(found) if isinstance(auto, AutoChoice) else found
 
     # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
 
@@ -222,7 +223,7 @@ class EngineHolder(torch.optim.Optimizer):
     def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
         found = {}
         for i, parameter in enumerate(self._owned()):
-            if parameter.requires_grad and id(parameter) not in known:
+            if id(parameter) not in known and parameter.requires_grad:
                 found[self._hvd_pipe_names[i]] = parameter
         return found
 

@@ -120,10 +120,6 @@ class OverlapStart:
             self._trials.again(engine.rounds)
         return engine
 
-    def note(self, saved: SavedState) -> SavedState:
-        """Return a checkpoint, to which nothing is added."""
-        return saved
-
     def _begin(self, engine: MergedGradientEngine) -> Engine:
         """Have all ranks defer updates from the next step on, or stay as they are."""
         problem, settings = refusal(engine), engine.settings

@@ -29,7 +29,7 @@ class Options:
     """What an update depends on beside gradients and state, as it was in ``step()``.
 
     Args:
-        groups: The options of each parameter group.
+        groups: The parameter groups.
         device: Torch's default device.
         streams: The current CUDA stream of each device with parameters.
     """
@@ -42,15 +42,12 @@ class Options:
     def of(cls, optimizer: torch.optim.Optimizer) -> Options:
         """Return the options as they are now."""
         groups = [
-            {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
+            {key: _copied(value) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        devices = {p.device for p in parameters if p.is_cuda}
+        parameters = (p for group in groups for p in group["params"])
+        on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = {p.device for p in parameters if p.is_cuda} if on_gpus else ()
         streams = [torch.cuda.current_stream(device) for device in devices]
         return cls(groups, torch.get_default_device(), streams)
 
@@ -75,6 +72,12 @@ class Options:
                     stream.wait_stream(current)
                     stack.enter_context(torch.cuda.stream(stream))
             yield
+
+
+def _copied(option: Any) -> Any:
+    if isinstance(option, torch.Tensor):
+        return option.clone()
+    return list(option) if isinstance(option, list) else option
 
 
 def updates_quietly(optimizer: torch.optim.Optimizer) -> bool:
@@ -105,8 +108,8 @@ def update_quietly(
     """
     due, groups = set(map(id, parameters)), optimizer.param_groups
     shown = [
-        {**group, **taken, "params": [p for p in group["params"] if id(p) in due]}
-        for group, taken in zip(groups, options.groups, strict=False)
+        {**group, "params": [p for p in group["params"] if id(p) in due]}
+        for group in options.groups
     ]
     optimizer.param_groups = [group for group in shown if group["params"]]
     kind = parameters[0].device.type

@@ -109,8 +109,9 @@ class _Pending:
         kwargs = kwargs or {}
         if func not in METADATA:
             for tensor in list(_pending_in((args, kwargs))):
-                if is_pending(tensor):  # settling one may have settled others
-                    tensor.__dict__[_SETTLE](tensor, func, args)
+                settle = tensor.__dict__.get(_SETTLE)
+                if settle is not None:  # settling one may have settled others
+                    settle(tensor, func, args)
             if next(_pending_in((args, kwargs)), None) is None:
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -162,7 +163,9 @@ def _put_together(parts: Iterable[Any], _: None) -> Any:
 
 
 def _settled(tensor: Any) -> Any:
-    tensor.__dict__[_SETTLE](tensor, type(tensor).__reduce_ex__, (tensor,))
+    settle = tensor.__dict__.get(_SETTLE)
+    if settle is not None:  # another thread may have settled it
+        settle(tensor, type(tensor).__reduce_ex__, (tensor,))
     return tensor
 
 

@@ -43,13 +43,13 @@ def leave(model: nn.Module, step: int) -> None:
     """Change nothing."""
 
 
-def trained_alone(change: Change, late: bool = False) -> torch.Tensor:
+def trained_alone(change: Change, late: bool = False, steps: int = STEPS) -> torch.Tensor:
     """Train one process on the mean of all ranks' gradients; or, ``late``, of the step before."""
     model = make_model()
     optimizer, pending = sgd(model), None
-    for step in range(STEPS + 1):
+    for step in range(steps + 1):
         mean: Any = None
-        if step < STEPS:
+        if step < steps:
             ranks = []
             for rank in range(RANKS):
                 model.zero_grad()
@@ -62,7 +62,7 @@ def trained_alone(change: Change, late: bool = False) -> torch.Tensor:
             continue
         for parameter, gradient in zip(model.parameters(), mean, strict=True):
             parameter.grad = gradient
-        if step < STEPS:  # what is drained at the end is nobody's to change
+        if step < steps:  # what is drained at the end is nobody's to change
             change(model, step)
         optimizer.step()
     return weights_of(model)

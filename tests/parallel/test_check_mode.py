@@ -256,11 +256,11 @@ def test_a_gradient_that_is_missing_is_not_sent_as_it_is(monkeypatch: pytest.Mon
     """The room of a gradient is not set to zero."""
     plain = BucketSet._fill
 
-    def fill(self: BucketSet, index: int) -> None:
-        if self.parameters[index].grad is None:
+    def fill(self: BucketSet, index: int, view: object, gradient: object) -> None:
+        if gradient is None:
             self.parameters[index].grad = self.shown(index)
         else:
-            plain(self, index)
+            plain(self, index, view, gradient)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BucketSet, "_fill", fill)
     weights = trajectory("merged-gradient:bucket_bytes=64", make=Heads, loss=Heads.loss)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +17,17 @@ import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from on_ranks import on_ranks
-from pending_problem import STEPS, leave, loss_of, make_model, sgd, trained_alone, weights_of
+from pending_problem import (
+    LR,
+    STEPS,
+    batch,
+    leave,
+    loss_of,
+    make_model,
+    sgd,
+    trained_alone,
+    weights_of,
+)
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -203,6 +216,7 @@ def test_a_parameter_is_itself_again(due: tuple[nn.Module, Any]) -> None:
     parameter = model.get_parameter("2.weight")
     before = (id(parameter), hash(parameter), parameter.shape)
     assert isinstance(parameter, nn.Parameter)
+    assert type(copy.deepcopy(parameter)) is nn.Parameter
     float(parameter.sum())
     assert type(parameter) is nn.Parameter
     assert (id(parameter), hash(parameter), parameter.shape) == before
@@ -235,3 +249,163 @@ def test_lost_messages_are_the_readers_error(
             float(model.get_parameter("2.weight").sum())
     assert not any(map(is_pending, model.parameters()))
     assert torch.isfinite(weights_of(model)).all()
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_an_array_that_was_put_into_a_parameter_is_seen() -> None:
+    """Whoever has the array meets what ``step()`` has left."""
+    model = make_model()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS - 1))[-1] == 6
+    parameter = model.get_parameter("2.weight")
+    array = parameter.detach().numpy().copy()
+    parameter.data = torch.from_numpy(array)
+    assert train(model, optimizer, range(STEPS - 1, STEPS)) == [5]
+    after = array.copy()
+    assert_trained(model)
+    assert np.array_equal(array, after)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_groups_that_are_put_in_another_order_before_a_due_update() -> None:
+    """It is made with the options of ``step()``, by parameter."""
+    weights = []
+    for strategy in ("merged-gradient", MergedGradient(bucket_bytes=1, overlap="forward")):
+        model = make_model()
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.01}]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(groups), model.named_parameters(), strategy=strategy
+        )
+        train(model, optimizer, range(STEPS))
+        optimizer.param_groups.reverse()
+        weights.append(weights_of(model).clone())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_parameter_that_is_frozen_later_rests() -> None:
+    """Zeros in its gradient are no gradient: no decay, no momentum."""
+    model = make_model()
+    optimizer = wrap(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    )
+    train(model, optimizer, range(4))
+    frozen = next(model.parameters())
+    before = frozen.detach().clone().requires_grad_(False)
+    optimizer.zero_grad()
+    frozen.requires_grad_(False)
+    for step in range(4, STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    assert torch.equal(frozen.detach(), before)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_sparse_gradients_that_travel_as_dense_ones_are_averages_after_step() -> None:
+    found = []
+    for strategy in ("merged-gradient", MergedGradient(bucket_bytes=1, overlap="forward")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 2)).double()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            strategy=strategy,
+            sparse_as_dense=True,
+        )
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (model(torch.tensor([hvd.rank(), hvd.rank() + 1])) ** 2).sum().backward()
+            optimizer.step()
+            pending = sum(map(is_pending, model.parameters()))
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        found.append((pending, gradient.to_dense()))
+    assert [pending for pending, _ in found] == [0, 2]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class LooksAtTheModel(torch.optim.SGD):
+    """Calls a module in the middle of its update, as sharpness-aware optimizers do."""
+
+    updates_each_parameter = True
+    model: nn.Module
+
+    def step(self, closure: Any = None) -> Any:
+        self.model(batch(0, 0))
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_an_optimizer_that_calls_the_model() -> None:
+    """What it updates is not updated within."""
+    model = make_model()
+    optimizer = LooksAtTheModel(model.parameters(), lr=LR, momentum=0.9)
+    optimizer.model = model
+    train(model, wrap(model, optimizer), range(STEPS))
+    assert_trained(model)
+
+
+class Named(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_parameter_of_another_class_keeps_it() -> None:
+    model = make_model()
+    model.get_submodule("2").weight = Named(model.get_parameter("2.weight").detach())
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 6
+    assert isinstance(model.get_parameter("2.weight"), Named)
+    assert_trained(model)
+    assert type(model.get_parameter("2.weight")) is Named
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "inference mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "a default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+@pytest.mark.parametrize("reads", ["a module", "a weight"])
+def test_an_update_that_is_due_is_made_as_in_step(
+    due: tuple[nn.Module, Any], context: Callable[[], Any], reads: str
+) -> None:
+    model, _ = due
+    x = batch(0, 0)
+    with context():
+        if reads == "a module":
+            model(x)
+        else:
+            for parameter in model.parameters():
+                parameter.sum()
+    assert not any(map(is_pending, model.parameters()))
+    assert not any(p.is_inference() for p in model.parameters())
+    assert_trained(model)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_model_that_is_dropped_takes_its_due_update_along() -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 6
+    gone = [weakref.ref(each) for each in (model, optimizer, optimizer._hvd_pipe)]
+    optimizer._hvd_pipe.current.complete_buckets()
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_an_optimizer_that_is_dropped_makes_its_due_update() -> None:
+    model = make_model()
+    optimizer = wrap(model)
+    assert train(model, optimizer, range(STEPS))[-1] == 6
+    del optimizer
+    gc.collect()
+    assert_trained(model)

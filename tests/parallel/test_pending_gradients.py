@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from on_ranks import gather, on_ranks
 from pending_problem import (
     LR,
     RANKS,
     STEPS,
     Change,
+    batch,
     leave,
     loss_of,
     make_model,
@@ -23,10 +27,12 @@ from pending_problem import (
     weights_of,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.torch.messages.buckets import BucketSet
 
 pytestmark = on_ranks(2, init=hvd.init)
 
@@ -198,6 +204,34 @@ def test_a_backward_pass_that_raises_on_one_rank_is_told_on_all(name: str) -> No
     assert torch.equal(*gather_weights(model))
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_pipe_sgd_goes_on_after_a_backward_pass_that_raised(set_to_none: bool) -> None:
+    """The error comes with the average, one step later; that step's own gradient is applied."""
+    model = make_model()
+    optimizer = distributed(model, "pipe-sgd")
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    raised = []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if (step, hvd.rank()) == (3, 1):
+            hook = list(model.parameters())[2].register_hook(fail)
+            with pytest.raises(MemoryError):
+                loss_of(model, step, 1).backward()
+            hook.remove()
+        else:
+            loss_of(model, step, hvd.rank()).backward()
+        try:
+            optimizer.step()
+        except RanksDisagreeError:
+            raised.append(step)
+    optimizer.synchronize()
+    assert raised == [4]
+    assert torch.equal(*gather_weights(model))
+
+
 def gather_weights(model: nn.Module) -> list[torch.Tensor]:
     return [torch.tensor(each, dtype=torch.float64) for each in gather(weights_of(model).tolist())]
 
@@ -244,6 +278,89 @@ def test_what_one_rank_alone_does_to_a_gradient_is_told_on_all(name: str, did: s
         optimizer.step()
         optimizer.synchronize()
     assert torch.equal(weights_of(model), before)
+
+
+@SENDING
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+def test_a_first_pass_that_raises_is_told(
+    name: str, how: str, ranks: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No gradient is complete by then."""
+    model = make_model()
+    passes = {"backward_passes_per_step": 2} if how == "passes" else {}
+    optimizer = distributed(model, name, **passes)
+    before = weights_of(model).clone()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    middle = list(model.parameters())[2]
+    with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
+        if hvd.rank() in ranks:
+            hook = middle.register_hook(fail)
+            with pytest.raises(MemoryError):
+                loss_of(model, 0, hvd.rank()).backward()
+            hook.remove()
+        else:
+            loss_of(model, 0, hvd.rank()).backward()
+    if len(ranks) == 1:
+        with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
+            optimizer.step()
+            optimizer.synchronize()
+    else:
+        optimizer.step()
+        optimizer.synchronize()
+        assert "backward() raised on every rank" in caplog.text
+    assert torch.equal(weights_of(model), before)
+
+
+@SENDING
+def test_a_change_that_is_not_seen_is_told_on_all(name: str) -> None:
+    """Code in C++ on rank 0 changes a gradient that is on its way; the next step is right."""
+    model = make_model()
+    optimizer = distributed(model, name)
+
+    def train(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        if step == 3 and hvd.rank() == 0:
+            gradient = model[4].weight.grad
+            with torch._C.DisableTorchFunctionSubclass():
+                gradient.mul_(3.0)
+        optimizer.step()
+
+    for step in range(3):
+        train(step)
+    optimizer.synchronize()
+    before = weights_of(model).clone()
+    with raises_on_all(RanksDisagreeError, "was changed while it was being sent.*on rank 0"):
+        train(3)
+        optimizer.synchronize()
+    assert torch.equal(weights_of(model), before)
+    train(4)
+    optimizer.synchronize()
+    assert not torch.equal(weights_of(model), before)
+    assert torch.equal(*gather_weights(model))
+
+
+@SENDING
+def test_ranks_that_drop_unlike_gradients(name: str) -> None:
+    """All ranks clear what they have computed: it is nobody's business what that was."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step == 4 and hvd.rank() == 1:
+            model[4](torch.ones(1, 9, dtype=torch.float64)).sum().backward()
+            model.zero_grad()
+        elif step == 4:
+            loss_of(model, 50, 0).backward()
+            model.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
 
 
 @SENDING
@@ -298,6 +415,51 @@ def test_two_optimizers_of_one_backward_pass_in_two_orders() -> None:
     torch.testing.assert_close(
         weights_of(model), serial(leave, "merged-gradient"), rtol=0, atol=1e-15
     )
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("did", ["read", "cleared", "replaced"])
+def test_what_is_done_after_another_optimizers_step(name: str, did: str) -> None:
+    """That step has sent all gradients: what was told of them is told."""
+    model = make_model()
+    first, second = (
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9),
+            [(f"{label}.{key}", p) for key, p in part.named_parameters()],
+            strategy=EXACT[name],
+        )
+        for label, part in (("a", model[:2]), ("b", model[2:]))
+    )
+
+    def train(step: int) -> None:
+        loss_of(model, step, hvd.rank()).backward()
+        first.step()
+        if did == "read" or step < 3:
+            halve(model[2:], step)
+        elif did == "cleared":
+            model[2].weight.grad = None
+        else:
+            model[2].weight.grad = torch.zeros_like(model[2].weight)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+    for step in range(3):
+        train(step)
+    before = weights_of(model[2:]).clone()
+    if did == "read":
+        train(3)
+        wanted = trained_alone(lambda model, step: halve(model[2:], step), steps=4)
+        torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-15)
+        return
+    with raises_on_all(HvdPipeError, "'b.2.weight' was cleared or replaced after another"):
+        train(3)
+    assert torch.equal(weights_of(model[2:]), before)
+    second.zero_grad()
+    loss_of(model, 4, hvd.rank()).backward()
+    first.step()
+    second.step()
+    assert torch.equal(*gather_weights(model))
 
 
 @SENDING
@@ -488,10 +650,98 @@ def test_a_gradient_that_is_read_within_backward() -> None:
     optimizer = hvd.DistributedOptimizer(
         sgd(model), model.named_parameters(), strategy=MergedGradient(bucket_bytes=1)
     )
+    # What the step before had tells nothing of this one.
+    model[4](torch.ones(1, 9, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     model[2].weight.register_post_accumulate_grad_hook(lambda p: p.grad.norm())
     with pytest.raises(HvdPipeError, match=r"'2.weight' was read or changed within backward"):
         loss_of(model, 0, hvd.rank()).backward()
     del optimizer
+
+
+@SENDING
+def test_a_weight_that_is_used_outside_of_a_checkpoint_too(name: str) -> None:
+    """Reentrant checkpoints run a backward pass within one: its gradient is computed twice."""
+    model, step = make_model(), 0
+    optimizer = distributed(model, name)
+
+    def loss(step: int) -> torch.Tensor:
+        x = batch(step, hvd.rank()).requires_grad_()
+        inner = checkpoint(model[:2], x, use_reentrant=True)
+        return (model[2:](inner) ** 2).mean() + 0.1 * (model[0](x) ** 2).mean()
+
+    with pytest.raises(HvdPipeError, match=r"'0\.\w+' was computed 2 times.*no_sync"):
+        loss(step).backward()
+    model.zero_grad()
+    with contextlib.suppress(RanksDisagreeError):  # the pass was given up on all ranks
+        optimizer.step()
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss(step).backward()
+    mine = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    optimizer.synchronize()
+    assert len(mine) == 6
+    assert torch.equal(*gather_weights(model))
+
+
+@SENDING
+def test_gradients_of_other_losses_and_of_other_threads(name: str) -> None:
+    """``torch.autograd.grad`` fills no ``p.grad``; a backward pass may run in any thread."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, hvd.rank())
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        torch.autograd.grad(loss_of(model, 50, hvd.rank()), list(model.parameters()))
+        optimizer.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+
+
+@SENDING
+def test_lost_messages_are_the_readers_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elastic training must see the type."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 2, hvd.rank()).backward()
+
+    def lost(buckets: object) -> None:
+        raise HorovodInternalError("a worker is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BucketSet, "wait", lost)
+        with pytest.raises(HorovodInternalError, match="a worker is gone"):
+            float(gradients_of(model)[0].norm())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_dropped_optimizer_goes_at_once(name: str) -> None:
+    """Gradients that are pending do not keep it alive."""
+    model = make_model()
+    optimizer = distributed(model, name)
+    loss_of(model, 0, hvd.rank()).backward()
+    optimizer.synchronize()
+    optimizer.step()
+    optimizer.synchronize()
+    loss_of(model, 1, hvd.rank()).backward()
+    gone, engine = weakref.ref(optimizer), weakref.ref(optimizer._hvd_pipe)
+    optimizer._hvd_pipe.send()
+    optimizer._hvd_pipe.current.wait()
+    del optimizer
+    assert gone() is None
+    assert engine() is None
+    assert all(float(gradient.norm()) > 0 for gradient in gradients_of(model))
 
 
 class Scaled:

@@ -134,13 +134,12 @@ def goes_on(strategy: str) -> tuple[str, Weights]:
         loss_of(model, hvd.rank(), number).backward()
         if number == 3:
             torch._foreach_mul_(kept, 0.5)
-            try:
-                optimizer.step()
-            except hvd.HvdPipeError as error:
-                said = str(error)
-                optimizer.load_state_dict(state)
-        else:
+        try:
             optimizer.step()
+        except hvd.HvdPipeError as error:
+            said = str(error)
+            optimizer.load_state_dict(state)
+        if number < 3:
             kept += [p.grad.detach() for p in model.parameters() if p.grad is not None]
     optimizer.synchronize()
     return said, weights_of(model)

@@ -213,12 +213,7 @@ class Reduction:
     def _exchange(
         self, codec: Codec, flat: tf.Tensor, name: str, feedback: Feedback | None
     ) -> tf.Tensor:
-        """Reduce what cannot be summed as it travels, in two phases.
-
-        Rank r of n owns slice r of the buffer: it gets everyone's code of that, sums, and all
-        gather the code of the sums. Every rank decodes the same bytes in the second phase, its own
-        slice too, so that all end with the same bits.
-        """
+        """Reduce what cannot be summed as it travels: rank r sums slice r, and all gather sums."""
         workers, numel = self.workers, flat.shape[0]
         size = _slice(numel, workers, codec.chunk)
         padded = tf.pad(tf.cast(flat, tf.float32), [[0, workers * size - numel]])

@@ -126,14 +126,6 @@ def profile_of(
 ) -> ModelProfile:
     """Return what each block of a model costs; the model's variables keep their values.
 
-    Args:
-        model: It.
-        graph: Its calls.
-        x: The inputs of a minibatch.
-        loss: From the model's output to one number; None for the mean of the output.
-        steps: Times that everything is measured; medians count.
-        skip: Times before that.
-
     Raises:
         ValueError: Inputs that are not the model's, or nothing to train.
     """

@@ -229,11 +229,7 @@ class ModelAverage:
     def _averaging(
         self, name: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]
     ) -> Any:
-        """Return a function that averages flats.
-
-        A graph of its own: outside of graphs, TensorFlow forgets the names of operations, by which
-        ranks meet, and this runs beside whatever else sends.
-        """
+        """Return a graph that averages: outside of one, operations have no names to meet by."""
 
         @tf.function  # type: ignore[untyped-decorator]
         def average(*flats: tf.Tensor) -> list[tf.Tensor]:

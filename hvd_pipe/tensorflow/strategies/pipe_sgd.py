@@ -205,10 +205,6 @@ class Prediction:
 
     All of it is operations of the step's graph: the true weights and the optimizer's variables are
     put back, so a wrong guess is never kept. Source: Chen et al., "SAPipe" (NeurIPS 2022).
-
-    Args:
-        weights: The variables that are trained.
-        tag: Begins the names of variables.
     """
 
     def __init__(self, weights: Sequence[tf.Variable], tag: str) -> None:

@@ -26,7 +26,7 @@ from horovod.torch.mpi_ops import Average
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import check_alike
-from hvd_pipe.torch.checking import refuse_changed, spoil, touched_error
+from hvd_pipe.torch.checking import refuse_changed, spoil
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import CheckedMessage, Feedback, Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
@@ -180,7 +180,8 @@ class BucketSet:
         self._left: dict[int, torch.Tensor | None] = {}
         self.frozen: set[int] = set()
         """Indices of the parameters that got no gradient in this round as they do not train."""
-        self._as_dense: set[int] = set()
+        self.as_dense: set[int] = set()
+        """Indices of this round's gradients that are sparse, and travel as dense ones."""
         self.flags = self._own = ControlFlags()
         """The means of all ranks' control flags, after a `wait`."""
         self._restored = False
@@ -241,12 +242,11 @@ class BucketSet:
             self._spoil_free()
         self.completed.append(index)
         gradient, slot = self.parameters[index].grad, self.slots.get(index)
-        is_sparse = gradient is not None and gradient.is_sparse
-        travels_alone = is_sparse and sparse.known is not None
-        if gradient is not None and travels_alone:
+        assert gradient is not None
+        travels_alone = gradient.is_sparse and sparse.known is not None
+        if travels_alone:
             sparse.add(index, gradient)
         elif slot is None:
-            assert gradient is not None
             sparse.add(index, gradient.to_sparse(1))  # dense for once; the others' are not
         if slot is None:
             return
@@ -254,23 +254,16 @@ class BucketSet:
         if travels_alone:
             view.zero_()
         else:
-            self._fill(index)
-            if is_sparse:
-                self._as_dense.add(index)
+            self._fill(index, view, gradient)
+            if gradient.is_sparse:
+                self.as_dense.add(index)
         if bucket.fill():
             timeline.active.ready(bucket.name)
             if bucket is not self.buckets[-1]:
                 bucket.launch()
 
-    def _fill(self, index: int) -> None:
-        """Put a gradient into its view, copying only what is not there, and ``p.grad`` as well.
-
-        After ``zero_grad(set_to_none=True)`` autograd leaves a new tensor; writing it here takes
-        the place of adding it to zeros, so a step moves no more bytes than with gradients kept in
-        place. Whoever reads a sparse gradient meets a sparse one.
-        """
-        parameter, view = self.parameters[index], self.slots[index][1]
-        gradient = parameter.grad
+    def _fill(self, index: int, view: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Put a gradient into its view, and ``p.grad`` as well, copying only what is not there."""
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
@@ -280,7 +273,9 @@ class BucketSet:
             return
         else:
             view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-        parameter.grad = self.shown(index)
+        shown = self._shown[index]
+        leads_there = shown.data_ptr() == self._places[index]
+        self.parameters[index].grad = shown if leads_there else self.shown(index)
 
     def shown(self, index: int) -> torch.Tensor:
         """Return what shows a dense gradient to users: a tensor over the memory of its view."""
@@ -293,10 +288,10 @@ class BucketSet:
         """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
         if not check_mode.active.on:
             return
-        for index, (_, view) in self.slots.items():
-            gradient = self.parameters[index].grad
-            if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
-                spoil(view)
+        with torch._C.DisableTorchFunctionSubclass():  # others may be pending
+            for index, (_, view) in self.slots.items():
+                if not self.holds(index):
+                    spoil(view)
 
     # Architecture: G7
     def flush(self, flags: ControlFlags | None = None) -> None:
@@ -304,25 +299,24 @@ class BucketSet:
 
         Args:
             flags: What this rank tells; ``sparse`` and ``frozen`` are filled in here.
-
-        Raises:
-            HvdPipeError: A gradient was changed after it was complete, unseen by torch's Python.
         """
         if self.is_flushed:
             return
-        self.is_flushed, complete = True, set(self.completed)
-        self._check_untouched(complete)
+        complete = set(self.completed)
+        touched = self._touched(complete)
+        if touched:
+            self.changes = Changes(touched)
         changes = self.changes
         self.is_dropped = changes is not None and changes.are_all(self.completed)
         with torch._C.DisableTorchFunctionSubclass():  # what is not complete may be pending
             if not complete:
                 self._spoil_free()
-            for index in self.slots:
+            for index, (_, view) in self.slots.items():
                 if index not in complete:
                     parameter = self.parameters[index]
                     if parameter.grad is None and not parameter.requires_grad:
                         self.frozen.add(index)
-                    self._fill(index)
+                    self._fill(index, view, parameter.grad)
             self.sparse.flush()
         found, froze = bool(self.sparse.found), self.frozen != self._last_frozen
         self._own = replace(
@@ -340,18 +334,28 @@ class BucketSet:
         for bucket in self.buckets:
             if not bucket.launched:
                 bucket.launch()
+        self.is_flushed = True
 
-    def _check_untouched(self, complete: set[int]) -> None:
-        for index, (bucket, _) in self.slots.items():
-            if index not in complete or index in self.sparse.found:
-                continue
-            if bucket.touched and not (self.changes and index in self.changes.left):
-                raise touched_error(self._names[index])
+    def _touched(self, complete: set[int]) -> str:
+        """Return what to tell of a gradient that was changed, unseen, while it travelled."""
+        changes = self.changes or Changes()
+        touched = [bucket for bucket in self.buckets if bucket.touched and not changes.failure]
+        for index, (bucket, _) in self.slots.items() if touched else ():
+            told = index in changes.left or index in self.sparse.found
+            if bucket in touched and index in complete and not told:
+                return (
+                    f"the gradient of {self._names[index]!r} (or one beside it) was changed while "
+                    "it was being sent, by code that torch's Python does not see (call "
+                    "optimizer.synchronize() after backward(), and change gradients then)"
+                )
+        return ""
 
     # Architecture: G8
     def wait(self) -> None:
         """Block until all is reduced and the buckets can be filled again."""
         trace, begun = timeline.active, timeline.active.now()
+        sent, self.completed, self.is_flushed = self.completed, [], False
+        changes, self.changes = self.changes or Changes(), None
         # The last one first: if ranks have gone apart, it is the one that is sure to say so.
         for bucket in reversed(self.buckets):
             bucket.wait()
@@ -364,13 +368,11 @@ class BucketSet:
             check_alike(lines, f"{self._tag}.frozen", self._reduction.process_set)
         self.sparse.complete()
         self.sparse.end_round()
-        sent, self.completed, self.is_flushed = self.completed, [], False
         self._usual_count = len(sent) or self._usual_count
-        changes, self.changes = self.changes or Changes(), None
         self._left = changes.left
-        if self.flags.changed != 0.0 and self.all_present:
-            tag, process_set = f"{self._tag}.changes", self._reduction.process_set
-            self.is_dropped = changes.compare(self._names, sent, tag, process_set)
+        if self.flags.changed != 0.0:
+            process_set = self._reduction.process_set if self.all_present else None
+            self.is_dropped = changes.compare(self._names, sent, self._tag, process_set)
         if check_mode.active.on and self.all_present:
             changed = [bucket.take_changed() for bucket in self.buckets]
             pairs = zip(self.groups, changed, strict=True)
@@ -438,10 +440,14 @@ class BucketSet:
             self.parameters[index].grad = gradient
         self.end_round()
 
-    def bind_some(self, indices: Sequence[int]) -> None:
-        """Make these gradients, which are dense and have arrived, the views into their buckets."""
-        for index in indices:
-            self._bind(index, None)
+    def bind_some(self, shown: Mapping[int, torch.Tensor]) -> None:
+        """Make gradients that have arrived, by index, what is to be applied; see `shown`."""
+        unusual = self.is_dropped or self.frozen or self._left or self.as_dense
+        for index, gradient in shown.items():
+            if unusual or gradient.data_ptr() != self._places[index]:
+                self._bind(index, None)
+            else:
+                self.parameters[index].grad = gradient
 
     def _bind(self, index: int, shown_in: torch.Tensor | None) -> None:
         gradient: torch.Tensor | None
@@ -449,7 +455,7 @@ class BucketSet:
             gradient = None  # a frozen parameter must not move: no decay, no momentum
         elif index in self._left:
             gradient = self._left[index]
-        elif index in self._as_dense:
+        elif index in self.as_dense:
             gradient = _in_place_of(shown_in, self.slots[index][1].to_sparse())
         else:
             gradient = self.shown(index)
@@ -459,8 +465,8 @@ class BucketSet:
 
     def end_round(self) -> None:
         """Forget what was unusual about the gradients of this round: they have been applied."""
-        self._left = {}
-        self._as_dense.clear()
+        self._left, self.is_dropped = {}, False
+        self.as_dense.clear()
         self.frozen.clear()
         self.sparse.gathered = {}
 
@@ -471,10 +477,10 @@ class BucketSet:
 
     def copy_in(self) -> None:
         """Take dense gradients over from wherever they are, their values unchanged."""
-        for index in self.slots:
+        for index, (_, view) in self.slots.items():
             gradient = self.parameters[index].grad
             if gradient is not None and not gradient.is_sparse:
-                self._fill(index)
+                self._fill(index, view, gradient)
 
 
 def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:

@@ -18,16 +18,22 @@ before any weight moves::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
+from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import ProcessSet
+from horovod.torch.mpi_ops import ProcessSet, rank
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.torch.agree import gather, members
 
-__all__ = ["COUNT", "Changes", "ControlFlags"]
+__all__ = ["COUNT", "RAISED", "Changes", "ControlFlags"]
+
+RAISED = "backward() raised"
+
+_log = logging.getLogger("hvd_pipe")
 
 
 @dataclass(frozen=True)
@@ -88,57 +94,65 @@ class Changes:
     """What became of a round's gradients.
 
     Args:
-        failed: Whether the backward pass raised.
+        failure: Why its gradients are not whole; empty where they are.
         left: What is in ``p.grad`` in the place of gradients that were sent, by index.
         refused: Whether another tensor cannot be applied in the place of what was sent.
     """
 
-    failed: bool = False
+    failure: str = ""
     left: dict[int, torch.Tensor | None] = field(default_factory=dict)
     refused: bool = False
 
     def are_all(self, indices: Sequence[int]) -> bool:
         """Return whether nothing is left to apply of the gradients that were sent."""
         cleared = all(index in self.left and self.left[index] is None for index in indices)
-        return self.failed or (bool(indices) and cleared)
+        return bool(self.failure or (indices and cleared))
 
     def compare(
-        self, names: Sequence[str], sent: Sequence[int], tag: str, process_set: ProcessSet
+        self,
+        names: Sequence[str],
+        sent: Sequence[int],
+        tag: str,
+        process_set: ProcessSet | None,
     ) -> bool:
         """Return whether all is to be dropped, or raise on every rank; all ranks call this.
 
-        Args:
-            names: Of all parameters, by index.
-            sent: The indices of the gradients that this rank had.
-            tag: Begins the messages' names.
-            process_set: The ranks.
-
         Raises:
-            RanksDisagreeError: Not all ranks have done the same; says what, and on which of them.
+            RanksDisagreeError: Not all ranks have done the same, or gradients are not whole; says
+                what, and on which ranks.
             HvdPipeError: A gradient was replaced where that cannot be.
         """
         cleared = [names[i] for i, gradient in sorted(self.left.items()) if gradient is None]
         replaced = [names[i] for i, gradient in sorted(self.left.items()) if gradient is not None]
-        mine = [self.failed, cleared, replaced, self.are_all(sent)] if sent else None
-        everyone = gather(mine, f"{tag}.changes", process_set)
-        told = dict(zip(members(process_set), everyone, strict=False))
-        told = {rank: each for rank, each in told.items() if each is not None}
+        mine: list[Any] = [self.failure, cleared, replaced, self.are_all(sent)]
+        if process_set is None:
+            everyone: dict[int, Any] = {rank(): mine}
+        else:
+            mine = mine if sent or self.failure else []
+            gathered = gather(mine, f"{tag}.changes", process_set)
+            everyone = dict(zip(members(process_set), gathered, strict=False))
+        told = {each: what for each, what in everyone.items() if what}
+        failed = {each: what[0] for each, what in told.items() if what[0]}
+        if failed and (len(failed) < len(everyone) or set(failed.values()) != {RAISED}):
+            failure = next(iter(failed.values()))
+            raise RanksDisagreeError(
+                f"{failure} on {_ranks([each for each in failed if failed[each] == failure])}: no "
+                "rank has applied this step's gradients, as they are not whole. Go on with the "
+                "next step on every rank: zero_grad(), then the next batch."
+            )
+        if failed:
+            _log.warning("backward() raised on every rank: step() has applied no gradient")
+        if all(what[-1] for what in told.values()):
+            return True
         first = next(iter(told.values()))
-        if all(each == first for each in told.values()):
+        if all(what == first for what in told.values()):
             if replaced and self.refused:
                 raise HvdPipeError(
                     f"the gradient of {replaced[0]!r} was replaced by another tensor after "
                     "backward() and before step(), which applies the average of the step before: "
                     "read that first (optimizer.synchronize(), or any use of p.grad)."
                 )
-            return bool(first[-1])
-        failed = [rank for rank, each in told.items() if each[0]]
-        if failed:
-            raise RanksDisagreeError(
-                f"backward() raised on {_ranks(failed)}, and not on all ranks: no rank has "
-                "applied this step's gradients, as they are not whole. Go on with the next step "
-                "on every rank: zero_grad(), then the next batch."
-            )
+            return False
         for place, did in ((1, "cleared"), (2, "replaced by another tensor")):
             found = {name for each in told.values() for name in each[place]}
             for name in sorted(found, key=list(names).index):

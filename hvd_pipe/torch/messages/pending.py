@@ -124,13 +124,7 @@ def _says_apart(error: HorovodInternalError) -> bool:
 
 
 def _gone_apart() -> HorovodInternalError | None:
-    """Return what Horovod has said of ranks that have gone apart, where nobody has heard it yet.
-
-    Each rank hears that ranks have sent different things when it waits for the message. The one
-    that hears it first leaves, and Horovod shuts down under one that waits for another message, or
-    is about to send the next. Not in an elastic job, where `HorovodInternalError` alone makes
-    workers start anew.
-    """
+    """Return what Horovod has said of ranks that have gone apart, if nobody has heard it yet."""
     for handle in () if is_elastic() else tuple(_handles):
         if poll(handle):
             _handles.discard(handle)

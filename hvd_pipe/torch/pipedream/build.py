@@ -266,15 +266,7 @@ def _stage(
 
 @dataclass(frozen=True)
 class _Divided:
-    """A model in stages: this worker's own, and what arrives there.
-
-    Args:
-        assignment: The plan, and this worker's part of it.
-        own, arriving: These.
-        layers: Of the whole model, in order.
-        owners: Which stage holds each entry of the state.
-        samples: Of the largest microbatch.
-    """
+    """A model in stages: this worker's own with the plan, what arrives there, who holds what."""
 
     assignment: Assignment
     own: StageModule

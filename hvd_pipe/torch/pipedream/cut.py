@@ -115,17 +115,7 @@ def part(
     asks: Collection[fx.Node],
     name: str = "Part",
 ) -> fx.GraphModule:
-    """Return a module that runs some nodes of a model.
-
-    Args:
-        traced: The model.
-        nodes: Calls, in the order of forward.
-        received: Its arguments, and where in each of them the tensors are: one placeholder each.
-        sent: What it returns, likewise as one flat tuple; None for the result of the model.
-        copies: Do not let modules change what was received in place.
-        asks: The model's `questions`.
-        name: Of the module's class, for people.
-    """
+    """Return a module that runs some nodes of a model."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     for node, places in received.items():

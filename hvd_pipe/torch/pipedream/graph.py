@@ -126,15 +126,7 @@ def trace(model: nn.Module | Sequence[nn.Module], inputs: int | None = None) -> 
 def assemble(
     root: nn.Module, graph: fx.Graph, model: nn.Module, name: str = "Traced"
 ) -> fx.GraphModule:
-    """Return a module that runs a graph with the very modules and tensors of another one.
-
-    Args:
-        root: Where the graph's targets are found.
-        graph: Becomes the module's.
-        model: The plain model: what it keeps out of its state dict stays out, and a tensor that
-            it has under several keys is there under all of them.
-        name: Of the class that is made, for people.
-    """
+    """Return a module that runs a graph with the very modules and tensors of another one."""
     made = fx.GraphModule(root, graph, name)
     made.training = model.training
     for path, module in made.named_modules():

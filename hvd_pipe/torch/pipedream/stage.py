@@ -225,11 +225,7 @@ class TorchStage:
     # Inside.
 
     def _own_gradients(self, received: list[torch.Tensor]) -> None:
-        """Copy a parameter's gradient that autograd has left in the memory of a message.
-
-        It takes over what reaches a parameter by views alone, as that of ``x + bias[None]`` does
-        where there is one sample, and the message's memory is about to be used again.
-        """
+        """Copy gradients that autograd has left in a message's memory: views alone lead there."""
         theirs = {gradient.untyped_storage().data_ptr() for gradient in received}
         with torch._C.DisableTorchFunctionSubclass():  # this reads no value
             for p in self.versions.parameters:

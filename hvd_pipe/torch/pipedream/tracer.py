@@ -28,11 +28,6 @@ _WAYS_OUT = (
 def graph_of(model: nn.Module, inputs: int | None, whole: set[str]) -> fx.Graph:
     """Return the calls that a model's forward makes, with the model as it was before.
 
-    Args:
-        model: Any module but a ``GraphModule``.
-        inputs: How many positional arguments it gets; None for those without a default.
-        whole: Paths of submodules that are one call; those that cannot be traced are added.
-
     Raises:
         HvdPipeError: Its own forward cannot be traced; names the line.
         TypeError: Its forward does not take that many arguments.

@@ -12,15 +12,10 @@ from functools import partial
 import torch
 
 from hvd_pipe.torch import pending_tensors
-from hvd_pipe.torch.messages.control_flags import Changes
+from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.pending_tensors import Settle
 
-__all__ = ["BackwardPasses", "is_running"]
-
-
-def is_running() -> bool:
-    """Return whether this is called from within a backward pass of this thread."""
-    return torch._C._current_graph_task_id() != -1
+__all__ = ["BackwardPasses"]
 
 
 class BackwardPasses:
@@ -35,6 +30,11 @@ class BackwardPasses:
         """Count more gradients: parameters have joined."""
         self._done += [0] * count
 
+    @property
+    def is_running(self) -> bool:
+        """Whether this is asked within a backward pass of this thread that is not yet complete."""
+        return torch._C._current_graph_task_id() in self._running
+
     def begins(self) -> bool:
         """Return whether the gradient that was just computed is the first one of its pass."""
         task = torch._C._current_graph_task_id()
@@ -45,16 +45,16 @@ class BackwardPasses:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         return True
 
-    def count(self, index: int) -> int:
-        """Count a gradient; return how often it was computed in this round."""
-        self._done[index] += 1
-        return self._done[index]
-
-    def hold(self, index: int, gradient: torch.Tensor, settle: Settle) -> None:
-        """Make a gradient pending, and not what stood in its place."""
-        before = self._held.get(index)
+    def count(self, index: int, counts: bool) -> int:
+        """Count a gradient, if its pass counts; return how often it was computed in this round."""
+        before = self._held.pop(index, None)
         if before is not None:
             pending_tensors.release(before)
+        self._done[index] = done = self._done[index] + counts
+        return done if counts else 0
+
+    def hold(self, index: int, gradient: torch.Tensor, settle: Settle) -> None:
+        """Make a gradient pending, until it is computed once more."""
         self._held[index] = gradient
         pending_tensors.hold(gradient, settle)
 
@@ -62,8 +62,8 @@ class BackwardPasses:
         return len(self._held)
 
     def place_of(self, gradient: torch.Tensor) -> int:
-        """Return the index of a gradient that is held."""
-        return next(index for index, held in self._held.items() if held is gradient)
+        """Return the index of a gradient; -1 where another thread has taken it off."""
+        return next((index for index, held in self._held.items() if held is gradient), -1)
 
     def are_dropped(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether all gradients that are held are in no ``p.grad`` any more."""
@@ -74,19 +74,20 @@ class BackwardPasses:
         self, parameters: Sequence[torch.Tensor], complete: Collection[int]
     ) -> Changes | None:
         """Return what became of the gradients that are complete; None where nothing did."""
-        raised = bool(self._running) and not is_running()
+        raised = bool(self._running) and not self.is_running
         left = {
             index: parameters[index].grad
             for index, gradient in self._held.items()
             if parameters[index].grad is not gradient and index in complete
         }
-        return Changes(raised, left) if raised or left else None
+        return Changes(RAISED if raised else "", left) if raised or left else None
 
-    def end(self) -> dict[int, torch.Tensor]:
+    def end(self, stay_pending: bool = False) -> dict[int, torch.Tensor]:
         """Begin the next round; return what was held, by index."""
         held, self._held = self._held, {}
-        for gradient in held.values():
-            pending_tensors.release(gradient)
+        if not stay_pending:
+            for gradient in held.values():
+                pending_tensors.release(gradient)
         self._done = [0] * len(self._done)
         self._running.clear()
         return held

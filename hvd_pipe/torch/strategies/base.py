@@ -12,10 +12,10 @@ One engine belongs to one `DistributedOptimizer`. The optimizer calls it at four
 from __future__ import annotations
 
 import abc
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +33,8 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
-from hvd_pipe.torch.pending_tensors import release
-from hvd_pipe.torch.strategies.backward_passes import BackwardPasses, is_running
+from hvd_pipe.torch.pending_tensors import Settle, release
+from hvd_pipe.torch.strategies.backward_passes import BackwardPasses
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
@@ -60,6 +60,10 @@ class Engine(abc.ABC):
     """The buckets in use."""
     current: BucketSet | None = None
     """The buckets that take this step's gradients; None while gradients stay local."""
+    may_defer = False
+    """Whether `prepare` may leave the update to be made later; gradients stay pending then."""
+    is_due = False
+    """Whether this rank has deferred an update, which `finish` makes."""
     ready_times: ReadyTimes | FirstUses | None = None
     """Where the moments at which gradients become ready are recorded, if they are."""
 
@@ -88,7 +92,7 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes = BackwardPasses()
+        self._passes, self._settle = BackwardPasses(), _weakly(self._settling)
         self._hooks: list[RemovableHandle] = []
         self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
         """Stop hearing of gradients."""
@@ -157,7 +161,8 @@ class Engine(abc.ABC):
         """Make the gradients what the update shall apply; return whether there is one to apply.
 
         Args:
-            shown_in: Tensors that shall show what is applied, by index, as somebody has read them.
+            shown_in: Tensors that shall show what is applied, by index, as somebody has read them,
+                or as they stay pending.
         """
 
     @abc.abstractmethod
@@ -261,7 +266,7 @@ class Engine(abc.ABC):
             return
         message.meet()
         present, name = torch.ones(1), f"{self.settings.tag}.present"
-        plain = dataclasses.replace(self.reduction, op=Average, compression=Compression.none)
+        plain = replace(self.reduction, op=Average, compression=Compression.none)
         plain.reduce(present, name)
         if float(present) > 1 - 0.5 / self.reduction.workers:
             self.check_position()
@@ -312,7 +317,7 @@ class Engine(abc.ABC):
             self._begin_step()
         self.has_new_gradients = True
         self.synchronized = self.was_read = False
-        done = self._passes.count(index) if self.syncs else 0
+        done = self._passes.count(index, self.syncs)
         if self.current is None:
             return
         if done > self.passes:
@@ -323,11 +328,10 @@ class Engine(abc.ABC):
                 "write `with optimizer.no_sync():` around all but the last one."
             )
         if done == self.passes:
-            with torch._C.DisableTorchFunctionSubclass():  # it is pending since the first pass
-                self.current.ready(index)
+            self.current.ready(index)
         gradient = self.settings.parameters[index].grad
         assert gradient is not None
-        self._passes.hold(index, gradient, self._settling)
+        self._passes.hold(index, gradient, self._settle)
         if self.ready_times is not None:
             self.ready_times.mark(index)
 
@@ -352,7 +356,8 @@ class Engine(abc.ABC):
                 f"{self.settings.names[index]!r} had been read, changed or synchronized: a sum of "
                 f"averages cannot be sent again under {self.name} with these arguments. Read and "
                 "change gradients after the last backward pass, and write "
-                "`with optimizer.no_sync():` around the others."
+                "`with optimizer.no_sync():` around the others; to drop them, call "
+                "optimizer.zero_grad() (model.zero_grad(set_to_none=False) is not seen)."
             )
 
     @property
@@ -375,16 +380,36 @@ class Engine(abc.ABC):
         """
         assert self.current is not None
         self._note_changes(self.current)
+        changes = self.current.changes
+        if changes is not None:  # the next gradient may be in the place of one
+            self.current.changes = replace(changes, left=dict.fromkeys(changes.left))
         self._passes.end()
         self.send()
         self.current.wait()
+        for index, parameter in enumerate(self.settings.parameters):
+            if self.current.holds(index):  # other ranks' gradients, where this one had none
+                parameter.grad = None
         self.current.end_round()
         self.abandon()
 
     def _note_changes(self, current: BucketSet) -> None:
         complete = set(current.completed)
-        current.changes = self._passes.changes(self.settings.parameters, complete)
-        current.is_early = self.was_read and len(complete) < len(self._passes)
+        if not current.is_flushed:
+            current.changes = self._passes.changes(self.settings.parameters, complete)
+            current.is_early = self.was_read and len(complete) < len(self._passes)
+
+    def _check_unchanged(self, current: BucketSet) -> None:
+        """Refuse what was done to gradients after another optimizer's ``step()`` had sent them."""
+        now = self._passes.changes(self.settings.parameters, set(current.completed))
+        before = current.changes.left if current.changes else {}
+        late = sorted(now.left.keys() - before.keys()) if now else []
+        if late:
+            self.give_up()
+            raise HvdPipeError(
+                f"the gradient of {self.settings.names[late[0]]!r} was cleared or replaced after "
+                "another optimizer's step() had sent it: do so before the first step() after "
+                "backward(), or change its values in place. No gradient of this step was applied."
+            )
 
     def _say_dropped(self) -> None:
         if not self._told_of_dropped:
@@ -402,10 +427,10 @@ class Engine(abc.ABC):
         if self.settings.owner.itself() is None:
             release(gradient)  # nobody is going to apply it
             return
-        index = self._passes.place_of(gradient)
-        if not self.syncs or (is_running() and index not in self.current.completed):
+        index, running = self._passes.place_of(gradient), self._passes.is_running
+        if not self.syncs or (running and index not in self.current.completed):
             return  # it is this rank's own
-        if is_running() and not self.current.is_whole:
+        if running:
             name = self.settings.names[index]
             raise HvdPipeError(
                 f"the gradient of {name!r} was read or changed within backward(), after it was "
@@ -472,7 +497,7 @@ class Engine(abc.ABC):
     def _watch_for_scaler(self) -> None:
         for index, parameter in enumerate(self.settings.parameters):
             if parameter.grad is not None:
-                self._passes.hold(index, parameter.grad, self._settling)
+                self._passes.hold(index, parameter.grad, self._settle)
 
     def note_gradients(self) -> None:  # noqa: B027 - most need not know
         """Take note of what is in ``p.grad``: the user's optimizer is about to apply it."""
@@ -484,14 +509,19 @@ class Engine(abc.ABC):
         timeline.active.end_backward()
         if not self.has_new_gradients:
             self._begin_step()
-        if self.current is not None:
+        if self.current is not None and self.current.is_flushed:
+            self._check_unchanged(self.current)
+        elif self.current is not None:
             self._note_changes(self.current)
         had, self.has_new_gradients = self.has_new_gradients, False
-        held = self._passes.end()
+        held = self._passes.end(stay_pending=self.may_defer)
         for other in live_engines():  # another rank may wait for one of these first
-            if other is not self and other.current is not None and other.current.is_whole:
+            if other is self or other.synchronized or other.current is None:
+                continue
+            if other.current.is_whole:
+                other._note_changes(other.current)
                 other.send()
-        self._has_update = self.prepare(held if self.was_read else {})
+        self._has_update = self.prepare(held if self.was_read or self.may_defer else {})
         self.has_new_gradients = had
         self.synchronized = True
         self.rounds += 1
@@ -537,3 +567,17 @@ def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], N
             owner.on_gradient(index)
 
     return on_gradient
+
+
+def _weakly(method: Settle) -> Settle:
+    """Return a function that calls an engine's method; it keeps no engine alive."""
+    reference = weakref.WeakMethod(method)
+
+    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        found = reference()
+        if found is None:
+            release(gradient)  # nobody is going to apply it
+        else:
+            found(gradient, func, args)
+
+    return settle

@@ -25,7 +25,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,6 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._parameters: PendingParameters | None = None
         super().__init__(settings, MergedGradient(plan=plan), plan)
         self._measured = measured
-        self._may_defer = False
         self._updater: int | None = None
         """The thread that is updating, in which nothing more is finished."""
         self._deferred = False
@@ -119,11 +119,11 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     # Architecture: F3
     def before_update(self) -> bool:
-        self._may_defer = self._can_defer()
+        self.may_defer = self._can_defer()
         try:
             return super().before_update()
         finally:
-            self._may_defer = False
+            self.may_defer = False
 
     def _can_defer(self) -> bool:
         compares = check_mode.active.on and self._uncompared_steps + 1 >= check_mode.COMPARE_STEPS
@@ -145,19 +145,26 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # Architecture: F4
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
         self.send()
-        if not self._may_defer or self.current.compares:
+        if not self.may_defer:
             return super().prepare(shown_in)
+        self._gradients = dict(shown_in)
+        if self.current.compares:
+            self._release_gradients()
+            return super().prepare({})
         assert self._parameters is not None
         self._deferred, self._pending = True, list(range(len(self.current.buckets)))
-        _unfinished[self] = self.settings.owner.itself()
+        self.is_due = True
+        _unfinished.add(self)
         self._options = self.settings.owner.options()
         # A graph that is kept must not be run again on old weights.
         torch.autograd.graph.increment_version(self.settings.parameters)
-        for index in self.current.slots:
+        for index in self.current.slots.keys() - set(self.current.completed):  # zeros, or a part
+            if index in self._gradients:
+                pending_tensors.release(self._gradients[index])
             self._gradients[index] = gradient = self.current.shown(index)
-            pending_tensors.hold(gradient, self._settle_gradient)
-        now = self._parameters.hold(watch=self.ready_times is not None)
-        self._apply({self._bucket_of[index] for index in now})
+            pending_tensors.hold(gradient, self._settle)
+        now = self._parameters.hold(self.settings.owner.itself(), self.ready_times is not None)
+        self._apply({self._bucket_of[index] for index in now | self.current.as_dense})
         return False
 
     # Architecture: F5
@@ -165,19 +172,19 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Bring these parameters up to date: they are about to be used."""
         if self.ready_times is not None:
             self.ready_times.use(indices)
-        if self._pending:
+        if self._pending and self._updater != threading.get_ident():
             self._apply({self._bucket_of[index] for index in indices})
-            if not self._pending:
-                _unfinished.pop(self, None)
 
-    def _settle_gradient(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        """Show the average that ``step()`` applies, or leave it to that where it is cleared."""
-        index = next(i for i, each in self._gradients.items() if each is gradient)
-        if func in _CLEARS:  # of all gradients: nobody should wait for that
+    def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        """After ``step()``, show what that applies, or leave it to that where it is cleared."""
+        if not self._deferred:
+            super()._settling(gradient, func, args)
+        elif func in _CLEARS:  # of all gradients: nobody should wait for that
             pending_tensors.release(gradient)
             gradient.data = torch.zeros_like(gradient)
         else:
-            self._apply({self._bucket_of[index]})
+            found = (i for i, each in self._gradients.items() if each is gradient)
+            self._apply({self._bucket_of[index] for index in found})
 
     def _before_load(self, _: torch.nn.Module) -> None:
         self.finish_before_others()
@@ -226,11 +233,20 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Take the last step's update for made, or for given up."""
         if self._parameters is not None:
             self._parameters.show_all()
+        self._release_gradients()
+        self._deferred, self._pending, self._options = False, [], None
+        self._end_due()
+
+    def _release_gradients(self) -> None:
         for gradient in self._gradients.values():
             pending_tensors.release(gradient)
         self._gradients.clear()
-        self._deferred, self._pending, self._options = False, [], None
-        _unfinished.pop(self, None)
+
+    def _end_due(self) -> None:
+        self.is_due = False
+        _unfinished.discard(self)
+        if self._parameters is not None:
+            self._parameters.owner = None
 
     @property
     def is_equal_everywhere(self) -> bool:
@@ -253,6 +269,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 raise
             finally:
                 self._updater = None
+            if not self._pending:
+                self._end_due()
 
     def _update(self, waited: Sequence[int]) -> None:
         assert self._options is not None
@@ -273,38 +291,47 @@ class ForwardOverlapEngine(MergedGradientEngine):
         indices = [index for number in due for index in self.current.groups[number]]
         parameters = [self.settings.parameters[index] for index in indices]
         self._parameters.show(indices)
-        for index in indices:
-            pending_tensors.release(self._gradients.pop(index))  # bind_some shows it, or another
-        kept = [parameter.grad for parameter in parameters]
-        self.current.bind_some(indices)
+        gradients = {index: self._gradients.pop(index) for index in indices}
+        for gradient in gradients.values():
+            pending_tensors.release(gradient)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # other threads wait for the update
+            with self._bound(indices):
+                self.current.bind_some(gradients)
                 self.settings.owner.update_some(parameters, self._options)
         finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
-            self._parameters.release(indices)
             self._pending = [number for number in self._pending if number not in due]
 
     def _update_all(self, options: Options) -> None:
         """Wait for all messages: ranks have to compare something before any weight moves."""
         assert self._parameters is not None
-        parameters = self.settings.parameters
+        every = range(len(self.settings.parameters))
         self._receive()
-        for shown in self._gradients.values():
-            pending_tensors.release(shown)
-        kept = [parameter.grad for parameter in parameters]
-        self.current.bind_gradients()
-        self._parameters.show(range(len(parameters)))
+        self._release_gradients()
+        self._parameters.show(every)
         try:
-            due = [parameter for parameter in parameters if parameter.grad is not None]
-            if due:
-                with torch._C.DisableTorchFunctionSubclass():
+            with self._bound(every):
+                self.current.bind_gradients()
+                due = [p for p in self.settings.parameters if p.grad is not None]
+                if due:
                     self.settings.owner.update_some(due, options)
         finally:
-            for parameter, gradient in zip(parameters, kept, strict=True):
-                parameter.grad = gradient
             self._forget()
+
+    @contextlib.contextmanager
+    def _bound(self, indices: Collection[int]) -> Iterator[None]:
+        """Let ``p.grad`` be what is applied, and then what the script has made it since."""
+        assert self._parameters is not None
+        parameters = {index: self.settings.parameters[index] for index in indices}
+        averages = set(self.current.as_dense)  # nobody holds what these are put into
+        with torch._C.DisableTorchFunctionSubclass():  # other threads wait for the update
+            kept = {index: parameter.grad for index, parameter in parameters.items()}
+            try:
+                yield
+            finally:
+                for index, parameter in parameters.items():
+                    if parameter.grad is not None and index not in averages:
+                        parameter.grad = kept[index]
+                self._parameters.release(indices)
 
     def _wait_for(self, bucket: Bucket) -> None:
         trace, begun, arrived = timeline.active, timeline.active.now(), bucket.message.arrived
@@ -315,8 +342,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
 _CLEARS = (torch.Tensor.zero_, torch._foreach_zero_)
 
-_unfinished: dict[ForwardOverlapEngine, object] = {}
-"""Engines with updates to come, and their optimizers: a script may have let them go by then."""
+_unfinished: weakref.WeakSet[ForwardOverlapEngine] = weakref.WeakSet()
+"""Engines with updates to come."""
 
 
 def _finish_all() -> None:

@@ -15,7 +15,6 @@ called on it.
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -53,7 +52,13 @@ class PendingParameters:
         self._use, self._replace = weakref.WeakMethod(use), weakref.WeakMethod(replace)
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._absent = [_absent(parameter) for parameter in parameters]
-        self._torchs = {i for i, parameter in enumerate(parameters) if _is_torchs(parameter)}
+        self._storages = {
+            index: (storage._cdata, storage.resizable())
+            for index, storage in enumerate(each.untyped_storage() for each in parameters)
+        }
+        """The memory of each parameter, and whether torch had allocated it when it was new."""
+        self.owner: object = None
+        """What has to live as long as a parameter is pending."""
         self._gated: set[int] = set()
         self._aside: dict[int, torch.Tensor] = {}
         self._watched: set[int] = set()
@@ -61,25 +66,33 @@ class PendingParameters:
         self._finder = ModelFinder(self._meet, FIND_STEPS, through_graph=False)
         self._finder.look_for(parameters)
 
-    def hold(self, watch: bool) -> set[int]:
-        """Make parameters pending; return the indices of those that cannot be.
-
-        Args:
-            watch: Whether each shall tell of its first use, also where another's use shows it.
-        """
+    def hold(self, owner: object, watch: bool) -> set[int]:
+        """Make parameters pending; return the indices of those that cannot be."""
         self._finder.end_step()
-        alone = _holders(torch.empty(1))
-        now = set()
-        for index, parameter in enumerate(self._parameters):
-            gated = index in self._gated and index in self._torchs
-            if not gated or _holders(parameter) > alone:
+        one, now, self.owner = torch.empty(1), set(), owner
+        storage = one.untyped_storage()
+        alone, settle, aside = _count(storage), self._settle, self._aside
+        for index, (parameter, absent) in enumerate(
+            zip(self._parameters, self._absent, strict=True)
+        ):
+            if index not in self._gated or self._is_seen(index, parameter, alone):
                 now.add(index)
                 continue
-            self._aside[index] = parameter.data
-            parameter.data = self._absent[index]
-            pending_tensors.hold(parameter, self._settle)
+            aside[index] = parameter.data
+            parameter.data = absent
+            pending_tensors.hold(parameter, settle)
         self._watched = set(self._aside) if watch else set()
         return now
+
+    def _is_seen(self, index: int, parameter: torch.Tensor, alone: int) -> bool:
+        """Return whether anybody may reach a parameter's memory by something else than it."""
+        storage = parameter.untyped_storage()
+        before, is_torchs = self._storages.get(index, (None, False))
+        if before != storage._cdata:  # an array whose memory this is counts as no holder
+            is_torchs = storage.resizable()
+            self._storages[index] = (storage._cdata, is_torchs)
+        is_shared = parameter.is_cpu and storage.is_shared()  # with other processes
+        return not is_torchs or is_shared or _count(storage) > alone
 
     def show(self, indices: Iterable[int]) -> None:
         """Give these parameters their memory back, to be updated; they stay pending for others."""
@@ -115,13 +128,14 @@ class PendingParameters:
         self._settle_some((self._index[id(parameter)],))
 
     def _before_module(self, own: Collection[int], module: torch.nn.Module) -> None:
-        # Attention layers look at all weights within them before they take their fast path.
-        evaluates = not (module.training or torch.is_grad_enabled())
-        self._settle_some(range(len(self._parameters)) if evaluates else own)
+        if self._aside or self._watched:
+            # Attention layers look at all weights within them before they take their fast path.
+            evaluates = not (module.training or torch.is_grad_enabled())
+            self._settle_some(range(len(self._parameters)) if evaluates else own)
 
     def _settle_some(self, indices: Collection[int]) -> None:
         use = self._use()
-        if use is None or not (self._aside or self._watched):
+        if use is None:
             return
         for index in self._watched.intersection(indices):
             self._watched.discard(index)
@@ -196,17 +210,9 @@ def _absent(parameter: torch.Tensor) -> torch.Tensor:
     return one.expand(parameter.shape)
 
 
-def _is_torchs(tensor: torch.Tensor) -> bool:
-    """Return whether torch has allocated the memory, and nobody has had an array of it."""
-    return tensor.untyped_storage().resizable()
-
-
-def _holders(tensor: torch.Tensor) -> float:
-    """Return how many hold the tensor's memory; infinitely many where other processes may."""
-    storage = tensor.untyped_storage()
-    if tensor.is_cpu and storage.is_shared():
-        return math.inf
-    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+def _count(storage: torch.UntypedStorage) -> int:
+    """Return how many hold this memory, as torch counts them."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 def _call(

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import Race
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
@@ -208,8 +208,8 @@ class PipeSGDEngine(Engine):
             self.current.bind_gradients(shown_in)
             self._shown = None
             return False
+        self.current = due  # also where what it brought is refused: the other one is on its way
         updates = self._wait(due, shown_in)
-        self.current = due
         if self._race is not None:
             self._time(self._race, self._pending)
         if self.current.stale or self.current in self._outdated:
@@ -351,7 +351,12 @@ class PipeSGDEngine(Engine):
     # Architecture: P2
     def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
         """Wait for an average and make it the gradient; return whether it is to be applied."""
-        due.wait()
+        try:
+            due.wait()
+        except RanksDisagreeError:
+            for parameter in self.settings.parameters:
+                parameter.grad = None  # it leads to what is on its way
+            raise
         updates = not due.is_dropped
         due.bind_gradients(shown_in)
         self._shown = due
