@@ -175,10 +175,6 @@ def _messages(size: int, seconds: float = 0.0) -> int:
     A network lets a burst of some 100 KB pass faster than it can go on; as that is in n messages
     and in 2n, it is not in their difference.
 
-    Args:
-        size: Bytes of each.
-        seconds: What each is expected to take, at most.
-
     >>> _messages(1024), _messages(1024, 0.02), _messages(2**20), _messages(2**22)
     (8, 3, 2, 1)
     """
@@ -193,12 +189,6 @@ def _occupied(short: float, long: float, n: int, delay: float | None) -> float:
     one hiccup in it can halve T. Where messages are much longer than the delay, the longer time
     alone says about as much, or the shorter one, if that shows a hiccup in the longer: the
     difference must not be far from it.
-
-    Args:
-        short: Seconds of n messages.
-        long: Seconds of 2n.
-        n: How many.
-        delay: What passes beside messages; None where that is not known yet.
 
     >>> [_occupied(short, 2.0, 1, 0.0) for short in (1.0, 1.5)], _occupied(1.5, 2.0, 1, None)
     ([1.0, 0.95], 0.5)

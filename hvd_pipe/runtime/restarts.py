@@ -175,9 +175,6 @@ def prepare(horovod: Any) -> None:
     Where a script starts Horovod itself it stays as it was: a worker that comes to an elastic job
     starts before anything here can turn it off, and ranks that fuse unlike messages crash.
 
-    Args:
-        horovod: The framework's ``mpi_ops``.
-
     Raises:
         HvdPipeError: This start, or one that must be expected, would crash the process.
     """

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from horovod.torch import mpi_ops
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -117,6 +118,12 @@ def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[st
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raise unless gradients of this dtype and device can be sent."""
+    if is_traceable_wrapper_subclass(parameter):
+        raise ValueError(
+            f"{name!r} is a {type(parameter).__name__}: only plain tensors can be averaged. "
+            "FSDP and tensor parallelism average theirs; use the optimizer without "
+            "DistributedOptimizer."
+        )
     dtype, device = parameter.dtype, parameter.device.type
     there = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
     if dtype in _DTYPES and there and parameter.layout == torch.strided:

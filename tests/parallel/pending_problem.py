@@ -43,7 +43,12 @@ def leave(model: nn.Module, step: int) -> None:
     """Change nothing."""
 
 
-def trained_alone(change: Change, late: bool = False, steps: int = STEPS) -> torch.Tensor:
+def trained_alone(
+    change: Change,
+    late: bool = False,
+    steps: int = STEPS,
+    loss: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
+) -> torch.Tensor:
     """Train one process on the mean of all ranks' gradients; or, ``late``, of the step before."""
     model = make_model()
     optimizer, pending = sgd(model), None
@@ -53,8 +58,10 @@ def trained_alone(change: Change, late: bool = False, steps: int = STEPS) -> tor
             ranks = []
             for rank in range(RANKS):
                 model.zero_grad()
-                loss_of(model, step, rank).backward()
-                ranks.append([p.grad for p in model.parameters()])
+                loss(model, step, rank).backward()
+                ranks.append(
+                    [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+                )
             mean = [sum(each) / RANKS for each in zip(*ranks, strict=True)]
         if late:
             mean, pending = pending, mean

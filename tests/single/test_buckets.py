@@ -11,7 +11,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.messages.allreduce import AllReduce, CheckedMessage, Reduction
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
-from hvd_pipe.torch.messages.control_flags import COUNT, ControlFlags
+from hvd_pipe.torch.messages.control_flags import ControlFlags
 from hvd_pipe.torch.strategies.settings import Settings
 
 
@@ -80,7 +80,8 @@ def test_gradients_move_into_the_buckets_whatever_they_were() -> None:
     assert some[3].grad is not None
     assert some[3].grad.is_sparse
     assert buckets.buckets[0].flat.tolist() == [4, 4, 4, 3]
-    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + [1, 1] + [0] * (COUNT - 2)
+    flags = ControlFlags(reordered=1.0, whole=1.0).to_list()
+    assert buckets.buckets[1].flat.tolist() == [1] * 6 + [0] * 4 + flags
 
 
 def test_a_round_that_is_given_up_leaves_no_gradient_behind() -> None:
@@ -129,7 +130,7 @@ def test_buckets_are_ready_again_after_a_wait() -> None:
         assert [bucket.launched for bucket in buckets.buckets] == [True, False]
         buckets.flush()
         buckets.wait()
-        flags = [0, 1] + [0] * (COUNT - 2)
+        flags = ControlFlags(whole=1.0).to_list()
         assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + flags
 
 

@@ -263,12 +263,6 @@ def open_recorder(
 ) -> tuple[Recorder, Description]:
     """Open this rank's file, if that is asked for, and return what all ranks must have alike.
 
-    Args:
-        active: The recorder so far.
-        make: Takes the file's path, its limit in bytes, and the rank.
-        rank: This one's.
-        size: How many ranks there are.
-
     Returns:
         The recorder from now on, and whether there is one.
 

@@ -123,10 +123,6 @@ def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Ten
     TensorFlow gives what has effects an order of its own, that of the program, in which a gradient
     would wait for all that were traced before. So the note claims to have none, and a zero that it
     returns is added: what no value depends on is not computed.
-
-    Args:
-        tensors: Of a graph, or eager ones.
-        note: Called at that moment.
     """
 
     def call(*some: Any) -> Any:

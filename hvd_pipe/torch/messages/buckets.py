@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from horovod.torch.mpi_ops import Average
 
-from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import refuse_changed, spoil
@@ -190,7 +190,7 @@ class BucketSet:
         self.changes: Changes | None = None
         """What became of this round's gradients before `flush`, if anything did."""
         self.is_early = False
-        """Whether some were read before their last backward pass."""
+        """Whether none has had its last backward pass."""
         self.is_dropped = False
         """Whether the gradients of the last round are not to be applied, on any rank."""
         self.is_flushed = False
@@ -284,6 +284,16 @@ class BucketSet:
             shown = self._shown[index] = self.slots[index][1].detach()
         return shown
 
+    def show_missing(self) -> dict[int, torch.Tensor]:
+        """Put zeros, as `flush` sends them, where there is no gradient; return them by index."""
+        shown = {}
+        for index, (_, view) in self.slots.items():
+            parameter = self.parameters[index]
+            if parameter.grad is None and parameter.requires_grad:
+                view.zero_()
+                shown[index] = parameter.grad = self.shown(index)
+        return shown
+
     def _spoil_free(self) -> None:
         """Spoil what gradients of this round, which are elsewhere or still to come, overwrite."""
         if not check_mode.active.on:
@@ -295,11 +305,7 @@ class BucketSet:
 
     # Architecture: G7
     def flush(self, flags: ControlFlags | None = None) -> None:
-        """Send what has not left; a gradient that was not computed counts as zero, as in Horovod.
-
-        Args:
-            flags: What this rank tells; ``sparse`` and ``frozen`` are filled in here.
-        """
+        """Send what has not left, and flags; a missing gradient counts as zero, as in Horovod."""
         if self.is_flushed:
             return
         complete = set(self.completed)
@@ -325,6 +331,7 @@ class BucketSet:
             frozen=float(froze),
             changed=float(changes is not None),
             early=float(self.is_early),
+            whole=float(bool(complete)),
         )
         control = self.buckets[-1].control
         told = torch.tensor(self._own.to_list(), dtype=control.dtype, pin_memory=control.is_cuda)
@@ -373,6 +380,12 @@ class BucketSet:
         if self.flags.changed != 0.0:
             process_set = self._reduction.process_set if self.all_present else None
             self.is_dropped = changes.compare(self._names, sent, self._tag, process_set)
+        if self.flags.early != 0.0 and self.flags.whole != 0.0:
+            raise RanksDisagreeError(
+                "gradients were read, or step() was called, after fewer backward passes on some "
+                "ranks than on others: no rank has applied them. Read gradients after the last "
+                "pass or on every rank, and let all ranks compute as many passes a step."
+            )
         if check_mode.active.on and self.all_present:
             changed = [bucket.take_changed() for bucket in self.buckets]
             pairs = zip(self.groups, changed, strict=True)
@@ -461,6 +474,8 @@ class BucketSet:
             gradient = self.shown(index)
             if shown_in is not None:
                 gradient = _in_place_of(shown_in, gradient)
+        if gradient is None and shown_in is not None:  # whoever has it meets what is applied
+            shown_in.data = torch.zeros_like(shown_in.data)
         self.parameters[index].grad = gradient
 
     def end_round(self) -> None:

@@ -53,7 +53,9 @@ class ControlFlags:
     changed: float = 0.0
     """Gradients were cleared or replaced on it after they were complete, or are not whole."""
     early: float = 0.0
-    """Gradients were read on it before their last backward pass."""
+    """It has sent gradients before their last backward pass: they were read, or step() called."""
+    whole: float = 0.0
+    """It has sent gradients after their last backward pass."""
     stepped: float = 0.0
     """It has made a step since the round before."""
 
@@ -76,10 +78,6 @@ class ControlFlags:
     def some_stepped(self, workers: int) -> bool:
         """Whether some ranks, and not all, had made a step between the last two rounds."""
         return self._divided(self.stepped, workers)
-
-    def some_early(self, workers: int) -> bool:
-        """Whether some ranks, and not all, have read gradients before their last pass."""
-        return self._divided(self.early, workers)
 
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers

@@ -161,10 +161,6 @@ class Joined:
     One directed graph has an edge from what is used to what uses it, and edges both ways between
     calls that stay together. Its strongly connected components are the groups, with all that lies
     on a path within one of them.
-
-    Args:
-        made: The graph and what it calls.
-        chain: Its calls are stages that the user gave: they may change their input in place.
     """
 
     def __init__(self, made: fx.GraphModule, chain: bool) -> None:

@@ -6,7 +6,7 @@ that has begun, has not called back, and is over all the same, has raised.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -35,15 +35,20 @@ class BackwardPasses:
         """Whether this is asked within a backward pass of this thread that is not yet complete."""
         return torch._C._current_graph_task_id() in self._running
 
-    def begins(self) -> bool:
+    def begins(self, at_end: Callable[[], object]) -> bool:
         """Return whether the gradient that was just computed is the first one of its pass."""
         task = torch._C._current_graph_task_id()
         if task in self._running or task == -1:
             return False
         self._running.add(task)
-        end = partial(self._running.discard, task)
+        end = partial(self._end_pass, task, at_end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         return True
+
+    def _end_pass(self, task: int, at_end: Callable[[], object]) -> None:
+        self._running.discard(task)
+        if not self._running:
+            at_end()
 
     def count(self, index: int, counts: bool) -> int:
         """Count a gradient, if its pass counts; return how often it was computed in this round."""

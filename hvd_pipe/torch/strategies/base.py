@@ -311,7 +311,7 @@ class Engine(abc.ABC):
         """Take a gradient that backward has just completed."""
         check_mode.active.delay()
         timeline.active.gradient()
-        if self._passes.begins():
+        if self._passes.begins(self._end_pass):
             self._begin_pass(index)
         if not self.has_new_gradients:
             self._begin_step()
@@ -344,12 +344,6 @@ class Engine(abc.ABC):
         elif self._is_dropped:
             self._say_dropped()
             self.give_up()
-        elif self.synchronized and self.current.flags.some_early(self.reduction.workers):
-            raise HvdPipeError(
-                f"the gradient of {self.settings.names[index]!r} was read before the last "
-                "backward pass, on some ranks and not on all: no other pass can be added. Read "
-                "gradients after the last pass, or on every rank."
-            )
         elif self.synchronized and not self.accumulates and self.current.holds(index):
             raise HvdPipeError(
                 f"backward() once more before step(), after the gradient of "
@@ -359,6 +353,15 @@ class Engine(abc.ABC):
                 "`with optimizer.no_sync():` around the others; to drop them, call "
                 "optimizer.zero_grad() (model.zero_grad(set_to_none=False) is not seen)."
             )
+
+    def _end_pass(self) -> None:
+        """Show the zeros that ``step()`` sends: ranks that clip list the same gradients then."""
+        current = self.current
+        if current is None or current.is_flushed or not self.syncs:
+            return
+        if len(current.completed) < len(current.slots):
+            for index, gradient in current.show_missing().items():
+                self._passes.hold(index, gradient, self._settle)
 
     @property
     def _is_dropped(self) -> bool:
@@ -396,7 +399,7 @@ class Engine(abc.ABC):
         complete = set(current.completed)
         if not current.is_flushed:
             current.changes = self._passes.changes(self.settings.parameters, complete)
-            current.is_early = self.was_read and len(complete) < len(self._passes)
+            current.is_early = bool(len(self._passes) and not complete)
 
     def _check_unchanged(self, current: BucketSet) -> None:
         """Refuse what was done to gradients after another optimizer's ``step()`` had sent them."""
