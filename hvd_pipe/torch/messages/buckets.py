@@ -273,9 +273,7 @@ class BucketSet:
             return
         else:
             view.copy_(gradient.detach() if gradient.requires_grad else gradient)
-        shown = self._shown[index]
-        leads_there = shown.data_ptr() == self._places[index]
-        self.parameters[index].grad = shown if leads_there else self.shown(index)
+        self.parameters[index].grad = self.shown(index)
 
     def shown(self, index: int) -> torch.Tensor:
         """Return what shows a dense gradient to users: a tensor over the memory of its view."""

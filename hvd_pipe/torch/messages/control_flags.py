@@ -12,6 +12,7 @@ replicas differ where one rank alone does it. All ranks compare their `Changes` 
 before any weight moves::
 
     the backward pass raised               its gradients are not whole
+    code that Python does not see wrote    so are these
     a gradient was cleared                 zero_grad(), p.grad = None: it is not to be applied
     another tensor was put in its place    p.grad = g, without reading what was there
 """

@@ -172,7 +172,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Bring these parameters up to date: they are about to be used."""
         if self.ready_times is not None:
             self.ready_times.use(indices)
-        if self._pending and self._updater != threading.get_ident():
+        if self._pending:
             self._apply({self._bucket_of[index] for index in indices})
 
     def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
@@ -195,7 +195,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             self.finish()
 
     def finish(self) -> None:
-        if self._pending and self._updater != threading.get_ident():
+        if self._pending:
             self._apply(self._pending)
 
     # Architecture: F10
@@ -255,6 +255,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # Architecture: F6
     def _apply(self, wanted: Collection[int]) -> None:
         """Wait for these buckets, and update with all that has arrived."""
+        if self._updater == threading.get_ident():
+            return  # the optimizer, or what it calls, is in the middle of an update
         with self._applying:  # a thread that writes a checkpoint may come here, too
             waited = [number for number in self._pending if number in wanted]
             if not waited:
