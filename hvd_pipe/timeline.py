@@ -360,11 +360,7 @@ def _event(record: Mapping[str, Any], lane: str) -> Event:
 
 
 def _lane(thread: str) -> str:
-    """Return the lane of a thread.
-
-    >>> _lane("network 2"), _lane("compute")
-    ('network', 'compute')
-    """
+    """Return the lane of a thread."""
     return re.sub(r" \d+$", "", thread)
 
 

@@ -172,9 +172,6 @@ def _spread(sizes: list[int], count: int) -> list[int]:
 def _messages(size: int, seconds: float = 0.0) -> int:
     """Return how many messages of a size tell its time from the noise, and from what buffers hide.
 
-    A network lets a burst of some 100 KB pass faster than it can go on; as that is in n messages
-    and in 2n, it is not in their difference.
-
     >>> _messages(1024), _messages(1024, 0.02), _messages(2**20), _messages(2**22)
     (8, 3, 2, 1)
     """
@@ -185,10 +182,7 @@ def _messages(size: int, seconds: float = 0.0) -> int:
 def _occupied(short: float, long: float, n: int, delay: float | None) -> float:
     """Return T from the times of n messages and of 2n.
 
-    Their difference knows nothing of the delay, nor of what buffers hide, but with few repetitions
-    one hiccup in it can halve T. Where messages are much longer than the delay, the longer time
-    alone says about as much, or the shorter one, if that shows a hiccup in the longer: the
-    difference must not be far from it.
+    One hiccup can halve their difference: it must not be far from what one time alone says.
 
     >>> [_occupied(short, 2.0, 1, 0.0) for short in (1.0, 1.5)], _occupied(1.5, 2.0, 1, None)
     ([1.0, 0.95], 0.5)

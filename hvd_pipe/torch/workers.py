@@ -13,22 +13,24 @@ from here. What our functions do around these three, Horovod's own do as well fr
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
@@ -64,7 +66,8 @@ class Distributed(Protocol):
 
 _running: weakref.WeakSet[Distributed] = weakref.WeakSet()
 
-# Numbers the optimizers of each process set, whose members all count the same ones.
+# Numbers the optimizers, and the unnamed collectives of each kind, of each process set: its
+# members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 _begun = _watching = _leaving = False
 
@@ -81,7 +84,38 @@ def begin() -> None:
         # shutdown() calls this first, and handles mean nothing after it.
         restarts.surround(mpi_ops.mpi_lib, "horovod_torch_reset", _resetting, runs)
         restarts.surround(mpi_ops.mpi_lib, "horovod_torch_join", _joining, runs)
+        for name in _COLLECTIVES:
+            setattr(mpi_ops, name, _numbered(getattr(mpi_ops, name)))
     _settle_at_exit()
+
+
+_COLLECTIVES = (
+    "_allgather_async",
+    "_allreduce_async",
+    "_alltoall_async",
+    "_broadcast_async",
+    "_grouped_allgather_async",
+    "_grouped_allreduce_async",
+    "_grouped_reducescatter_async",
+    "_reducescatter_async",
+)
+"""Horovod's functions that all of its collectives of tensors call, with positional arguments."""
+
+
+def _numbered(collective: Callable[..., int]) -> Callable[..., int]:
+    """Return a collective that numbers unnamed calls, where Horovod takes the handle."""
+    # Messages of ours take handles, too, at other moments on each rank.
+    where = list(inspect.signature(collective).parameters).index("name")
+
+    @functools.wraps(collective)
+    def call(*args: Any) -> int:
+        if args[where] is not None:
+            return collective(*args)
+        process_set = next(arg for arg in args if isinstance(arg, ProcessSet))
+        number = count((collective.__name__, process_set.process_set_id))
+        return collective(*args[:where], f"unnamed.{number}", *args[where + 1 :])
+
+    return call
 
 
 def note(optimizer: Distributed) -> None:
@@ -97,9 +131,9 @@ def watch() -> None:
         watchdog.start(_JOB)
 
 
-def count(process_set_id: object) -> int:
-    """Number what starts on these workers, for each process set apart."""
-    return next(_counts[process_set_id])
+def count(kind: object) -> int:
+    """Number what starts on these workers, each kind and process set apart."""
+    return next(_counts[kind])
 
 
 def finish_all() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import horovod.torch
 import numpy as np
 import pytest
+import torch
 import workers_class_alone as job
 from cases import of_case
+from on_ranks import on_ranks
 from ranks import once, run_ranks
 from workers_resume import Case
+
+import hvd_pipe.torch
 
 results = once(lambda: run_ranks(2, job.run, timeout=150))
 restarts = once(lambda: run_ranks(2, job.run_restarts, timeout=120))
@@ -100,3 +109,54 @@ def test_horovod_may_end_and_start_again(case: Case) -> None:
 
 def test_ranks_watch_each_other_again() -> None:
     assert all(result["watched"] for result in restarts())
+
+
+def gradient_of_the_mean(hvd: Any, x: torch.Tensor) -> Any:
+    x = x.requires_grad_()
+    (hvd.allreduce(x, name="forward") * torch.ones(2)).sum().backward()
+    return x.grad
+
+
+COLLECTIVES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "allgather": lambda hvd, x: hvd.allgather(x),
+    "allreduce": lambda hvd, x: hvd.allreduce(x),
+    "allreduce, in place": lambda hvd, x: hvd.allreduce_(x),
+    "allreduce, its gradient": gradient_of_the_mean,
+    "alltoall": lambda hvd, x: hvd.alltoall(x),
+    "broadcast": lambda hvd, x: hvd.broadcast(x, 1),
+    "grouped allgather": lambda hvd, x: hvd.grouped_allgather([x, x])[1],
+    "grouped allreduce": lambda hvd, x: hvd.grouped_allreduce([x, x])[1],
+    "grouped reducescatter": lambda hvd, x: hvd.grouped_reducescatter([x, x])[1],
+    "reducescatter": lambda hvd, x: hvd.reducescatter(x),
+}
+RESULTS = {
+    "allgather": ([1, 1, 3, 3], [1, 1, 3, 3]),
+    "allreduce, its gradient": ([1, 1], [1, 1]),
+    "alltoall": ([1, 3], [1, 3]),
+    "broadcast": ([3, 3], [3, 3]),
+    "grouped allgather": ([1, 1, 3, 3], [1, 1, 3, 3]),
+    "grouped reducescatter": ([2], [2]),
+    "reducescatter": ([2], [2]),
+}
+
+
+@on_ranks(2, init=horovod.torch.init, timeout=60)
+@pytest.mark.parametrize("library", [horovod.torch, hvd_pipe.torch], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_unnamed_collectives_after_unlike_numbers_of_messages(
+    name: str, library: ModuleType
+) -> None:
+    """Horovod named them by a number that counts all messages, ours too: the ranks waited."""
+    hvd: Any = library
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    hvd_pipe.torch.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+
+    def send() -> int:
+        return int(horovod.torch.allreduce_async(torch.ones(1), name="a message of ours"))
+
+    handle = send() if hvd.rank() == 0 else None
+    result = COLLECTIVES[name](hvd, torch.full((2,), 1.0 + 2 * hvd.rank()))
+    handle = send() if handle is None else handle
+    assert horovod.torch.synchronize(handle) == 1
+    values = result[0] if isinstance(result, tuple) else result
+    assert values.tolist() == RESULTS.get(name, ([2, 2], [2, 2]))[hvd.rank()]

@@ -260,11 +260,7 @@ def _is_library(file: str) -> bool:
 
 
 def _line(frame: FrameType | None) -> str:
-    """Return the line of the user's own code that a thread is at, or the innermost one.
-
-    >>> _line(None)
-    ''
-    """
+    """Return the line of the user's own code that a thread is at, or the innermost one."""
     innermost = frame
     while frame is not None:
         if not is_library(frame):

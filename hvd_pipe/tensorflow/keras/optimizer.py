@@ -161,11 +161,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
 
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Apply what does not travel, alone, and leave alone what belongs to all variables.
-
-        Counters and moving averages stay, as others have no such gradients. So the first two
-        updates of such a variable have one number.
-        """
+        """Apply what does not travel, alone; counters and moving averages stay."""
         slots = {id(each) for each in slots_of(self, self._trainable_variables)}
         every = [raw(each) for each in self.variables if id(each) not in slots]
         counters = [each for each in every if each.shape.rank == 0]

@@ -144,11 +144,7 @@ _APART = (
 
 
 def _sleep_until_arrived(handle: int) -> None:
-    """Leave the processor to others: Horovod's own wait asks without a pause, and takes a core.
-
-    Not beside a GPU, where the host has cores to spare and messages are short. A pause is a tenth
-    of the wait so far, so that none is longer by much more than that.
-    """
+    """Sleep a tenth of the wait so far, again and again: Horovod's own wait takes a core."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     begun = time.monotonic()

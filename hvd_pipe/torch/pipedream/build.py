@@ -357,11 +357,7 @@ def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tup
 
 
 def _bucket_bytes(module: nn.Module) -> int:
-    """Return how large a replicated stage's messages are.
-
-    They leave while backward goes on, but for the last one, and compete with activations for the
-    links, which a plan made on an idle network does not know: a few messages, none of them large.
-    """
+    """Return how large a replicated stage's messages are: a few, as activations need the links."""
     nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return max(LEAST_BUCKET_BYTES, nbytes // BUCKETS)
 

@@ -191,11 +191,7 @@ def _names(forward: Callable[..., Any], inputs: int | None, model: str) -> list[
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back what forward sets on modules (a proxy would stay there), and what tracing does.
-
-    Tensors that only the tracer knows stay: the graph reads them from the model, and the caller
-    takes them off.
-    """
+    """Put back what forward sets on modules (a proxy would stay there), and what tracing does."""
     modules = list(model.modules())
     before = [dict(vars(module)) for module in modules]
     try:

@@ -256,11 +256,7 @@ class Engine(abc.ABC):
         self.add_parameters()
 
     def _agree_on_load(self) -> None:
-        """Tell all ranks where one alone has loaded a state: they would wait for ever.
-
-        Ranks that have loaded meet under the name of a message that the others are about to send.
-        A rank that has left by ``hvd.join()`` takes part in all-reduces only.
-        """
+        """Tell all ranks where one alone has loaded a state: they would wait for ever."""
         message, self._meeting = self._meeting, None
         if message is None or self.reduction.alone:
             return
