@@ -88,20 +88,7 @@ _LABELS = 600  # a picture with more bars has them too narrow for words, anyway
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, whole: bool = False) -> None:
-    """Draw what each worker does and when: a row a lane, a colour a category.
-
-    Of more than 8 workers the first 8 are drawn, and of many steps some from the middle; the
-    picture says so. What overlaps within a lane is drawn in rows beneath each other.
-
-    Args:
-        timeline: With at least one event.
-        path: The picture's; see the module's docstring.
-        whole: Draw all steps, however many.
-
-    Raises:
-        ValueError: No events, or a suffix that matplotlib does not know.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw what each worker does and when: a row a lane, a colour a category."""
     if not timeline.events:
         raise ValueError("a timeline without events cannot be drawn: trace at least one step")
     workers = timeline.workers[:_WORKERS]

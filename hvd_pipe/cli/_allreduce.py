@@ -33,15 +33,7 @@ _FLOOR_S = 1e-6  # what measure_allreduce returns for a difference that the nois
 
 @dataclass(frozen=True)
 class Measurement:
-    """What rank 0 reports.
-
-    Args:
-        sizes: Of the messages, in bytes.
-        seconds: That one more message of each size occupies the link.
-        cluster: With the model that fits.
-        device: Where the messages lay: ``"cpu"`` or ``"cuda"``.
-        controller: ``"MPI"`` or ``"Gloo"``.
-    """
+    """What rank 0 reports."""
 
     sizes: list[int]
     seconds: list[float]
@@ -55,10 +47,7 @@ class Measurement:
         return self.cluster.network.measured
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row a size; busbw is nccl-tests' figure, which the links bound.
-
-        A ring sends ``2 (n-1)/n`` of a message over each link.
-        """
+        """Return one row a size; busbw is nccl-tests' figure, which the links bound."""
         share = 2 * (self.cluster.workers - 1) / self.cluster.workers
         return [
             {
@@ -88,18 +77,7 @@ def sizes(max_bytes: int) -> list[int]:
 def measure(
     max_bytes: int, budget_s: float, device: str | None, progress: Progress
 ) -> Measurement | None:
-    """Measure on all ranks; return what rank 0 reports, None on the others.
-
-    Args:
-        max_bytes: The largest message.
-        budget_s: How long to measure, about.
-        device: ``"cpu"`` or ``"cuda"``; None for GPUs if there are.
-        progress: Called on rank 0 after each size of the first round, with its place among the
-            sizes, the size and its seconds.
-
-    Raises:
-        HvdPipeError: The ranks cannot measure, or disagree on what; on all ranks.
-    """
+    """Measure on all ranks; return what rank 0 reports, None on the others."""
     hvd.init()
     if hvd.size() == 1:
         raise HvdPipeError(

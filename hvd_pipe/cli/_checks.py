@@ -59,16 +59,7 @@ _SSH = (
 
 @dataclass(frozen=True)
 class Row:
-    """One thing looked at.
-
-    Args:
-        section: The heading that it stands under.
-        name: What it is.
-        good: Whether it is there and works; None for a fact that is neither.
-        found: What was found.
-        todo: The line that mends it, where there is something to mend.
-        required: Training cannot run without it: the exit code tells.
-    """
+    """One thing looked at."""
 
     section: str
     name: str
@@ -129,13 +120,7 @@ def version_rows(answer: Answer) -> list[Row]:
 
 
 def built_rows(torch: Answer, tensorflow: Answer, installed: Mapping[str, Any]) -> list[Row]:
-    """Rows for Horovod's frameworks, controllers and operations, as ``--check-build`` has them.
-
-    Args:
-        torch: What importing our package for PyTorch told.
-        tensorflow: What importing our package for TensorFlow told.
-        installed: Versions by name; a framework that is not installed needs no mending.
-    """
+    """Rows for Horovod's frameworks, controllers and operations, as ``--check-build`` has them."""
     alone = installed.get("tensorflow") is not None and installed.get("torch") is None
     frameworks = []
     for name, package, answer in (
@@ -191,12 +176,7 @@ def mpi_rows(answer: Answer) -> list[Row]:
 
 
 def tool_rows(found: Mapping[str, str | None], hosts: bool) -> list[Row]:
-    """Rows for the commands that start jobs.
-
-    Args:
-        found: Path by name, None for one that is missing.
-        hosts: Whether other hosts are asked for; ssh matters then.
-    """
+    """Rows for the commands that start jobs."""
     mend = {
         "horovodrun": BUILD,
         "mpirun": "apt-get install openmpi-bin (or horovodrun --gloo, where Gloo is built)",

@@ -40,14 +40,7 @@ _FAR = 4  # times as many workers as were measured: the formula may be far off
 def cluster_options(
     *, required: bool = True, sweep: bool = False, machines: bool = False
 ) -> Callable[[Function], Function]:
-    """Add the options that describe a cluster; the command gets ``cluster`` (a `Cluster`).
-
-    Args:
-        required: Whether there must be a cluster; if not and no option is given, it is None.
-        sweep: Whether the command can vary the number of workers itself; it gets ``workers`` too,
-            None where no option gives the number, and calls :func:`warn_of_measurement`.
-        machines: Whether ``--machines 4x4`` may stand for workers and workers per node.
-    """
+    """Add the options that describe a cluster; the command gets ``cluster`` (a `Cluster`)."""
 
     def decorate(command: Function) -> Function:
         @functools.wraps(command)

@@ -54,11 +54,7 @@ def measure(
 
 
 def known_shapes(model: Any) -> list[Shape]:
-    """Return the shapes of a model's inputs, as far as it knows them, for a batch of `BATCH`.
-
-    Raises:
-        InputError: It does not; says what to write.
-    """
+    """Return the shapes of a model's inputs, as far as it knows them, for a batch of `BATCH`."""
     try:
         inputs = list(model.inputs or [])
     except (AttributeError, ValueError):

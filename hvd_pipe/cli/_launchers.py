@@ -17,12 +17,7 @@ _INTERACTIVE = "4294967290"  # the step in which salloc starts a shell
 
 
 def launcher_rows(environment: Mapping[str, str], cores: int) -> list[Row]:
-    """Rows for Slurm and Kubernetes, where this process runs in one of them.
-
-    Args:
-        environment: Variables of this process.
-        cores: How many this process may use.
-    """
+    """Rows for Slurm and Kubernetes, where this process runs in one of them."""
     rows = []
     if "SLURM_JOB_ID" in environment:
         rows += slurm_rows(environment, cores)
@@ -78,14 +73,7 @@ def tasks_here(environment: Mapping[str, str], default: int) -> int:
 def kubernetes_rows(
     environment: Mapping[str, str], cores: int, shared: int, limit: float | None
 ) -> list[Row]:
-    """Rows for a pod's shared memory and processors.
-
-    Args:
-        environment: Its variables.
-        cores: How many libraries see, and start threads for.
-        shared: Bytes of /dev/shm.
-        limit: How many cores the pod may keep busy; None for no limit.
-    """
+    """Rows for a pod's shared memory and processors."""
     enough = shared > _LEAST_SHARED
     todo = "" if enough else "mount an emptyDir with medium: Memory there: data loaders use it"
     rows = [Row("Kubernetes", "/dev/shm", enough, f"{shared // _MIB} MiB", todo)]

@@ -63,11 +63,7 @@ def made(name: str) -> Any:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """Return what ``package.module:attribute`` or ``file.py:attribute`` names.
-
-    Raises:
-        InputError: There is no such module or attribute, or it cannot be called; one line.
-    """
+    """Return what ``package.module:attribute`` or ``file.py:attribute`` names."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise InputError(f"{name!r} is no module:name: write package.module:name or file.py:name")

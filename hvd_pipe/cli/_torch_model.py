@@ -70,11 +70,7 @@ def mean_of(output: Any) -> Tensor:
 def training_step(
     model: nn.Module, shapes: Sequence[Shape], loss: Callable[[Any], Tensor], device: torch.device
 ) -> Callable[[], None]:
-    """Return a forward and a backward pass as a function; tried once here, so errors are told.
-
-    Raises:
-        InputError: The model does not take the inputs, or its output gives no loss.
-    """
+    """Return a forward and a backward pass as a function; tried once here, so errors are told."""
     inputs = [make(shape, device) for shape in shapes]
 
     def step() -> None:

@@ -98,12 +98,7 @@ class Row:
 
 
 def stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
-    """Whether a method is known to diverge, and what to say about it.
-
-    Args:
-        limit_at: the largest ``learning rate * curvature`` that it bears, by momentum.
-        training: of the model.
-    """
+    """Whether a method is known to diverge, and what to say about it."""
     momentum = training.momentum or 0.0
     limit, usual = limit_at(momentum), 2.0 * (1.0 + momentum)
     rate, curvature = training.learning_rate, training.curvature

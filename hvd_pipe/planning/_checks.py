@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 def load_text(path: str | os.PathLike[str], parse: Callable[[str], T], binary: str) -> T:
-    """What ``parse`` makes of a file's text.
-
-    Raises:
-        ValueError: what ``parse`` raises, with the path, or ``binary`` of a file that is no text.
-    """
+    """What ``parse`` makes of a file's text."""
     try:
         return parse(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

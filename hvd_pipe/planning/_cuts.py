@@ -57,22 +57,7 @@ class _Region:
 
 
 def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
-    """All cuts of a model, or as many as ``max_states`` allows.
-
-    Layers that are comparable with every other one (it is used by them, or uses them, however
-    indirectly) split the model into regions, whose cuts add up. While there are too many, the
-    region with the most gives up some, in three steps:
-
-    1. no cut within a linear chain of one branch, only between chains;
-    2. only the cuts along one order of its layers, that of the profile: as many as layers;
-    3. none inside of the region at all.
-
-    The best partition among fewer cuts is a partition with its true time, and the best of all
-    where one of the best cuts only where cuts were kept; it is never better than the best of all.
-
-    Raises:
-        ValueError: there are more than ``max_states`` even where no region is cut inside.
-    """
+    """All cuts of a model, or as many as ``max_states`` allows."""
     size = len(profile.layers)
     place = {layer.name: at for at, layer in enumerate(profile.layers)}
     if profile.edges is None:

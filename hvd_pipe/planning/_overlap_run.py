@@ -29,14 +29,7 @@ FloatArray = npt.NDArray[np.float64]
 def run_overlapped(
     run: TrainingRun, work: Pass, sent: Sequence[TimedMessage], comm: CommModel
 ) -> None:
-    """Run steps in which every worker waits at each gate for messages of the step before.
-
-    Args:
-        run: Its clocks.
-        work: What a worker of speed 1 computes.
-        sent: The messages in the order in which the link carries them.
-        comm: What the link takes for each; its delay passes before the next one begins.
-    """
+    """Run steps in which every worker waits at each gate for messages of the step before."""
     ready = np.array([each.ready_s for each in sent])
     carried = [comm(each.bytes) for each in sent]
     names = _names(sent)

@@ -27,12 +27,7 @@ class Recorder:
     open: bool = True
 
     def begin(self, messages: int, gates: int = 0) -> None:
-        """Close where a step with so many messages does not fit any more.
-
-        Args:
-            messages: Each has a moment at which it is ready, and its time on the link.
-            gates: Each may cut a pass in two, with a wait between them.
-        """
+        """Close where a step with so many messages does not fit any more."""
         count = len(self.workers) * (4 + 2 * messages + 2 * gates)
         if self.open and len(self.events) + count > MAX_EVENTS:
             if not self.events:

@@ -81,10 +81,7 @@ class Rule:
     def replicated(
         self, level: Level, inside: int, replicas: int, time: Any, parameters: Any, whole: bool
     ) -> Any:
-        """Seconds per minibatch of a stage whose single replica takes ``time``.
-
-        ``inside``: parts of the level below; ``whole``: the stage is all of its level's layers.
-        """
+        """Seconds per minibatch of a stage whose single replica takes ``time``."""
         r = replicas
         latency = 2 * (r - 1) * level.latency * (parameters > 0)
         if self.convention == "paper":
@@ -119,17 +116,7 @@ class Leaf:
 
 
 class Search:
-    """The dynamic program over the cuts of one model and the levels of one network.
-
-    Args:
-        cuts: N of them.
-        levels: innermost first.
-        rule: the objective.
-        memory: what a worker holds.
-        limit: bytes that a worker may hold; None for no limit.
-        straight: one worker a stage.
-        least_memory: minimise the largest memory of a worker, in bytes, in place of the time.
-    """
+    """The dynamic program over the cuts of one model and the levels of one network."""
 
     def __init__(
         self,
@@ -295,14 +282,7 @@ def _lower(least: FloatArray, before: FloatArray, step: FloatArray) -> None:
 
 
 class GivenSearch(Search):
-    """The dynamic program over the cuts of one model, for stages of given replicas.
-
-    Args:
-        cuts: N of them.
-        level: the network, with as many components as there are replicas in all.
-        rule, memory, limit, least_memory: as :class:`Search`.
-        replicas: R, of each stage.
-    """
+    """The dynamic program over the cuts of one model, for stages of given replicas."""
 
     def __init__(
         self,

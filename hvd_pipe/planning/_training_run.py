@@ -64,11 +64,7 @@ class TrainingRun:
 
 
 def latest(begin: FloatArray, factors: FloatArray, offset: FloatArray) -> FloatArray:
-    """``max over workers of begin + offset * factor``, for each offset.
-
-    A worker that begins no later than another and is no slower is never the last, whatever the
-    offset: of thousands, the few that are left decide.
-    """
+    """``max over workers of begin + offset * factor``, for each offset."""
     order = np.lexsort((-begin, -factors))
     begin, factors = begin[order], factors[order]
     ahead = np.concatenate(([-np.inf], np.maximum.accumulate(begin)[:-1]))

@@ -288,10 +288,7 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
 
 
 class _Chain(NamedTuple):
-    """Messages that follow each other on a link, from each one to the last.
-
-    Unrolled, ``finish - max_i R_i = max_i (R_i - R_last + (n - i) a + b (bytes of i .. n))``.
-    """
+    """Messages that follow each other on a link, from each one to the last."""
 
     lead_s: FloatArray
     counts: FloatArray

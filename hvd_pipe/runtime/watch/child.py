@@ -133,10 +133,7 @@ class Rank:
 
 
 def _sleeps(before: Activity | None, now: Activity | None) -> bool:
-    """Whether a thread has done nothing between two beats.
-
-    One that waits for Python's lock, which another thread keeps, asks for it 200 times a second.
-    """
+    """Whether a thread has done nothing between two beats."""
     if before is None or now is None or now.state != _ASLEEP:
         return False
     return now.ticks - before.ticks <= _ASKING

@@ -333,10 +333,7 @@ class Replan:
         number: int,
         recorded: tuple[list[float], Trial] | None,
     ) -> bool:
-        """Take the plan on trial if its steps were faster than all with the barrier.
-
-        And if updates may still be deferred: callbacks may be others than at its begin.
-        """
+        """Take the plan on trial if its steps were faster than all with the barrier."""
         assert isinstance(engine, ForwardOverlapEngine)
         assert self._deferral is not None
         assert engine.plan is not None

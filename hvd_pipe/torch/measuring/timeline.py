@@ -148,10 +148,7 @@ class TorchRecorder(TraceRecorder):
 
 
 class _Forwards:
-    """Times the forward passes of the models of the optimizers' parameters.
-
-    Only these have hooks, which leave ``torch.compile`` of what is inside as it is.
-    """
+    """Times the forward passes of the models of the optimizers' parameters."""
 
     def __init__(self, recorder: TorchRecorder) -> None:
         self._recorder = recorder

@@ -161,10 +161,7 @@ def _add_aliases(made: nn.Module, model: nn.Module) -> None:
 
 
 def _plain(model: fx.GraphModule, inputs: int | None) -> fx.Graph:
-    """Copy a graph: only calls that compute, inputs by place, results in their own structure.
-
-    ``torch.export`` flattens inputs and results outside of the graph, and checks sizes in it.
-    """
+    """Copy a graph: only calls that compute, inputs by place, results in their own structure."""
     graph, env = fx.Graph(), {}
     info = getattr(model.graph._codegen, "pytree_info", None)
     count = 0
