@@ -20,14 +20,19 @@ due: dict[int, Callable[[], None]] = {}
 """By the id of an optimizer's sessions, what makes the updates that its last step has left."""
 
 _lock = threading.RLock()
-_MARK = "_hvd_pipe_is_watched"
+_OWNERS = "_hvd_pipe_owners"
 
 
-def settle() -> None:
-    """Make all updates that are due. Other ranks send their part now, or in their next step."""
+def settle(owners: Iterable[int] | None = None) -> None:
+    """Make the updates that are due. Other ranks send their part now, or in their next step.
+
+    Args:
+        owners: Whose, by the ids of optimizers' sessions; None for all.
+    """
     with _lock:
-        for finish in list(due.values()):
-            finish()
+        for owner in list(due if owners is None else owners):
+            if owner in due:
+                due[owner]()
 
 
 @contextmanager
@@ -51,7 +56,7 @@ class _Watched:
     @property
     def _handle(self) -> Any:
         if due and tf.executing_eagerly():
-            settle()
+            settle(getattr(self.__dict__["_handle"], _OWNERS, ()))
         return self.__dict__["_handle"]
 
 
@@ -60,12 +65,13 @@ def _watched(cls: Any) -> Any:
     return type(cls.__name__, (_Watched, cls), {"__module__": cls.__module__})
 
 
-def watch(variables: Iterable[Any]) -> None:
-    """Have updates made before one of these variables is used outside of a graph."""
+def watch(variables: Iterable[Any], owner: object) -> None:
+    """Have an owner's updates made before one of these variables is used outside of a graph."""
     for each in variables:
         cls: Any = type(each)
+        handle = each.__dict__["_handle"]
+        setattr(handle, _OWNERS, {*getattr(handle, _OWNERS, ()), id(owner)})
         if not issubclass(cls, _Watched):
-            setattr(each.handle, _MARK, True)
             each.__class__ = _watched(cls)
 
 
@@ -74,9 +80,9 @@ def looked_at(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_outside = due and tf.executing_eagerly()
-        if is_outside and any(hasattr(each, _MARK) for each in self.captured_inputs):
-            settle()
+        if due and tf.executing_eagerly():
+            for each in self.captured_inputs:
+                settle(getattr(each, _OWNERS, ()))
         return call(self, *args, **kwargs)
 
     return called

@@ -46,6 +46,7 @@ from hvd_pipe.torch.overlap_start import OverlapStart, refusal
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import switch
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.strategies.pending_parameters import memory_of
 
 __all__ = ["AutoChoice", "say_left_out"]
 
@@ -74,6 +75,7 @@ class AutoChoice:
         self._overlap: OverlapStart | None = None
         """Has taken over, as overlap=forward was chosen."""
         self._has_groups = checked.settings.groups is not None
+        self._memory = memory_of(checked.settings.parameters)
         self.chosen: Method | None = None
         self._speaks = _speaks(checked)
 
@@ -140,7 +142,7 @@ class AutoChoice:
         return engine, saved
 
     def _overlap_start(self, method: Method) -> OverlapStart | None:
-        return OverlapStart(self._has_groups) if _is_forward(method) else None
+        return OverlapStart(self._memory, self._has_groups) if _is_forward(method) else None
 
     def note(self, saved: SavedState) -> SavedState:
         """Return a checkpoint with the choice."""

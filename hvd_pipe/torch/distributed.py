@@ -234,6 +234,8 @@ class DistributedMixin(EngineHolder):
         self._note_old()
         if scale is not None:
             self._hvd_pipe_scale.take(scale, engine)
+        elif engine.needs_loss_scale:
+            engine.watch_for_scaler()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,11 +252,11 @@ class DistributedMixin(EngineHolder):
             optimizer.step()
         """
         before = self._engine()
-        before.syncs = False
+        synced, before.syncs = before.syncs, False
         try:
             yield
         finally:
-            before.syncs = self._engine().syncs = True
+            before.syncs = self._engine().syncs = synced
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from hvd_pipe.torch.parameters import NewGradients, owned_by
 from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import make_engine
+from hvd_pipe.torch.strategies.pending_parameters import memory_of
 from hvd_pipe.torch.strategies.settings import Owner
 
 __all__ = ["EngineHolder"]
@@ -62,7 +63,8 @@ class EngineHolder(torch.optim.Optimizer):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
         elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
             is_given = checked.strategy != MergedGradient(overlap="forward")
-            self._hvd_pipe_auto = OverlapStart(is_given or checked.settings.groups is not None)
+            is_given = is_given or checked.settings.groups is not None
+            self._hvd_pipe_auto = OverlapStart(memory_of(checked.settings.parameters), is_given)
         return engine
 
     def _resumed(
@@ -202,8 +204,12 @@ class EngineHolder(torch.optim.Optimizer):
         step() if plain is None else plain(self)
 
     def _update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
+        first = parameters[0].grad
+        version = None if first is None else first._version
         with timeline.updating():
             update_quietly(self, self._step_without_hooks, parameters, options)
+        if first is not None and first._version != version:
+            self._hvd_pipe_gradients.note_written(parameters)
 
     def _predict_update(self) -> None:
         """Make an update that moves the weights only: without hooks, on a copy of the state."""

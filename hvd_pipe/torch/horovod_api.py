@@ -65,8 +65,7 @@ def join(device: int = -1) -> int:
     """Horovod's ``join``, when all that this rank has sent has been reduced.
 
     A rank that has joined takes part with zeros, even where it had sent something, and would then
-    wait for that for ever. Give collectives of your own a name: Horovod numbers unnamed ones, and
-    ranks count differently after uneven steps.
+    wait for that for ever.
 
     Raises:
         HvdPipeError: An optimizer sends encoded or sparse gradients.

@@ -3,7 +3,7 @@
 ::
 
     merged-gradient   until its own plan stays
-    WATCH_STEPS       updates are deferred; when each weight is first used is seen
+    WATCH_STEPS       messages leave in the plan's order; when each weight is first used is seen
     TRIALS            plans with few, with many messages: what each takes is seen; the plan that is
                       best for messages as they were, and one with fewer
     from then on      the plan with the fastest steps, the same on all ranks: one of these, or
@@ -33,6 +33,7 @@ from hvd_pipe.torch.measuring.first_uses import FirstUses
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.torch.strategies.pending_parameters import Memory
 
 __all__ = ["OverlapStart", "refusal"]
 
@@ -50,11 +51,12 @@ class OverlapStart:
     """Changes the engine of one optimizer once, then its plan.
 
     Args:
+        memory: The parameters' `memory_of` from when they were new.
         is_given: Whether the user has said which gradients share a message.
     """
 
-    def __init__(self, is_given: bool) -> None:
-        self._is_given = is_given
+    def __init__(self, memory: dict[int, Memory], is_given: bool) -> None:
+        self._is_given, self._memory = is_given, memory
         self._since = 0
         self._barrier: Plan | None = None
         self._trials: _Trials | None = None
@@ -112,7 +114,7 @@ class OverlapStart:
             self._sparse_as_dense = settings.sparse_as_dense
         if plan.order is None:  # with the barrier, for good where others were slower
             return _with_barrier(engine, plan, self._sparse_as_dense), saved
-        return _overlapping(engine, plan, measured=True), saved
+        return self._overlapping(engine, plan, measured=True), saved
 
     def _as_it_was(self, engine: Engine) -> Engine:
         """Return the engine: the state says nothing of its plan, and a trial begins anew."""
@@ -138,10 +140,21 @@ class OverlapStart:
             work = Pass(every[::-1].copy(), every, sizes, float(count), float(count))
             plan = in_order(plan, settings.names, work)
         self._sparse_as_dense = settings.sparse_as_dense
-        successor = _overlapping(engine, plan, measured=False)
+        successor = self._overlapping(engine, plan, measured=False)
+        if self._is_given:
+            self._over = True
+            _log.info("overlap='forward' after step %d:\n%s", engine.rounds, plan)
+            return successor
         successor.ready_times = FirstUses(settings.parameters)
-        successor.ready_times.begin()
+        successor.watch()
         self._since = engine.rounds
+        return successor
+
+    def _overlapping(self, engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEngine:
+        """Return an engine of this plan, for the same parameters, between two steps."""
+        settings = dataclasses.replace(engine.settings, passes=engine.passes, sparse_as_dense=True)
+        successor = ForwardOverlapEngine(settings, plan, measured, self._memory)
+        _go_on(successor, engine)
         return successor
 
     def _watch(self, engine: ForwardOverlapEngine) -> None:
@@ -151,13 +164,11 @@ class OverlapStart:
         if seen.count != len(settings.parameters):  # some have joined
             seen = engine.ready_times = FirstUses(settings.parameters)
             self._since = engine.rounds
-        if engine.rounds >= self._since + WATCH_STEPS:
-            engine.end_round()
-            if engine.is_equal_everywhere:
-                engine.ready_times = None
-                self._try_plans(engine, seen)
-                return
-        seen.begin()
+        if engine.rounds >= self._since + WATCH_STEPS and engine.is_equal_everywhere:
+            engine.end_watch()
+            self._try_plans(engine, seen)
+        else:
+            engine.watch()
 
     def _try_plans(self, engine: ForwardOverlapEngine, seen: FirstUses) -> None:
         """Have all ranks agree on what a step is like, and on the first plan."""
@@ -170,7 +181,7 @@ class OverlapStart:
         unseen, forward_s, backward_s, *rest = largest(
             mine, f"{settings.tag}.uses", settings.reduction.process_set
         )
-        if unseen or self._is_given:
+        if unseen:
             self._over = True
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
             return
@@ -189,12 +200,7 @@ class OverlapStart:
 
 
 class _Trials:
-    """Tries plans in training, each for some steps, and goes on with the fastest.
-
-    Args:
-        work: What is sent, and when.
-        barrier: merged-gradient's plan, with what its steps took in this run; None: not known.
-    """
+    """Tries plans in training, each for some steps, and goes on with the fastest."""
 
     def __init__(self, work: Pass, barrier: Plan | None) -> None:
         self._work, self._barrier = work, barrier
@@ -301,14 +307,6 @@ def refusal(engine: MergedGradientEngine) -> str | None:
             "`optimizer.updates_each_parameter = True`"
         )
     return None
-
-
-def _overlapping(engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEngine:
-    """Return an engine of this plan, for the same parameters, between two steps."""
-    settings = dataclasses.replace(engine.settings, passes=engine.passes, sparse_as_dense=True)
-    successor = ForwardOverlapEngine(settings, plan, measured)
-    _go_on(successor, engine)
-    return successor
 
 
 def _with_barrier(engine: Engine, plan: Plan, sparse_as_dense: bool) -> MergedGradientEngine:

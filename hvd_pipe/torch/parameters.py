@@ -164,6 +164,14 @@ class NewGradients:
         self._parameters = parameters
         self._gradients = [None if g is None else weakref.ref(g) for g in gradients]
 
+    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take old gradients that an update has written into for old; SGD with nesterov does."""
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        for parameter in parameters:
+            place = places.get(id(parameter))
+            if place is not None and parameter.grad is not None:
+                self._versions[place] = parameter.grad._version
+
     def any_new(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether any gradient is new."""
         noted = zip(self._gradients, self._versions, strict=True)

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Options", "update_quietly", "updates_each_parameter", "updates_quietly"]
 
+Groups = Sequence[Mapping[str, Any]]
+
 Step = Callable[[], object]
 """The user's ``step()``, beneath torch's wrapper for hooks."""
 
@@ -34,7 +36,7 @@ class Options:
         streams: The current CUDA stream of each device with parameters.
     """
 
-    groups: Sequence[Mapping[str, Any]]
+    groups: Groups
     device: torch.device
     streams: Sequence[torch.cuda.Stream]
 
@@ -118,6 +120,18 @@ def update_quietly(
             step()
     finally:
         optimizer.param_groups = groups
+    _check_unwritten(optimizer, shown, options.groups)
+
+
+def _check_unwritten(optimizer: torch.optim.Optimizer, shown: Groups, before: Groups) -> None:
+    for group, noted in zip(shown, before, strict=True):
+        written = [key for key in group if group[key] is not noted.get(key) and key != "params"]
+        if written:
+            raise ValueError(
+                f"{type(optimizer).__name__}.step() writes {written[0]!r} of its param_groups, "
+                "which overlap='forward' would lose, as it updates some parameters at a time: "
+                "leave updates_each_parameter = True out, or keep this in optimizer.state."
+            )
 
 
 def updates_each_parameter(optimizer: torch.optim.Optimizer) -> bool:

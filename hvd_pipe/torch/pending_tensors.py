@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -120,10 +121,12 @@ class _Pending:
     # Python's own protocols, of which the class of a parameter answers some by itself.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _settled(self).__deepcopy__(memo)
+        with _shown(self) as tensor:
+            return tensor.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _settled(self).__reduce_ex__(protocol)
+        with _shown(self) as tensor:
+            return tensor.__reduce_ex__(protocol)
 
 
 def hold(tensor: torch.Tensor, settle: Settle) -> None:
@@ -154,7 +157,9 @@ def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _taken_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], None]:
-    return [_settled(tensor)], None
+    with _shown(tensor):
+        alias = tensor.detach()
+    return [alias if is_pending(tensor) else tensor], None
 
 
 def _put_together(parts: Iterable[Any], _: None) -> Any:
@@ -162,11 +167,20 @@ def _put_together(parts: Iterable[Any], _: None) -> Any:
     return tensor
 
 
-def _settled(tensor: Any) -> Any:
+@contextmanager
+def _shown(tensor: Any) -> Iterator[Any]:
+    """Settle a tensor; let it be of its own class for now where it is to stay pending."""
     settle = tensor.__dict__.get(_SETTLE)
     if settle is not None:  # another thread may have settled it
         settle(tensor, type(tensor).__reduce_ex__, (tensor,))
-    return tensor
+    stays = is_pending(tensor)
+    if stays:
+        release(tensor)
+    try:
+        yield tensor
+    finally:
+        if stays:
+            hold(tensor, settle)
 
 
 def _pending_in(value: Any) -> Iterator[torch.Tensor]:

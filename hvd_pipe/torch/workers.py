@@ -66,9 +66,9 @@ class Distributed(Protocol):
 
 _running: weakref.WeakSet[Distributed] = weakref.WeakSet()
 
-# Numbers the optimizers, and the unnamed collectives of each kind, of each process set: its
-# members all count the same ones.
+# Numbers the optimizers of each process set, whose members all count the same ones.
 _counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+_unnamed: defaultdict[object, int] = defaultdict(int)
 _begun = _watching = _leaving = False
 
 
@@ -112,8 +112,11 @@ def _numbered(collective: Callable[..., int]) -> Callable[..., int]:
         if args[where] is not None:
             return collective(*args)
         process_set = next(arg for arg in args if isinstance(arg, ProcessSet))
-        number = count((collective.__name__, process_set.process_set_id))
-        return collective(*args[:where], f"unnamed.{number}", *args[where + 1 :])
+        # Horovod gives the ids of sets that were removed to new ones.
+        kind = (collective.__name__, *(process_set.ranks or ()))
+        handle = collective(*args[:where], f"unnamed.{_unnamed[kind]}", *args[where + 1 :])
+        _unnamed[kind] += 1  # what is refused on one rank is not counted there
+        return handle
 
     return call
 
@@ -131,9 +134,9 @@ def watch() -> None:
         watchdog.start(_JOB)
 
 
-def count(kind: object) -> int:
-    """Number what starts on these workers, each kind and process set apart."""
-    return next(_counts[kind])
+def count(process_set_id: object) -> int:
+    """Number what starts on these workers, for each process set apart."""
+    return next(_counts[process_set_id])
 
 
 def finish_all() -> None:
@@ -215,6 +218,7 @@ def _joining() -> Iterator[None]:
     for engine in live_engines():
         engine.joined()
     yield
+    _unnamed.clear()  # all ranks have met
 
 
 @contextmanager
@@ -242,6 +246,7 @@ def _leave_workers() -> None:
         optimizer._release_engine(keep)
     _running.clear()
     _counts.clear()
+    _unnamed.clear()
     _watching = False
 
 

@@ -25,6 +25,7 @@ from on_ranks import on_ranks
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.tensorflow.messages.reduction import Reduction
+from hvd_pipe.tensorflow.pending import due
 
 pytestmark = on_ranks(2, init=hvd.init)
 
@@ -278,6 +279,26 @@ def test_at_the_end_of_an_epoch_of_unknown_length_one_rank_reads_before_our_call
     wanted = np.concatenate([each.ravel() for each in plain.values[:6]])
     for each in [*seen, weights_of(model)]:
         np.testing.assert_array_equal(each, wanted)
+
+
+def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
+    """Rank 0 alone looks at the second model after a fit of the first has failed on all ranks."""
+    other, model = compiled("SGD"), compiled("SGD")
+    fit(other, *data())
+
+    def fail(number: int, logs: Any) -> None:
+        if number == 11:
+            raise FailedError
+
+    with pytest.raises(FailedError):
+        fit(model, *data(), keras.callbacks.LambdaCallback(on_train_batch_end=fail))
+    assert len(due) == 1
+    if hvd.rank() == 0:
+        weights_of(other)
+        other.predict(batch(0, 0)[0], verbose=0)
+    assert len(due) == 1
+    weights_of(model)
+    assert not due
 
 
 def test_a_variable_whose_update_a_shutdown_has_left_out_is_refused() -> None:

@@ -46,9 +46,17 @@ SENDING = pytest.mark.parametrize("name", [*EXACT, *PIPE])
 
 def distributed(model: nn.Module, name: str, **arguments: Any) -> Any:
     strategy = {**EXACT, **PIPE}[name]
-    return hvd.DistributedOptimizer(
+    optimizer = hvd.DistributedOptimizer(
         sgd(model), model.named_parameters(), strategy=strategy, **arguments
     )
+    if name == "overlap":  # updates are deferred after the first step, which changes nothing
+        for _ in range(optimizer._hvd_pipe.passes):
+            torch.stack(
+                [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
+            ).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
 
 
 def serial(change: Change, name: str) -> torch.Tensor:
@@ -198,7 +206,8 @@ def test_who_reads_nothing_waits_for_nothing(name: str) -> None:
     assert gradient is not None
     float(gradient.norm())
     assert engine.synchronized
-    assert type(gradient) is torch.Tensor
+    # Pipe-SGD goes on to look for a scaler, whose scale it must know.
+    assert (type(gradient) is torch.Tensor) == (name != "pipe-sgd")
     optimizer.step()
     optimizer.synchronize()
 
@@ -581,7 +590,7 @@ def test_one_rank_alone_cannot_read_between_passes() -> None:
     optimizer = distributed(model, "merged-gradient", backward_passes_per_step=2)
     before = weights_of(model).clone()
     loss_of(model, 0, hvd.rank()).backward()
-    with raises_on_all(RanksDisagreeError, "fewer backward passes on some ranks"):
+    with raises_on_all(RanksDisagreeError, "before their last backward pass on some ranks"):
         if hvd.rank() == 0:
             float(gradients_of(model)[0].norm())
         else:

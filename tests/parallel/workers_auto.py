@@ -48,8 +48,8 @@ EXACT = f"merged-gradient/{FORWARD}"
 ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
 TRIALS = overlap_start.TRIALS  # of plans without the barrier
 TRIAL = overlap_start.SETTLE_STEPS + overlap_start.TIMED_STEPS + 1  # steps; the last one waits
-DEFERS = SWITCH  # the first step of overlap=forward, which defers its update
-TRIED = DEFERS + overlap_start.WATCH_STEPS + TRIALS * TRIAL  # the first with the plan that stays
+DEFERS = SWITCH + overlap_start.WATCH_STEPS  # the first step that defers its update
+TRIED = DEFERS + TRIALS * TRIAL  # the first with the plan that stays
 # Steps in which all is tried, however many of merged-gradient's plans, four at most, come before.
 ALL_TRIED = (
     SKIP_STEPS + 4 * (SETTLE_STEPS + TRIAL_STEPS) + overlap_start.WATCH_STEPS + TRIALS * TRIAL

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.torch.messages.allreduce import AllReduce, CheckedMessage, Reduction
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
@@ -180,3 +181,11 @@ def test_a_checked_message_drops_the_residuals_of_others() -> None:
     inner = Inner(Reduction(), torch.zeros(4), "inner")
     CheckedMessage(torch.zeros(4), 0, lambda _: inner).drop_foreign_residuals()
     assert inner.dropped
+
+
+def test_changes_are_compared_by_flags_where_a_rank_has_left() -> None:
+    """The rank that had changed something raised alone, and the others applied the rest."""
+    ControlFlags(present=1.0, changed=1 / 3).check_changed(3)
+    ControlFlags(present=2 / 3, changed=2 / 3).check_changed(3)
+    with pytest.raises(RanksDisagreeError, match="while a rank has left"):
+        ControlFlags(present=2 / 3, changed=1 / 3).check_changed(3)

@@ -101,7 +101,7 @@ class Job:
 
     def kept(self) -> list[str]:
         """What the first rank has said of ranks that keep others waiting."""
-        return [text for text in self.processes[0].said if "kept" in text]
+        return [text for text in self.processes[0].said if "kept" in text or "unlike" in text]
 
 
 @pytest.fixture
@@ -267,6 +267,17 @@ def test_who_keeps_all_others_waiting_is_named_once(job: Job) -> None:
     (said,) = job.kept()
     assert said.startswith("rank 1 on h1 (pid 101) has kept 2 other ranks waiting")
     assert "data.py:57" in said
+
+
+def test_ranks_that_wait_for_each_other_are_named_once(job: Job) -> None:
+    job.start()
+    for rank in range(3):
+        job.wait(rank)
+    job.processes[1].doing = Status("data.py:57", waits=True, since_s=100 * LIMIT_S)
+    soon(job.kept)
+    job.goes_on(LIMIT_S)
+    (said,) = job.kept()
+    assert "rank 0 at train.py:9, rank 1 at data.py:57, rank 2 at train.py:9" in said
 
 
 @pytest.mark.nightly  # it waits for true limits of seconds

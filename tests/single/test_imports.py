@@ -23,9 +23,10 @@ MAX_FILES = 235
 MAX_LINES = 47_890
 MAX_FILE_LINES = 400
 MAX_LINES_OF_ONE_IDEA = {  # where to divide a file would divide what belongs together
+    "hvd_pipe/runtime/watch/heartbeat.py": 410,
     "hvd_pipe/torch/distributed.py": 425,
-    "hvd_pipe/torch/messages/buckets.py": 510,
-    "hvd_pipe/torch/strategies/base.py": 590,
+    "hvd_pipe/torch/messages/buckets.py": 520,
+    "hvd_pipe/torch/strategies/base.py": 608,
     "hvd_pipe/torch/strategies/merged_gradient.py": 420,
 }
 MAX_FUNCTION_LINES = 60  # without its docstring

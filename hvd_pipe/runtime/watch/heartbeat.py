@@ -132,6 +132,7 @@ class Heartbeat:
         self._lost: dict[int, str] = {}  # the first is the cause of what follows
         self._news = b""  # what the first rank has heard and not passed on yet
         self._kept_waiting: set[int] = set()
+        self._all_wait = False
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="hvd_pipe heartbeat", daemon=True)
@@ -361,6 +362,17 @@ class Heartbeat:
         long = {rank: one for rank, one in statuses.items() if one.since_s > self.limit_s / 2}
         slow = {rank for rank, one in long.items() if not one.waits}
         self._kept_waiting &= slow
+        places = {rank: one.where or "an unknown line" for rank, one in sorted(long.items())}
+        before, self._all_wait = self._all_wait, len(long) == len(statuses) and not slow
+        if self._all_wait and not before and len(set(places.values())) > 1:
+            some = ", ".join(
+                f"rank {at} at {line}" for at, line in [*places.items()][:MOST_SILENT]
+            )
+            self._process.say(
+                f"all ranks have waited for {self.limit_s / 2:.0f} s, at unlike lines: {some}. A "
+                "rank that reads a gradient waits for step() of the others: leave what they are "
+                "in for after step(), or read on all ranks."
+            )
         if len(slow) == len(long) or len(long) < len(statuses):
             return
         for rank in sorted(slow - self._kept_waiting):

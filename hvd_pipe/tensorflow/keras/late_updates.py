@@ -71,7 +71,8 @@ def end_step(optimizer: Any) -> None:
                 raise CannotDeferError(found)
             if engine.defers:
                 slots = slots_of(optimizer, optimizer._trainable_variables)
-                pending.watch([*engine.settings.variables, *map(raw, slots)])
+                mine = [*engine.settings.variables, *map(raw, slots)]
+                pending.watch(mine, optimizer._hvd_pipe)
 
 
 class CannotDeferError(HvdPipeError):

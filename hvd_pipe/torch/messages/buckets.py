@@ -375,14 +375,25 @@ class BucketSet:
         self.sparse.end_round()
         self._usual_count = len(sent) or self._usual_count
         self._left = changes.left
+        try:
+            self._compare(changes, sent)
+        except HvdPipeError:
+            for parameter in self.parameters:  # or another step() would apply them
+                parameter.grad = None
+            self.end_round()
+            raise
+
+    def _compare(self, changes: Changes, sent: Sequence[int]) -> None:
+        """Compare what ranks have told of a round, before any weight moves."""
         if self.flags.changed != 0.0:
+            self.flags.check_changed(self._reduction.workers)
             process_set = self._reduction.process_set if self.all_present else None
             self.is_dropped = changes.compare(self._names, sent, self._tag, process_set)
-        if self.flags.early != 0.0 and self.flags.whole != 0.0:
+        if self.flags.early != 0.0 and self.flags.unlike_passes:
             raise RanksDisagreeError(
-                "gradients were read, or step() was called, after fewer backward passes on some "
-                "ranks than on others: no rank has applied them. Read gradients after the last "
-                "pass or on every rank, and let all ranks compute as many passes a step."
+                "gradients were read before their last backward pass on some ranks, and not on "
+                "others: no rank has applied them. Read gradients after the last pass, or between "
+                "the same passes on every rank."
             )
         if check_mode.active.on and self.all_present:
             changed = [bucket.take_changed() for bucket in self.buckets]
@@ -500,5 +511,8 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
     """Return the tensor that somebody holds, with this gradient in it; or the gradient."""
     if held is None or held is gradient:
         return gradient
-    held.data = gradient if held.is_sparse == gradient.is_sparse else gradient.to_dense()
+    if held.is_sparse == gradient.is_sparse:
+        held.data = gradient
+    else:
+        held.data = gradient.to_sparse(1) if held.is_sparse else gradient.to_dense()
     return held

@@ -54,7 +54,7 @@ class ControlFlags:
     changed: float = 0.0
     """Gradients were cleared or replaced on it after they were complete, or are not whole."""
     early: float = 0.0
-    """It has sent gradients before their last backward pass: they were read, or step() called."""
+    """It has sent gradients before their last backward pass, as they were read."""
     whole: float = 0.0
     """It has sent gradients after their last backward pass."""
     stepped: float = 0.0
@@ -79,6 +79,29 @@ class ControlFlags:
     def some_stepped(self, workers: int) -> bool:
         """Whether some ranks, and not all, had made a step between the last two rounds."""
         return self._divided(self.stepped, workers)
+
+    def check_changed(self, workers: int) -> None:
+        """Raise on every rank where ranks cannot compare their `Changes`, as one has left.
+
+        Raises:
+            RanksDisagreeError: Some have changed nothing.
+        """
+        if not self.all_present(workers) and self.present - self.changed > 0.5 / workers:
+            raise RanksDisagreeError(
+                "gradients were cleared or replaced after backward() and before step(), or "
+                "backward() has raised, on some ranks and not on others, while a rank has left by "
+                "hvd.join(): no rank has applied this step's gradients. Do the same on every rank."
+            )
+
+    @property
+    def unlike_passes(self) -> bool:
+        """Whether gradients were read before their last pass on some ranks, not on others."""
+        return self.early != 0.0 and self.whole != 0.0
+
+    def are_unlike(self, workers: int) -> bool:
+        """Whether ranks compare something, or are told, before any weight moves."""
+        told = self.changed != 0.0 or self.frozen != 0.0 or self.unlike_passes
+        return told or self.some_stepped(workers)
 
     def _divided(self, mean: float, workers: int) -> bool:
         half = 0.5 / workers

@@ -53,7 +53,7 @@ class SparseGradients:
         if index in (self.known or ()):
             self._send(index, gradient)
         else:
-            self.found[index] = gradient
+            self.found[index] = gradient.detach()  # whoever holds it is shown something else
 
     def flush(self) -> None:
         """Take part in all gathers that are known of."""

@@ -107,8 +107,11 @@ class Engine(abc.ABC):
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
         engine, first = weakref.ref(self), len(self.known)
         for index, parameter in enumerate(parameters, first):
+            trains = parameter.requires_grad
+            parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
             listen = parameter.register_post_accumulate_grad_hook
             self._hooks.append(listen(_hook(engine, index)))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trains)
         self.known.update(map(id, parameters))
         self._passes.add(len(parameters))
 
@@ -312,6 +315,8 @@ class Engine(abc.ABC):
         if not self.has_new_gradients:
             self._begin_step()
         self.has_new_gradients = True
+        if self.current is not None and self.current.is_flushed and not self.synchronized:
+            self._refuse_late(index)
         self.synchronized = self.was_read = False
         done = self._passes.count(index, self.syncs)
         if self.current is None:
@@ -340,7 +345,7 @@ class Engine(abc.ABC):
         elif self._is_dropped:
             self._say_dropped()
             self.give_up()
-        elif self.synchronized and not self.accumulates and self.current.holds(index):
+        elif self.synchronized and not self.accumulates and self._has_gradients(index):
             raise HvdPipeError(
                 f"backward() once more before step(), after the gradient of "
                 f"{self.settings.names[index]!r} had been read, changed or synchronized: a sum of "
@@ -350,11 +355,28 @@ class Engine(abc.ABC):
                 "optimizer.zero_grad() (model.zero_grad(set_to_none=False) is not seen)."
             )
 
+    def _has_gradients(self, first: int) -> bool:
+        """Return whether gradients are left from before a pass that begins with this one."""
+        assert self.current is not None
+        others = (p for i, p in enumerate(self.settings.parameters) if i != first)
+        return self.current.holds(first) or any(each.grad is not None for each in others)
+
+    def _refuse_late(self, index: int) -> None:
+        self.give_up()
+        raise HvdPipeError(
+            f"the gradient of {self.settings.names[index]!r} was computed after another "
+            "optimizer's step() had sent as many gradients of this optimizer as in the step "
+            "before: call backward() for all losses before the first step(), or this optimizer's "
+            "step() first. No gradient of this step was applied."
+        )
+
     def _end_pass(self) -> None:
         """Show the zeros that ``step()`` sends: ranks that clip list the same gradients then."""
         current = self.current
-        if current is None or current.is_flushed or not self.syncs:
+        if current is None or current.is_flushed or not self.has_new_gradients:
             return
+        if isinstance(self.settings.owner.itself(), torch.optim.SparseAdam):
+            return  # it takes no dense ones
         if len(current.completed) < len(current.slots):
             for index, gradient in current.show_missing().items():
                 self._passes.hold(index, gradient, self._settle)
@@ -395,7 +417,7 @@ class Engine(abc.ABC):
         complete = set(current.completed)
         if not current.is_flushed:
             current.changes = self._passes.changes(self.settings.parameters, complete)
-            current.is_early = bool(len(self._passes) and not complete)
+            current.is_early = bool(self.was_read and len(self._passes) and not complete)
 
     def _check_unchanged(self, current: BucketSet) -> None:
         """Refuse what was done to gradients after another optimizer's ``step()`` had sent them."""
@@ -436,8 +458,10 @@ class Engine(abc.ABC):
                 "handed over to be sent: do so after backward(), where it is the average; or in a "
                 "hook that was registered before the optimizer was wrapped, where it is local."
             )
-        if self.synchronized:
-            self._passes.end()  # they are averages, and are watched for a scaler
+        if self.synchronized:  # an average, which is watched for a scaler
+            if func is not torch._amp_foreach_non_finite_check_and_unscale_:
+                return
+            self._passes.end()
         release(gradient)
         self.settings.owner.settle(func, args)
 
@@ -485,15 +509,17 @@ class Engine(abc.ABC):
             self.give_up()
         cleared = all(parameter.grad is None for parameter in self.settings.parameters)
         if by_hand or (self.has_new_gradients and not cleared):
+            self.was_read = True  # by whoever holds one of them
             self.prepare_now()
-            self.has_new_gradients = True
+            self.was_read, self.has_new_gradients = False, True
             if self.needs_loss_scale:
-                self._watch_for_scaler()
+                self.watch_for_scaler()
         else:
             self._agree_on_load()
             self.drain()
 
-    def _watch_for_scaler(self) -> None:
+    def watch_for_scaler(self) -> None:
+        """Have a gradient scaler's look at gradients that are prepared seen."""
         for index, parameter in enumerate(self.settings.parameters):
             if parameter.grad is not None:
                 self._passes.hold(index, parameter.grad, self._settle)

@@ -43,7 +43,7 @@ from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
 from hvd_pipe.torch.partial_updates import Options
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
-from hvd_pipe.torch.strategies.pending_parameters import PendingParameters
+from hvd_pipe.torch.strategies.pending_parameters import Memory, PendingParameters
 from hvd_pipe.torch.strategies.settings import Settings
 
 __all__ = ["ForwardOverlapEngine"]
@@ -58,11 +58,15 @@ class ForwardOverlapEngine(MergedGradientEngine):
         settings: The parameters, none of whose gradients is sparse.
         plan: With an ``order``.
         measured: Whether the plan was made from measured times: a checkpoint holds it then.
+        memory: The parameters' `memory_of` from when they were new.
     """
 
     ready_times: FirstUses | None
 
-    def __init__(self, settings: Settings, plan: Plan, measured: bool) -> None:
+    def __init__(
+        self, settings: Settings, plan: Plan, measured: bool, memory: dict[int, Memory]
+    ) -> None:
+        self._memory = memory
         self._ordered: OrderedMessages | None = None
         self._parameters: PendingParameters | None = None
         super().__init__(settings, MergedGradient(plan=plan), plan)
@@ -91,12 +95,25 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Return the bytes of each message of the plan, and how long the link was busy with it."""
         return [] if self._ordered is None else self._ordered.seconds()
 
+    def watch(self) -> None:
+        """Note when the next pass uses each parameter: that step's updates wait in ``step()``."""
+        assert self.ready_times is not None
+        assert self._parameters is not None
+        self.ready_times.begin()
+        self._parameters.watch()
+
+    def end_watch(self) -> None:
+        """Note no uses any more."""
+        assert self._parameters is not None
+        self.ready_times = None
+        self._parameters.show_all()
+
     def build(self) -> None:
         super().build()
         if self._parameters is not None:
             self._parameters.close()
         self._parameters = PendingParameters(
-            self.settings.parameters, self._use, self._before_load
+            self.settings.parameters, self._memory, self._use, self._before_load
         )
 
     def retire(self) -> None:
@@ -128,8 +145,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def _can_defer(self) -> bool:
         compares = check_mode.active.on and self._uncompared_steps + 1 >= check_mode.COMPARE_STEPS
         owner = self.settings.owner
-        if self.synchronized or self.reduction.alone or compares:
-            return False
+        if self.synchronized or self.reduction.alone or compares or self.ready_times is not None:
+            return False  # a pass that waits does not tell when it would use its weights
         if not owner.updates_each_parameter():
             return False
         if not owner.updates_quietly():
@@ -163,7 +180,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 pending_tensors.release(self._gradients[index])
             self._gradients[index] = gradient = self.current.shown(index)
             pending_tensors.hold(gradient, self._settle)
-        now = self._parameters.hold(self.settings.owner.itself(), self.ready_times is not None)
+        now = self._parameters.hold(self.settings.owner.itself())
         self._apply({self._bucket_of[index] for index in now | self.current.as_dense})
         return False
 
@@ -266,7 +283,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             try:
                 with self._options.context():
                     self._update(waited)
-            except Exception:
+            except (HorovodInternalError, HvdPipeError):
                 self._forget()  # what has not been averaged must not be applied later
                 raise
             finally:
@@ -280,8 +297,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         buckets = self.current.buckets
         if len(self._pending) == len(buckets):  # no weight has moved
             self._wait_for(buckets[-1])
-            flags = self.current.mean_flags()
-            if flags.changed != 0.0 or flags.frozen != 0.0:
+            if self.current.mean_flags().are_unlike(self.reduction.workers):
                 self._update_all(self._options)
                 return
         for number in waited:

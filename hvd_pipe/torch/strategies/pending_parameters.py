@@ -26,7 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.parameters import ModelFinder
 
-__all__ = ["ModuleHook", "PendingParameters"]
+__all__ = ["Memory", "ModuleHook", "PendingParameters", "memory_of"]
+
+Memory = tuple[int, bool]
 
 FIND_STEPS = 5
 """Steps after which no further model is looked for."""
@@ -37,6 +39,7 @@ class PendingParameters:
 
     Args:
         parameters: The parameters.
+        memory: Their `memory_of` from when they were new.
         use: A method, called with the indices of those that are about to be used; it calls `show`.
             Not kept alive.
         replace: A method, called before a module loads other weights. Not kept alive.
@@ -45,6 +48,7 @@ class PendingParameters:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
+        memory: dict[int, Memory],
         use: Callable[[Collection[int]], object],
         replace: Callable[[torch.nn.Module], object],
     ) -> None:
@@ -52,11 +56,7 @@ class PendingParameters:
         self._use, self._replace = weakref.WeakMethod(use), weakref.WeakMethod(replace)
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._absent = [_absent(parameter) for parameter in parameters]
-        self._storages = {
-            index: (storage._cdata, storage.resizable())
-            for index, storage in enumerate(each.untyped_storage() for each in parameters)
-        }
-        """The memory of each parameter, and whether torch had allocated it when it was new."""
+        self._memory = memory
         self.owner: object = None
         """What has to live as long as a parameter is pending."""
         self._gated: set[int] = set()
@@ -66,7 +66,15 @@ class PendingParameters:
         self._finder = ModelFinder(self._meet, FIND_STEPS, through_graph=False)
         self._finder.look_for(parameters)
 
-    def hold(self, owner: object, watch: bool) -> set[int]:
+    def watch(self) -> None:
+        """Have the first use of each parameter told; their values are all there."""
+        self._finder.end_step()
+        self.show_all()
+        self._watched = set(self._gated)
+        for index in self._watched:
+            pending_tensors.hold(self._parameters[index], self._settle)
+
+    def hold(self, owner: object) -> set[int]:
         """Make parameters pending; return the indices of those that cannot be."""
         self._finder.end_step()
         one, now, self.owner = torch.empty(1), set(), owner
@@ -75,22 +83,20 @@ class PendingParameters:
         for index, (parameter, absent) in enumerate(
             zip(self._parameters, self._absent, strict=True)
         ):
-            if index not in self._gated or self._is_seen(index, parameter, alone):
+            if index not in self._gated or self._is_seen(parameter, alone):
                 now.add(index)
                 continue
             aside[index] = parameter.data
             parameter.data = absent
             pending_tensors.hold(parameter, settle)
-        self._watched = set(self._aside) if watch else set()
         return now
 
-    def _is_seen(self, index: int, parameter: torch.Tensor, alone: int) -> bool:
+    def _is_seen(self, parameter: torch.Tensor, alone: int) -> bool:
         """Return whether anybody may reach a parameter's memory by something else than it."""
         storage = parameter.untyped_storage()
-        before, is_torchs = self._storages.get(index, (None, False))
+        before, is_torchs = self._memory.get(id(parameter), (None, False))
         if before != storage._cdata:  # an array whose memory this is counts as no holder
-            is_torchs = storage.resizable()
-            self._storages[index] = (storage._cdata, is_torchs)
+            self._memory[id(parameter)] = _, is_torchs = _memory(parameter)
         is_shared = parameter.is_cpu and storage.is_shared()  # with other processes
         return not is_torchs or is_shared or _count(storage) > alone
 
@@ -102,19 +108,18 @@ class PendingParameters:
                     self._parameters[index].data = self._aside[index]
 
     def release(self, indices: Iterable[int]) -> None:
-        """Take these, which were shown, for updated; those that are watched go on to tell."""
+        """Take these, which were shown, for updated."""
         for index in indices:
-            if self._aside.pop(index, None) is not None and index not in self._watched:
+            if self._aside.pop(index, None) is not None:
                 pending_tensors.release(self._parameters[index])
 
     def show_all(self) -> None:
         """As `show` and `release`; nothing is pending any more."""
         held = list(self._aside)
         self.show(held)
-        watched, self._watched = self._watched, set()
         self.release(held)
-        for index in watched:
-            pending_tensors.release(self._parameters[index])
+        while self._watched:
+            pending_tensors.release(self._parameters[self._watched.pop()])
 
     def close(self) -> None:
         """Hold nothing any more."""
@@ -128,20 +133,21 @@ class PendingParameters:
         self._settle_some((self._index[id(parameter)],))
 
     def _before_module(self, own: Collection[int], module: torch.nn.Module) -> None:
-        if self._aside or self._watched:
+        if not (self._aside or self._watched):
+            return
+        if not (module.training or torch.is_grad_enabled()):
             # Attention layers look at all weights within them before they take their fast path.
-            evaluates = not (module.training or torch.is_grad_enabled())
-            self._settle_some(range(len(self._parameters)) if evaluates else own)
+            self._settle_some(range(len(self._parameters)))
+        elif not (self._aside.keys().isdisjoint(own) and self._watched.isdisjoint(own)):
+            self._settle_some(own)
 
     def _settle_some(self, indices: Collection[int]) -> None:
-        use = self._use()
-        if use is None:
-            return
         for index in self._watched.intersection(indices):
             self._watched.discard(index)
-            if index not in self._aside:
-                pending_tensors.release(self._parameters[index])
-        use(indices)
+            pending_tensors.release(self._parameters[index])
+        use = self._use()
+        if use is not None:
+            use(indices)
 
     def _meet(self, root: torch.nn.Module, found: set[int]) -> None:
         """Have a model's modules settle their own parameters before they run."""
@@ -178,6 +184,19 @@ class PendingParameters:
     def _of(self, parameters: Iterable[torch.Tensor | None]) -> set[int]:
         found = (self._index.get(id(parameter)) for parameter in parameters)
         return {index for index in found if index is not None}
+
+
+def memory_of(parameters: Iterable[torch.Tensor]) -> dict[int, Memory]:
+    """Return the memory of each parameter, by its identity, and whether torch has allocated it.
+
+    Torch says so until somebody asks for an array over it.
+    """
+    return {id(parameter): _memory(parameter) for parameter in parameters}
+
+
+def _memory(parameter: torch.Tensor) -> Memory:
+    storage = parameter.untyped_storage()
+    return storage._cdata, storage.resizable()
 
 
 class ModuleHook:

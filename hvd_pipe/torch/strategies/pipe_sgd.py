@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Sum
 
-from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import Race
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
@@ -351,12 +351,7 @@ class PipeSGDEngine(Engine):
     # Architecture: P2
     def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
         """Wait for an average and make it the gradient; return whether it is to be applied."""
-        try:
-            due.wait()
-        except RanksDisagreeError:
-            for parameter in self.settings.parameters:
-                parameter.grad = None  # it leads to what is on its way
-            raise
+        due.wait()
         updates = not due.is_dropped
         due.bind_gradients(shown_in)
         self._shown = due
