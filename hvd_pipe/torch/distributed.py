@@ -222,7 +222,7 @@ class DistributedMixin(EngineHolder):
         by_hand = not engine.has_new_gradients and self._has_new_gradients()
         preparing = (engine.has_new_gradients or by_hand) and not engine.synchronized
         self._hvd_pipe_drained = not (preparing or engine.synchronized)
-        engine.synchronize(by_hand)
+        engine.synchronize(by_hand, knows_scale=loss_scale is not None)
         self._note_old()
         if loss_scale is not None and preparing:
             self._hvd_pipe_scale.take(loss_scale, engine)
@@ -232,10 +232,10 @@ class DistributedMixin(EngineHolder):
         engine, scale = self._engine(), amp.scale_of(self, func, args)
         engine.settle()
         self._note_old()
-        if scale is not None:
-            self._hvd_pipe_scale.take(scale, engine)
-        elif engine.needs_loss_scale:
+        if scale is None and engine.needs_loss_scale:
             engine.watch_for_scaler()
+        elif scale is not None:
+            self._hvd_pipe_scale.take(scale, engine)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

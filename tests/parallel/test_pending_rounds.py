@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -399,8 +400,12 @@ def test_gradients_that_a_script_clears_in_backward_stay_cleared() -> None:
     assert torch.equal(*gather_weights(model))
 
 
-def test_pipe_sgd_knows_the_scale_after_a_read() -> None:
-    """Who logs a norm before ``unscale_`` had the step's scale taken for that of the average."""
+@pytest.mark.parametrize("says", [False, True], ids=["reads", "says the scale"])
+def test_pipe_sgd_knows_the_scale_after_a_read(says: bool) -> None:
+    """Who logs a norm before ``unscale_`` had the step's scale taken for that of the average.
+
+    Who says the scale had the average divided by the ratio of the two twice.
+    """
     model = make_model()
     optimizer = distributed(model, "pipe-sgd")
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
@@ -408,9 +413,12 @@ def test_pipe_sgd_knows_the_scale_after_a_read() -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(model, step, hvd.rank())).backward()
+        if says:
+            optimizer.synchronize(loss_scale=scaler.get_scale())
         seen.append(float(gradients_of(model)[0].norm()))
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
+        with optimizer.skip_synchronize() if says else contextlib.nullcontext():
+            scaler.step(optimizer)
         scaler.update()
     assert len(seen) == STEPS
     optimizer.synchronize()

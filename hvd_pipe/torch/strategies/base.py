@@ -497,11 +497,12 @@ class Engine(abc.ABC):
             self.was_read = True
             self.prepare_now()
 
-    def synchronize(self, by_hand: bool = False) -> None:
+    def synchronize(self, by_hand: bool = False, knows_scale: bool = False) -> None:
         """Prepare the coming update where gradients wait for one, else `drain`.
 
         Args:
             by_hand: Whether there are new gradients of which no hook has told.
+            knows_scale: Whether the caller says by which loss scale they will be divided.
         """
         if self.synchronized:
             return
@@ -512,7 +513,7 @@ class Engine(abc.ABC):
             self.was_read = True  # by whoever holds one of them
             self.prepare_now()
             self.was_read, self.has_new_gradients = False, True
-            if self.needs_loss_scale:
+            if self.needs_loss_scale and not knows_scale:
                 self.watch_for_scaler()
         else:
             self._agree_on_load()
