@@ -584,21 +584,6 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_one_rank_alone_cannot_read_between_passes() -> None:
-    """Its first pass met both of the other rank's."""
-    model = make_model()
-    optimizer = distributed(model, "merged-gradient", backward_passes_per_step=2)
-    before = weights_of(model).clone()
-    loss_of(model, 0, hvd.rank()).backward()
-    with raises_on_all(RanksDisagreeError, "before their last backward pass on some ranks"):
-        if hvd.rank() == 0:
-            float(gradients_of(model)[0].norm())
-        else:
-            loss_of(model, 0, 1).backward()
-            optimizer.step()
-    assert torch.equal(weights_of(model), before)
-
-
 @SENDING
 def test_a_first_pass_that_is_given_up_is_not_counted(name: str) -> None:
     """A GAN's generator computes the discriminator's gradients, which are cleared."""
