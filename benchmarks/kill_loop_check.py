@@ -329,7 +329,7 @@ def unequal_commits(
     reference = Reference(strategy, seed, 1, numel, lr)
     commits = {0: reference}  # as they were at the newest ones
     ranks: dict[str, int] = {}  # of each worker, since its last start
-    step, planned, compared, largest, first = 0, False, 0, 0.0, ""
+    step, planned, broken, compared, largest, first = 0, False, False, 0, 0.0, ""
     wrong: list[str] = []
 
     def apart(line: Mapping[str, Any], one: Reference) -> float:
@@ -348,14 +348,18 @@ def unequal_commits(
             continue
         if "planned" in line:
             planned = True
+        elif "broken" in line:
+            broken = True
         elif "start" in line:
             if line["start"] > step and not planned:  # the first rank was lost before it said so
                 for number in range(step, line["start"]):
                     reference.step(number)
                 commits[line["start"]] = copy.deepcopy(reference)
             step = line["start"]
-            # A first rank that is lost in a commit has noted it, and others may not have it.
-            if step not in sorted(commits)[-1 if line["who"] == first else -2 :]:
+            # A first rank that is lost in a commit has noted it, and others may not have it. Nor
+            # has one that another rank's loss has stopped in it.
+            is_kept = line["who"] == first and not broken
+            if step not in sorted(commits)[-1 if is_kept else -2 :]:
                 wrong.append(f"a start at step {step}, after commits at {sorted(commits)}")
                 break
             commits = {number: one for number, one in commits.items() if number <= step}
@@ -367,7 +371,7 @@ def unequal_commits(
             reference = min(resets, key=lambda one: apart(line, one))
             reference.move(was, line["size"])
             compare(line, f"the start at {step}")
-            planned = False
+            planned = broken = False
         elif "commit" in line:
             for number in range(step, line["commit"]):
                 reference.step(number)

@@ -288,6 +288,9 @@ def train_elastic(task: Task) -> None:
                 except HostsUpdatedInterrupt:
                     note(planned=state.step)
                     raise
+                except Exception:
+                    note(broken=state.step)
+                    raise
 
     run(state)
     optimizer.synchronize()

@@ -100,17 +100,7 @@ S = TypeVar("S", bound=HasOutputs)
 def cut_together(
     assignment: Assignment, framework: Framework, cut: Callable[[], tuple[list[S], int]]
 ) -> tuple[list[S], int]:
-    """Cut the model on every rank, and see that all have the same cuts.
-
-    Args:
-        assignment: The plan.
-        framework: All ranks.
-        cut: Returns the stages, and the samples of the largest microbatch.
-
-    Raises:
-        ValueError: The plan has no schedule, or does not fit the model.
-        RanksDisagreeError: Ranks' cuts differ.
-    """
+    """Cut the model on every rank, and see that all have the same cuts."""
 
     def divide() -> tuple[tuple[list[S], int], Description]:
         replicas = assignment.layout.replicas
@@ -144,12 +134,7 @@ class Connections:
     transport: Transport
 
     def clipping(self, most: float | None, replicas: ProcessSet | None) -> Clipping:
-        """Return what clips gradients by their norm over all stages.
-
-        Args:
-            most: The largest norm; None to leave gradients as they are.
-            replicas: Those of this stage that train.
-        """
+        """Return what clips gradients by their norm over all stages."""
         one, framework = self.assignment, self.framework
         norms = Norms(one.worker.stage, one.layout.stages)
         return Clipping(
@@ -171,15 +156,7 @@ def connect(
     sides: tuple[Sequence[TensorSpec], Sequence[TensorSpec]],
     messages: Callable[[Sequence[TensorSpec]], Messages],
 ) -> Connections:
-    """Connect this worker to its neighbours and to its stage's replicas; all ranks call this.
-
-    Args:
-        assignment: Who the worker is.
-        framework: All ranks.
-        transport: What the user asks for.
-        sides: What crosses the cuts before and after this stage; nothing at the ends.
-        messages: Makes the messages that carry some tensors.
-    """
+    """Connect this worker to its neighbours and to its stage's replicas; all ranks call this."""
     layout, rank = assignment.layout, assignment.rank
     before, after = (Boundary(specs, messages) if specs else None for specs in sides)
     groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
@@ -205,21 +182,7 @@ def open_transport(
     world: ProcessSet,
     start: Start,
 ) -> Transport:
-    """Connect the ranks of a job; all of them call this at the same time.
-
-    Args:
-        channels: This rank's; none where it takes no part.
-        transport: One of `TRANSPORTS`, the same on all ranks.
-        horovod: The framework's Horovod: ``mpi_enabled``, ``size`` and ``rank`` are asked.
-        agreement: How ranks ask each other.
-        world: All ranks.
-        start: Starts a broadcast.
-
-    Raises:
-        ValueError: An unknown transport, or channels of ranks that do not match.
-        HvdPipeError: The transport cannot be used here; the message says what to do.
-        RanksDisagreeError: Ranks chose differently, or another rank failed.
-    """
+    """Connect the ranks of a job; all of them call this at the same time."""
 
     def check() -> tuple[str, Description]:
         name = chosen(transport, bool(horovod.mpi_enabled()))

@@ -90,17 +90,7 @@ def write_checkpoint(
     layers: Iterable[str],
     **more: Any,
 ) -> None:
-    """Write a checkpoint: a framework's files, and then what is said of the pipeline.
-
-    Args:
-        directory: Is made if need be.
-        files: What writes each of the framework's files to a path, by its name.
-        schema: Names these files, and their version.
-        built: The pipeline, on rank 0.
-        epoch: How many epochs were trained.
-        layers: All that the stages may have, in order.
-        more: What else the framework wants to know.
-    """
+    """Write a checkpoint: a framework's files, and then what is said of the pipeline."""
     stages = json.loads(built.assignment.partition.to_json())
     norms = [None if math.isnan(norm) else norm for norm in built.stage.norms.squared]
     mode = built.assignment.mode.name
@@ -117,16 +107,7 @@ def write_checkpoint(
 def read_checkpoint(
     directory: Path, schema: str, read: Callable[[int], T]
 ) -> tuple[dict[str, Any], T]:
-    """Return what is said of a pipeline, and what a framework reads beside it.
-
-    Args:
-        directory: The checkpoint.
-        schema: The framework's own.
-        read: Reads the other files, by the number of stages.
-
-    Raises:
-        HvdPipeError: It is no such checkpoint.
-    """
+    """Return what is said of a pipeline, and what a framework reads beside it."""
     try:
         found = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
         if found.get("schema") != schema:
@@ -143,13 +124,7 @@ def read_checkpoint(
 
 
 def resume(built: BuiltPipeline, found: dict[str, Any], layers: Iterable[str]) -> bool:
-    """Take the norms of gradients that a checkpoint has; return whether its stages are these.
-
-    Args:
-        built: The pipeline; its norms stay where the stages are others.
-        found: What the checkpoint says.
-        layers: All that the stages may have, in order.
-    """
+    """Take the norms of gradients that a checkpoint has; return whether its stages are these."""
     same = same_stages(found, built.assignment.partition, layers)
     if same:
         norms = (math.nan if norm is None else norm for norm in found["squared_norms"])

@@ -167,11 +167,7 @@ class Messages(ABC):
         digest: int,
         squared_norms: tuple[float, ...],
     ) -> Buffer:
-        """Return a message.
-
-        Raises:
-            ValueError: A tensor is not as planned; names it, and the stage.
-        """
+        """Return a message."""
         parts, shapes = [], []
         for spec, sent, tensor in zip(self._specs, self._sent, tensors, strict=True):
             shapes.append(tuple(tensor.shape))
@@ -182,12 +178,7 @@ class Messages(ABC):
 
     # Architecture: D5
     def unpack(self, index: MicrobatchIndex, message: Buffer) -> tuple[Header, list[Any]]:
-        """Return what a message holds; tensors may be views of it.
-
-        Raises:
-            HvdPipeError: It is of another microbatch, or malformed.
-            ValueError: A tensor is not as planned; names it, and the stage.
-        """
+        """Return what a message holds; tensors may be views of it."""
         header, parts = self._format.unpack(message)
         if (header.minibatch, header.microbatch) != index:
             raise HvdPipeError(

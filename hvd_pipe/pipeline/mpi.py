@@ -49,14 +49,7 @@ PAUSE = 0.1
 
 
 def check(rank: int, size: int) -> None:
-    """Check that mpi4py and Horovod are in the same job, and that threads may share MPI.
-
-    Args:
-        rank, size: This process's rank and the number of ranks, as Horovod has them.
-
-    Raises:
-        HvdPipeError: They are not, or may not.
-    """
+    """Check that mpi4py and Horovod are in the same job, and that threads may share MPI."""
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
         raise HvdPipeError(

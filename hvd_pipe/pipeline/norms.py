@@ -81,9 +81,6 @@ class Clipping:
         """Return what the gradient is multiplied with, the same on all replicas of a stage.
 
         All workers call this at each of their updates, those without parameters, too.
-
-        Args:
-            squared: Returns the squared norm of this stage's gradient.
         """
         if self.most is None:
             return 1.0

@@ -104,11 +104,7 @@ class Options:
         return mode_named(self.mode)
 
     def check(self, workers: int) -> Description:
-        """Check them, and return what ranks must have alike.
-
-        Raises:
-            TypeError, ValueError: One of them cannot be; says what can.
-        """
+        """Check them, and return what ranks must have alike."""
         mode = mode_named(self.mode)
         request = read_plan(self.plan, workers)
         for name in ("loss_fn", "optimizer_fn"):
@@ -138,11 +134,7 @@ class Options:
 
 
 def check_function(name: str, value: Any) -> None:
-    """Check a function that may be left out.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Check a function that may be left out."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function or None, got {value!r}")
 

@@ -91,19 +91,7 @@ def plan_together(
     agreement: Agreement,
     ranks: ProcessSet,
 ) -> Partition:
-    """Measure what must be known, find the stages on rank 0, and tell all ranks.
-
-    Args:
-        options: What the user asks for; the same on every rank.
-        profile: Returns what the layers cost for one of so many pieces of a minibatch.
-        comm: Measures all-reduces; all ranks call it together.
-        optimizer_ratio: Returns bytes of optimizer state a byte of parameters.
-        agreement: How ranks ask each other.
-        ranks: All of them.
-
-    Raises:
-        ValueError: No stages fit; says what would.
-    """
+    """Measure what must be known, find the stages on rank 0, and tell all ranks."""
     workers = int(ranks.size())
     request = read_plan(options.plan, workers)
     bandwidth, latency = options.bandwidth or math.inf, 0.0
@@ -146,22 +134,7 @@ def choose(
     recompute: bool,
     in_transit: int | None = None,
 ) -> tuple[Partition, str]:
-    """Return the stages, with the memory that the mode takes, and why it is these.
-
-    Args:
-        request: Of `read_plan`.
-        profile: Returns what the model's layers cost; asked only where that matters.
-        cluster: Workers, the links between them, and what a worker may hold.
-        mode: When weights are updated.
-        optimizer_ratio: Bytes of optimizer state a byte of parameters.
-        pieces: How many of what was profiled make a minibatch.
-        microbatches: Into which it is cut; None for the usual number.
-        recompute: Whether backward runs forward again.
-        in_transit: Minibatches between two stages; None for a given plan's, or what is needed.
-
-    Raises:
-        ValueError: No stages fit; says what would.
-    """
+    """Return the stages, with the memory that the mode takes, and why it is these."""
     given = request.stages
     if given is not None and in_transit in (None, given.in_transit):
         return given, "as given"

@@ -186,17 +186,7 @@ class Feed:
 
 
 def open_feed(make: Callable[[], Feed], agreement: Agreement, ranks: ProcessSet) -> Feed:
-    """Open this rank's loader, and see that all ranks' are of one length.
-
-    Args:
-        make: Makes this rank's feed.
-        agreement: How ranks ask each other.
-        ranks: All of them.
-
-    Raises:
-        RanksDisagreeError: They are not, or another rank has failed.
-        Exception: What ``make`` raises here.
-    """
+    """Open this rank's loader, and see that all ranks' are of one length."""
     name = "hvd_pipe.pipeline.epoch"
     feed = agreement.checked(lambda: (make(), []), name, ranks)
     counts: list[int] = agreement.gather(feed.count, f"{name}.count", ranks)

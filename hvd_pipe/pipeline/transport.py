@@ -386,11 +386,7 @@ def check_channels(table: Sequence[Sequence[Channel]]) -> None:
 
 
 def checked_size(data: Any, channel: Channel) -> int:
-    """Return the bytes of a message: an array, a tensor, or anything with the buffer interface.
-
-    Raises:
-        HvdPipeError: It is larger than the plan says.
-    """
+    """Return the bytes of a message: an array, a tensor, or anything with the buffer interface."""
     size = int(data.nbytes if hasattr(data, "nbytes") else memoryview(data).nbytes)
     if size > channel.capacity:
         raise HvdPipeError(

@@ -121,15 +121,7 @@ class Format:
         return self._places(Header(0, 0, 0, (math.nan,) * self.stages, self.most_shapes))[1]
 
     def pack(self, header: Header, parts: Sequence[Part]) -> Bytes:
-        """Return the message of these tensors: their bytes are copied once.
-
-        Args:
-            header: With the shapes of the tensors.
-            parts: The tensors; arrays of any strides, or other objects with the buffer interface.
-
-        Raises:
-            ValueError: The header or a part is not as planned; the message says which.
-        """
+        """Return the message of these tensors: their bytes are copied once."""
         places, length = self._places(header)
         if len(parts) != len(header.shapes):
             raise ValueError(
@@ -158,12 +150,7 @@ class Format:
         return message
 
     def unpack(self, buffer: Bytes) -> tuple[Header, list[Bytes]]:
-        """Return a message's header, and views of the bytes of its tensors: nothing is copied.
-
-        Raises:
-            ValueError: ``buffer`` is not a flat array of bytes.
-            HvdPipeError: It does not hold a message of this format; the message says what differs.
-        """
+        """Return a message's header, and views of the bytes of its tensors: nothing is copied."""
         if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
             raise ValueError(
                 f"a message is a flat, contiguous array of uint8, got {buffer.dtype} of shape "

@@ -111,15 +111,7 @@ class GradientIndex:
         return list({plan.buckets: plan for plan in found}.values())
 
     def plan_groups(self, plan: Plan, indices: Sequence[int]) -> list[list[int]]:
-        """Return the plan in terms of indices.
-
-        Args:
-            plan: A plan of names.
-            indices: The gradients that are sent in buckets.
-
-        Raises:
-            ValueError: The plan has other gradients, or mixes dtypes in one bucket.
-        """
+        """Return the plan in terms of indices."""
         index = {self.names[i]: i for i in indices}
         unknown = [name for name in plan.names if name not in index]
         absent = [name for name in index if name not in set(plan.names)]
@@ -146,13 +138,7 @@ class GradientIndex:
     def first_plan(
         self, strategy: MergedGradient, given: Groups | None, indices: Sequence[int]
     ) -> Plan:
-        """Return the plan that needs no measurement.
-
-        Args:
-            strategy: Its options.
-            given: The user's groups, if any.
-            indices: The gradients that are sent in buckets.
-        """
+        """Return the plan that needs no measurement."""
         if given is not None:
             return self.as_plan(given, "given")
         if strategy.plan in ("wfbp", "single"):
@@ -170,14 +156,7 @@ class GradientIndex:
         method: str,
         bucket_bytes: int | None = None,
     ) -> Plan:
-        """Plan all gradients together; only those of one dtype group may share a bucket.
-
-        Args:
-            indices: The gradients that are sent in buckets.
-            ready: By index, seconds after the first gradient.
-            wire_bytes: By index, sizes after compression.
-            comm, method, bucket_bytes: As `hvd_pipe.planning.merge.plan`.
-        """
+        """Plan all gradients together; only those of one dtype group may share a bucket."""
         order = sorted(indices, key=lambda index: (float(ready[index]), -index))
         return plan_dtype_groups(
             [self.names[index] for index in order],

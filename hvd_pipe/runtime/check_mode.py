@@ -136,11 +136,7 @@ def compare(
     name: str,
     process_set: ProcessSet,
 ) -> None:
-    """Raise on every rank unless all have the same checksums; all ranks come here.
-
-    Raises:
-        RanksDisagreeError: Two ranks differ; names the first line that does, and both sides.
-    """
+    """Raise on every rank unless all have the same checksums; all ranks come here."""
     digest = checksum(repr(list(lines)).encode())
     if len(set(gather(digest, f"{name}.digest", process_set))) == 1:
         return

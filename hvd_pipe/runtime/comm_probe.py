@@ -63,14 +63,6 @@ def measure_comm(largest_bytes: int, sender: Sender) -> CommModel:
 
     Sizes grow eightfold from 1 KiB up to ``largest_bytes`` or `LARGEST`. What `BUDGET_S` leaves no
     time for is extrapolated from the two largest that were measured.
-
-    Args:
-        largest_bytes: The size of the largest message that matters, in bytes.
-        sender: Sends them.
-
-    Returns:
-        T, the time that a message occupies the link by its size; its delay is what passes beside.
-        It is ``blocking`` where NCCL does not carry the messages of every rank.
     """
     sizes = _sizes(min(largest_bytes, LARGEST))
     (sizes, seconds), delay = measure_allreduce(sizes, sender)
@@ -98,19 +90,6 @@ def measure_allreduce(
     Every rank takes part and gets the same answer: a sample is the slowest rank's time. Where
     delays are long, some sizes are left out, up to 1 MiB; above it a size that would not fit into
     the budget ends the measurement.
-
-    Args:
-        sizes: Sizes of messages in bytes, growing, multiples of 4.
-        sender: Sends them, on two ranks at least.
-        budget_s: Seconds that all this may take, about; the same on all ranks.
-        progress: Called after each size, on every rank.
-
-    Returns:
-        The sizes that were measured with T of each in seconds; and the delay in seconds.
-
-    Raises:
-        ValueError: Sizes that do not grow, or are no multiples of 4.
-        HvdPipeError: Another rank has too little memory; that one raises its own error.
     """
     sizes = list(sizes)
     if not sizes or sizes[0] < 4 or sizes != sorted(set(sizes)) or any(s % 4 for s in sizes):

@@ -8,11 +8,7 @@ __all__ = ["check_keras"]
 
 
 def check_keras() -> None:
-    """Raise unless this is Keras 3 on TensorFlow.
-
-    Raises:
-        ImportError: With what to install or set.
-    """
+    """Raise unless this is Keras 3 on TensorFlow."""
     keras, tf = (importlib.import_module(name) for name in ("keras", "tensorflow"))
     if int(keras.__version__.partition(".")[0]) < 3:
         raise ImportError(

@@ -37,9 +37,6 @@ def make_process_sets(
     """Return a process set of each group of ranks; all ranks call this with the same groups.
 
     Sets that are there already are used again, and stay until Horovod shuts down.
-
-    Raises:
-        HvdPipeError: Horovod allows no process sets to be added; on every rank.
     """
     everyone = members(world)
     wanted = sorted({tuple(sorted(group)) for group in groups})
@@ -76,12 +73,6 @@ def find_node(
     """Return the process set of this rank's node, and the weights of its ranks.
 
     All ranks call this, anew where Horovod has started anew: its process sets end with it.
-
-    Returns:
-        None where this rank is the only one of its node.
-
-    Raises:
-        HvdPipeError: Horovod allows no process sets to be added; on every rank.
     """
     everyone, told = members(world), agreement.gather(this_node(), f"{name}.names", world)
     nodes = by_node(everyone, told)

@@ -62,14 +62,7 @@ def elastic_run(
     restart: Callable[[], None],
     translated: Around = nullcontext,
 ) -> Callable[..., Any]:
-    """Return a training function ``func(state, ...)`` that starts anew when workers change.
-
-    Args:
-        func: The user's function.
-        finish: Leaves nothing in flight and saves the state; all ranks call it between two steps.
-        restart: Ends Horovod and starts it on the new workers.
-        translated: A context in which a failed message raises Horovod's own error.
-    """
+    """Return a training function ``func(state, ...)`` that starts anew when workers change."""
 
     @functools.wraps(func)
     def finishing(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,14 +98,7 @@ def observe(horovod: Any, start: Around, end: Around) -> None:
 
 
 def surround(owner: Any, name: str, around: Around, matters: Callable[[], bool]) -> None:
-    """Do something around each call of a function from now on; once for each function.
-
-    Args:
-        owner: A library, or a module of it, from which all callers take the function.
-        name: The function's.
-        around: What is to be done.
-        matters: Whether it is to be done at a call.
-    """
+    """Do something around each call of a function from now on; once for each function."""
     function = getattr(owner, name)
     if not isinstance(function, _Surrounded):
         setattr(owner, name, _Surrounded(function, around, matters))
@@ -142,13 +128,7 @@ class _Surrounded:
 
 
 def warn_of_missed_settings(horovod: Any, yields: bool, adapter: str) -> None:
-    """Say once what Horovod, which runs already, should have been started with.
-
-    Args:
-        horovod: The framework's ``mpi_ops``.
-        yields: Whether computing needs the processor that Open MPI would take while it waits.
-        adapter: Our module, whose ``init`` sets it.
-    """
+    """Say once what Horovod, which runs already, should have been started with."""
     if not horovod.is_initialized() or horovod.size() == 1 or horovod.rank() != 0:
         return
     wanted = {_FUSION: "0"} if _CYCLE not in os.environ else {}  # both crash a second start
@@ -174,9 +154,6 @@ def prepare(horovod: Any) -> None:
     In an elastic job, which will start again, it stays on where the user has set the cycle time.
     Where a script starts Horovod itself it stays as it was: a worker that comes to an elastic job
     starts before anything here can turn it off, and ranks that fuse unlike messages crash.
-
-    Raises:
-        HvdPipeError: This start, or one that must be expected, would crash the process.
     """
     global _fixed_both  # noqa: PLW0603 - one a process, as Horovod itself
     if horovod.is_initialized():
@@ -200,11 +177,7 @@ def prepare(horovod: Any) -> None:
 
 
 def note_end(horovod: Any) -> None:
-    """Before Horovod ends: note what that ends for good.
-
-    Args:
-        horovod: The framework's ``mpi_ops``.
-    """
+    """Before Horovod ends: note what that ends for good."""
     global _ended_mpi  # noqa: PLW0603
     if horovod.is_initialized() and horovod.mpi_enabled() and "mpi4py.MPI" not in sys.modules:
         _ended_mpi = True

@@ -57,7 +57,8 @@ def test_all_others_stand_still_where_a_rank_is_stopped(monkeypatch: pytest.Monk
     """With dynamic process sets, every call that sends waits for a lock, and keeps Python's.
 
     No thread of these ranks could say that they were alive: each was called stopped by the others,
-    and the job hung where all stood still.
+    and the job hung where all stood still. Where Horovod's thread waits for the stopped rank
+    without that lock, the others go on sending until Gloo gives up, and name the rank then.
     """
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     wrong = "all stand still"
@@ -66,7 +67,6 @@ def test_all_others_stand_still_where_a_rank_is_stopped(monkeypatch: pytest.Monk
         job.ended()
         assert job.launched.returncode != 0
         job.told_who_is_lost(LOST)
-        assert f"ends, as it waits for a rank that is lost: rank {LOST} on " in job.output
         assert "it is stopped, by a signal" in job.output, job.output
 
 

@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
 MAX_FILES = 235
-MAX_LINES = 47_890
+MAX_LINES = 47_700
 MAX_FILE_LINES = 400
 MAX_LINES_OF_ONE_IDEA = {  # where to divide a file would divide what belongs together
     "hvd_pipe/runtime/watch/heartbeat.py": 410,
     "hvd_pipe/torch/distributed.py": 425,
     "hvd_pipe/torch/messages/buckets.py": 520,
-    "hvd_pipe/torch/strategies/base.py": 609,
+    "hvd_pipe/torch/strategies/base.py": 600,
     "hvd_pipe/torch/strategies/merged_gradient.py": 420,
 }
 MAX_FUNCTION_LINES = 60  # without its docstring

@@ -216,13 +216,14 @@ def test_a_commit_of_the_others_counts_though_the_first_rank_is_lost_in_it() -> 
 
 
 def test_commits_that_are_lost_are_named() -> None:
-    """One may be, which a first rank that was lost has noted and others do not have; no more."""
+    """One may be, which a first rank has noted before it was lost, or stopped, in it; no more."""
     first = {"who": "a", "rank": 0, "size": 1, "weights": [0.0]}
     log = [{**first, "start": 0}, *({**first, "commit": step} for step in (10, 20, 30))]
-    for who, newest in (("a", [30]), ("b", [20, 30])):
+    stopped = [{**first, "broken": 30}]
+    for who, more, newest in (("a", [], [30]), ("a", stopped, [20, 30]), ("b", [], [20, 30])):
         for start in (0, 10, 20, 30):
             again = {**first, "who": who, "start": start}
-            _, wrong, _ = unequal_commits([*log, again], "pipe-sgd", 1, LR)
+            _, wrong, _ = unequal_commits([*log, *more, again], "pipe-sgd", 1, LR)
             lost = f"a start at step {start}, after commits at [0, 10, 20, 30]"
             assert (lost in wrong) == (start not in newest), (who, start)
 

@@ -261,15 +261,7 @@ class TraceRecorder(Recorder):
 def open_recorder(
     active: Recorder, make: Callable[[Path, int, int], Recorder], rank: int, size: int
 ) -> tuple[Recorder, Description]:
-    """Open this rank's file, if that is asked for, and return what all ranks must have alike.
-
-    Returns:
-        The recorder from now on, and whether there is one.
-
-    Raises:
-        HvdPipeError: The directory cannot be written.
-        ValueError: The limit is not a number of megabytes.
-    """
+    """Open this rank's file, if that is asked for, and return what all ranks must have alike."""
     alike = [(DIRECTORY, "set")]
     if active.is_on:
         return active, alike

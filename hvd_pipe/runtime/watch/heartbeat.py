@@ -165,11 +165,7 @@ class Heartbeat:
         self._tell({"lost": self.me, "how": f"{self.peers[self.me]} raised {what}"})
 
     def cause(self, patience_s: float) -> str | None:
-        """Return what has become of another rank, when communication has failed; None: nothing.
-
-        Args:
-            patience_s: Wait so long for news that are on their way.
-        """
+        """Return what has become of another rank, when communication has failed; None: nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._loss(self.limit_s) or self._left, patience_s)
             found = self._loss(0.0)

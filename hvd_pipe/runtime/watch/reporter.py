@@ -131,11 +131,7 @@ class Reporter:
         self._send({"raised": what})
 
     def cause(self, patience_s: float) -> str | None:
-        """Return what has become of another rank, when communication has failed; None: nothing.
-
-        Args:
-            patience_s: Wait so long for news that are on their way.
-        """
+        """Return what has become of another rank, when communication has failed; None: nothing."""
         with self._answered:
             self._answers.clear()
             if not self._send({"cause": patience_s}):

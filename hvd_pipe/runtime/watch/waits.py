@@ -87,11 +87,7 @@ def of_thread(thread: int) -> Wait | None:
 
 
 def sleep_between_polls(begun: float) -> None:
-    """Leave the processor to others for a tenth of the wait so far, 20 us to 0.5 ms.
-
-    Args:
-        begun: ``time.monotonic()`` when the wait began.
-    """
+    """Leave the processor to others for a tenth of the wait so far, 20 us to 0.5 ms."""
     time.sleep(min(max(0.1 * (time.monotonic() - begun), 2e-5), 5e-4))
 
 
