@@ -53,8 +53,10 @@ class Times:
 
     @property
     def utilisation(self) -> float:
-        """The part of the steady state in which the worker computes."""
-        return self.steady_compute_s / self.steady_s if self.steady_s else 0.0
+        """The part of the steady state, or of an epoch that has none, in which it computes."""
+        if not self.steady_s:  # one minibatch, or fewer than the pipeline holds
+            return self.compute_s / self.total_s if self.total_s else 0.0
+        return self.steady_compute_s / self.steady_s
 
 
 # Architecture: D1
@@ -68,20 +70,7 @@ def execute(
     recorder: Recorder = OFF,
     progress: Callable[[], object] | None = None,
 ) -> Times:
-    """Carry out a worker's program; all workers do this at the same time.
-
-    Args:
-        program: This worker's instructions.
-        stage: What computes.
-        transport: What carries messages to and from the neighbours.
-        layout: Which rank is who.
-        cut: Whether minibatches have microbatches, for the names in a timeline.
-        recorder: Where to note what happens when.
-        progress: Called after each backward pass.
-
-    Returns:
-        How long it has computed and waited.
-    """
+    """Carry out a worker's program; all workers do this at the same time."""
     _announce(program, transport, layout)
     times = Times()
     worker = _Worker(program, stage, transport, layout, times)

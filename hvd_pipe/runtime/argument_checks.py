@@ -9,9 +9,10 @@ from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
+from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.consensus import members
 from hvd_pipe.runtime.process_sets import refuse_static_sets
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 
 __all__ = [
     "allowed",
@@ -21,6 +22,7 @@ __all__ = [
     "check_passes",
     "check_process_set",
     "check_scaling",
+    "describe_strategy",
     "refuse_for_cocod",
     "refuse_ranks",
     "user_groups",
@@ -76,13 +78,7 @@ def check_process_set(process_set: Any) -> None:
 
 
 def check_groups(groups: Any, noun: str, kind: type = object) -> None:
-    """Raise unless ``groups`` is a positive int, or lists of different members.
-
-    Args:
-        groups: As the user passed it.
-        noun: What a member is called.
-        kind: Its class.
-    """
+    """Raise unless ``groups`` is a positive int, or lists of different members."""
     is_count = isinstance(groups, int) and not isinstance(groups, bool) and groups > 0
     is_lists = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not is_count and not is_lists:
@@ -181,6 +177,19 @@ def refuse_for_cocod(
         refuse_static_sets()
 
 
+def describe_strategy(strategy: Strategy, plan: Plan | None) -> str:
+    """Say what a strategy does on this rank, for ranks to compare.
+
+    Ranks may have files of other names with one plan. Messages are named by their places in it, so
+    the order counts as well.
+    """
+    if plan is None:
+        return str(strategy)
+    assert isinstance(strategy, MergedGradient)
+    text = f"MergedGradient(plan={plan.buckets}, overlap={strategy.overlap!r})"
+    return text if plan.order is None else f"{text}, sent as {plan.order}"
+
+
 def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
     """Refuse what names ranks, in an elastic job; ``has_weights`` is about CoCoD's."""
     for wrong, what, fix in (
@@ -196,15 +205,7 @@ def refuse_ranks(*, has_weights: bool, process_set: ProcessSet) -> None:
 def allowed(
     auto: Auto, check: Callable[[Method], None]
 ) -> tuple[tuple[Method, ...], dict[str, str]]:
-    """Return the allowed methods that go with the other arguments; and why others do not.
-
-    Args:
-        auto: What the user allows.
-        check: Raises ValueError where a method does not go with the other arguments.
-
-    Raises:
-        ValueError: None of them does.
-    """
+    """Return the allowed methods that go with the other arguments; and why others do not."""
     found: list[Method] = []
     left_out: dict[str, str] = {}
     for name in auto.allow:

@@ -81,11 +81,7 @@ def allocated_everywhere(
     process_set: ProcessSet,
     largest: Callable[[Sequence[float]], list[float]],
 ) -> T:
-    """Return what ``make`` returns, or raise on every rank where one has no memory for it.
-
-    Raises:
-        HvdPipeError: Another rank has too little memory; that one raises its own error.
-    """
+    """Return what ``make`` returns, or raise on every rank where one has no memory for it."""
     made, failure, lacking = None, None, 0.0
     try:
         made = make()
@@ -119,7 +115,7 @@ class Agreement:
         """Return every rank's JSON-able ``value``, in the order of the process set's ranks."""
         data = json.dumps(value).encode()
         with waiting_for(name):
-            alone = process_set.size() == 1
+            alone = len(members(process_set)) == 1
             parts = [data] if alone else self._gather_bytes(data, name, process_set)
         return [json.loads(part) for part in parts]
 
@@ -130,11 +126,7 @@ class Agreement:
 
     @shutdown_is_told()
     def found_by_first(self, find: Callable[[], Any], name: str, process_set: ProcessSet) -> Any:
-        """Return on every rank the JSON-able value that the first rank finds.
-
-        Raises:
-            HvdPipeError: ``find`` raised on the first rank, where its own error is raised.
-        """
+        """Return on every rank the JSON-able value that the first rank finds."""
         answer: dict[str, Any] | None = None
         failure: Exception | None = None
         if process_set.rank() == 0:
@@ -157,10 +149,6 @@ class Agreement:
 
         A rank on which it raises still takes part, so that the others hear of it instead of
         waiting for it.
-
-        Raises:
-            RanksDisagreeError: Two ranks' descriptions differ, or another rank's check raised.
-            Exception: What ``check`` raised on this rank.
         """
         failure: Exception | None = None
         try:
@@ -182,9 +170,6 @@ class Agreement:
 
         Equal digests cost one small message; the lines themselves travel only where they differ,
         of one rank for each digest: all lines of all ranks would be n times as much on every rank.
-
-        Raises:
-            RanksDisagreeError: Two ranks' descriptions differ.
         """
         digest = hashlib.sha256(json.dumps(list(mine)).encode()).hexdigest()
         digests = self.gather(digest, f"{name}.digest", process_set)

@@ -19,6 +19,7 @@ from hvd_pipe.runtime.argument_checks import (
     check_passes,
     check_process_set,
     check_scaling,
+    describe_strategy,
     refuse_for_cocod,
     refuse_ranks,
 )
@@ -41,6 +42,7 @@ class Arguments:
 
     Args:
         owner: How errors call what they are for.
+        accumulation_steps: What a Keras optimizer was given to accumulate.
     """
 
     owner: str
@@ -56,6 +58,7 @@ class Arguments:
     strategy: str | Strategy | None
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
+    accumulation_steps: int | None = None
 
     def check(self) -> Strategy:
         """Return the strategy; looks at this rank only and sends nothing.
@@ -171,16 +174,16 @@ class Arguments:
         """Say in lines what this rank is about to do; all ranks must say the same."""
         codec = self.compression
         name = repr(codec) if isinstance(codec, Codec) else _name_of(codec)
-        chosen: object = strategy
-        if isinstance(strategy, MergedGradient) and (plan := strategy.load_plan()) is not None:
-            chosen = f"MergedGradient(plan={plan.buckets})"
+        plan = strategy.load_plan() if isinstance(strategy, MergedGradient) else None
         return [
             ("what is distributed", self.owner),
-            ("strategy", str(chosen)),
+            ("strategy", describe_strategy(strategy, plan)),
             ("op", _OP_NAMES[self.op]),
             ("gradient_predivide_factor", str(self.gradient_predivide_factor)),
             ("compression", name),
             ("backward_passes_per_step", str(self.backward_passes_per_step)),
+            ("average_aggregated_gradients", str(self.average_aggregated_gradients)),
+            ("the optimizer's gradient_accumulation_steps", str(self.accumulation_steps)),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("scale_local_gradients", str(self.scale_local_gradients)),
         ]

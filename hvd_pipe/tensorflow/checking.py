@@ -78,7 +78,7 @@ class Replicas:
         name = call_name(f"{self._name}.present")
         one = tf.cast(steps > 0, tf.float32)  # of a constant, TensorFlow would keep the first sum
         present = allreduce(one, op=Sum, name=name, process_set=self._process_set)
-        everyone = tf.equal(present, float(self._process_set.size()))
+        everyone = tf.equal(present, float(len(members(self._process_set))))
         return tf.cond(everyone, lambda: self._compare(steps, gradients), tf.no_op)
 
     def _compare(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:

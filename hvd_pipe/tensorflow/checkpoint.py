@@ -21,6 +21,7 @@ from hvd_pipe.planning.methods import spell
 from hvd_pipe.strategy import Auto, parse
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.graphs import Arrays
+from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 
 __all__ = ["InFlight"]
 
@@ -83,8 +84,11 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
             )
             self._sessions.go_back(None)
             return
+        is_others = (head["rank"], head["size"]) != (rank(), size())
+        if is_others:
+            arrays = {name: each for name, each in arrays.items() if f"/{RESIDUAL}" not in name}
         own = [name for name in arrays if not name.endswith(COMMON)]
-        if (head["rank"], head["size"]) != (rank(), size()) and own:
+        if is_others and own:
             _log.warning(
                 "rank %d of %d goes on with what rank %d of %d had in flight; for a run that goes "
                 "on bit for bit, save and load on each rank, or call optimizer.synchronize() "

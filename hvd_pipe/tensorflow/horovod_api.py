@@ -12,6 +12,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
 from hvd_pipe.tensorflow import keras_patches, workers
+from hvd_pipe.tensorflow.agree import members
 from hvd_pipe.tensorflow.graphs import call_name, raw
 
 __all__ = [
@@ -76,7 +77,7 @@ def broadcast_variables(
         >>> weights = tf.Variable([1.0, 2.0])
         >>> broadcast_variables([weights], root_rank=0)
     """
-    if process_set.size() == 1 or not process_set.included():
+    if len(members(process_set)) == 1 or not process_set.included():
         return None if tf.executing_eagerly() else tf.no_op()
     kept = [raw(each) for each in variables]
     if tf.executing_eagerly():

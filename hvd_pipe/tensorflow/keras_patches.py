@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import is_initialized
+from horovod.tensorflow.mpi_ops import is_initialized, size
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
@@ -25,9 +25,18 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-__all__ = ["PATCHES", "Patch", "build", "install", "note_model", "noted_models"]
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "build",
+    "install",
+    "note_distributed",
+    "note_model",
+    "noted_models",
+]
 
 _models: list[weakref.ref[Any]] = []
+_expects_distributed = False
 
 
 def note_model(model: Any) -> None:
@@ -40,6 +49,28 @@ def note_model(model: Any) -> None:
 def noted_models() -> list[Any]:
     """Return the models that have been trained, and are still there."""
     return [model for model in (reference() for reference in _models) if model is not None]
+
+
+def note_distributed() -> None:
+    """Take it that the script distributes its optimizers."""
+    global _expects_distributed  # noqa: PLW0603 - one a process, as Horovod itself
+    _expects_distributed = True
+
+
+def _warn_of_plain(model: Any) -> None:
+    """Say once that a model trains on each rank by itself."""
+    global _expects_distributed  # noqa: PLW0603
+    is_keras = type(model).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
+    if _expects_distributed and is_keras and is_initialized() and size() > 1:
+        _expects_distributed = False
+        name = type(model.optimizer).__name__
+        warnings.warn(
+            f"model.fit trains with a {name} that is not distributed, each rank by itself (said "
+            "once). Copies of a model, and models from files, have a "
+            "plain optimizer: compile with hvd.DistributedOptimizer(model.optimizer), or load by "
+            "hvd.load_model.",
+            stacklevel=3,
+        )
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -106,7 +137,8 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _distributed(getattr(self, "optimizer", None)) is not None:
-            given = inspect.signature(fit).bind(self, *args, **kwargs).arguments.get("callbacks")
+            bound = inspect.signature(fit).bind(self, *args, **kwargs).arguments
+            given = bound.get("callbacks", kwargs.get("callbacks"))  # another may have wrapped fit
             given = getattr(given, "callbacks", given)
             for each in given if isinstance(given, list | tuple) else [given]:
                 _refuse_keras_2(each)
@@ -115,12 +147,18 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
             is_ready = is_keras and all(layer.built for layer in self._flatten_layers())
             if is_ready and not self.optimizer.built:
                 build(self.optimizer, self.trainable_weights)
+        elif getattr(self, "optimizer", None) is not None:
+            _warn_of_plain(self)
+        all_of = {id(each): each for each in map(_distributed, vars(self).values()) if each}
         try:
-            return fit(self, *args, **kwargs)
+            history = fit(self, *args, **kwargs)
         finally:
-            for each in (_distributed(value) for value in vars(self).values()):
-                if each is not None and each._hvd_pipe.watcher is not None:
+            for each in all_of.values():
+                if each._hvd_pipe.watcher is not None:
                     each._hvd_pipe.watcher.takes(None)  # also after an exception
+        for session in (session for each in all_of.values() for session in each._hvd_pipe):
+            session.end_fit()
+        return history
 
     return fitted
 

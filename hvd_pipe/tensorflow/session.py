@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import Sum
+from horovod.tensorflow import allreduce
+from horovod.tensorflow.mpi_ops import Average, Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.argument_checks import user_groups
 from hvd_pipe.strategy import MergedGradient, Method, PipeSGD
-from hvd_pipe.tensorflow.agree import Description, checked, gather
+from hvd_pipe.tensorflow.agree import Description, checked, gather, members
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import identity, raw
@@ -104,7 +105,7 @@ class Session:
     @property
     def workers(self) -> int:
         """How many ranks distribute these gradients."""
-        return int(self._arguments.process_set.size())
+        return len(members(self._arguments.process_set))
 
     @property
     def refuses_join(self) -> bool:
@@ -171,12 +172,7 @@ class Session:
             return
         if check_mode.active.on:
             self._compare_replicas()
-            return
-        crc = 0
-        for index in self._sent:
-            crc = zlib.crc32(raw(self.variables[index]).numpy().tobytes(), crc)
-        everyone = gather(crc, f"{self.tag}.replicas", process_set)
-        if len(set(everyone)) > 1 and process_set.rank() == 0:
+        elif self._are_unlike() and process_set.rank() == 0:
             _log.warning(
                 "replicas differ after training with the same gradients: they began differently. "
                 "Pass callbacks=[BroadcastGlobalVariablesCallback(0)] of "
@@ -184,6 +180,27 @@ class Session:
                 "broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
                 "before the first step."
             )
+
+    def end_fit(self) -> None:
+        """Have equal replicas where callbacks have set unlike weights at the end of ``fit``."""
+        process_set = self._arguments.process_set
+        if not process_set.included() or not self._are_unlike():
+            return
+        if process_set.rank() == 0 and not isinstance(self.engine, CoCoDEngine):
+            _log.warning(
+                "a callback has set weights at the end of fit, and they differ between ranks: the "
+                "weights are their mean now. EarlyStopping(restore_best_weights=True) chooses by "
+                "the metrics of one rank, unless MetricAverageCallback() stands before it."
+            )
+        for index in self._sent:
+            variable, name = raw(self.variables[index]), f"{self.tag}.end.{index}"
+            variable.assign(allreduce(variable, op=Average, name=name, process_set=process_set))
+
+    def _are_unlike(self) -> bool:
+        crc = 0
+        for index in self._sent:
+            crc = zlib.crc32(raw(self.variables[index]).numpy().tobytes(), crc)
+        return len(set(gather(crc, f"{self.tag}.replicas", self._arguments.process_set))) > 1
 
     def _compare_replicas(self) -> None:
         values = [np.asarray(raw(self.variables[index])) for index in self._sent]

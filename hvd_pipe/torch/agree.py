@@ -44,7 +44,7 @@ gather = agreement.gather
 def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list[float]:
     """Return, element by element, the largest of all ranks' ``values``."""
     tensor = torch.tensor(values, dtype=torch.float64)
-    if process_set.size() > 1:
+    if len(members(process_set)) > 1:
         allreduce_(tensor, name=name, op=_Max, process_set=process_set)
     return list(tensor.tolist())
 

@@ -27,6 +27,7 @@ from hvd_pipe.runtime.argument_checks import (
     check_passes,
     check_process_set,
     check_scaling,
+    describe_strategy,
     refuse_for_cocod,
     refuse_ranks,
     user_groups,
@@ -34,7 +35,7 @@ from hvd_pipe.runtime.argument_checks import (
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.torch import workers
-from hvd_pipe.torch.agree import Description, agreement
+from hvd_pipe.torch.agree import Description, agreement, members
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
@@ -85,7 +86,7 @@ class Arguments:
             groups=None,
             owner=Owner(lambda: None),
         )
-        if self.groups is not None and (isinstance(self.groups, list) or self.groups != 0):
+        if self.groups is not None:
             check_groups(self.groups, "parameter", torch.Tensor)
             indices = range(len(parameters))
             frozen = owned_by(optimizer)
@@ -154,7 +155,7 @@ class Arguments:
         self, optimizer: torch.optim.Optimizer, strategy: Strategy, groups: object
     ) -> None:
         """Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised."""
-        workers = int(self.process_set.size())
+        workers = len(members(self.process_set))
         options = f"strategy={strategy.name!r} with its options"
         for wrong, what, fix in (
             (strategy != MergedGradient(), options, "'merged-gradient' as it is"),
@@ -188,16 +189,9 @@ class Checked:
     def describe(self) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
         settings, reduction = self.settings, self.settings.reduction
-        strategy: object = self.strategy
-        if self.plan is not None:
-            assert isinstance(self.strategy, MergedGradient)
-            overlap = self.strategy.overlap
-            strategy = f"MergedGradient(plan={self.plan.buckets}, overlap={overlap!r})"
-            if self.plan.order is not None:
-                strategy += f", sent as {self.plan.order}"
         compression = reduction.compression
         lines = [
-            ("strategy", str(strategy)),
+            ("strategy", describe_strategy(self.strategy, self.plan)),
             ("op", _OP_NAMES[reduction.op]),
             ("gradient_predivide_factor", str(reduction.gradient_predivide_factor)),
             ("compression", _name_of(compression)),

@@ -75,7 +75,7 @@ def refuse_changed(names: Sequence[str], tag: str, process_set: ProcessSet) -> N
         HvdPipeError: Names the first of them, and its rank.
     """
     everyone = [names]
-    if process_set.included() and process_set.size() > 1:
+    if process_set.included() and len(members(process_set)) > 1:
         everyone = gather(names, tag, process_set)
     for rank, changed in zip(members(process_set), everyone, strict=False):
         if changed:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.messages.allreduce import sendable
+from hvd_pipe.torch.parameters import check_has_shape
 
 __all__ = [
     "broadcast_optimizer_state",
@@ -99,7 +100,9 @@ def broadcast_tensors(named: Iterable[tuple[str | None, torch.Tensor]], root_ran
         named: The tensors, with names for their messages that all ranks share.
         root_rank: The rank whose values count.
     """
-    sent = []
+    named, sent = list(named), []
+    for name, tensor in named:
+        check_has_shape(name, tensor)
     for name, tensor in named:
         wire = sendable(tensor).contiguous()
         sent.append((tensor, wire, broadcast_async_(wire, root_rank, name)))

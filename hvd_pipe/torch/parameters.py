@@ -31,7 +31,9 @@ __all__ = [
     "NewGradients",
     "all_names",
     "are_finite",
+    "check_has_shape",
     "check_parameter",
+    "gradient_dtype",
     "is_zero",
     "owned_by",
     "trainable",
@@ -118,6 +120,7 @@ def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[st
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raise unless gradients of this dtype and device can be sent."""
+    check_has_shape(name, parameter)
     if is_traceable_wrapper_subclass(parameter):
         raise ValueError(
             f"{name!r} is a {type(parameter).__name__}: only plain tensors can be averaged. "
@@ -143,6 +146,20 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         f"Horovod cannot all-reduce {name!r}, {dtype} ({parameter.layout}) on "
         f"{parameter.device}: {fix}."
     )
+
+
+def check_has_shape(name: str | None, tensor: torch.Tensor) -> None:
+    """Raise for what a LazyModule has not made yet."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(
+            f"{name!r} has no shape yet: run one batch through the model, on all ranks, before "
+            "hvd.broadcast_parameters and DistributedOptimizer."
+        )
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient; ``p.grad_dtype`` sets it (torch 2.10 on)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class NewGradients:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from on_ranks import on_ranks
+from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow.keras as hvd
+from hvd_pipe.tensorflow import keras_patches
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 
 two = on_ranks(2, init=hvd.init)
@@ -32,7 +36,9 @@ OF_WHAT: dict[str, dict[str, Any]] = {
 def assert_alike(one: Any, other: Any) -> None:
     assert isinstance(one, DistributedMixin)
     assert isinstance(other, DistributedMixin)
-    assert one._hvd_pipe.arguments == other._hvd_pipe.arguments
+    mine, others = one._hvd_pipe.arguments, other._hvd_pipe.arguments
+    assert mine.process_set.ranks == others.process_set.ranks
+    assert replace(mine, process_set=others.process_set) == others
     assert one._hvd_pipe.method == other._hvd_pipe.method
 
 
@@ -72,3 +78,91 @@ def test_it_averages_as_its_original() -> None:
             optimizer.apply([gradient], [weights[-1]])
     for weight in weights:
         np.testing.assert_allclose(weight.numpy(), -1.5 - 15.0, rtol=1e-6)
+
+
+@two
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("case", OF_WHAT)
+def test_a_copy_is_distributed(case: str, how: str) -> None:
+    """Keras copies by what it saves, which is a plain optimizer: ``fit`` averaged nothing."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), **OF_WHAT[case])
+    optimizer.build([keras.Variable(np.ones(3), name="weight")])
+    found = (
+        copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    )
+    assert_alike(found, optimizer)
+    assert found is not optimizer
+
+
+@two
+def test_a_model_with_a_plain_optimizer_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
+    """A copied or loaded model has one, where the script distributes its optimizers."""
+    keras_patches.note_distributed()
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
+    copied = copy.deepcopy(model)
+    x = np.ones((2, 1))
+    for _ in range(2):
+        copied.fit(x, x, verbose=0)
+    told = [str(each.message) for each in recwarn if "not distributed" in str(each.message)]
+    assert len(told) == 1
+    assert "hvd.load_model" in told[0]
+
+
+@two
+def test_fit_and_compile_that_others_have_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As autologging tools do, with a function that takes any arguments."""
+    told = []
+
+    def wrapping(plain: Any) -> Any:
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            told.append(plain.__name__)
+            return plain(self, *args, **kwargs)
+
+        return wrapped
+
+    wrap = {patch.name: patch for patch in keras_patches.PATCHES}
+    for name in ("fit", "compile"):
+        owner = wrap[name].owner
+        patched = wrap[name].wrap(wrapping(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, patched)
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = np.ones((2, 1)) * (1 + hvd.rank())
+    model.fit(x, x, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert told == ["compile", "fit"]
+    np.testing.assert_array_equal(*gather(model.get_weights()))
+    with pytest.raises(TypeError, match="is for Keras 2"):
+        model.fit(x, x, verbose=0, callbacks=[Keras2()])
+
+
+class Keras2(keras.callbacks.Callback):
+    pass
+
+
+Keras2.__module__, Keras2.__name__ = "horovod._keras.callbacks", "BroadcastGlobalVariablesCallback"
+
+
+class SetsWeights(keras.callbacks.Callback):
+    """Sets each rank's own weights, as EarlyStopping(restore_best_weights=True) does."""
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.model.set_weights([np.full((1, 1), 3.0 + 2 * hvd.rank())])
+
+
+@two
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "cocod"])
+def test_weights_that_callbacks_set_at_the_end_of_fit(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They stayed unlike, as the optimizer had finished before."""
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
+    model.compile(optimizer, "mse")
+    x = np.ones((2, 1))
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x, verbose=0, callbacks=[start])
+    model.fit(x, x, verbose=0, callbacks=[start, SetsWeights()])
+    np.testing.assert_array_equal(model.get_weights(), [[[4.0]]])
+    told = [each for each in caplog.messages if "a callback has set weights at the end" in each]
+    assert len(told) == (hvd.rank() == 0 and strategy != "cocod")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,8 +16,14 @@ from on_ranks import on_ranks
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.errors import RanksDisagreeError
+from hvd_pipe.planning.plan import Plan
 
 two = on_ranks(2, init=hvd.init, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+
+def sent_as(order: tuple[int, ...]) -> hvd.MergedGradient:
+    return hvd.MergedGradient(Plan((("a",), ("b",)), "given", order=order), overlap="forward")
+
 
 OF_OPTIMIZERS: dict[str, Differing] = {
     **common(hvd),
@@ -28,21 +35,42 @@ OF_OPTIMIZERS: dict[str, Differing] = {
         "the optimizer Adam",
     ),
     "scale_local_gradients": argument("scale_local_gradients", True, False),
+    "average_aggregated_gradients": argument("average_aggregated_gradients", True, False),
+    "gradient_accumulation_steps": argument(
+        "optimizer",
+        partial(keras.optimizers.SGD, gradient_accumulation_steps=2),
+        partial(keras.optimizers.SGD, gradient_accumulation_steps=3),
+        "2",
+        "3",
+    ),
+    "order of a plan": Differing(
+        ({"strategy": sent_as((0, 1))}, {"strategy": sent_as((1, 0))}),
+        ("sent as (0, 1)", "sent as (1, 0)"),
+    ),
     "groups": argument("groups", 1, 2),
     "num_groups": argument("num_groups", 1, 2),
 }
+OF_APPLY = {
+    "optimizer",
+    "backward_passes_per_step",
+    "average_aggregated_gradients",
+    "gradient_accumulation_steps",
+    "order of a plan",
+}
+"""What tapes do not have."""
+
 OF_TAPES = {
     key: row
     for key, row in OF_OPTIMIZERS.items()
-    if key not in {"optimizer", "backward_passes_per_step"}
+    if key not in OF_APPLY
     and not key.startswith(("CoCoD.", "Auto.", "PipeSGD.prediction", "MergedGradient.overlap"))
 }
 
 PLACES = {"name", "device_dense", "device_sparse"}
 """What each rank may have as it likes: where it computes, and a name that nobody uses."""
 
-NOT_TOLD = {"process_set", "average_aggregated_gradients"}
-"""Ranks that do not mean the same ranks do not meet. The other one is not compared yet."""
+NOT_TOLD = {"process_set"}
+"""Ranks that do not mean the same ranks do not meet."""
 
 
 @two

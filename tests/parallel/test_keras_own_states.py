@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from on_ranks import on_ranks
+from keras_training import assert_alike
+from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
@@ -51,6 +53,39 @@ def test_the_gradient_in_flight_becomes_that_of_all_or_of_rank_0(hosts_change: b
     optimizer.synchronize()
     expected = -1.5 * first - (1.5 if hosts_change else 1.0) * last
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)
+
+
+CODECS = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "bf16": hvd.BF16(error_feedback=True),
+    "int8": INT8,
+}
+
+
+@two
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "cocod:period=2"])
+def test_rank_0s_file_on_all_ranks(strategy: str, codec: str, tmp_path: Path) -> None:
+    """Residuals of rank 0 were added on every rank to what it sent next."""
+    weight, optimizer, _ = trained(strategy, CODECS[codec])
+    path = gather(str(tmp_path / "rank 0's"))[0]
+    if hvd.rank() == 0:
+        tf.train.Checkpoint(weight=weight.value, optimizer=optimizer).write(path)
+    gather("written")
+    before = lost(optimizer)
+    weight, optimizer, _ = trained(strategy, CODECS[codec])
+    tf.train.Checkpoint(weight=weight.value, optimizer=optimizer).read(path)
+    after = lost(optimizer)
+    assert after.keys() == before.keys()
+    assert bool(after) == (codec in {"bf16", "int8"})
+    for name, array in after.items():
+        np.testing.assert_array_equal(array, before[name] if hvd.rank() == 0 else 0.0)
+    for number in range(4):
+        values = np.linspace(1.0, 2.0 + number, 8) * (1 + hvd.rank())
+        optimizer.apply([tf.constant(values, tf.float32)], [weight])
+    optimizer.synchronize()
+    assert_alike(weight.numpy())
 
 
 @two

@@ -30,13 +30,21 @@ STEPS = 5
 Labelled = dict[str, list[Any]]
 
 
-def trained(strategy: str) -> tuple[nn.Module, Any]:
+CODECS = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "bf16": hvd.BF16(error_feedback=True),
+    "int8": hvd.Int8(chunk=8, error_feedback=True),
+}
+
+
+def trained(strategy: str, codec: str = "int8") -> tuple[nn.Module, Any]:
     """A model with an optimizer whose codec has lost something, on each rank something else."""
     model = make_model(torch.float32)
     optimizer = hvd.DistributedOptimizer(
         OPTIMIZERS["momentum"](model),
         model.named_parameters(),
-        compression=hvd.Int8(chunk=8, error_feedback=True),
+        compression=CODECS[codec],
         strategy=strategy,
     )
     for step in range(STEPS):
@@ -110,3 +118,31 @@ def test_residuals_stay_with_their_rank(strategy: str, way: str) -> None:
         for now, then in zip(residuals, before[label], strict=True):
             expected = then if keeps[hvd.rank()] else torch.zeros_like(then)
             np.testing.assert_array_equal(now, expected, label)
+
+
+@two
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rank_0s_file_on_all_ranks(strategy: str, codec: str) -> None:
+    """Replicas are equal afterwards, and what a codec has lost on rank 0 is sent once."""
+    model, optimizer = trained(strategy, codec)
+    weights, state = gather((model.state_dict(), optimizer.state_dict()))[0]
+    before = optimizer._engine().state().tensors
+    model, optimizer = trained(strategy, codec)
+    model.load_state_dict(copy.deepcopy(weights))
+    optimizer.load_state_dict(copy.deepcopy(state))
+    after = optimizer._engine().state().tensors
+    labels = [label for label in before if label.startswith("own.")]
+    assert bool(labels) == (codec in {"bf16", "int8"})
+    for label in labels:
+        for now, then in zip(after[label], before[label], strict=True):
+            expected = then if hvd.rank() == 0 else torch.zeros_like(then)
+            np.testing.assert_array_equal(now, expected, label)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    first, other = gather([p.detach().numpy() for p in model.parameters()])
+    for one, another in zip(first, other, strict=True):
+        np.testing.assert_array_equal(one, another)

@@ -10,6 +10,7 @@ import pytest
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.pipeline.build import Framework
+from hvd_pipe.pipeline.executor import Times
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
 from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.runtime.consensus import Agreement
@@ -99,3 +100,12 @@ def test_what_is_not_built_names_what_builds_it() -> None:
         engine.load("x")
     engine.load("x", sample=1)
     assert (engine.epoch, engine.made) == (7, 1)
+
+
+def test_the_utilisation_of_an_epoch_that_never_fills_the_pipeline() -> None:
+    """It was 0 for one minibatch."""
+    assert Times(total_s=4.0, compute_s=1.0).utilisation == 0.25
+    assert (
+        Times(total_s=4.0, compute_s=1.0, steady_s=2.0, steady_compute_s=0.9).utilisation == 0.45
+    )
+    assert Times().utilisation == 0.0

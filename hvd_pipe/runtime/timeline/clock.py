@@ -17,6 +17,8 @@ from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
+from hvd_pipe.runtime.consensus import members
+
 __all__ = ["Clock", "agree_on_clock", "bound_offset", "own_clock"]
 
 Gather = Callable[[Any, str, ProcessSet], list[Any]]
@@ -37,16 +39,9 @@ class Clock:
 def agree_on_clock(
     meet: Callable[[], object], gather: Gather, name: str, process_set: ProcessSet
 ) -> Clock:
-    """Return the zero of the process set's first rank.
-
-    Args:
-        meet: Makes a small all-reduce over the process set.
-        gather: Of the framework's `hvd_pipe.runtime.consensus.Agreement`.
-        name: Begins the names of the messages that ``gather`` sends.
-        process_set: The ranks that take part.
-    """
+    """Return the zero of the process set's first rank."""
     entered, left = [], []
-    for _ in range(_ROUNDS if process_set.size() > 1 else 0):
+    for _ in range(_ROUNDS if len(members(process_set)) > 1 else 0):
         entered.append(time.time_ns())
         meet()
         left.append(time.time_ns())

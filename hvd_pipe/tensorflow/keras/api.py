@@ -96,10 +96,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         warnings.warn("num_groups is Horovod's old name: use groups", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
     passes = backward_passes_per_step
-    if passes != 1 and getattr(optimizer, "gradient_accumulation_steps", None):
+    accumulation_steps = getattr(optimizer, "gradient_accumulation_steps", None)
+    if passes != 1 and accumulation_steps:
         raise ValueError(
             f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps} both sum up gradients: give one of them."
+            f"{accumulation_steps} both sum up gradients: give one of them."
         )
     arguments = Arguments(
         owner=f"the optimizer {type(optimizer).__name__}",
@@ -115,6 +116,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         strategy=strategy,
         backward_passes_per_step=passes,
         average_aggregated_gradients=average_aggregated_gradients,
+        accumulation_steps=accumulation_steps,
     )
     return distribute(optimizer, arguments)
 

@@ -125,11 +125,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.broadcast_done = False
         self.planning = PlanningCallback()
         self._generation = workers.generation()
-        if local_variables is None:
-            local_variables = []
-        elif not isinstance(local_variables, list | tuple):
-            local_variables = [local_variables]
-        self._local = {identity(each) for each in local_variables}
+        given = [] if local_variables is None else local_variables
+        given = given if isinstance(given, list | tuple) else [given]
+        self._local = {identity(each) for each in given}
+        self._sent: set[int] = set()
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep this variable."""
@@ -146,18 +145,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: Any = None) -> None:
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
-            self.broadcast_done = False
+            self.broadcast_done, self._sent = False, set()
         note_model(self.model)
         for optimizer in _distributed(self.model):
             optimizer._hvd_pipe_kept |= self._local
             self._check_steps(optimizer)
         self.planning.on_train_begin(logs)
-        # `fit` has built the model and the optimizer; a model that it cannot build waits a step.
-        if self.model.built and all(each.built for each in _optimizers(self.model)):
-            self._broadcast()
+        # `fit` has built the model, and the optimizer of Keras' own step; the rest waits a step.
+        if all(layer.built for layer in self.model._flatten_layers(include_self=False)):
+            self._broadcast(all(each.built for each in _optimizers(self.model)))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._broadcast()
+        self._broadcast(True)
         self.planning.on_train_batch_end(batch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -184,14 +183,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             lines = [(label, str(steps)), ("epochs", str(epochs))]
             check_alike(lines, f"{optimizer._hvd_pipe.tag}.steps", process_set)
 
-    def _broadcast(self) -> None:
+    def _broadcast(self, is_last: bool) -> None:
         if self.broadcast_done:
             return
-        self.broadcast_done = True
+        self.broadcast_done = is_last
         optimizers = _optimizers(self.model)
         distributed = _distributed(self.model)
         found = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
-        kept = set(self._local)
+        kept = self._local | self._sent
         for optimizer in distributed:
             kept |= optimizer._hvd_pipe_local
             kept |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
@@ -200,16 +199,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             for each in found
             if identity(each) not in kept and each.name != "seed_generator_state"
         ]
+        self._sent |= {identity(each) for each in shared}
         broadcast_variables(shared, self.root_rank)
         for optimizer in distributed:
             optimizer._hvd_pipe.agree()
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Return the optimizer that a model was compiled with, and those that it has as attributes."""
-    found = [model.optimizer, *vars(model).values()]
+    """Return the optimizer that a model was compiled with, and those in its attributes."""
+    found = [model.optimizer, *_within([*vars(model).values()])]
     unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
+
+
+def _within(value: Any) -> list[Any]:
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(parts, list | tuple):
+        return [parts]
+    return [each for part in parts for each in _within(part)]
 
 
 def _distributed(model: Any) -> list[Any]:

@@ -34,7 +34,7 @@ from hvd_pipe.tensorflow.graphs import all_finite, branch, check_graph, data_of_
 from hvd_pipe.tensorflow.keras import late_updates
 from hvd_pipe.tensorflow.keras.accumulation import Accumulation
 from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
-from hvd_pipe.tensorflow.keras_patches import build
+from hvd_pipe.tensorflow.keras_patches import build, note_distributed
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions
@@ -68,6 +68,11 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """
         plain = cls._hvd_pipe_plain.from_config(*args, **kwargs)
         return distribute(plain, cls._hvd_pipe_arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a distributed optimizer; Keras would make a plain one of it."""
+        _, saved = super().__reduce__()
+        return _revived, (self._hvd_pipe_plain, self._hvd_pipe_arguments, *saved)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """As Keras' ``apply``, with the gradients that are due instead of this rank's alone."""
@@ -295,11 +300,7 @@ _classes: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def distribute(optimizer: Any, arguments: Arguments) -> Any:
-    """Make the distributed twin; it shares the optimizer's attributes, so nothing is lost.
-
-    Raises:
-        TypeError, ValueError: What cannot be, on any rank.
-    """
+    """Make the distributed twin; it shares the optimizer's attributes, so nothing is lost."""
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise TypeError(
             f"tf.compat.v1.train.{type(optimizer).__name__} belongs to TensorFlow 1's graphs and "
@@ -320,6 +321,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
             "wrap the optimizer inside of LossScaleOptimizer: keras.optimizers.LossScaleOptimizer("
             "hvd.DistributedOptimizer(optimizer)). Keras does that by itself under mixed_float16."
         )
+    note_distributed()
     sessions = Sessions(arguments)
     plain: Any = type(optimizer)
     # Groups are of this optimizer's variables, which a class would keep, and a copy does not have.
@@ -338,6 +340,10 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     sessions.own(wrapped._hvd_pipe_accumulation)
     wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
     return wrapped
+
+
+def _revived(plain: Any, arguments: Arguments, saved: Any) -> Any:
+    return distribute(plain._unpickle_model(saved), arguments)
 
 
 def _distributed_class(cls: Any, arguments: Arguments) -> Any:

@@ -22,11 +22,7 @@ LOSS = "(loss)"
 
 
 def functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
-    """Return the graph of a model's layers.
-
-    Raises:
-        ValueError: It has none, and none can be made.
-    """
+    """Return the graph of a model's layers."""
     if isinstance(model, Functional):
         return model
     if isinstance(model, keras.Sequential):

@@ -146,14 +146,7 @@ class Step(AbstractContextManager["Step"]):
         self._mark(lambda: self._recorder.ready(name), values)
 
     def launch(self, values: tf.Tensor, name: str, nbytes: Any, fresh: bool) -> Message:
-        """Note that a message leaves.
-
-        Args:
-            values: What it carries.
-            name: Its name.
-            nbytes: Its size, which may be a tensor.
-            fresh: Whether its values have just become ready, which is noted, too.
-        """
+        """Note that a message leaves."""
         message = Message(self._recorder, name, fresh)
         message.token = self._mark(message.launched, values, tf.cast(nbytes, tf.int64))
         return message
@@ -167,15 +160,7 @@ class Step(AbstractContextManager["Step"]):
         self._mark(landed, values, message.token)
 
     def end(self, variables: Sequence[Any] = (), when: Any = True) -> Any:
-        """Note that the step is over, and return what waits for that.
-
-        Args:
-            variables: Those that the update has changed.
-            when: Whether there was an update, which may be a tensor; None for always.
-
-        Returns:
-            A context: operations made in it come after the note.
-        """
+        """Note that the step is over, and return what waits for that."""
         has = bool(variables)
         due = tf.constant(True) if when is None else tf.convert_to_tensor(when)
 

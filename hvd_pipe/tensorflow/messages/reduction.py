@@ -19,6 +19,7 @@ from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.tensorflow.agree import members
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression
 from hvd_pipe.tensorflow.graphs import call_name, variable
@@ -73,12 +74,12 @@ class Reduction:
     @cached_property
     def alone(self) -> bool:
         """Whether this rank has nobody to reduce with, or is no member of the process set."""
-        return not self.process_set.included() or bool(self.process_set.size() == 1)
+        return not self.process_set.included() or len(members(self.process_set)) == 1
 
     @cached_property
     def workers(self) -> int:
         """How many ranks reduce."""
-        return 1 if self.alone else int(self.process_set.size())
+        return 1 if self.alone else len(members(self.process_set))
 
     @cached_property
     def factor(self) -> float:
@@ -137,14 +138,7 @@ class Reduction:
         *,
         fresh: bool = True,
     ) -> tf.Tensor:
-        """Return the reduced buffer: the same bits on every rank.
-
-        Args:
-            flat: One-dimensional, of a known size.
-            name: The same on all ranks.
-            feedback: What `feedback` has returned for this message.
-            fresh: Whether its values have just become ready, as a timeline shows it.
-        """
+        """Return the reduced buffer: the same bits on every rank."""
         if self.alone:
             return tf.identity(flat)
         name = call_name(name)

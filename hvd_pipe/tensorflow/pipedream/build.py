@@ -52,11 +52,7 @@ class KerasOptions(Options):
         return graph_of(self.model)
 
     def check(self, workers: int) -> Description:
-        """Check all arguments, and return what ranks must have alike.
-
-        Raises:
-            TypeError, ValueError: One of them cannot be; says what can.
-        """
+        """Check all arguments, and return what ranks must have alike."""
         graph = self.graph
         if not self.model.trainable_variables:
             raise ValueError(f"the model {self.model.name!r} has no weight to train.")
@@ -161,11 +157,7 @@ class KerasPipeline(BuiltPipeline):
 
 
 def build(options: KerasOptions, batch: Any) -> KerasPipeline:
-    """Build this worker's part; all ranks do this at the same time, with their first minibatch.
-
-    Raises:
-        TypeError, ValueError, HvdPipeError: The model, the minibatch or the plan cannot be.
-    """
+    """Build this worker's part; all ranks do this at the same time, with their first minibatch."""
     graph = options.graph
 
     def look() -> tuple[None, Description]:

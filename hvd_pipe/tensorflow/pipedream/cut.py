@@ -124,23 +124,13 @@ def profile_of(
     steps: int = 5,
     skip: int = 2,
 ) -> ModelProfile:
-    """Return what each block of a model costs; the model's variables keep their values.
-
-    Raises:
-        ValueError: Inputs that are not the model's, or nothing to train.
-    """
+    """Return what each block of a model costs; the model's variables keep their values."""
     measured = measure_profile(model, graph.feed(x), loss, steps=steps, skip=skip)
     return merged(measured, graph, blocks_of(graph))
 
 
 def merged(profile: ModelProfile, graph: Graph, blocks: Blocks) -> ModelProfile:
-    """Return a profile of a model's layers as one of its blocks; the loss goes to the last.
-
-    Args:
-        profile: Of the layers, as :func:`measure_profile` returns it.
-        graph: The model.
-        blocks: Of it.
-    """
+    """Return a profile of a model's layers as one of its blocks; the loss goes to the last."""
     block_of = {graph.calls[at].name: name for name, places in blocks.items() for at in places}
     block_of[LOSS] = list(blocks)[-1]
     owner = {layer.name: _owner(layer.name, block_of) for layer in profile.layers}
@@ -174,12 +164,7 @@ def _owner(name: str, block_of: Mapping[str, str]) -> str:
 
 
 def shapes_of(graph: Graph, x: Any) -> Shapes:
-    """Return the shape of each value of a model, by running it once; it changes nothing.
-
-    Args:
-        graph: The model.
-        x: The inputs of a minibatch.
-    """
+    """Return the shape of each value of a model, by running it once; it changes nothing."""
     values: dict[int, Any] = dict(enumerate(graph.feed(x)))
     with keras.StatelessScope():
         for call in graph.calls:

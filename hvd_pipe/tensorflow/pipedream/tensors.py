@@ -129,11 +129,7 @@ class Broadcast:
         self._thread.start()
 
     def wait(self) -> None:
-        """Block until it is done.
-
-        Raises:
-            OpError: Horovod has failed.
-        """
+        """Block until it is done."""
         self._thread.join()
         if self._error is not None:
             raise self._error

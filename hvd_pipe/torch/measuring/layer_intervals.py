@@ -40,13 +40,7 @@ class LayerSeconds:
 
 
 def read_step(marks: Sequence[Mark], owners: dict[int, str]) -> LayerSeconds:
-    """Return what a step took; all of its moments have passed.
-
-    Args:
-        marks: The step's moments, in order.
-        owners: The layer of each parameter (identity). A parameter of no layer is entered as
-            that of the layer whose gradients were being computed.
-    """
+    """Return what a step took; all of its moments have passed."""
     seconds = LayerSeconds()
     for mark, spent, after in _intervals(marks, owners):
         if mark.kind == "ready":

@@ -21,7 +21,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import BUDGET_S, Progress
 from hvd_pipe.runtime.consensus import allocated_everywhere
-from hvd_pipe.torch.agree import gather, largest
+from hvd_pipe.torch.agree import gather, largest, members
 
 __all__ = ["measure_allreduce", "measure_comm", "uses_nccl", "worker_speeds"]
 
@@ -33,14 +33,7 @@ _NAME = "hvd_pipe.worker_speeds"
 def measure_comm(
     largest_bytes: int, device: torch.device, process_set: ProcessSet, tag: str
 ) -> CommModel:
-    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_comm` does.
-
-    Args:
-        largest_bytes: The size of the largest message that matters, in bytes.
-        device: Where the messages lie.
-        process_set: The ranks that take part.
-        tag: Begins the names of the messages.
-    """
+    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_comm` does."""
     return comm_probe.measure_comm(largest_bytes, _Sender(device, process_set, tag))
 
 
@@ -52,14 +45,7 @@ def measure_allreduce(
     progress: Progress | None = None,
     tag: str = "hvd_pipe.allreduce",
 ) -> tuple[tuple[list[int], list[float]], float]:
-    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_allreduce` does.
-
-    Args:
-        sizes, budget_s, progress: As there.
-        device: Where the messages lie.
-        process_set: The ranks that take part; at least two.
-        tag: Begins the names of the messages; the same on all ranks.
-    """
+    """Time all-reduces as `hvd_pipe.runtime.comm_probe.measure_allreduce` does."""
     sender = _Sender(device, process_set, tag)
     return comm_probe.measure_allreduce(sizes, sender, budget_s, progress)
 
@@ -156,7 +142,7 @@ def worker_speeds(
     """
     if not seconds >= 0:
         raise ValueError(f"seconds must be 0 or more, got {seconds!r}.")
-    if process_set.size() > 1:
+    if len(members(process_set)) > 1:
         barrier(process_set=process_set)
     failure: Exception | None = None
     mine = 0.0

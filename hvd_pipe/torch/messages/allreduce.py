@@ -205,8 +205,11 @@ class Reduction:
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as Horovod can copy it: bfloat16, which it does not know, as int16."""
-    return tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    """Return the tensor as Horovod can copy it, over the same memory, where it lacks the dtype."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach())
+    other = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}.get(tensor.dtype)
+    return tensor if other is None else tensor.detach().view(other)
 
 
 class AllReduce(Message):

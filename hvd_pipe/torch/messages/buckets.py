@@ -33,6 +33,7 @@ from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, Changes, ControlFlags
 from hvd_pipe.torch.messages.pending import host_values
 from hvd_pipe.torch.messages.sparse import SparseGradients
+from hvd_pipe.torch.parameters import gradient_dtype
 
 if TYPE_CHECKING:
     from hvd_pipe.torch.strategies.settings import Settings
@@ -66,7 +67,8 @@ class Bucket:
         numel = sum(parameter.numel() for parameter in parameters)
         first = parameters[0] if parameters else torch.empty(0)  # control flags alone
         self.name, self._parameters = name, parameters
-        self.flat = torch.zeros(numel + extra, dtype=first.dtype, device=first.device)
+        dtype = gradient_dtype(first)
+        self.flat = torch.zeros(numel + extra, dtype=dtype, device=first.device)
         self.control = self.flat[numel:]
         self.views = self.views_of(self.flat)
         self._local = torch.zeros_like(self.flat) if keep_local else None
@@ -271,8 +273,11 @@ class BucketSet:
             return
         elif gradient.data_ptr() == self._places[index]:
             return
+        elif gradient.requires_grad:
+            view.copy_(gradient.detach())
+            return  # backward(create_graph=True): its graph stays for whoever asked for that
         else:
-            view.copy_(gradient.detach() if gradient.requires_grad else gradient)
+            view.copy_(gradient)
         self.parameters[index].grad = self.shown(index)
 
     def shown(self, index: int) -> torch.Tensor:
@@ -426,11 +431,7 @@ class BucketSet:
         self.completed, self.is_flushed, self.changes = [], False, None
 
     def complete(self) -> None:
-        """Block until all gradients are here; sends nothing, and leaves `wait` to be called.
-
-        Raises:
-            HvdPipeError: Ranks have yet to agree on a sparse gradient.
-        """
+        """Block until all gradients are here; sends nothing, and leaves `wait` to be called."""
         self.complete_buckets()
         self.sparse.complete()
         if self.sparse.known is not None and self.mean_flags().sparse != 0.0:
@@ -450,9 +451,6 @@ class BucketSet:
 
         They are views into the buckets, sparse again where they came sparse, and none where there
         is nothing to apply.
-
-        Args:
-            shown_in: Tensors that shall show them, by index, as somebody holds these.
         """
         shown_in = shown_in or {}
         for index in self.slots:

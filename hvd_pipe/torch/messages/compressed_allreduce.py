@@ -107,11 +107,7 @@ class CompressedAllReduce(Message):
         """Set when the buffer holds the reduced values, or an error has ended it."""
 
     def launch(self) -> None:
-        """Send the buffer; it belongs to the network until `wait`.
-
-        Raises:
-            HvdPipeError: It is in flight already.
-        """
+        """Send the buffer; it belongs to the network until `wait`."""
         if self._reduction.alone:
             return
         if self._launched:
@@ -132,14 +128,7 @@ class CompressedAllReduce(Message):
         return not self._launched or self.done.is_set()
 
     def wait(self) -> None:
-        """Block until the buffer holds the reduced values; at once if nothing was launched.
-
-        Raises:
-            HorovodInternalError: Another rank failed.
-            HvdPipeError: Another rank sent something else under this name, or has left by
-                ``hvd.join()``.
-            Exception: Whatever else ended it on this rank.
-        """
+        """Block until the buffer holds the reduced values; at once if nothing was launched."""
         if not self._launched:
             return
         with waiting_for(self._name):
@@ -313,15 +302,7 @@ def message_for(
     exact: int = 0,
     feedback: Feedback | None = None,
 ) -> Message:
-    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec.
-
-    Args:
-        reduction: The operation, the compression and the ranks.
-        flat: One-dimensional, contiguous.
-        name: The same on all ranks, unique among what is in flight.
-        exact: How many elements at the end no lossy codec may touch: control flags, counts.
-        feedback: Another message's, if the two carry the same gradients in turn.
-    """
+    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec."""
     values, words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
     codec = codec_for(reduction.compression, flat.dtype)
     message: Message

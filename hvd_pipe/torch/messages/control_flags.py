@@ -81,11 +81,7 @@ class ControlFlags:
         return self._divided(self.stepped, workers)
 
     def check_changed(self, workers: int) -> None:
-        """Raise on every rank where ranks cannot compare their `Changes`, as one has left.
-
-        Raises:
-            RanksDisagreeError: Some have changed nothing.
-        """
+        """Raise on every rank where ranks cannot compare their `Changes`, as one has left."""
         if not self.all_present(workers) and self.present - self.changed > 0.5 / workers:
             raise RanksDisagreeError(
                 "gradients were cleared or replaced after backward() and before step(), or "
@@ -137,13 +133,7 @@ class Changes:
         tag: str,
         process_set: ProcessSet | None,
     ) -> bool:
-        """Return whether all is to be dropped, or raise on every rank; all ranks call this.
-
-        Raises:
-            RanksDisagreeError: Not all ranks have done the same, or gradients are not whole; says
-                what, and on which ranks.
-            HvdPipeError: A gradient was replaced where that cannot be.
-        """
+        """Return whether all is to be dropped, or raise on every rank; all ranks call this."""
         cleared = [names[i] for i, gradient in sorted(self.left.items()) if gradient is None]
         replaced = [names[i] for i, gradient in sorted(self.left.items()) if gradient is not None]
         mine: list[Any] = [self.failure, cleared, replaced, self.are_all(sent)]

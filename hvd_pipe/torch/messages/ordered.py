@@ -55,11 +55,7 @@ class Sender:
         self._round.ready(place)
 
     def wait(self, places: Sequence[int]) -> None:
-        """Block until these messages are reduced.
-
-        Raises:
-            BaseException: What has kept a message from being sent.
-        """
+        """Block until these messages are reduced."""
         self._round.wait(places)
 
     def arrived(self, places: Sequence[int]) -> bool:

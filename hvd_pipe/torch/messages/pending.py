@@ -75,11 +75,7 @@ def sent(handle: int) -> int:
 
 # Architecture: G9
 def wait(handle: int) -> Any:
-    """Block until the message has arrived and return it.
-
-    Raises:
-        HvdPipeError: Another rank sent something else under its name.
-    """
+    """Block until the message has arrived and return it."""
     _handles.discard(handle)
     try:
         with waiting_for(f"message {handle}"):
@@ -196,9 +192,6 @@ def settle() -> bool:
     """Before Horovod shuts down, give the other ranks time to send what this one has sent.
 
     Not after an exception: the others then wait for this rank, which must go.
-
-    Returns:
-        Whether all has arrived.
     """
     if (_handles or _operations) and not is_failing():
         if not is_elastic():  # there, workers that change are no end
@@ -241,12 +234,7 @@ def follow_horovod(tensor: torch.Tensor) -> None:
 
 
 def host_values(tensor: torch.Tensor, settled: bool) -> list[float]:
-    """Return the elements; the host waits for them, and for nothing that does not write them.
-
-    Args:
-        tensor: Part of a message's buffer.
-        settled: Whether Horovod alone has written it: then no kernel of this stream has to run.
-    """
+    """Return the elements; the host waits for them, and for nothing that does not write them."""
     if not tensor.is_cuda:
         return [float(value) for value in tensor.tolist()]
     stream = _reading_stream(tensor.device)

@@ -95,13 +95,7 @@ def restore_residuals(
 
 
 def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Residuals:
-    """Return the residuals, with those of sums from all ranks; every rank calls this.
-
-    Args:
-        residuals: What `residuals_of` has returned on this rank.
-        reduction: Of the gradients.
-        name: Begins the messages' names.
-    """
+    """Return the residuals, with those of sums from all ranks; every rank calls this."""
     reduced = residuals.get(REDUCED)
     if reduced is None or reduction.alone:
         return residuals

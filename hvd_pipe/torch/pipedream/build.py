@@ -68,11 +68,7 @@ class TorchOptions(Options):
         yield from whole.state_dict(keep_vars=True).items()
 
     def check(self, workers: int) -> Description:
-        """Check all arguments, and return what ranks must have alike.
-
-        Raises:
-            TypeError, ValueError: One of them cannot be; says what can.
-        """
+        """Check all arguments, and return what ranks must have alike."""
         self._check_model()
         if isinstance(self.optimizer_fn, torch.optim.Optimizer):
             raise TypeError(
@@ -168,11 +164,7 @@ class TorchPipeline(BuiltPipeline):
 
 
 def build(options: TorchOptions, batch: Any) -> TorchPipeline:
-    """Build this worker's part; all ranks do this at the same time, with their first minibatch.
-
-    Raises:
-        TypeError, ValueError, HvdPipeError: The model, the minibatch or the plan cannot be.
-    """
+    """Build this worker's part; all ranks do this at the same time, with their first minibatch."""
     state = dict(options.state())
     broadcast_parameters({k: v.detach() for k, v in state.items()}, root_rank=0)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}

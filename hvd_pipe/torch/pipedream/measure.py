@@ -298,12 +298,7 @@ class ActivationMeter:
 
     @contextmanager
     def noting(self, inputs: tuple[object, ...], module: torch.nn.Module) -> Iterator[None]:
-        """Note what a forward pass keeps, but for its weights.
-
-        Args:
-            inputs: What it is called with.
-            module: The stage.
-        """
+        """Note what a forward pass keeps, but for its weights."""
         own = {x.untyped_storage().data_ptr() for x in module.parameters()}
         # Inputs may be parts of a message, or of a whole data set.
         for x in inputs:

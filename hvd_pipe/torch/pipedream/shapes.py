@@ -86,11 +86,7 @@ def _check_sample(traced: Traced, sample: Sequence[Tensor]) -> None:
 
 
 def dtype_name(dtype: torch.dtype, name: str = "") -> str:
-    """Return a dtype's plain name: "float32".
-
-    Raises:
-        ValueError: Tensors of it cannot travel.
-    """
+    """Return a dtype's plain name: "float32"."""
     found = str(dtype).removeprefix("torch.")
     if found not in ITEM_BYTES:
         raise ValueError(

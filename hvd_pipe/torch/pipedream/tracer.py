@@ -26,12 +26,7 @@ _WAYS_OUT = (
 
 
 def graph_of(model: nn.Module, inputs: int | None, whole: set[str]) -> fx.Graph:
-    """Return the calls that a model's forward makes, with the model as it was before.
-
-    Raises:
-        HvdPipeError: Its own forward cannot be traced; names the line.
-        TypeError: Its forward does not take that many arguments.
-    """
+    """Return the calls that a model's forward makes, with the model as it was before."""
     while True:
         with _unchanged(model):
             try:

@@ -6,16 +6,19 @@ that has begun, has not called back, and is over all the same, has raised.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.pending_tensors import Settle
 
-__all__ = ["BackwardPasses"]
+__all__ = ["BackwardPasses", "remove_hooks", "settle_weakly"]
 
 
 class BackwardPasses:
@@ -96,3 +99,23 @@ class BackwardPasses:
         self._done = [0] * len(self._done)
         self._running.clear()
         return held
+
+
+def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
+    """Remove hooks from their parameters."""
+    for hook in hooks:
+        hook.remove()
+
+
+def settle_weakly(method: Settle) -> Settle:
+    """Return a function that calls an engine's method; it keeps no engine alive."""
+    reference = weakref.WeakMethod(method)
+
+    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        found = reference()
+        if found is None:
+            pending_tensors.release(gradient)  # nobody is going to apply it
+        else:
+            found(gradient, func, args)
+
+    return settle

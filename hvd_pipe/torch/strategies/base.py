@@ -33,8 +33,8 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
-from hvd_pipe.torch.pending_tensors import Settle, release
-from hvd_pipe.torch.strategies.backward_passes import BackwardPasses
+from hvd_pipe.torch.pending_tensors import release
+from hvd_pipe.torch.strategies.backward_passes import BackwardPasses, remove_hooks, settle_weakly
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
@@ -92,28 +92,30 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes, self._settle = BackwardPasses(), _weakly(self._settling)
+        self._passes, self._settle = BackwardPasses(), settle_weakly(self._settling)
         self._hooks: list[RemovableHandle] = []
-        self.detach: Callable[[], object] = weakref.finalize(self, _remove, self._hooks)
+        self.detach: Callable[[], object] = weakref.finalize(self, remove_hooks, self._hooks)
         """Stop hearing of gradients."""
         self._listen(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in live_engines():
-            if other.known == self.known:
+            if not other.known.isdisjoint(self.known):
                 other.finish()
                 other.retire()
         _live.add(self)
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
-        engine, first = weakref.ref(self), len(self.known)
-        for index, parameter in enumerate(parameters, first):
+        engine = weakref.ref(self)
+        for index, parameter in enumerate(parameters):
+            if id(parameter) in self.known:
+                continue
             trains = parameter.requires_grad
             parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
             listen = parameter.register_post_accumulate_grad_hook
             self._hooks.append(listen(_hook(engine, index)))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trains)
-        self.known.update(map(id, parameters))
-        self._passes.add(len(parameters))
+        self._passes.add(len(parameters) - len(self.known))
+        self.known = set(map(id, parameters))
 
     @property
     def reduction(self) -> Reduction:
@@ -233,11 +235,7 @@ class Engine(abc.ABC):
         return self.next_message if self._meeting is None else self._meeting
 
     def note_load(self, message: Message) -> None:
-        """Have ranks agree on a state that was loaded, as the next step begins.
-
-        Args:
-            message: `others_message` as it was before.
-        """
+        """Have ranks agree on a state that was loaded, as the next step begins."""
         self._meeting = message
 
     def position(self) -> Description:
@@ -245,11 +243,7 @@ class Engine(abc.ABC):
         return [("the number of steps", str(self.rounds))]
 
     def check_position(self) -> None:
-        """Compare `position` over the ranks; all of them call this.
-
-        Raises:
-            RanksDisagreeError: They have loaded different states, or one has loaded none.
-        """
+        """Compare `position` over the ranks; all of them call this."""
         if not self.reduction.alone:
             name = f"{self.settings.tag}.position"
             check_alike(self.position(), name, self.reduction.process_set)
@@ -292,14 +286,18 @@ class Engine(abc.ABC):
             check_alike(description, f"{self.settings.tag}.joining", process_set)
         if failure is not None:
             raise failure
-        self.settings = self.settings.with_parameters(joining)
-        self._listen(list(joining.values()))
+        before, self.settings = self.settings, self.settings.with_parameters(joining)
+        parameters = self.settings.parameters
+        self._listen(parameters)
         left = of_all_ranks(state.tensors, self.reduction, f"{self.settings.tag}.residuals")
         self.build()
         tensors = {}
         for label, indices in left.items():
-            loaded = self.held.get(label, {})
-            tensors[label] = [*indices, *(loaded.get(id(p)) for p in joining.values())]
+            loaded, kept = (
+                self.held.get(label, {}),
+                dict(zip(map(id, before.parameters), indices, strict=True)),
+            )
+            tensors[label] = [kept.get(id(p), loaded.get(id(p))) for p in parameters]
         self.held.clear()
         self.load(State(state.counters, tensors))
 
@@ -394,11 +392,7 @@ class Engine(abc.ABC):
         return False
 
     def give_up(self) -> None:
-        """Complete a round whose gradients are not to be applied; all ranks do so alike.
-
-        Raises:
-            RanksDisagreeError: Another rank is about to apply them.
-        """
+        """Complete a round whose gradients are not to be applied; all ranks do so alike."""
         assert self.current is not None
         self._note_changes(self.current)
         changes = self.current.changes
@@ -498,12 +492,7 @@ class Engine(abc.ABC):
             self.prepare_now()
 
     def synchronize(self, by_hand: bool = False, knows_scale: bool = False) -> None:
-        """Prepare the coming update where gradients wait for one, else `drain`.
-
-        Args:
-            by_hand: Whether there are new gradients of which no hook has told.
-            knows_scale: Whether the caller says by which loss scale they will be divided.
-        """
+        """Prepare the coming update where gradients wait for one, else `drain`."""
         if self.synchronized:
             return
         if self._is_dropped:
@@ -544,7 +533,9 @@ class Engine(abc.ABC):
         for other in live_engines():  # another rank may wait for one of these first
             if other is self or other.synchronized or other.current is None:
                 continue
-            if other.current.is_whole:
+            if not other.known.isdisjoint(self.known):
+                self._take_over_from(other)
+            elif other.current.is_whole:
                 other._note_changes(other.current)
                 other.send()
         self._has_update = self.prepare(held if self.was_read or self.may_defer else {})
@@ -552,6 +543,18 @@ class Engine(abc.ABC):
         self.synchronized = True
         self.rounds += 1
         _live.add(self)  # also one that another has replaced, and that is used all the same
+
+    def _take_over_from(self, other: Engine) -> None:
+        """Have gradients averaged that a newer optimizer of the same parameters has heard of."""
+        if not self.accumulates:
+            raise HvdPipeError(
+                f"step() or synchronize() of an optimizer of {self.settings.names[0]!r}, which "
+                f"another DistributedOptimizer has as well, and was made later. Under {self.name} "
+                "with these arguments optimizers cannot take turns: wrap the one to go on with "
+                "anew, or use strategy='merged-gradient'."
+            )
+        if other.has_new_gradients:
+            other.settings.owner.settle(None, ())
 
     def abandon(self) -> None:
         """Forget gradients that were prepared and are not to be applied."""
@@ -581,29 +584,14 @@ def live_engines() -> Iterator[Engine]:
             engine.retire()
 
 
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
-
-
 def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
-    def on_gradient(_: torch.Tensor) -> None:
+
+    def on_gradient(parameter: torch.Tensor) -> None:
         owner = engine()
-        if owner is not None:
+        if owner is None or parameter.grad is None:  # an earlier hook has applied and cleared it
+            return
+        # Its optimizer may be gone, and what that had in common with the user's be kept.
+        if owner.settings.owner.itself() is not None:
             owner.on_gradient(index)
 
     return on_gradient
-
-
-def _weakly(method: Settle) -> Settle:
-    """Return a function that calls an engine's method; it keeps no engine alive."""
-    reference = weakref.WeakMethod(method)
-
-    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        found = reference()
-        if found is None:
-            release(gradient)  # nobody is going to apply it
-        else:
-            found(gradient, func, args)
-
-    return settle

@@ -110,6 +110,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def build(self) -> None:
         super().build()
+        self._is_closed = False
         if self._parameters is not None:
             self._parameters.close()
         self._parameters = PendingParameters(
@@ -119,6 +120,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def retire(self) -> None:
         self._forget()
         super().retire()
+        self._is_closed = True
         assert self._parameters is not None
         self._parameters.close()
         if self._ordered is not None:
@@ -231,6 +233,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().on_gradient(index)
 
     def prepare_now(self) -> None:
+        if self._is_closed:  # another optimizer of these parameters is newer, and they take turns
+            self.build()
         self.end_round()
         super().prepare_now()
 

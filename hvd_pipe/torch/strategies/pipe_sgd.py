@@ -270,7 +270,11 @@ class PipeSGDEngine(Engine):
         if self._pending is not None and not self.reduction.alone:
             self._pending.complete_buckets()
             self.next_message.meet()
+        shown = [(p, p.grad) for p in self.settings.parameters]
+        cleared = [(p, g) for p, g in shown if g is None or not (g.is_sparse or g.any())]
         self._apply_pending()
+        for parameter, gradient in cleared:  # else the next pass adds to what was applied
+            parameter.grad = gradient
 
     # Architecture: P5
     def _apply_pending(self) -> None:

@@ -13,6 +13,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
+from hvd_pipe.torch.parameters import gradient_dtype
 from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
 
 __all__ = ["Owner", "Settings", "State", "describe"]
@@ -107,25 +108,24 @@ class Settings:
     frozen: set[int] = field(default_factory=set)
 
     def with_parameters(self, joining: Mapping[str, torch.Tensor]) -> Settings:
-        """Return the settings with more parameters, behind the ones that are there."""
-        first = len(self.parameters)
+        """Return the settings with more parameters, behind those that are there.
+
+        One with the name of another takes its place: the optimizer has it in place of that.
+        """
+        named = {**dict(zip(self.names, self.parameters, strict=True)), **joining}
         groups = self.groups
         if groups is not None:
-            groups = [*groups, *([first + i] for i in range(len(joining)))]
-        return dataclasses.replace(
-            self,
-            names=[*self.names, *joining],
-            parameters=[*self.parameters, *joining.values()],
-            groups=groups,
-        )
+            groups = [*groups, *([i] for i in range(len(self.names), len(named)))]
+        parameters = list(named.values())
+        return dataclasses.replace(self, names=list(named), parameters=parameters, groups=groups)
 
     @property
     def index(self) -> GradientIndex:
         """The parameters' names and sizes, and which may share a bucket."""
         return GradientIndex(
             self.names,
-            [parameter.numel() * parameter.element_size() for parameter in self.parameters],
-            [(parameter.dtype, parameter.device) for parameter in self.parameters],
+            [each.numel() * gradient_dtype(each).itemsize for each in self.parameters],
+            [((each.dtype, gradient_dtype(each)), each.device) for each in self.parameters],
         )
 
     def wire_bytes(self) -> list[int]:
@@ -160,5 +160,7 @@ def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
         layout = "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = f"{parameter.device.type} {dtype} {tuple(parameter.shape)}"
+        if gradient_dtype(parameter) != parameter.dtype:
+            layout += f", gradients {gradient_dtype(parameter)}".replace("torch.", "")
         lines.append(("a parameter", f"{name!r}: {shape}{layout}"))
     return lines

@@ -1,0 +1,345 @@
+"""Patterns from public reports: optimizers that are replaced, graphs of gradients, odd dtypes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from on_ranks import on_ranks
+from pending_problem import LR, batch, loss_of, make_model, weights_of
+from test_pending_gradients import gather_weights
+from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError
+
+pytestmark = on_ranks(2, init=hvd.init)
+
+STRATEGIES = ("merged-gradient", "merged-gradient:overlap=forward", "pipe-sgd")
+GIVEN = "merged-gradient:overlap=forward,bucket_bytes=4096"  # defers from its second step on
+every = pytest.mark.parametrize("strategy", STRATEGIES)
+STEPS = 24
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is dropped is gone when nobody refers to it, and not when a collector comes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def distributed(optimizer: torch.optim.Optimizer, named: Any, strategy: str) -> Any:
+    return hvd.DistributedOptimizer(optimizer, named, strategy=strategy)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+
+
+def means(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """Return the means of both ranks' gradients."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    both = [torch.autograd.grad(loss_of(model, step, rank), parameters) for rank in range(2)]
+    return [(one + other) / 2 for one, other in zip(*both, strict=True)]
+
+
+def apply(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Any) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def trained_serially(model: nn.Module, optimizers: Any, strategy: str) -> torch.Tensor:
+    """Train by means; ``optimizers`` returns that of a step."""
+    late = None
+    for step in range(STEPS):
+        mean = means(model, step)
+        due, late = (late, mean) if strategy == "pipe-sgd" else (mean, None)
+        if due is not None:
+            apply(model, optimizers(step), due)
+    if late is not None:
+        apply(model, optimizers(STEPS), late)
+    return weights_of(model)
+
+
+@every
+@pytest.mark.parametrize("keeps", [True, False], ids=["its own", "a new one"])
+@pytest.mark.usefixtures("no_collector")
+def test_plain_training_after_an_optimizer_was_dropped(strategy: str, keeps: bool) -> None:
+    """Its hooks refused a second backward pass, until the collector came."""
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), LR)
+    optimizer = distributed(plain, model.named_parameters(), strategy)
+    train(model, optimizer, range(STEPS))
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+    del optimizer
+    if not keeps:
+        plain = torch.optim.SGD(model.parameters(), LR)
+    train(model, plain, range(STEPS, STEPS + 4 + hvd.rank()))
+
+
+@every
+@pytest.mark.usefixtures("no_collector")
+def test_a_new_optimizer_of_some_of_the_parameters(strategy: str) -> None:
+    """The old one, which had them all, heard of their gradients as well."""
+    model = make_model()
+    for first in (0, 2, 0):
+        named = list(model.named_parameters())[first:]
+        optimizer = distributed(torch.optim.SGD([p for _, p in named], LR), named, strategy)
+        for step in range(8):
+            model.zero_grad()
+            loss_of(model, step, hvd.rank()).backward()
+            optimizer.step()
+        optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
+def three_of(model: nn.Module, wrap: Any) -> list[Any]:
+    """Return an optimizer of the first layer, one of the rest, and one of all parameters."""
+    named = list(model.named_parameters())
+    parts = (named[:2], named[2:], named)
+    return [wrap(torch.optim.Adam([p for _, p in part], 0.01), part) for part in parts]
+
+
+@pytest.mark.parametrize("synchronizes", [True, False], ids=["synchronize", "step alone"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES[:2], GIVEN])
+def test_optimizers_of_the_same_parameters_that_take_turns(
+    strategy: str, synchronizes: bool
+) -> None:
+    """The ones that were made first read buffers that were being reduced."""
+    model, wanted = make_model(), make_model()
+    mine = three_of(model, lambda one, named: distributed(one, named, strategy))
+    for step in range(STEPS):
+        for optimizer in mine:
+            optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        if not synchronizes:
+            mine[step // 8].step()
+            continue
+        for optimizer in mine:
+            optimizer.synchronize()
+        with mine[step // 8].skip_synchronize():
+            mine[step // 8].step()
+    for optimizer in mine:
+        optimizer.synchronize()
+    plain = three_of(wanted, lambda one, named: one)
+    expected = trained_serially(wanted, lambda step: plain[step // 8], strategy)
+    torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
+
+
+@every
+def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str) -> None:
+    """As torchtitan's; trying plans put the engine's hook behind the script's."""
+    model, wanted = make_model(), make_model()
+    optimizers = {
+        name: distributed(torch.optim.SGD([p], LR, 0.9), [(name, p)], strategy)
+        for name, p in model.named_parameters()
+    }
+
+    def stepping(optimizer: Any) -> Any:
+        def step(_: torch.Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(stepping(optimizers[name]))
+    for step in range(STEPS):
+        loss_of(model, step, hvd.rank()).backward()
+    for optimizer in optimizers.values():
+        optimizer.synchronize()
+    plain = torch.optim.SGD(wanted.parameters(), LR, 0.9)
+    expected = trained_serially(wanted, lambda step: plain, strategy)
+    torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["pipe-sgd", "merged-gradient:codec"])
+def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy: str) -> None:
+    model = make_model()
+    codec = {"compression": hvd.Int8(error_feedback=True)} if strategy.endswith("codec") else {}
+    old, *_, new = three_of(
+        model,
+        lambda one, named: hvd.DistributedOptimizer(
+            one, named, strategy=strategy.removesuffix(":codec"), **codec
+        ),
+    )
+    loss_of(model, 0, hvd.rank()).backward()
+    before = weights_of(model)
+    with pytest.raises(HvdPipeError, match="another DistributedOptimizer has as well"):
+        old.step()
+    assert torch.equal(weights_of(model), before)
+    new.step()
+    new.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
+class Points(nn.Module):
+    """Grows, as the points of Gaussian splatting do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.x = nn.Parameter(torch.randn(5, 5, generator=generator).double())
+        self.w = nn.Parameter(torch.randn(5, 2, generator=generator).double())
+
+    def forward(self, queries: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-torch.cdist(queries, self.x) / 3) @ self.w
+
+    def grow(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            [old], state = group["params"], optimizer.state.pop(group["params"][0])
+            new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2] * 0.9]))
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.cat([state[key], torch.zeros_like(state[key][:2])])
+            group["params"][0] = new
+            optimizer.state[new] = state
+            setattr(self, group["name"], new)
+
+    def adam(self) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "name": name} for name, p in self.named_parameters()]
+        return torch.optim.Adam(groups, 0.01)
+
+
+@every
+def test_parameters_that_are_replaced_by_larger_ones(strategy: str) -> None:
+    """They were planned twice."""
+    model, wanted = Points(), Points()
+    optimizer, plain = model.adam(), wanted.adam()
+    optimizer = distributed(optimizer, model.named_parameters(), strategy)
+    late = None
+    for step in range(STEPS):
+        train(model, optimizer, range(step, step + 1))
+        mean = means(wanted, step)
+        due, late = (late, mean) if strategy == "pipe-sgd" else (mean, None)
+        if due is not None:
+            apply(wanted, plain, due)
+        if step % 8 == 7:
+            optimizer.synchronize()
+            if late is not None:
+                apply(wanted, plain, late)
+                late = None
+            model.grow(optimizer)
+            wanted.grow(plain)
+    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
+
+
+@every
+def test_gradients_with_a_graph(strategy: str) -> None:
+    """As AdaHessian's, which differentiates them once more."""
+    model, wanted = make_model(), make_model()
+    optimizer = distributed(
+        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, hvd.rank())
+        own = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        ones = [torch.ones_like(each) for each in own]
+        expected = torch.autograd.grad(own, list(model.parameters()), ones, retain_graph=True)
+        loss.backward(create_graph=True)
+        gradients = [p.grad for p in model.parameters()]
+        found = torch.autograd.grad(gradients, list(model.parameters()), ones)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        optimizer.step()
+    optimizer.synchronize()
+    plain = torch.optim.SGD(wanted.parameters(), LR)
+    serial = trained_serially(wanted, lambda step: plain, strategy)
+    torch.testing.assert_close(weights_of(model), serial, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has grad_dtype")
+@every
+def test_gradients_of_another_dtype_than_their_parameters(strategy: str) -> None:
+    model = make_model().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    inner = torch.optim.SGD(model.parameters(), LR, foreach=False)
+    optimizer = distributed(inner, model.named_parameters(), strategy)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (model(batch(step, hvd.rank()).bfloat16()).float() ** 2).mean().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model.double()))
+
+
+def test_buffers_of_any_dtype_are_broadcast() -> None:
+    model = make_model()
+    model.register_buffer("mask", torch.tensor([True, False, True]))
+    model.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
+    model.register_buffer("low", torch.arange(3).to(torch.bfloat16))
+    wanted = copy.deepcopy(model.state_dict())
+    if hvd.rank() == 1:
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_no_groups_are_refused_as_under_keras() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="groups must be a positive int"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), LR), groups=0)
+
+
+@pytest.mark.parametrize("at", [4, 9])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_a_checkpoint_that_one_rank_loads_while_plans_are_tried(strategy: str, at: int) -> None:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), LR)
+    optimizer = distributed(inner, model.named_parameters(), strategy)
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(at))
+    if hvd.rank() == 1:
+        optimizer.load_state_dict(saved)
+    with pytest.raises(HvdPipeError, match=r"ranks have (gone apart|sent different things)"):
+        train(model, optimizer, range(at, STEPS))
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.LazyLinear(3, bias=False))
+    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet: run one batch"):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet: run one batch"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), LR), model.named_parameters())
+
+
+@every
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_were_cleared_stay_so_when_training_is_interrupted(
+    strategy: str, to_none: bool
+) -> None:
+    """Trainers clear gradients after a step, then evaluate; the next pass added to averages."""
+    model, wanted = make_model(), make_model()
+    optimizer = distributed(
+        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
+    )
+    for step in range(9):
+        loss_of(model, step, hvd.rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        if step == 5:
+            optimizer.synchronize()
+    optimizer.synchronize()
+    plain, due = torch.optim.SGD(wanted.parameters(), LR), None
+    for step in range(9):
+        mean = means(wanted, step)
+        now, due = (due, mean) if strategy == "pipe-sgd" else (mean, None)
+        for gradients in (now, due if step in (5, 8) else None):
+            if gradients is not None:
+                apply(wanted, plain, gradients)
+        due = None if step == 5 else due
+    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
