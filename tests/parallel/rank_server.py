@@ -18,15 +18,19 @@ import signal
 import socket
 import sys
 
-# What a rank would import. Optimizers of torch import Dynamo when they are first made.
+# Optimizers of torch import Dynamo when they are first made.
+TORCH = (
+    "pytest",
+    "hypothesis",
+    "horovod.torch",
+    "hvd_pipe.torch.pipedream",
+    "torch._dynamo",
+)
+
+# What a rank would import.
 FRAMEWORKS = {
-    "torch": (
-        "pytest",
-        "hypothesis",
-        "horovod.torch",
-        "hvd_pipe.torch.pipedream",
-        "torch._dynamo",
-    ),
+    "torch": TORCH,
+    "clients": (*TORCH, "transformers.trainer", "accelerate", "peft", "lightning"),
     "tensorflow": (
         "pytest",
         "hypothesis",

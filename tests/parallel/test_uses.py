@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import public_optimizers
 import pytest
 import uses_state
 import uses_training
@@ -137,6 +138,8 @@ def page() -> str:
         "that a test runs it on real ranks and finds the weights after every step equal to those",
         "of plain torch that plays all workers in one process by the strategy's equation.",
         "*refused* means that it raises, on every rank, with the message below the table.",
+        "A parameter without a gradient counts as one whose gradient is zero, also where no rank",
+        "has a gradient for it: momentum and weight decay go on, which plain torch leaves out.",
         "",
         f"`{COMMAND}` writes this page from these tests; a test fails when it is out of date.",
         "",
@@ -146,7 +149,7 @@ def page() -> str:
     for use in USES.values():
         words = ["refused" if strategy in use.refused else "works" for strategy in STRATEGIES]
         lines.append(f"| {use.name} | {' | '.join(words)} |")
-    lines += ["", *COMPILED, "", "## What refusals say"]
+    lines += ["", *COMPILED, "", *_public(titles), "", "## What refusals say"]
     for use in USES.values():
         texts: dict[str, list[str]] = {}
         for strategy, title in zip(STRATEGIES, titles, strict=True):
@@ -156,6 +159,31 @@ def page() -> str:
             lines += ["", f"**{use.name}**", ""]
             lines += [f"- {', '.join(who)}: {text}" for text, who in texts.items()]
     return "\n".join([*lines, ""])
+
+
+def _public(titles: Iterable[str]) -> list[str]:
+    """The section on optimizers from PyPI."""
+    lines = [
+        "## Optimizers",
+        "",
+        "Each row is an optimizer that people install, used as its README says. *works* means the",
+        "same as above (`tests/parallel/test_public_optimizers.py`), with `cocod:period=4`.",
+        "*in `step()`* means that `overlap=forward` leaves no update to the next forward pass.",
+        "The optimizers of these two packages count their steps in `param_groups`, or share",
+        "something over all parameters, so leave `updates_each_parameter = True` out for them.",
+        "",
+        f"| optimizer | package | {' | '.join(titles)} |",
+        f"| --- | --- |{' --- |' * len([*titles])}",
+    ]
+    rows = public_optimizers.ROWS.values()
+    for row in rows:
+        cells = map(row.outcome, public_optimizers.STRATEGIES)
+        lines.append(f"| {row.name} | {row.package} {row.version} | {' | '.join(cells)} |")
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            notes.setdefault(row.note, []).append(row.name)
+    return [*lines, "", *[f"- {'; '.join(who)}: {note}." for note, who in notes.items()]]
 
 
 def _first_sentence(message: str, most: int = 200) -> str:

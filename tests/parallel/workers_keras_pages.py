@@ -76,10 +76,94 @@ def _tape(text: str) -> Arrays:
     return model.get_weights()
 
 
+def _guide(text: str) -> Arrays:
+    """A block of Keras' guides: what it trains is equal on all ranks at its end."""
+    keras.utils.set_random_seed(1)
+    base, head = (keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]) for _ in range(2))
+    x = np.arange(128.0, dtype=np.float32).reshape(32, 4) / 128
+    names = {
+        "keras": keras,
+        "hvd": hvd,
+        "base": base,
+        "model": (keras.Sequential if "loss" in text else Custom)([base, head]),
+        "loss": "mse",
+        "dataset": tf.data.Dataset.from_tensor_slices((x, x)),
+        "discriminator": base,
+        "generator": head,
+        "GAN": Gan,
+    }
+    before = [*base.get_weights(), *head.get_weights()]
+    names = execute(_SHARDS.format(text=text), names)
+    after = [*base.get_weights(), *head.get_weights()]
+    assert not any(map(np.array_equal, before[::2], after[::2]))
+    return after
+
+
+_SHARDS = """
+data = dataset.shard(hvd.size(), hvd.rank()).batch(4)
+callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+{text}
+"""
+
+
+def _shards(text: str) -> Arrays:
+    """What each rank trains on, and its callbacks: rank 0 has two more."""
+    x = np.arange(64.0).reshape(64, 1)
+    names = {"keras": keras, "hvd": hvd, "dataset": tf.data.Dataset.from_tensor_slices(x)}
+    names = execute(text, names)
+    assert len(names["callbacks"]) == (4 if hvd.rank() == 0 else 2)
+    rows = np.concatenate([each.numpy() for each in names["data"]])
+    np.testing.assert_array_equal(rows, x[hvd.rank() :: hvd.size()])
+    return []
+
+
+class Custom(keras.Sequential):
+    """Its loss is that of no `compile`."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class Gan(keras.Model):
+    """Both models learn from the rank's images alone."""
+
+    def __init__(self, discriminator: Any, generator: Any, seed_generator: Any) -> None:
+        super().__init__()
+        self.discriminator, self.generator = discriminator, generator
+        self.seed_generator = seed_generator
+
+    def compile(self, d_optimizer: Any, g_optimizer: Any) -> None:
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        images, _ = data
+        noise = keras.random.normal((4, 4), seed=self.seed_generator)
+        for optimizer, model in (
+            (self.d_optimizer, self.discriminator),
+            (self.g_optimizer, self.generator),
+        ):
+            with tf.GradientTape() as tape:
+                fake = self.discriminator(self.generator(noise))
+                loss = keras.ops.mean((fake - self.discriminator(images)) ** 2)
+            variables = model.trainable_weights
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
 BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "README.md python 1": _fit,
     "docs/getting-started.md python 1": _import,
-    "docs/keras.md python 1": _tape,
+    "docs/keras.md python 1": _shards,
+    "docs/keras.md python 2": _guide,
+    "docs/keras.md python 3": _guide,
+    "docs/keras.md python 4": _guide,
+    "docs/keras.md python 5": _tape,
     "docs/class-alone.md python 1": _class_alone,
     "docs/overlap-forward.md python 2": _fit,
 }

@@ -1,0 +1,543 @@
+"""The scripts of torch_examples/clients on two ranks, beside one process that has both shards.
+
+docs/clients.md describes these clients. Each of them trains under each strategy as the simulation
+of that strategy does. The cheapest run of a client is in ``make test``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clients import Recorded, Training, check, clipping, compare, grouped, script
+from on_ranks import on_ranks
+from serial import make_workers
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import default_collate
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
+
+# Over Gloo: under mpirun, Accelerate takes Open MPI's ranks for its own, see docs/clients.md.
+pytestmark = on_ranks(
+    2, launcher="gloo", framework="clients", init=hvd.init, env={"HF_HUB_OFFLINE": "1"}
+)
+
+TRIED = "merged-gradient:overlap=forward"
+"""Tries plans in its first 60 steps, and then defers updates."""
+
+STRATEGIES = (
+    "merged-gradient",
+    "merged-gradient:overlap=forward,bucket_bytes=4096",  # defers from its second step on
+    TRIED,
+    "pipe-sgd",
+    "cocod:period=4",
+)
+
+
+def cells(*cases: str, all_but_first: Iterable[str] = STRATEGIES) -> pytest.MarkDecorator:
+    """Parametrize by case and strategy: the first case under all, others under some.
+
+    All but the first cell are nightly, as each takes seconds: starts of trainers, and 60 steps
+    where plans are tried.
+    """
+    pairs = [(case, strategy) for case in cases for strategy in STRATEGIES]
+    parameters = [
+        pytest.param(*pair, marks=[pytest.mark.nightly] if number else [])
+        for number, pair in enumerate(pairs)
+        if pair[0] == cases[0] or pair[1] in all_but_first
+    ]
+    return pytest.mark.parametrize(("case", "strategy"), parameters)
+
+
+@pytest.fixture(autouse=True)
+def deferred(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return for each step under overlap=forward whether it left updates to the next one."""
+    steps, plain = [], ForwardOverlapEngine.prepare
+
+    def prepare(self: Any, shown_in: Any) -> bool:
+        updates = plain(self, shown_in)
+        steps.append(self._deferred)
+        return updates
+
+    monkeypatch.setattr(ForwardOverlapEngine, "prepare", prepare)
+    return steps
+
+
+def epochs_of(strategy: str, batches: int, accumulation: int = 1) -> int:
+    """Return so many epochs that plans were tried where the strategy tries some."""
+    steps = 80 if strategy == TRIED else 12
+    return -(-steps * accumulation // batches)
+
+
+# transformers.Trainer ----------------------------------------------------------------------------
+
+SENTENCES, SIZE = 44, 4  # 22 a rank: five batches of 4 and one of 2
+TRAINER = {
+    "clip": {"max_grad_norm": 0.5},
+    "no clip": {"max_grad_norm": 0.0},
+    "accumulation": {"max_grad_norm": 0.5, "accumulation": 4},
+    "bf16": {"bf16": True},
+    "unused head": {},
+}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2LMHeadModel  # noqa: PLC0415 - takes seconds
+
+    torch.manual_seed(0)
+    configuration = script("small_data").small_gpt2(40, width=16, dropout=0.0)
+    model: nn.Module = GPT2LMHeadModel(configuration)
+    return model.double()
+
+
+def sentences() -> Recorded:
+    """Return sentences some of whose tokens count for nothing, more in the second half of them."""
+    generator = torch.Generator().manual_seed(1)
+    items = []
+    for number in range(SENTENCES):
+        tokens = torch.randint(0, 15 + 15 * (number % 2), (12,), generator=generator)
+        labels = tokens.clone()
+        labels[: number % 5] = -100
+        items.append({"input_ids": tokens, "labels": labels})
+    return Recorded(items)
+
+
+def language_loss(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+    """Return the loss of a step: the mean over the tokens of all its batches that count."""
+    count = sum((batch["labels"] != -100).sum() for batch in batches)
+    losses = [model(**batch, num_items_in_batch=count).loss for batch in batches]
+    return torch.stack(losses).sum()
+
+
+def adamw(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def linear(steps: int) -> Any:
+    from transformers import get_scheduler  # noqa: PLC0415 - takes seconds
+
+    return lambda optimizer: get_scheduler("linear", optimizer, 0, steps)
+
+
+@cells(*TRAINER)
+def test_the_trainer_of_transformers(case: str, strategy: str, tmp_path: Path) -> None:
+    options = {"accumulation": 1, "max_grad_norm": 1.0, **TRAINER[case]}
+    model, loss, tolerance = gpt2(), language_loss, 1e-10
+    if case == "bf16":
+        model.float()
+        tolerance = 1e-6
+
+        def loss(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return language_loss(model, batches)
+
+    if case == "unused head":
+        model.unused = nn.Linear(16, 3).double()
+        if not strategy.startswith("cocod"):
+
+            def loss(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+                """As under Horovod, its gradients are zeros, and AdamW decays its weights."""
+                zero = torch.stack([p.sum() * 0.0 for p in model.parameters()]).sum()
+                return language_loss(model, batches) + zero
+
+    before, dataset = copy.deepcopy(model), sentences()
+    epochs = epochs_of(strategy, 6, options["accumulation"])
+    script("transformers_trainer").train(
+        model,
+        dataset,
+        strategy=strategy,
+        folder=tmp_path,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=SIZE,
+        save_strategy="no",
+        use_cpu=True,
+        **options,
+    )
+    steps = grouped(epochs, 6, options["accumulation"])
+    training = Training(
+        before,
+        adamw,
+        loss,
+        dataset.batches(SIZE),
+        steps,
+        linear(len(steps)),
+        clipping(options["max_grad_norm"]),
+    )
+    check(model, training, strategy, tolerance)
+
+
+@pytest.mark.nightly  # trains twice
+@cells("every rank", all_but_first=())
+def test_a_trainer_of_transformers_that_resumes(case: str, strategy: str, tmp_path: Path) -> None:
+    """Training goes on as if it had not ended; under cocod from a checkpoint of each rank."""
+    folder = hvd.broadcast_object(tmp_path, root_rank=0)
+    dataset, begun = sentences(), 6  # batches of an epoch
+    epochs = 2 * epochs_of(strategy, begun)
+    for resume in (False, True):
+        model = gpt2()
+        script("transformers_trainer").train(
+            model,
+            dataset,
+            strategy=strategy,
+            folder=folder,
+            every_rank_saves=strategy.startswith("cocod"),
+            resume=resume,
+            num_train_epochs=epochs if resume else epochs // 2,
+            per_device_train_batch_size=SIZE,
+            lr_scheduler_type="constant",
+            save_strategy="epoch",
+            save_total_limit=1,
+            use_cpu=True,
+        )
+    check(model, trainer_training(dataset, epochs), strategy)
+
+
+def trainer_training(dataset: Recorded, epochs: int, lr: float = 1e-3, **options: Any) -> Training:
+    """Return the training of the tests that clip to 1 and have a constant learning rate."""
+    return Training(
+        gpt2(),
+        lambda model: adamw(model, lr),
+        language_loss,
+        dataset.batches(SIZE),
+        grouped(epochs, 6, 1),
+        change=clipping(1.0),
+        **options,
+    )
+
+
+@pytest.mark.nightly  # saves and evaluates
+@cells("mean of the ranks", all_but_first=())
+def test_a_trainer_of_transformers_loads_the_best_model(
+    case: str, strategy: str, tmp_path: Path
+) -> None:
+    """By the mean of the ranks' losses; the first rank's own would choose another one."""
+    model, dataset = gpt2(), sentences()
+    trained, never = ([sentences().items[i + rank] for i in range(0, 16, 2)] for rank in range(2))
+    for item in never:
+        item["labels"] = torch.full_like(item["labels"], 39)
+    evaluation = [each for pair in zip(trained, never, strict=True) for each in pair]
+    epochs, losses, states = 4, [], []
+    script("transformers_trainer").train(
+        model,
+        dataset,
+        evaluation=evaluation,
+        strategy=strategy,
+        folder=hvd.broadcast_object(tmp_path, root_rank=0),
+        lr=0.01,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=SIZE,
+        lr_scheduler_type="constant",
+        save_strategy="epoch",
+        eval_strategy="epoch",
+        load_best_model_at_end=True,
+        use_cpu=True,
+    )
+
+    @torch.no_grad()
+    def evaluate(model: nn.Module, step: int) -> None:
+        if step % 6 == 5:
+            shares = (default_collate(trained), default_collate(never))
+            losses.append([float(model(**each).loss) for each in shares])
+            states.append(copy.deepcopy(model.state_dict()))
+
+    def best(model: nn.Module) -> nn.Module:
+        every = np.array(losses).reshape(epochs, -1, 2)[:, 0]  # of the simulation's first rank
+        chosen = every.mean(1).argmin()
+        assert chosen != every[:, 0].argmin()
+        model.load_state_dict(states[chosen * len(states) // epochs])
+        losses.clear()
+        states.clear()
+        return model
+
+    training = trainer_training(
+        dataset, epochs, after=evaluate, drains=range(5, 24, 6), lr=0.01, result=best
+    )
+    check(model, training, strategy)
+
+
+# Networks for digits -----------------------------------------------------------------------------
+
+DIGITS, BATCH = 36, 4  # 18 a rank: four batches of 4 and one of 2
+NETWORKS = {
+    "clip, accumulation": {"clip": 0.5, "accumulation": 2},
+    "clip": {"clip": 0.5},
+    "no clip": {"clip": 0.0},
+    "accumulation": {"clip": 0.0, "accumulation": 2},
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = script("small_data").network(width=12)
+    return model.double()
+
+
+def digits() -> Recorded:
+    """Return random digits, of which each other one is brighter."""
+    generator = torch.Generator().manual_seed(1)
+    return Recorded(
+        [
+            (torch.randn(64, generator=generator).double() + number % 2, number % 10)
+            for number in range(DIGITS)
+        ]
+    )
+
+
+def mean_loss(accumulation: int) -> Any:
+    """Return the loss of a step: a part of it for each batch, also where batches are missing."""
+
+    def loss(model: nn.Module, batches: list[Any]) -> torch.Tensor:
+        losses = [nn.functional.cross_entropy(model(x), y) for x, y in batches]
+        return torch.stack(losses).sum() / accumulation
+
+    return loss
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def networks_training(
+    dataset: Recorded, epochs: int, clip: float, accumulation: int = 1, **options: Any
+) -> Training:
+    """Return the training of a client that has a network for digits."""
+    return Training(
+        network(),
+        momentum,
+        mean_loss(accumulation),
+        dataset.batches(BATCH),
+        grouped(epochs, 5, accumulation),
+        decaying,
+        clipping(clip),
+        **options,
+    )
+
+
+def assert_deferred(steps: list[bool], options: dict[str, Any], strategy: str) -> None:
+    """Assert that steps left updates where nobody read their gradients; others cannot."""
+    if "overlap" in strategy and not options["clip"]:
+        assert sum(steps) > 5
+
+
+@cells(*NETWORKS)
+def test_the_loop_of_accelerate(case: str, strategy: str, deferred: list[bool]) -> None:
+    options, model, dataset = NETWORKS[case], network(), digits()
+    epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
+    script("accelerate_loop").train(
+        model, dataset, strategy=strategy, epochs=epochs, batch_size=BATCH, **options
+    )
+    check(model, networks_training(dataset, epochs, **options), strategy)
+    assert_deferred(deferred, options, strategy)
+
+
+@cells(*NETWORKS)
+def test_the_trainer_of_lightning(case: str, strategy: str, deferred: list[bool]) -> None:
+    options, model, dataset = NETWORKS[case], network(), digits()
+    epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
+    script("lightning_trainer").train(
+        model,
+        dataset,
+        strategy=strategy,
+        epochs=epochs,
+        batch_size=BATCH,
+        accelerator="cpu",
+        precision="64-true",
+        **options,
+    )
+    check(model, networks_training(dataset, epochs, **options), strategy)
+    assert_deferred(deferred, options, strategy)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Fabric casts what a model returns to the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@cells(*NETWORKS)
+@pytest.mark.usefixtures("double")
+def test_the_loop_of_fabric(case: str, strategy: str, deferred: list[bool]) -> None:
+    options, model, dataset = NETWORKS[case], network(), digits()
+    epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
+    script("lightning_fabric").train(
+        model,
+        dataset,
+        strategy=strategy,
+        epochs=epochs,
+        batch_size=BATCH,
+        precision="64-true",
+        **options,
+    )
+    check(model, networks_training(dataset, epochs, **options), strategy)
+    assert_deferred(deferred, options, strategy)
+
+
+# PEFT --------------------------------------------------------------------------------------------
+
+
+@cells("merge, unmerge", all_but_first=())
+def test_adapters_of_peft(case: str, strategy: str) -> None:
+    """They are merged into the weights while updates may be pending, and taken out again."""
+    peft = script("peft_lora")
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = peft.adapted(script("small_data").small_gpt2(40, 16, dropout=0.0))
+        return model.double()
+
+    def merge(model: Any, step: int) -> None:
+        if step % 5 == 2:
+            model.merge_adapter()
+            model.unmerge_adapter()
+
+    model, dataset, epochs = make_model(), sentences(), epochs_of(strategy, 6)
+    peft.train(
+        model,
+        dataset,
+        strategy=strategy,
+        epochs=epochs,
+        batch_size=SIZE,
+        after_step=lambda _, step: merge(model, step),
+    )
+    training = Training(
+        make_model(),
+        lambda model: adamw(model, 0.01),
+        lambda model, batches: model(**batches[0]).loss,
+        dataset.batches(SIZE),
+        grouped(epochs, 6, 1),
+        after=merge,
+    )
+    check(model, training, strategy)
+
+
+# A loop as timm's --------------------------------------------------------------------------------
+
+
+class Overflowing(Recorded):
+    """Digits of which one gives the rank that takes it infinite gradients, in the first epoch."""
+
+    def item(self, index: int, number: int) -> Any:
+        x, y = self.items[index]
+        return (x * torch.inf if index == 7 and number < DIGITS // 2 else x), y
+
+
+AVERAGES = {
+    "overflow": {"clip": 0.5},
+    "no scaler": {"clip": 0.5, "scaled": False},
+    "no clip": {"clip": 0.0, "scaled": False},
+}
+
+
+@cells(*AVERAGES)
+def test_a_loop_with_a_scaler_and_averaged_weights(case: str, strategy: str) -> None:
+    options, model = AVERAGES[case], network()
+    dataset = (Overflowing if case == "overflow" else Recorded)(digits().items)
+    epochs = epochs_of(strategy, 5)
+    smooth = script("ema_scaler").train(
+        model, dataset, strategy=strategy, epochs=epochs, batch_size=BATCH, **options
+    )
+    averages: dict[nn.Module, AveragedModel] = {}
+
+    def average(model: nn.Module, _: int) -> None:
+        if model not in averages:
+            averages[model] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
+        averages[model].update_parameters(model)
+
+    def both(model: nn.Module) -> nn.Module:
+        if strategy.startswith("cocod"):  # each rank averages the weights of its own replica
+            return model
+        return nn.ModuleList([model, averages[model]])
+
+    training = Training(
+        network(),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.005, weight_decay=0.05),
+        mean_loss(1),
+        dataset.batches(BATCH),
+        grouped(epochs, 5, 1),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, 5 * epochs, eta_min=0.0001
+        ),
+        clipping(options["clip"]),
+        average,
+        result=both,
+    )
+    mine = model if strategy.startswith("cocod") else nn.ModuleList([model, smooth])
+    check(mine, training, strategy)
+
+
+# DCGAN -------------------------------------------------------------------------------------------
+
+
+@cells("two passes", all_but_first=())
+def test_the_tutorial_of_dcgan(case: str, strategy: str) -> None:
+    """Two networks, of which one has two backward passes a step, and is part of the other's."""
+    dcgan, dataset, epochs = script("dcgan"), digits(), epochs_of(strategy, 5)
+
+    def networks() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return dcgan.generator(width=6).double(), dcgan.discriminator(width=6).double()
+
+    def noise(x: torch.Tensor) -> torch.Tensor:  # a function of the batch
+        return x.view(len(x), -1)[:, : dcgan.NOISE, None, None].roll(1, 0)
+
+    net_g, net_d = networks()
+    dcgan.train(
+        net_g,
+        net_d,
+        dataset,
+        strategy=strategy,
+        epochs=epochs,
+        batch_size=BATCH,
+        noise=noise,
+    )
+    batches = dataset.batches(BATCH)
+
+    def simulated(batches: list[list[Any]], strategy: str) -> nn.Module:
+        def workers(number: int) -> Any:
+            return make_workers(
+                strategy,
+                len(batches),
+                lambda: networks()[number],
+                lambda net: torch.optim.Adam(net.parameters(), lr=0.002, betas=(0.5, 0.999)),
+            )
+
+        g, d = workers(0), workers(1)
+        criterion = nn.functional.binary_cross_entropy_with_logits
+
+        def loss_d(net: nn.Module, rank: int, step: int) -> torch.Tensor:
+            x = batches[rank][step][0]
+            fake = g.models[rank](noise(x)).detach()
+            real = net(x.view(-1, 1, 8, 8))
+            return criterion(real, x.new_ones(len(x))) + criterion(net(fake), x.new_zeros(len(x)))
+
+        def loss_g(net: nn.Module, rank: int, step: int) -> torch.Tensor:
+            x = batches[rank][step][0]
+            return criterion(d.models[rank](net(noise(x))), x.new_ones(len(x)))
+
+        for step in range(5 * epochs):
+            for each, loss in ((d, loss_d), (g, loss_g)):
+                each.backward(loss, step)
+                each.step()
+        for each in (d, g):
+            each.synchronize()
+        return nn.ModuleList([g.models[0], d.models[0]])
+
+    compare(
+        nn.ModuleList([net_g, net_d]),
+        simulated(batches, strategy),
+        [simulated([each], "merged-gradient") for each in batches],
+        1e-10,
+    )
