@@ -60,6 +60,10 @@ class Arguments:
     average_aggregated_gradients: bool = False
     accumulation_steps: int | None = None
 
+    def __deepcopy__(self, _: Any) -> Arguments:
+        """Return these: a copy of a process set is none that Horovod knows."""
+        return self
+
     def check(self) -> Strategy:
         """Return the strategy; looks at this rank only and sends nothing.
 

@@ -33,6 +33,7 @@ __all__ = [
     "note_distributed",
     "note_model",
     "noted_models",
+    "optimizers_of",
 ]
 
 _models: list[weakref.ref[Any]] = []
@@ -71,6 +72,16 @@ def _warn_of_plain(model: Any) -> None:
             "hvd.load_model.",
             stacklevel=3,
         )
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizer that a model was compiled with, and those in its attributes."""
+    found = [model.optimizer]
+    for each in vars(model).values():
+        parts = each.values() if isinstance(each, dict) else each
+        found += parts if isinstance(each, list | tuple | dict) else [each]
+    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+    return list(unique.values())
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -149,16 +160,19 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
                 build(self.optimizer, self.trainable_weights)
         elif getattr(self, "optimizer", None) is not None:
             _warn_of_plain(self)
-        all_of = {id(each): each for each in map(_distributed, vars(self).values()) if each}
+        distributed = [each for each in map(_distributed, optimizers_of(self)) if each is not None]
+        for each in distributed:
+            each._hvd_pipe.fit_ended = False
         try:
-            history = fit(self, *args, **kwargs)
-        finally:
-            for each in all_of.values():
+            return fit(self, *args, **kwargs)
+        finally:  # also after an exception, of a callback as `fit` ends, say
+            for each in distributed:
                 if each._hvd_pipe.watcher is not None:
-                    each._hvd_pipe.watcher.takes(None)  # also after an exception
-        for session in (session for each in all_of.values() for session in each._hvd_pipe):
-            session.end_fit()
-        return history
+                    each._hvd_pipe.watcher.takes(None)
+                if each._hvd_pipe.fit_ended:
+                    unlike = [session.end_fit() for session in each._hvd_pipe]
+                    if any(unlike):
+                        each.synchronize()
 
     return fitted
 

@@ -53,6 +53,7 @@ class Session:
 
     number = 0
     """Counts the sessions of their owner."""
+    _began_unlike = False
 
     def __init__(
         self,
@@ -172,7 +173,9 @@ class Session:
             return
         if check_mode.active.on:
             self._compare_replicas()
-        elif self._are_unlike() and process_set.rank() == 0:
+            return
+        self._began_unlike = self._are_unlike()
+        if self._began_unlike and process_set.rank() == 0:
             _log.warning(
                 "replicas differ after training with the same gradients: they began differently. "
                 "Pass callbacks=[BroadcastGlobalVariablesCallback(0)] of "
@@ -181,12 +184,17 @@ class Session:
                 "before the first step."
             )
 
-    def end_fit(self) -> None:
-        """Have equal replicas where callbacks have set unlike weights at the end of ``fit``."""
+    def end_fit(self) -> bool:
+        """Have equal replicas where callbacks have set unlike weights at the end of ``fit``.
+
+        Returns whether that is CoCoD's affair, which averages statistics as well.
+        """
         process_set = self._arguments.process_set
-        if not process_set.included() or not self._are_unlike():
-            return
-        if process_set.rank() == 0 and not isinstance(self.engine, CoCoDEngine):
+        if not process_set.included() or self._began_unlike or not self._are_unlike():
+            return False
+        if isinstance(self.engine, CoCoDEngine):
+            return True
+        if process_set.rank() == 0:
             _log.warning(
                 "a callback has set weights at the end of fit, and they differ between ranks: the "
                 "weights are their mean now. EarlyStopping(restore_best_weights=True) chooses by "
@@ -195,6 +203,7 @@ class Session:
         for index in self._sent:
             variable, name = raw(self.variables[index]), f"{self.tag}.end.{index}"
             variable.assign(allreduce(variable, op=Average, name=name, process_set=process_set))
+        return False
 
     def _are_unlike(self) -> bool:
         crc = 0

@@ -89,6 +89,8 @@ class Sessions:
         """What ``auto`` has chosen."""
         self.is_stale = False
         """Whether steps that were traced before are another method's."""
+        self.fit_ended = False
+        """Whether the call of ``fit`` that is running has finished what was in flight."""
         self.watcher: Any = None
         """The `strategies.replan.Replan` that sees the steps, if somebody drives it."""
         lines = arguments.describe(self.strategy)

@@ -227,11 +227,25 @@ class EngineHolder(torch.optim.Optimizer):
                 group.update(before)
 
     def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
-        found = {}
-        for i, parameter in enumerate(self._owned()):
+        joining: dict[str, torch.Tensor] = {}
+        owned = self._owned()
+        if all(id(each) in known or not each.requires_grad for each in owned):
+            return joining
+        engine, here = self._hvd_pipe, {id(each) for each in owned}
+        assert engine is not None
+        named = zip(engine.settings.names, engine.settings.parameters, strict=True)
+        kept = {id(parameter): name for name, parameter in named if id(parameter) in here}
+        # Places in the groups may have shifted: a name that is still another's is not taken.
+        taken, before, names = {*kept.values(), ""}, self._hvd_pipe_names, []
+        for i, parameter in enumerate(owned):
+            name = kept.get(id(parameter), before[i] if i < len(before) else "")
+            if id(parameter) not in kept and name in taken:
+                name = f"param.joined.{len(engine.settings.names)}.{i}"
+            names.append(name)
             if id(parameter) not in known and parameter.requires_grad:
-                found[self._hvd_pipe_names[i]] = parameter
-        return found
+                joining[name] = parameter
+        before[:] = names
+        return joining
 
 
 def _copied(value: Any) -> Any:

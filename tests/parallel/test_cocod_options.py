@@ -265,6 +265,36 @@ def test_a_rank_that_left_has_no_weight() -> None:
 
 
 @three
+@pytest.mark.parametrize("broadcasts", [True, False], ids=["broadcast", "alone"])
+@pytest.mark.parametrize(
+    "options", [CoCoD(2, outer="nesterov"), CoCoD(2, pull_back=0.5, anchor_momentum=0.5)], ids=str
+)
+def test_what_goes_on_over_rounds_after_a_join(options: CoCoD, broadcasts: bool) -> None:
+    """The last rank's outer model (or anchor), which began anew, where it is broadcast."""
+    model = make_model()
+    optimizer = wrap(model, Case(options))
+    train(model, optimizer, hvd.rank(), steps=LEAVES_AFTER + 4 * hvd.rank())
+
+    def kept() -> Any:
+        tensors = optimizer._hvd_pipe.state().tensors
+        values = [value for label in options.kept for value in tensors[label]]
+        return np.concatenate([value.numpy().ravel() for value in values])
+
+    last = hvd.join()
+    assert last == 2
+    everyone = gather(kept())
+    assert not np.array_equal(everyone[0], everyone[last])
+    hvd.broadcast_parameters(model.state_dict(), last)
+    if broadcasts:
+        hvd.broadcast_optimizer_state(optimizer, last)
+        np.testing.assert_array_equal(kept(), everyone[last])
+    train(model, optimizer, hvd.rank(), steps=4)
+    first, *others = gather(kept())
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+@three
 def test_weights_are_those_of_a_process_set() -> None:
     """The third rank is no member and trains alone."""
     options = CoCoD(3, 4, weights=(3.0, 1.0), momentum="average")

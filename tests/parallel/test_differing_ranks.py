@@ -21,7 +21,11 @@ def check_both_are_told(*args: object) -> None:
     assert "HvdPipeError: ranks have sent different things" in second
 
 
-@pytest.mark.parametrize(("how", "codec"), [("add_param_group", "none"), ("unfreeze", "int8")])
+@pytest.mark.parametrize(
+    ("how", "codec"),
+    # nightly: as the last steps' below, but for the codec
+    [("add_param_group", "none"), pytest.param("unfreeze", "int8", marks=pytest.mark.nightly)],
+)
 @pytest.mark.parametrize(
     "strategy", [*STRATEGIES, "cocod:period=2,warmup_steps=20", "cocod:period=2,fragments=2"]
 )

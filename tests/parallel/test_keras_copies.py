@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from dataclasses import replace
@@ -166,3 +167,50 @@ def test_weights_that_callbacks_set_at_the_end_of_fit(
     np.testing.assert_array_equal(model.get_weights(), [[[4.0]]])
     told = [each for each in caplog.messages if "a callback has set weights at the end" in each]
     assert len(told) == (hvd.rank() == 0 and strategy != "cocod")
+
+
+@two
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fit_may_raise_on_one_rank_as_it_ends(rank: int) -> None:
+    """The other rank waited for it, to compare weights."""
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            if hvd.rank() == rank:
+                raise OSError("no space left on device")
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x = np.ones((2, 1)) * (1 + hvd.rank())
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            model.fit(x, x, verbose=0, callbacks=[start, Raises()])
+    np.testing.assert_array_equal(*gather(model.get_weights()))
+
+
+class OwnStep(keras.Sequential):
+    """Its optimizer stands in a dictionary, as several of them may."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        self.own["a"].apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+
+@two
+def test_an_optimizer_in_a_dictionary_of_a_model_that_one_rank_has_built() -> None:
+    """Ranks waited for each other, one to broadcast before the first step, one after it."""
+    model = OwnStep([keras.layers.Dense(1, use_bias=False)])
+    x = np.ones((2, 1)) * (1 + hvd.rank())
+    if hvd.rank() == 0:
+        model(x)
+    model.own = {"a": hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))}
+    model.compile()
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x, verbose=0, epochs=2, callbacks=[start, SetsWeights()])
+    np.testing.assert_array_equal(model.get_weights(), [[[4.0]]])

@@ -21,8 +21,13 @@ NIGHTLY = (
 )
 
 
+FIRST = [case for case in saved_keras.FIRST if case.codec == "none"]
+"""With a codec, b1f2cc3 gave all ranks the residuals of rank 0. `test_keras_own_states` has what
+becomes of them now."""
+
+
 @on_ranks(2, init=pipedream.init, framework="tensorflow")
-@pytest.mark.parametrize(("archive", "case"), cases_of("keras", saved_keras.FIRST, NIGHTLY))
+@pytest.mark.parametrize(("archive", "case"), cases_of("keras", FIRST, NIGHTLY))
 def test_a_keras_run_goes_on(
     archive: Path, case: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

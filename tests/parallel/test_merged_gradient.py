@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,6 +38,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.messages import buckets
 from hvd_pipe.torch.strategies import base
+from hvd_pipe.torch.strategies.backward_passes import GradientHooks
 
 two = on_ranks(2, init=hvd.init)
 
@@ -174,7 +174,7 @@ def test_a_gradient_passes_few_functions() -> None:
         optimizer, model.named_parameters(), strategy="merged-gradient:plan=wfbp"
     )
     root = str(Path(hvd.__file__).parents[1])
-    hook = base._hook(weakref.ref(base.Engine), 0).__code__  # type: ignore[arg-type]
+    hook = base._hook(GradientHooks()).__code__
     update = inspect.unwrap(torch.optim.SGD.step).__code__
     moments = {
         buckets.BucketSet._fill.__code__,

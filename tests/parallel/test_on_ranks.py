@@ -30,7 +30,11 @@ def outcomes(said: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+@pytest.mark.parametrize(
+    # nightly: all tests on ranks say so, too
+    "launcher",
+    [pytest.param("mpi", marks=pytest.mark.nightly), "gloo"],
+)
 def test_both_launchers(launcher: str, tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
@@ -97,6 +101,7 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     assert "last words" in said
 
 
+@pytest.mark.nightly  # as the two below: what goes wrong in a test itself is above
 def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
@@ -113,6 +118,7 @@ def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -
     assert "last words" in said
 
 
+@pytest.mark.nightly
 def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,

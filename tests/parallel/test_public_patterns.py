@@ -6,16 +6,18 @@ import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from on_ranks import on_ranks
+from on_ranks import gather, on_ranks
 from pending_problem import LR, batch, loss_of, make_model, weights_of
 from test_pending_gradients import gather_weights
 from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.torch.strategies import base
 
 pytestmark = on_ranks(2, init=hvd.init)
 
@@ -104,21 +106,22 @@ def test_a_new_optimizer_of_some_of_the_parameters(strategy: str) -> None:
     assert torch.equal(*gather_weights(model))
 
 
-def three_of(model: nn.Module, wrap: Any) -> list[Any]:
+def three_of(model: nn.Module, wrap: Any, all_first: bool = False) -> list[Any]:
     """Return an optimizer of the first layer, one of the rest, and one of all parameters."""
     named = list(model.named_parameters())
-    parts = (named[:2], named[2:], named)
+    parts = (named, named[:2], named[2:]) if all_first else (named[:2], named[2:], named)
     return [wrap(torch.optim.Adam([p for _, p in part], 0.01), part) for part in parts]
 
 
 @pytest.mark.parametrize("synchronizes", [True, False], ids=["synchronize", "step alone"])
+@pytest.mark.parametrize("all_first", [False, True], ids=["all last", "all first"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES[:2], GIVEN])
 def test_optimizers_of_the_same_parameters_that_take_turns(
-    strategy: str, synchronizes: bool
+    strategy: str, all_first: bool, synchronizes: bool
 ) -> None:
     """The ones that were made first read buffers that were being reduced."""
     model, wanted = make_model(), make_model()
-    mine = three_of(model, lambda one, named: distributed(one, named, strategy))
+    mine = three_of(model, lambda one, named: distributed(one, named, strategy), all_first)
     for step in range(STEPS):
         for optimizer in mine:
             optimizer.zero_grad()
@@ -132,14 +135,15 @@ def test_optimizers_of_the_same_parameters_that_take_turns(
             mine[step // 8].step()
     for optimizer in mine:
         optimizer.synchronize()
-    plain = three_of(wanted, lambda one, named: one)
+    plain = three_of(wanted, lambda one, named: one, all_first)
     expected = trained_serially(wanted, lambda step: plain[step // 8], strategy)
     torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
 
 
-@every
-def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str) -> None:
-    """As torchtitan's; trying plans put the engine's hook behind the script's."""
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, GIVEN])
+def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str, to_none: bool) -> None:
+    """As torchtitan's; a new engine of an optimizer put its hook behind the script's."""
     model, wanted = make_model(), make_model()
     optimizers = {
         name: distributed(torch.optim.SGD([p], LR, 0.9), [(name, p)], strategy)
@@ -149,7 +153,7 @@ def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str) -> None
     def stepping(optimizer: Any) -> Any:
         def step(_: torch.Tensor) -> None:
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
 
         return step
 
@@ -164,7 +168,25 @@ def test_one_optimizer_a_parameter_that_steps_in_backward(strategy: str) -> None
     torch.testing.assert_close(weights_of(model), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["pipe-sgd", "merged-gradient:codec"])
+def test_ranks_send_for_other_optimizers_in_one_order() -> None:
+    """They went through a set, whose order differs between ranks, and waited for its first."""
+    named = {name: nn.Parameter(torch.ones(2)) for name in "abcd"}
+    made = [
+        distributed(
+            torch.optim.SGD([named[name] for name in names], LR),
+            [(name, named[name]) for name in names],
+            "merged-gradient",
+        )
+        for names in ("abcd", "ab", "cd")
+    ]
+    engines = [each._hvd_pipe for each in made]
+    with mock.patch.object(base, "_live", engines[:: 1 if hvd.rank() == 0 else -1]):
+        first, second = gather([each.settings.tag for each in base.live_engines()])
+    assert first == second
+    assert len(first) == 3
+
+
+@pytest.mark.parametrize("strategy", ["pipe-sgd", "merged-gradient:codec", "cocod"])
 def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy: str) -> None:
     model = make_model()
     codec = {"compression": hvd.Int8(error_feedback=True)} if strategy.endswith("codec") else {}
@@ -180,7 +202,9 @@ def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy
         old.step()
     assert torch.equal(weights_of(model), before)
     new.step()
-    new.synchronize()
+    for optimizer in (new, old) if strategy == "cocod" else (new,):
+        optimizer.zero_grad()
+        optimizer.synchronize()
     assert torch.equal(*gather_weights(model))
 
 
@@ -234,9 +258,72 @@ def test_parameters_that_are_replaced_by_larger_ones(strategy: str) -> None:
     torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", ["put in between", "swapped"])
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_places_of_parameters_that_shift(strategy: str, how: str) -> None:
+    """A new parameter took the name, and the message, of one that was still there."""
+
+    def shift(of: nn.Sequential, optimizer: Any) -> None:
+        torch.manual_seed(3)
+        layer = nn.Linear(5, 5).double()
+        if how == "put in between":
+            of.insert(1, layer)
+        else:
+            del of[0]
+            of.append(nn.Linear(5, 5).double())
+        optimizer.param_groups[0]["params"][:] = list(of.parameters())
+
+    made = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        made.append(nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(3))))
+    model, wanted = made
+
+    def loss(of: nn.Module, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        return (of(torch.randn(4, 5, generator=generator).double()) ** 2).mean()
+
+    plain = torch.optim.SGD(wanted.parameters(), LR)
+    inner = torch.optim.SGD(model.parameters(), LR)
+    optimizer = distributed(inner, model.named_parameters(), strategy)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            shift(model, optimizer)
+            shift(wanted, plain)
+        optimizer.zero_grad()
+        loss(model, step, hvd.rank()).backward()
+        optimizer.step()
+        plain.zero_grad()
+        (loss(wanted, step, 0) / 2 + loss(wanted, step, 1) / 2).backward()
+        plain.step()
+    optimizer.synchronize()
+    torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_a_replaced_parameter_may_train_on_elsewhere(strategy: str) -> None:
+    """Its hook told the engine of a gradient of the one in its place."""
+    first, head = nn.Linear(3, 3).double(), nn.Linear(3, 1, bias=False).double()
+    hvd.broadcast_parameters([*first.parameters(), *head.parameters()], root_rank=0)
+    model = nn.Sequential(first, head)
+    optimizer = distributed(
+        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
+    )
+    x = torch.ones(2, 3).double() * (1 + hvd.rank())
+    for step in range(STEPS):
+        if step == 4:
+            model[1] = copy.deepcopy(head)
+            optimizer.param_groups[0]["params"][:] = list(model.parameters())
+        optimizer.zero_grad()
+        (model(x) + head(first(x))).mean().backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert torch.equal(*gather_weights(model))
+
+
 @every
 def test_gradients_with_a_graph(strategy: str) -> None:
-    """As AdaHessian's, which differentiates them once more."""
+    """A script differentiates them once more, before ``step()``."""
     model, wanted = make_model(), make_model()
     optimizer = distributed(
         torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
@@ -251,7 +338,10 @@ def test_gradients_with_a_graph(strategy: str) -> None:
         gradients = [p.grad for p in model.parameters()]
         found = torch.autograd.grad(gradients, list(model.parameters()), ones)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        wants = means(model, step)
         optimizer.step()
+        if strategy != "pipe-sgd":
+            assert all(map(torch.allclose, [p.grad for p in model.parameters()], wants))
     optimizer.synchronize()
     plain = torch.optim.SGD(wanted.parameters(), LR)
     serial = trained_serially(wanted, lambda step: plain, strategy)

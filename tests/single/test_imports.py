@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
 MAX_FILES = 235
-MAX_LINES = 47_700
+MAX_LINES = 47_750
 MAX_FILE_LINES = 400
 MAX_LINES_OF_ONE_IDEA = {  # where to divide a file would divide what belongs together
     "hvd_pipe/runtime/watch/heartbeat.py": 410,

@@ -10,10 +10,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Average as _Average
-from horovod.tensorflow.mpi_ops import _allreduce, rank, size
+from horovod.tensorflow.mpi_ops import _allreduce, global_process_set, rank, size
 
 from hvd_pipe.tensorflow import workers
-from hvd_pipe.tensorflow.agree import check_alike
+from hvd_pipe.tensorflow.agree import check_alike, gather
 from hvd_pipe.tensorflow.graphs import identity
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.keras.late_updates import (
@@ -25,7 +25,7 @@ from hvd_pipe.tensorflow.keras.late_updates import (
     traced_with,
 )
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras_patches import note_model
+from hvd_pipe.tensorflow.keras_patches import note_model, optimizers_of
 from hvd_pipe.tensorflow.strategies.replan import Deferral, Replan
 
 __all__ = [
@@ -152,11 +152,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._check_steps(optimizer)
         self.planning.on_train_begin(logs)
         # `fit` has built the model, and the optimizer of Keras' own step; the rest waits a step.
-        if all(layer.built for layer in self.model._flatten_layers(include_self=False)):
-            self._broadcast(all(each.built for each in _optimizers(self.model)))
+        if not self.broadcast_done:
+            optimizers = optimizers_of(self.model)
+            parts = [*self.model._flatten_layers(include_self=False)]
+            is_built = self.model.built or bool(parts and all(each.built for each in parts))
+            mine = [is_built, *(bool(each.built) for each in optimizers)]
+            found = gather(mine, "hvd_pipe.built", global_process_set)
+            is_built, *ready = map(all, zip(*found, strict=True))
+            pairs = zip(optimizers, ready, strict=True)
+            if is_built:
+                self._broadcast([each for each, is_ready in pairs if is_ready])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._broadcast(True)
+        if not self.broadcast_done:
+            self.broadcast_done = True
+            self._broadcast(optimizers_of(self.model))
         self.planning.on_train_batch_end(batch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -173,6 +183,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         for optimizer in optimizers:
             if optimizer is not compiled:
                 optimizer.synchronize()
+                optimizer._hvd_pipe.fit_ended = True
 
     def _check_steps(self, optimizer: Any) -> None:
         """Refuse epochs of unlike length, in which the longer one would wait for ever."""
@@ -183,11 +194,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             lines = [(label, str(steps)), ("epochs", str(epochs))]
             check_alike(lines, f"{optimizer._hvd_pipe.tag}.steps", process_set)
 
-    def _broadcast(self, is_last: bool) -> None:
-        if self.broadcast_done:
-            return
-        self.broadcast_done = is_last
-        optimizers = _optimizers(self.model)
+    def _broadcast(self, optimizers: list[Any]) -> None:
         distributed = _distributed(self.model)
         found = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
         kept = self._local | self._sent
@@ -199,28 +206,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             for each in found
             if identity(each) not in kept and each.name != "seed_generator_state"
         ]
+        if not shared:
+            return
         self._sent |= {identity(each) for each in shared}
         broadcast_variables(shared, self.root_rank)
         for optimizer in distributed:
             optimizer._hvd_pipe.agree()
 
 
-def _optimizers(model: Any) -> list[Any]:
-    """Return the optimizer that a model was compiled with, and those in its attributes."""
-    found = [model.optimizer, *_within([*vars(model).values()])]
-    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
-    return list(unique.values())
-
-
-def _within(value: Any) -> list[Any]:
-    parts = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(parts, list | tuple):
-        return [parts]
-    return [each for part in parts for each in _within(part)]
-
-
 def _distributed(model: Any) -> list[Any]:
-    inner = [getattr(each, "inner_optimizer", each) for each in _optimizers(model)]
+    inner = [getattr(each, "inner_optimizer", each) for each in optimizers_of(model)]
     return [each for each in inner if isinstance(each, DistributedMixin)]
 
 

@@ -230,6 +230,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     def finalize_variable_values(self, var_list: Any) -> None:
         """Called by ``model.fit`` at its end: as Keras', after `synchronize`."""
         self.synchronize()
+        self._hvd_pipe.fit_ended = True
         super().finalize_variable_values(var_list)
 
     def register_local_var(self, var: Any) -> None:
@@ -343,6 +344,8 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
 
 
 def _revived(plain: Any, arguments: Arguments, saved: Any) -> Any:
+    if arguments.process_set.process_set_id == 0:  # of a pickle, a copy of that
+        arguments = dataclasses.replace(arguments, process_set=mpi_ops.global_process_set)
     return distribute(plain._unpickle_model(saved), arguments)
 
 

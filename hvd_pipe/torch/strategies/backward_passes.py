@@ -18,7 +18,9 @@ from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.pending_tensors import Settle
 
-__all__ = ["BackwardPasses", "remove_hooks", "settle_weakly"]
+__all__ = ["BackwardPasses", "GradientHooks", "settle_weakly"]
+
+Hook = Callable[[torch.Tensor], None]
 
 
 class BackwardPasses:
@@ -101,10 +103,39 @@ class BackwardPasses:
         return held
 
 
-def remove_hooks(hooks: Sequence[RemovableHandle]) -> None:
-    """Remove hooks from their parameters."""
-    for hook in hooks:
-        hook.remove()
+class GradientHooks:
+    """The hooks of an optimizer's parameters; engines that follow each other share them."""
+
+    def __init__(self) -> None:
+        self.engine: Callable[[], Any] = lambda: None
+        """Returns the engine that is told of gradients."""
+        self.places: dict[int, int] = {}
+        """The index of a parameter, by its identity."""
+        self._handles: dict[int, RemovableHandle] = {}
+
+    def tell(self, engine: object, parameters: Sequence[torch.Tensor], hook: Hook) -> None:
+        """Tell this engine of the gradients of these parameters, from now on.
+
+        A hook that is there keeps its place among the script's own.
+        """
+        self.engine = weakref.ref(engine)
+        self.places = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for gone in self._handles.keys() - self.places.keys():
+            self._handles.pop(gone).remove()
+        for parameter in parameters:
+            if id(parameter) not in self._handles:
+                trains = parameter.requires_grad
+                parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
+                listen = parameter.register_post_accumulate_grad_hook
+                self._handles[id(parameter)] = listen(hook)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)
+
+    def end(self, engine: object = None) -> None:
+        """Remove the hooks, unless another engine is told by now; None: one that is gone."""
+        if self.engine() in (engine, None):
+            for handle in self._handles.values():
+                handle.remove()
+            self._handles.clear()
 
 
 def settle_weakly(method: Settle) -> Settle:

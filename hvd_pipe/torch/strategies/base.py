@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, rank
-from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
@@ -34,7 +33,11 @@ from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.pending_tensors import release
-from hvd_pipe.torch.strategies.backward_passes import BackwardPasses, remove_hooks, settle_weakly
+from hvd_pipe.torch.strategies.backward_passes import (
+    BackwardPasses,
+    GradientHooks,
+    settle_weakly,
+)
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
@@ -93,9 +96,8 @@ class Engine(abc.ABC):
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
         self._passes, self._settle = BackwardPasses(), settle_weakly(self._settling)
-        self._hooks: list[RemovableHandle] = []
-        self.detach: Callable[[], object] = weakref.finalize(self, remove_hooks, self._hooks)
-        """Stop hearing of gradients."""
+        self._retired = False
+        weakref.finalize(self, settings.owner.hooks.end)
         self._listen(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in live_engines():
@@ -105,15 +107,8 @@ class Engine(abc.ABC):
         _live.add(self)
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
-        engine = weakref.ref(self)
-        for index, parameter in enumerate(parameters):
-            if id(parameter) in self.known:
-                continue
-            trains = parameter.requires_grad
-            parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
-            listen = parameter.register_post_accumulate_grad_hook
-            self._hooks.append(listen(_hook(engine, index)))  # type: ignore[no-untyped-call]
-            parameter.requires_grad_(trains)
+        hooks = self.settings.owner.hooks
+        hooks.tell(self, parameters, _hook(hooks))
         self._passes.add(len(parameters) - len(self.known))
         self.known = set(map(id, parameters))
 
@@ -136,7 +131,8 @@ class Engine(abc.ABC):
     def retire(self) -> None:
         """Take no further part."""
         self._passes.end()
-        self.detach()
+        self.settings.owner.hooks.end(self)
+        self._retired = True
         _live.discard(self)
 
     # What a strategy defines.
@@ -312,6 +308,8 @@ class Engine(abc.ABC):
             self._begin_pass(index)
         if not self.has_new_gradients:
             self._begin_step()
+        if self.settings.parameters[index].grad is None:
+            return  # another parameter has just taken this one's place
         self.has_new_gradients = True
         if self.current is not None and self.current.is_flushed and not self.synchronized:
             self._refuse_late(index)
@@ -531,11 +529,11 @@ class Engine(abc.ABC):
         had, self.has_new_gradients = self.has_new_gradients, False
         held = self._passes.end(stay_pending=self.may_defer)
         for other in live_engines():  # another rank may wait for one of these first
+            if self._retired and not other.known.isdisjoint(self.known):
+                self._take_over_from(other)
             if other is self or other.synchronized or other.current is None:
                 continue
-            if not other.known.isdisjoint(self.known):
-                self._take_over_from(other)
-            elif other.current.is_whole:
+            if other.current.is_whole:
                 other._note_changes(other.current)
                 other.send()
         self._has_update = self.prepare(held if self.was_read or self.may_defer else {})
@@ -546,6 +544,8 @@ class Engine(abc.ABC):
 
     def _take_over_from(self, other: Engine) -> None:
         """Have gradients averaged that a newer optimizer of the same parameters has heard of."""
+        if other is self:
+            return
         if not self.accumulates:
             raise HvdPipeError(
                 f"step() or synchronize() of an optimizer of {self.settings.names[0]!r}, which "
@@ -553,7 +553,7 @@ class Engine(abc.ABC):
                 "with these arguments optimizers cannot take turns: wrap the one to go on with "
                 "anew, or use strategy='merged-gradient'."
             )
-        if other.has_new_gradients:
+        if other.has_new_gradients and not other.synchronized:
             other.settings.owner.settle(None, ())
 
     def abandon(self) -> None:
@@ -576,22 +576,24 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def live_engines() -> Iterator[Engine]:
-    """Return the engines in use, each while its optimizer is kept alive; retire all others."""
-    for engine in list(_live):
+    """Return the engines in use, each while its optimizer is kept alive; retire all others.
+
+    All ranks have them in the same order, as one may be waited for before another one sends.
+    """
+    for engine in sorted(_live, key=lambda each: each.settings.tag):
         if (_optimizer := engine.settings.owner.itself()) is not None:
             yield engine  # whose optimizer would else go while the engine is asked
         else:
             engine.retire()
 
 
-def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], None]:
-
+def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
     def on_gradient(parameter: torch.Tensor) -> None:
-        owner = engine()
-        if owner is None or parameter.grad is None:  # an earlier hook has applied and cleared it
-            return
+        engine, index = hooks.engine(), hooks.places.get(id(parameter))
+        if engine is None or index is None or parameter.grad is None:
+            return  # an earlier hook has applied and cleared it
         # Its optimizer may be gone, and what that had in common with the user's be kept.
-        if owner.settings.owner.itself() is not None:
-            owner.on_gradient(index)
+        if engine.settings.owner.itself() is not None:
+            engine.on_gradient(index)
 
     return on_gradient

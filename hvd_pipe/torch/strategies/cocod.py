@@ -16,7 +16,7 @@ one message after another, so the models' message delays those that are ready be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -249,12 +249,12 @@ class CoCoDEngine(Engine):
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
     def after_join(self) -> None:
-        self._end_rounds()
+        self._end_rounds(ModelAverage.rest)
         self.rounds = self._strategy.warmup_steps
         self._begin()
 
     def discard(self) -> None:
-        self._end_rounds()
+        self._end_rounds(ModelAverage.discard)
         self.rounds = 0
         self._begin()
 
@@ -264,10 +264,10 @@ class CoCoDEngine(Engine):
         if was_warm != self._is_warm:
             self._choose_buckets()
 
-    def _end_rounds(self) -> None:
+    def _end_rounds(self, end: Callable[[ModelAverage], None]) -> None:
         super().discard()
         for average in self._averages():
-            average.discard()
+            end(average)
         if self._momenta is not None:
             self._momenta.settle_anew()
         self._pause()

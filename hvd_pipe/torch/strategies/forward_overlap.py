@@ -351,8 +351,11 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 yield
             finally:
                 for index, parameter in parameters.items():
+                    own = kept[index]
+                    if own is not None and own.requires_grad:
+                        continue  # backward(create_graph=True) has left this rank's
                     if parameter.grad is not None and index not in averages:
-                        parameter.grad = kept[index]
+                        parameter.grad = own
                 self._parameters.release(indices)
 
     def _wait_for(self, bucket: Bucket) -> None:

@@ -93,6 +93,8 @@ class ModelAverage:
         self._base: torch.Tensor | None = None
         self._anchor: torch.Tensor | None = None
         self._velocity: torch.Tensor | None = None
+        self._is_left = False
+        """Whether the outer model (or anchor) is from before ranks joined after unlike rounds."""
 
     @property
     def next_message(self) -> Message:
@@ -103,6 +105,8 @@ class ModelAverage:
 
     def start(self) -> None:
         """Take a snapshot and send it."""
+        if self._is_left:  # nobody has broadcast that of the last rank
+            self.discard()
         message = self.next_message
         self._take(self._mean)
         if self._rule.pull_back is None:
@@ -165,10 +169,16 @@ class ModelAverage:
         torch._foreach_copy_(present, [views[i] for i in indices])
         spoil(self._mean, self._start)
 
+    def rest(self) -> None:
+        """End the round as ranks join; what goes on over rounds is kept for a `state`."""
+        anchor, velocity = self._anchor, self._velocity
+        self.discard()
+        self._anchor, self._velocity, self._is_left = anchor, velocity, True
+
     def discard(self) -> None:
         """Wait for what is in flight and forget it, and all rounds before."""
         self.complete()
-        self.due = False
+        self.due = self._is_left = False
         self._base = self._anchor = self._velocity = None
         for residual in self._residuals().values():
             residual.zero_()

@@ -271,10 +271,10 @@ class PipeSGDEngine(Engine):
             self._pending.complete_buckets()
             self.next_message.meet()
         shown = [(p, p.grad) for p in self.settings.parameters]
-        cleared = [(p, g) for p, g in shown if g is None or not (g.is_sparse or g.any())]
+        is_cleared = all(g is None or not (g.is_sparse or g.any()) for _, g in shown)
         self._apply_pending()
-        for parameter, gradient in cleared:  # else the next pass adds to what was applied
-            parameter.grad = gradient
+        for parameter, gradient in shown if is_cleared else ():
+            parameter.grad = gradient  # else the next pass adds to what was applied
 
     # Architecture: P5
     def _apply_pending(self) -> None:

@@ -15,6 +15,7 @@ from hvd_pipe.torch.agree import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import gradient_dtype
 from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
+from hvd_pipe.torch.strategies.backward_passes import GradientHooks
 
 __all__ = ["Owner", "Settings", "State", "describe"]
 
@@ -28,7 +29,7 @@ class Owner:
     """
 
     def __init__(self, itself: Callable[[], Any]) -> None:
-        self.itself = itself
+        self.itself, self.hooks = itself, GradientHooks()
 
     def _optimizer(self) -> Any:
         owner = self.itself()
