@@ -76,7 +76,7 @@ def _warn_of_plain(model: Any) -> None:
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model was compiled with, and those in its attributes."""
-    found = [model.optimizer]
+    found = [getattr(model, "optimizer", None)]  # none before `compile`
     for each in vars(model).values():
         parts = each.values() if isinstance(each, dict) else each
         found += parts if isinstance(each, list | tuple | dict) else [each]

@@ -189,6 +189,31 @@ def test_fit_may_raise_on_one_rank_as_it_ends(rank: int) -> None:
     np.testing.assert_array_equal(*gather(model.get_weights()))
 
 
+@two
+def test_fit_before_compile_has_keras_own_error() -> None:
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))  # from here on, `fit` is ours
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+
+
+@two
+def test_what_is_built_before_fit_is_broadcast_before_its_first_batch() -> None:
+    """Ranks take it for done alike, whatever becomes of the batch on one of them."""
+    seen = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            seen.append((start.broadcast_done, self.model.get_weights()[0].item()))
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.set_weights([np.full((1, 1), 1.0 + hvd.rank())])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[start, Looks()])
+    assert seen == [(True, 1.0)]
+
+
 class OwnStep(keras.Sequential):
     """Its optimizer stands in a dictionary, as several of them may."""
 

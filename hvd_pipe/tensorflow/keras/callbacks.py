@@ -156,12 +156,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             optimizers = optimizers_of(self.model)
             parts = [*self.model._flatten_layers(include_self=False)]
             is_built = self.model.built or bool(parts and all(each.built for each in parts))
-            mine = [is_built, *(bool(each.built) for each in optimizers)]
+            mine = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
             found = gather(mine, "hvd_pipe.built", global_process_set)
-            is_built, *ready = map(all, zip(*found, strict=True))
+            is_built, is_whole, *ready = map(all, zip(*found, strict=True))
             pairs = zip(optimizers, ready, strict=True)
             if is_built:
                 self._broadcast([each for each, is_ready in pairs if is_ready])
+            self.broadcast_done = is_whole and all(ready)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self.broadcast_done:

@@ -308,8 +308,8 @@ class Engine(abc.ABC):
             self._begin_pass(index)
         if not self.has_new_gradients:
             self._begin_step()
-        if self.settings.parameters[index].grad is None:
-            return  # another parameter has just taken this one's place
+            if self.settings.parameters[index].grad is None:
+                return  # another parameter has just taken this one's place
         self.has_new_gradients = True
         if self.current is not None and self.current.is_flushed and not self.synchronized:
             self._refuse_late(index)
