@@ -330,33 +330,26 @@ def assert_deferred(steps: list[bool], options: dict[str, Any], strategy: str) -
         assert sum(steps) > 5
 
 
-@cells(*NETWORKS)
-def test_the_loop_of_accelerate(case: str, strategy: str, deferred: list[bool]) -> None:
+def check_network(name: str, case: str, strategy: str, deferred: list[bool], **more: Any) -> None:
+    """Assert that a script which trains a network does so as one process."""
     options, model, dataset = NETWORKS[case], network(), digits()
     epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
-    script("accelerate_loop").train(
-        model, dataset, strategy=strategy, epochs=epochs, batch_size=BATCH, **options
+    script(name).train(
+        model, dataset, strategy=strategy, epochs=epochs, batch_size=BATCH, **options, **more
     )
     check(model, networks_training(dataset, epochs, **options), strategy)
     assert_deferred(deferred, options, strategy)
+
+
+@cells(*NETWORKS)
+def test_the_loop_of_accelerate(case: str, strategy: str, deferred: list[bool]) -> None:
+    check_network("accelerate_loop", case, strategy, deferred)
 
 
 @cells(*NETWORKS)
 def test_the_trainer_of_lightning(case: str, strategy: str, deferred: list[bool]) -> None:
-    options, model, dataset = NETWORKS[case], network(), digits()
-    epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
-    script("lightning_trainer").train(
-        model,
-        dataset,
-        strategy=strategy,
-        epochs=epochs,
-        batch_size=BATCH,
-        accelerator="cpu",
-        precision="64-true",
-        **options,
-    )
-    check(model, networks_training(dataset, epochs, **options), strategy)
-    assert_deferred(deferred, options, strategy)
+    more = {"accelerator": "cpu", "precision": "64-true"}
+    check_network("lightning_trainer", case, strategy, deferred, **more)
 
 
 @pytest.fixture
@@ -370,19 +363,7 @@ def double() -> Iterator[None]:
 @cells(*NETWORKS)
 @pytest.mark.usefixtures("double")
 def test_the_loop_of_fabric(case: str, strategy: str, deferred: list[bool]) -> None:
-    options, model, dataset = NETWORKS[case], network(), digits()
-    epochs = epochs_of(strategy, 5, options.get("accumulation", 1))
-    script("lightning_fabric").train(
-        model,
-        dataset,
-        strategy=strategy,
-        epochs=epochs,
-        batch_size=BATCH,
-        precision="64-true",
-        **options,
-    )
-    check(model, networks_training(dataset, epochs, **options), strategy)
-    assert_deferred(deferred, options, strategy)
+    check_network("lightning_fabric", case, strategy, deferred, precision="64-true")
 
 
 # PEFT --------------------------------------------------------------------------------------------
