@@ -2,25 +2,28 @@
 
     horovodrun --gloo -np 2 python benchmarks/clients.py
 
-A cell is the time of a long run less that of a short one, per step: the least of three. So starts
-of trainers do not count. Plans are not tried, as ``bucket_bytes`` is given.
+A cell is the time from one read of a batch to the next one, the mean of a run's last 80 steps; the
+strategies take turns, and the table has the median of five runs. So starts of trainers do not
+count. Stock Horovod clips the gradients of one rank, where a client clips.
 ``fails``: stock Horovod ends with a ``RecursionError``.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import horovod.torch as stock
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 import hvd_pipe.torch as hvd
 
@@ -31,12 +34,39 @@ HOROVOD = "stock Horovod"
 STRATEGIES = (
     HOROVOD,
     "merged-gradient",
-    "merged-gradient:overlap=forward,bucket_bytes=65536",
+    "merged-gradient:overlap=forward",
     "pipe-sgd",
     "cocod:period=4",
 )
-BATCH, STEPS = 8, 40  # of a rank; steps of an epoch
-SHORT, LONG = 1, 3  # epochs
+OURS = hvd.DistributedOptimizer
+BATCH, STEPS, WARM_UP = 8, 160, 80  # of a rank
+RUNS = 5
+
+
+class Timed(Dataset[Any]):
+    """A data set that notes when the first item of each batch is read.
+
+    Args:
+        dataset: The items.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        self._reads = 0
+        self._times: list[float] = []
+
+    def __len__(self) -> int:
+        return BATCH * STEPS * hvd.size()
+
+    def __getitem__(self, index: int) -> Any:
+        if self._reads % BATCH == 0:
+            self._times.append(time.perf_counter())
+        self._reads += 1
+        return self._dataset[index % len(self._dataset)]  # type: ignore[arg-type]
+
+    def step_time(self) -> float:
+        """Return the mean time of a step after the warm-up, in seconds."""
+        return (self._times[STEPS - 1] - self._times[WARM_UP]) / (STEPS - 1 - WARM_UP)
 
 
 def stock_optimizer(optimizer: Any, named_parameters: Any, strategy: str, **options: Any) -> Any:
@@ -90,41 +120,34 @@ CLIENTS = {
 }
 
 
-def seconds(train: Callable[..., None], dataset: Any, strategy: str) -> float:
-    """Return the seconds of a step."""
-    times = []
-    for epochs in (SHORT, LONG):
-        hvd.barrier()
-        begun = time.perf_counter()
-        train(dataset, epochs, strategy)
-        hvd.barrier()
-        times.append(time.perf_counter() - begun)
-    return (times[1] - times[0]) / (STEPS * (LONG - SHORT))
+def seconds(train: Callable[..., None], dataset: Dataset[Any], strategy: str) -> float:
+    """Return the time of a step of one run, in seconds; infinity where it fails."""
+    hvd.DistributedOptimizer = stock_optimizer if strategy == HOROVOD else OURS
+    timed = Timed(dataset)
+    hvd.barrier()
+    try:
+        train(timed, 1, strategy)
+    except RecursionError:  # stock Horovod's zero_grad(), in a subclass of its optimizer
+        return math.inf
+    return timed.step_time()
 
 
 def main() -> None:
     hvd.init()
     small_data.hide_mpi()
     small_data.share_cores()
-    count = BATCH * STEPS * hvd.size()
-    text, digits = small_data.sonnets()[1], small_data.digits()[0]
-    data = {"digits": Subset(digits, range(count))}
-    data["text"] = Subset(text, [i % len(text) for i in range(count)])
-    ours = hvd.DistributedOptimizer
+    data = {"digits": small_data.digits()[0], "text": small_data.sonnets()[1]}
     rows = [
         "| ms a step | " + " | ".join(STRATEGIES) + " |",
         "| --- " * (len(STRATEGIES) + 1) + "|",
     ]
     for name, (kind, train) in CLIENTS.items():
-        cells = []
-        for strategy in STRATEGIES:
-            hvd.DistributedOptimizer = stock_optimizer if strategy == HOROVOD else ours
-            try:
-                step = min(seconds(train, data[kind], strategy) for _ in range(3))
-                cells.append(f"{1000 * step:.1f}")
-            except RecursionError:  # stock Horovod's zero_grad(), in a subclass of its optimizer
-                cells.append("fails")
+        runs = [[seconds(train, data[kind], each) for each in STRATEGIES] for _ in range(RUNS)]
+        medians = [median(times) for times in zip(*runs, strict=True)]
+        cells = ["fails" if math.isinf(time) else f"{1000 * time:.1f}" for time in medians]
         rows.append(f"| {name} | {' | '.join(cells)} |")
+        if hvd.rank() == 0:
+            print(rows[-1], flush=True)
     if hvd.rank() == 0:
         print("\n".join(rows))
         print(

@@ -63,10 +63,10 @@ def failed(error: Exception) -> Description:
 
 @contextmanager
 def shutdown_is_told() -> Iterator[None]:
-    """Raise HorovodInternalError, not ValueError, where a process set is gone: by a shutdown."""
+    """Raise HorovodInternalError where a process set is gone: by a shutdown."""
     try:
         yield
-    except ValueError as error:
+    except Exception as error:  # torch raises a ValueError, TensorFlow an OpError of its own
         if not re.search("Process set (provided )?does not exist", str(error)):
             raise
         raise HorovodInternalError(

@@ -38,14 +38,14 @@ class Recorded(Dataset[Any]):
 
     def __init__(self, items: Sequence[Any]) -> None:
         self.items = items
-        self._order: list[int] = []
+        self.order: list[int] = []
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> Any:
-        self._order.append(index)
-        return self.item(index, len(self._order) - 1)
+        self.order.append(index)
+        return self.item(index, len(self.order) - 1)
 
     def item(self, index: int, number: int) -> Any:
         """Return an item that a rank takes after so many others."""
@@ -53,7 +53,7 @@ class Recorded(Dataset[Any]):
 
     def batches(self, size: int) -> list[list[Any]]:
         """Return all ranks' batches, by rank; the last batch of an epoch may be smaller."""
-        orders = gather(self._order)
+        orders = gather(self.order)
         epoch = len(self) // len(orders)
         for first in range(0, len(orders[0]), epoch):  # the ranks share the items of an epoch
             taken = [index for order in orders for index in order[first : first + epoch]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from clients import Recorded, Training, check, clipping, compare, grouped, script
-from on_ranks import on_ranks
+from on_ranks import gather, on_ranks
+from problem import weights_of
 from serial import make_workers
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -197,6 +199,40 @@ def test_a_trainer_of_transformers_that_resumes(case: str, strategy: str, tmp_pa
             use_cpu=True,
         )
     check(model, trainer_training(dataset, epochs), strategy)
+
+
+@pytest.mark.nightly
+def test_a_trainer_of_transformers_without_shares_reads_the_same_batches_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two ranks then train as one does; ``share`` is what mends it."""
+    trainer, model, dataset = script("transformers_trainer"), gpt2(), sentences()
+    alone = Training(
+        copy.deepcopy(model),
+        adamw,
+        language_loss,
+        [],
+        grouped(1, 11, 1),
+        linear(11),
+        clipping(1.0),
+    )
+    monkeypatch.setattr(trainer, "share", lambda dataset: dataset)
+    trainer.train(
+        model,
+        dataset,
+        folder=tmp_path,
+        num_train_epochs=1,
+        per_device_train_batch_size=SIZE,
+        save_strategy="no",
+        use_cpu=True,
+    )
+    first, second = gather(dataset.order)
+    assert first == second
+    assert sorted(first) == list(range(SENTENCES))
+    items = [dataset.items[index] for index in first]
+    batches = [default_collate(items[n : n + SIZE]) for n in range(0, SENTENCES, SIZE)]
+    simulated = replace(alone, batches=[batches]).simulated("merged-gradient")
+    assert np.abs(weights_of(model) - weights_of(simulated)).max() < 1e-10
 
 
 def trainer_training(dataset: Recorded, epochs: int, lr: float = 1e-3, **options: Any) -> Training:

@@ -410,7 +410,7 @@ class MergedGradientEngine(Engine):
 _APART = (
     "ranks have gone apart: after the gradients before these had been averaged, some ranks called "
     "step() and others did not. Most likely synchronize() was called without a backward pass on "
-    "one rank alone (`if hvd.rank() == 0: optimizer.synchronize()`, before evaluation): call "
-    "optimizer.synchronize() on every rank, and leave to one only what follows it. After this "
-    "error, go on from a state (optimizer.load_state_dict) that every rank loads."
+    "one rank alone (`if hvd.rank() == 0: optimizer.synchronize()`, before evaluation), or a "
+    "state was loaded there: do the same on every rank, and leave to one only what follows it. "
+    "After this error, go on from a state (optimizer.load_state_dict) that every rank loads."
 )
