@@ -22,7 +22,7 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.stages import parse_replicas
-from hvd_pipe.runtime.timeline.recorder import DIRECTORY
+from hvd_pipe.runtime.timeline import DIRECTORY
 from hvd_pipe.timeline import Timeline
 from hvd_pipe.torch import pipedream
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CATEGORIES", "CLOCK", "LANES", "MARK", "Event", "Timeline", "stack"]
-
 CATEGORIES = (
     "forward",
     "backward",
@@ -38,15 +36,13 @@ CATEGORIES = (
 """What an event can be; ``ready`` is an instant, of no duration."""
 
 LANES = ("compute", "network")
-"""The lanes that every timeline may have, in the order in which they are drawn."""
+"""The lanes that are drawn first, in this order."""
 
 CLOCK = "hvd_pipe.runtime.timeline.clock"
 """The name of the metadata event that says which moment is zero in the file of a rank."""
 
 MARK = "hvd_pipe"
 """The category of an instant that is about the file itself and no event of the job."""
-
-_KNOWN = frozenset(CATEGORIES)
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Event:
     args: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.category not in _KNOWN:
+        if self.category not in CATEGORIES:
             raise ValueError(
                 f"event {self.name!r}: category must be one of {', '.join(CATEGORIES)}, "
                 f"got {self.category!r}"
@@ -140,23 +136,21 @@ class Timeline:
     def busy_s(self, worker: int, lane: str) -> float:
         """Return the seconds in which a lane of a worker does anything; overlap counts once."""
         busy, reached = 0.0, -math.inf
-        for event in sorted(self._of(worker, lane), key=lambda event: event.start_s):
-            if event.end_s > reached:
+        for event in sorted(self.events, key=lambda event: event.start_s):
+            if (event.worker, event.lane) == (worker, lane) and event.end_s > reached:
                 busy += event.end_s - max(event.start_s, reached)
                 reached = event.end_s
         return busy
 
     def lanes(self, worker: int) -> tuple[str, ...]:
         """Return the lanes of a worker: compute, network, then others by their first event."""
-        found = dict.fromkeys(event.lane for event in self.events if event.worker == worker)
-        return tuple(sorted(found, key=_lane_order))
+        lanes = {event.lane for event in self.events if event.worker == worker}
+        order = {lane: place for place, lane in enumerate(LANES)}
+        return tuple(sorted(lanes, key=lambda lane: (order.get(lane, len(LANES)), lane)))
 
     def rows(self, worker: int, lane: str) -> list[list[Event]]:
         """Return the events of a lane in as few rows as hold no two that overlap."""
-        return stack(self._of(worker, lane))
-
-    def _of(self, worker: int, lane: str) -> list[Event]:
-        return [event for event in self.events if (event.worker, event.lane) == (worker, lane)]
+        return stack(e for e in self.events if (e.worker, e.lane) == (worker, lane))
 
     def between(self, start_s: float, end_s: float) -> Timeline:
         """Return the events that lie, or begin or end, in a part of the time.
@@ -189,20 +183,25 @@ class Timeline:
 
     def to_chrome(self) -> dict[str, Any]:
         """Return the object form of a Chrome trace; times in it are in microseconds."""
+        records: list[dict[str, Any]] = []
         by_lane: dict[tuple[int, str], list[Event]] = {}
         for event in self.events:
             by_lane.setdefault((event.worker, event.lane), []).append(event)
-        records: list[dict[str, Any]] = []
+
+        def describe(what: str, worker: int, tid: int, key: str, value: object) -> None:
+            about = {"name": what, "ph": "M", "pid": worker, "tid": tid, "args": {key: value}}
+            records.append(about)
+
         for worker in self.workers:
-            records.append(_metadata("process_name", worker, 0, f"worker {worker}"))
-            records.append(_metadata("process_sort_index", worker, 0, worker))
+            describe("process_name", worker, 0, "name", f"worker {worker}")
+            describe("process_sort_index", worker, 0, "sort_index", worker)
             tid = 0
             for lane in self.lanes(worker):
                 # Perfetto drops what overlaps within a thread.
                 for number, row in enumerate(stack(by_lane[worker, lane]), 1):
                     name = lane if number == 1 else f"{lane} {number}"
-                    records.append(_metadata("thread_name", worker, tid, name))
-                    records.append(_metadata("thread_sort_index", worker, tid, tid))
+                    describe("thread_name", worker, tid, "name", name)
+                    describe("thread_sort_index", worker, tid, "sort_index", tid)
                     records += [_record(event, tid) for event in row]
                     tid += 1
         return {
@@ -245,19 +244,20 @@ class Timeline:
         path = Path(path)
         if not path.is_dir():
             return cls.from_chrome(_read(path), source=str(path))
-        paths = sorted(path.glob("rank*.json"), key=_rank_of)
-        if not paths:
+        documents = {str(one): _read(one) for one in sorted(path.glob("rank*.json"))}
+        if not documents:
             raise ValueError(
                 f"{path} has no rank*.json: run the job with HVD_PIPE_TIMELINE={path} first"
             )
-        documents = [(_read(one), str(one)) for one in paths]
-        zeros = [_zero_of(document) for document, _ in documents]
+        zeros = [_zero_of(document) for document in documents.values()]
         first = min((zero for zero in zeros if zero is not None), default=0)
         events: list[Event] = []
-        for (document, source), zero in zip(documents, zeros, strict=True):
-            shift = 0.0 if zero is None else (zero - first) / 1e9
-            part = cls.from_chrome(document, source=source)
-            events += part.events if shift == 0.0 else [_shifted(e, shift) for e in part.events]
+        for (source, document), zero in zip(documents.items(), zeros, strict=True):
+            shift_s = 0.0 if zero is None else (zero - first) / 1e9
+            events += [
+                replace(event, start_s=event.start_s + shift_s)
+                for event in cls.from_chrome(document, source=source).events
+            ]
         return cls(tuple(sorted(events, key=lambda event: event.start_s)), path.name)
 
     @classmethod
@@ -267,27 +267,38 @@ class Timeline:
         Raises:
             ValueError: It is none, with ``source`` and the first event that is wrong.
         """
-        records = document.get("traceEvents") if isinstance(document, Mapping) else None
+        document = document if isinstance(document, dict) else {}
+        records = document.get("traceEvents")
         if not isinstance(records, list):
             raise ValueError(f'{source} is no Chrome trace: it lacks the list "traceEvents"')
         lanes: dict[object, str] = {}
         for record in records:
             if isinstance(record, dict) and record.get("name") == "thread_name":
                 with suppress(KeyError, TypeError):
-                    lanes[record["pid"], record["tid"]] = _lane(record["args"]["name"])
+                    thread = record["args"]["name"]
+                    lanes[record["pid"], record["tid"]] = re.sub(r" \d+$", "", thread)
         events = []
         for number, record in enumerate(records):
             try:
                 if record["ph"] in ("X", "i") and record["cat"] != MARK:
-                    lane = lanes.get((record["pid"], record["tid"]), "compute")
-                    events.append(_event(record, lane))
+                    events.append(
+                        Event(
+                            name=str(record["name"]),
+                            category=record["cat"],
+                            worker=int(record["pid"]),
+                            lane=lanes.get((record["pid"], record["tid"]), "compute"),
+                            start_s=record["ts"] / 1e6,
+                            duration_s=record.get("dur", 0.0) / 1e6,
+                            args=record.get("args", {}),
+                        )
+                    )
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{source}: event {number} is not one that hvd_pipe writes "
                     f"({type(error).__name__}: {error}): {str(record)[:200]}"
                 ) from None
-        other = document.get("otherData") if isinstance(document, Mapping) else None
-        title = other.get("title", "") if isinstance(other, Mapping) else ""
+        other = document.get("otherData")
+        title = other.get("title", "") if isinstance(other, dict) else ""
         return cls(tuple(events), str(title))
 
 
@@ -300,11 +311,11 @@ def stack(events: Iterable[Event]) -> list[list[Event]]:
         [['a', 'c'], ['b']]
     """
     rows: list[list[Event]] = []
-    free: list[tuple[float, int]] = []  # when each row's last event ends; those in use
+    busy: list[tuple[float, int]] = []  # when the last event of a row ends, and the row
     idle: list[int] = []
     for event in sorted(events, key=lambda event: (event.start_s, event.end_s)):
-        while free and free[0][0] <= event.start_s + _TOUCH_S:
-            heapq.heappush(idle, heapq.heappop(free)[1])
+        while busy and busy[0][0] <= event.start_s + _TOUCH_S:
+            heapq.heappush(idle, heapq.heappop(busy)[1])
         if event.duration_s == 0.0 and rows:
             rows[0].append(event)
             continue
@@ -312,21 +323,12 @@ def stack(events: Iterable[Event]) -> list[list[Event]]:
         if row == len(rows):
             rows.append([])
         rows[row].append(event)
-        heapq.heappush(free, (event.end_s, row))
+        heapq.heappush(busy, (event.end_s, row))
     return rows
 
 
 _TOUCH_S = 1e-9
 """What two events may overlap by, as a trace has whole nanoseconds."""
-
-
-def _lane_order(lane: str) -> tuple[int, str]:
-    return (LANES.index(lane) if lane in LANES else len(LANES), lane)
-
-
-def _metadata(what: str, worker: int, tid: int, value: object) -> dict[str, Any]:
-    key = "name" if isinstance(value, str) else "sort_index"
-    return {"name": what, "ph": "M", "pid": worker, "tid": tid, "args": {key: value}}
 
 
 def _record(event: Event, tid: int) -> dict[str, Any]:
@@ -347,23 +349,6 @@ def _record(event: Event, tid: int) -> dict[str, Any]:
     return record
 
 
-def _event(record: Mapping[str, Any], lane: str) -> Event:
-    return Event(
-        name=str(record["name"]),
-        category=record["cat"],
-        worker=int(record["pid"]),
-        lane=lane,
-        start_s=record["ts"] / 1e6,
-        duration_s=record.get("dur", 0.0) / 1e6,
-        args=record.get("args", {}),
-    )
-
-
-def _lane(thread: str) -> str:
-    """Return the lane of a thread."""
-    return re.sub(r" \d+$", "", thread)
-
-
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
@@ -373,11 +358,6 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path} is no JSON: it is not text") from None
 
 
-def _rank_of(path: Path) -> tuple[int, str]:
-    digits = path.stem.removeprefix("rank")
-    return (int(digits) if digits.isdecimal() else -1, path.name)
-
-
 def _zero_of(document: Any) -> int | None:
     """Return the Unix time of a file's zero in nanoseconds, if the file says it."""
     records = document.get("traceEvents", ()) if isinstance(document, dict) else ()
@@ -385,7 +365,3 @@ def _zero_of(document: Any) -> int | None:
         if isinstance(record, dict) and record.get("name") == CLOCK:
             return int(record["args"]["zero_unix_ns"])
     return None
-
-
-def _shifted(event: Event, seconds: float) -> Event:
-    return replace(event, start_s=event.start_s + seconds)

@@ -32,7 +32,7 @@ from hvd_pipe.pipeline.transport import (
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.runtime.consensus import Agreement, Description
 from hvd_pipe.runtime.process_sets import make_process_sets
-from hvd_pipe.runtime.timeline.recorder import Recorder
+from hvd_pipe.runtime.timeline import Recorder
 
 __all__ = [
     "BuiltPipeline",

@@ -31,7 +31,7 @@ from hvd_pipe.planning.instructions import (
     Update,
     Worker,
 )
-from hvd_pipe.runtime.timeline.recorder import OFF, Recorder
+from hvd_pipe.runtime.timeline import OFF, Recorder
 
 __all__ = ["Times", "evaluation_program", "execute"]
 

@@ -18,7 +18,7 @@ from hvd_pipe.pipeline.transport import Transport
 from hvd_pipe.planning.instructions import Backward, Instruction, Worker
 from hvd_pipe.planning.schedule import program
 from hvd_pipe.runtime.consensus import Agreement
-from hvd_pipe.runtime.timeline.recorder import OFF, Recorder
+from hvd_pipe.runtime.timeline import OFF, Recorder
 
 __all__ = ["EpochStats", "PipelineRunner"]
 

@@ -23,7 +23,7 @@ from hvd_pipe.runtime.argument_checks import (
     refuse_for_cocod,
     refuse_ranks,
 )
-from hvd_pipe.runtime.timeline.recorder import DIRECTORY
+from hvd_pipe.runtime.timeline import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec

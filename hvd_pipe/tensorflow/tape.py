@@ -67,18 +67,15 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
             use_generic_names: Accepted for Horovod's sake: names are generic.
         """
         check_graph()
-        with timeline.step(is_backward=True) as step:
+        with timeline.backward():
             found = super().gradient(target, sources, output_gradients, **options)
-            flat, gradients = tf.nest.flatten(sources), _flat(found, sources)
-            session = self._hvd_pipe_session(flat, gradients)
-            if step is not None:
-                step.gradients(gradients)
-            due = session.engine.exchange(session.outgoing(gradients))
-            session.engine.after_step()
-            session.engine.compare_replicas(due.gradients)
-            incoming = session.incoming(due.gradients, gradients)
-            if step is not None:
-                step.end()
+        flat, gradients = tf.nest.flatten(sources), _flat(found, sources)
+        session = self._hvd_pipe_session(flat, gradients)
+        due = session.engine.exchange(session.outgoing(gradients))
+        session.engine.after_step()
+        session.engine.compare_replicas(due.gradients)
+        incoming = session.incoming(due.gradients, gradients)
+        timeline.end_step()
         return tf.nest.pack_sequence_as(sources, incoming)
 
     def _hvd_pipe_session(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Session:
@@ -254,8 +251,7 @@ def _drained(session: Session) -> list[Any] | None:
         zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
         found[:] = session.incoming(due, zeros)
 
-    with timeline.step():
-        session.engine.drain(take)
+    session.engine.drain(take)
     return found or None
 
 

@@ -8,9 +8,8 @@ import torch
 from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
+from hvd_pipe.runtime import timeline
 from hvd_pipe.runtime.consensus import Agreement, Description, failed, members, shutdown_is_told
-from hvd_pipe.runtime.timeline import clock
-from hvd_pipe.runtime.timeline.clock import Clock
 
 __all__ = [
     "Description",
@@ -50,11 +49,11 @@ def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list
 
 
 @shutdown_is_told()
-def agree_on_clock(process_set: ProcessSet) -> Clock:
+def agree_on_clock(process_set: ProcessSet) -> timeline.Clock:
     """Return the zero of the process set's first rank."""
     name = f"hvd_pipe.{process_set.process_set_id}.clock"
 
     def meet() -> None:
         allreduce_(torch.zeros(1), name=name, op=Sum, process_set=process_set)
 
-    return clock.agree_on_clock(meet, gather, name, process_set)
+    return timeline.agree_on_clock(meet, gather, name, process_set)

@@ -33,6 +33,7 @@ from hvd_pipe.runtime.argument_checks import (
     user_groups,
 )
 from hvd_pipe.runtime.restarts import is_elastic
+from hvd_pipe.runtime.timeline import DIRECTORY
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.agree import Description, agreement, members
@@ -215,8 +216,8 @@ def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Check
         has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
         process_set=process_set,
     )
-    if os.environ.get(timeline.DIRECTORY):
-        warnings.warn(f"{timeline.DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
+    if os.environ.get(DIRECTORY):
+        warnings.warn(f"{DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
     return checked
 
 

@@ -15,7 +15,7 @@ from on_ranks import gather, on_ranks
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.runtime.timeline.recorder import OFF, TraceRecorder
+from hvd_pipe.runtime.timeline import DIRECTORY, OFF, TraceRecorder
 from hvd_pipe.timeline import Event, Timeline
 from hvd_pipe.torch import pipedream
 from hvd_pipe.torch.measuring import timeline
@@ -66,7 +66,7 @@ def begin(directory: Path) -> None:
     if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
     timeline.active = OFF
-    os.environ[timeline.DIRECTORY] = str(directory)
+    os.environ[DIRECTORY] = str(directory)
 
 
 def end(directory: Path) -> Timeline:
@@ -100,7 +100,7 @@ def case(request: pytest.FixtureRequest, folder: Path) -> Written:
     engine.train_epoch(loader())
     assert isinstance(timeline.active, TraceRecorder)
     stages = dict(enumerate(gather(engine.stage)))
-    return Written(name, end(directory), stages, gather(timeline.active._step))
+    return Written(name, end(directory), stages, gather(timeline.active.steps))
 
 
 def passes(written: Timeline, category: str) -> dict[tuple[int, str], Event]:

@@ -15,7 +15,7 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.runtime.timeline.recorder import OFF, TraceRecorder
+from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF, TraceRecorder
 from hvd_pipe.torch.measuring import timeline
 
 WIDTH = 256
@@ -62,7 +62,7 @@ def _begin(**environment: str) -> None:
     if isinstance(timeline.active, TraceRecorder):
         timeline.active.file.close()
     timeline.active = OFF
-    for name in (timeline.DIRECTORY, timeline.MEGABYTES):
+    for name in (DIRECTORY, MEGABYTES):
         os.environ.pop(name, None)
     os.environ.update(environment)
 
@@ -174,11 +174,11 @@ def outside() -> None:
 
 def refused() -> dict[str, Raised | None]:
     hvd.init()
-    first, directory = hvd.rank() == 0, os.environ[timeline.DIRECTORY]
+    first, directory = hvd.rank() == 0, os.environ[DIRECTORY]
     environments = {
-        "one rank alone": {timeline.DIRECTORY: directory} if first else {},
-        "unwritable": {timeline.DIRECTORY: directory if first else "/dev/null/traces"},
-        "wrong limit": {timeline.DIRECTORY: directory, timeline.MEGABYTES: "64MB"},
+        "one rank alone": {DIRECTORY: directory} if first else {},
+        "unwritable": {DIRECTORY: directory if first else "/dev/null/traces"},
+        "wrong limit": {DIRECTORY: directory, MEGABYTES: "64MB"},
     }
 
     def case(environment: dict[str, str]) -> None:

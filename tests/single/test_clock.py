@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import doctest
 import threading
-import time
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.runtime.timeline import clock
-from hvd_pipe.runtime.timeline.clock import bound_offset
-from hvd_pipe.runtime.timeline.pending import PendingOperations
+from hvd_pipe.runtime import timeline
+from hvd_pipe.runtime.timeline import TraceRecorder, bound_offset
 
 DELAYS = st.integers(0, 1000)
 
 
-def test_a_halted_observer_asks_no_more() -> None:
+def test_a_halted_recorder_asks_no_more(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    observer = PendingOperations(time.perf_counter, lambda _: None, lambda handle: False)
-    observer.launch("a message", 4, 0.0, handle=0)
+    recorder = TraceRecorder(tmp_path / "rank0.json", 10_000, 0)
+    recorder.launched("a message", 4, handle=0)
     (thread,) = set(threading.enumerate()) - before
-    observer.halt()
+    recorder.halt()
+    recorder.file.close()
     assert not thread.is_alive()
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(clock).failed == 0
+    assert doctest.testmod(timeline).failed == 0
 
 
 @given(

@@ -14,7 +14,7 @@ from hvd_pipe.pipeline.executor import Times
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
 from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.runtime.consensus import Agreement
-from hvd_pipe.runtime.timeline.recorder import OFF
+from hvd_pipe.runtime.timeline import OFF
 
 ALONE = ProcessSet([0])
 ALONE.size, ALONE.rank, ALONE.included = lambda: 1, lambda: 0, lambda: True

@@ -20,7 +20,6 @@ from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, refused
 from hvd_pipe.tensorflow.graphs import data_of_step, raw
 from hvd_pipe.tensorflow.keras.variables import slots_of
-from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.strategies.base import Engine
 from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 
@@ -48,7 +47,7 @@ def begin_step(optimizer: Any) -> None:
     """Before the forward pass of a step, in its graph: make the updates that are late."""
     for session in optimizer._hvd_pipe:
         if isinstance(session.engine, ForwardOverlapEngine) and session.engine.begins:
-            with timeline.beginning(), tf.control_dependencies(data_of_step()):
+            with tf.control_dependencies(data_of_step()):
                 session.engine.begin_step(optimizer._hvd_pipe_update_of(session))
 
 
@@ -91,8 +90,7 @@ def finish_step(optimizer: Any) -> None:
             raise HvdPipeError(_SHUT_DOWN)
         for session in sessions:
             if isinstance(session.engine, ForwardOverlapEngine):
-                with timeline.step():
-                    session.engine.drain(optimizer._hvd_pipe_update_of(session))
+                session.engine.drain(optimizer._hvd_pipe_update_of(session))
 
 
 _SHUT_DOWN = (

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import keras
@@ -97,12 +96,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._hvd_pipe_is_scaled |= scaler is not None
         if isinstance(session.engine, ForwardOverlapEngine):
             late_updates.finish_before_apply(self, session.engine)
-        with (
-            tf.control_dependencies(data_of_step()),  # Keras' own counts and decays without them
-            timeline.step() if timeline.active.is_on else nullcontext() as step,
-        ):
-            if step is not None:
-                step.gradients(gradients)
+        # Keras' own counts and decays without them
+        with tf.control_dependencies(data_of_step()):
             passes = self._hvd_pipe.arguments.backward_passes_per_step
             if (self.gradient_accumulation_steps or passes) == 1:
                 self._hvd_pipe_step(session, gradients, scaler)
@@ -129,17 +124,15 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             update, own = (
                 functools.partial(_scaled, each, session, scaler) for each in (update, own)
             )
-        if due.when is None or not session.sends:
-            update(incoming, variables)
-        elif not session.has_local:
-            tf.cond(due.when, branch(update, incoming, variables), tf.no_op)
-        else:  # what does not travel is due at once; ranks that have none of it vote
-            local = session.own(incoming)
-            tf.cond(due.when, branch(update, incoming, variables), branch(own, local, variables))
-        step = timeline.current() if timeline.active.is_on else None
-        changed = [raw(each) for each in session.variables] if step is not None else []
-        with nullcontext() if step is None else step.end(changed, due.when):
-            engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
+        with timeline.updating(due.when):
+            if due.when is None or not session.sends:
+                update(incoming, variables)
+            elif not session.has_local:
+                tf.cond(due.when, branch(update, incoming, variables), tf.no_op)
+            else:  # what does not travel is due at once; ranks that have none of it vote
+                there = branch(update, incoming, variables)
+                tf.cond(due.when, there, branch(own, session.own(incoming), variables))
+        engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
         if engine.replicas is not None:
             engine.compare_replicas(due.gradients)
         if isinstance(engine, ForwardOverlapEngine):
@@ -199,8 +192,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
                 with self._hvd_pipe_accumulation.suspended():
                     plain(due)
 
-            with timeline.step():
-                session.engine.drain(update)
+            session.engine.drain(update)
             session.warn_of_unlike_replicas()
             if self.use_ema:
                 means = self._model_variables_moving_average

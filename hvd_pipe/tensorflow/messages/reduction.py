@@ -18,7 +18,6 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
-from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.agree import members
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression
@@ -135,8 +134,6 @@ class Reduction:
         flat: tf.Tensor,
         name: str,
         feedback: Feedback | None = None,
-        *,
-        fresh: bool = True,
     ) -> tf.Tensor:
         """Return the reduced buffer: the same bits on every rank."""
         if self.alone:
@@ -144,21 +141,8 @@ class Reduction:
         name = call_name(name)
         if self.factor != 1.0:
             flat = flat * tf.constant(self.factor, flat.dtype)
-        if check_mode.active.on or timeline.active.is_on:
-            return self._observed(flat, name, feedback, fresh)
-        return self._allreduce(flat, name, feedback)
-
-    def _observed(
-        self, flat: tf.Tensor, name: str, feedback: Feedback | None, fresh: bool
-    ) -> tf.Tensor:
-        """Reduce with random delays (``HVD_PIPE_CHECK``), and with notes for a timeline."""
-        step, flat = timeline.current(), delayed(flat)
-        if step is None:
-            return delayed(self._allreduce(flat, name, feedback))
-        message = step.launch(flat, name, self.wire_bytes(flat.shape[0], flat.dtype), fresh)
-        arrived = self._allreduce(flat, name, feedback)
-        step.land(message, arrived)
-        return delayed(arrived)
+        with timeline.sending(name, self.wire_bytes(flat.shape[0], flat.dtype)):
+            return delayed(self._allreduce(delayed(flat), name, feedback))
 
     def _allreduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
         name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word
@@ -183,24 +167,19 @@ class Reduction:
         if self.alone:
             return sparse
         name = call_name(name)
-        step, message = timeline.current(), None
-        if step is not None:
-            nbytes = sum(
-                tf.size(part, tf.int64) * part.dtype.size
-                for part in (sparse.values, sparse.indices)
-            )
-            message = step.launch(sparse.values, name, nbytes, fresh=True)
-        parts = [
-            mpi_ops.allgather(
-                part,
-                f"HorovodAllgather.{name}.{label}",
-                ignore_name_scope=True,
-                process_set=self.process_set,
-            )
-            for label, part in (("values", sparse.values), ("indices", sparse.indices))
-        ]
-        if step is not None and message is not None:
-            step.land(message, parts[0])
+        labelled = (("values", sparse.values), ("indices", sparse.indices))
+        # A graph has no sizes yet, and is not shown.
+        nbytes = sum((part.shape.num_elements() or 0) * part.dtype.size for _, part in labelled)
+        with timeline.sending(name, nbytes):
+            parts = [
+                mpi_ops.allgather(
+                    part,
+                    f"HorovodAllgather.{name}.{label}",
+                    ignore_name_scope=True,
+                    process_set=self.process_set,
+                )
+                for label, part in labelled
+            ]
         values = parts[0] / self.workers if self.op == Average else parts[0]
         return tf.IndexedSlices(values, parts[1], sparse.dense_shape)
 

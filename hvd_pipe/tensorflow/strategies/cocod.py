@@ -33,7 +33,6 @@ from hvd_pipe.strategy import CoCoD
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.arguments import shapes_of
 from hvd_pipe.tensorflow.graphs import Arrays, branch, raw, restore, variable
-from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
@@ -88,20 +87,15 @@ class CoCoDEngine(Engine):
         """Average gradients over all ranks while these warm up, then over the node's, if any."""
         if not self._warmup_steps and self._node is None:
             return gradients
-        step, flats = timeline.current(), self._buckets.pack(gradients)
+        flats = self._buckets.pack(gradients)
         if not self._warmup_steps:
             return self._buckets.unpack(self._reduced(flats, self._node, "node"))
-
-        def over(reduction: Reduction | None, label: str) -> tuple[Flats, list[tf.Tensor]]:
-            return self._reduced(flats, reduction, label), [] if step is None else step.part()
-
-        warm = self._rounds < self._warmup_steps
-        found, notes = tf.cond(
-            warm, partial(over, self._everyone, "warmup"), partial(over, self._node, "node")
+        averaged = tf.cond(
+            self._rounds < self._warmup_steps,
+            partial(self._reduced, flats, self._everyone, "warmup"),
+            partial(self._reduced, flats, self._node, "node"),
         )
-        if step is not None:
-            step.whole(notes)
-        return self._buckets.unpack(found)
+        return self._buckets.unpack(averaged)
 
     def _reduced(self, flats: Flats, reduction: Reduction | None, label: str) -> Flats:
         if reduction is None:
@@ -196,11 +190,7 @@ class CoCoDEngine(Engine):
         """Take a fragment's average in, and send the next fragment."""
         arriving, leaving = self._of(ended), self._of((ended + 1) % self._count)
         flats = _flats(arriving) + (_flats(leaving) if self._count > 1 else [])
-        asked = []
-        if timeline.active.is_on:
-            with tf.control_dependencies(flats):
-                asked = [tf.py_function(_weakly(self._ask, ended), [], tf.int32)]
-        with tf.control_dependencies([*flats, *asked]):
+        with tf.control_dependencies(flats):
             there = [part.average.arrival() for part in arriving]
         dtypes = [dtype for part in arriving for dtype in part.packing.dtypes]
         with tf.control_dependencies(there):
@@ -208,11 +198,6 @@ class CoCoDEngine(Engine):
         for part, mine in _split(arriving, flats):
             part.assign(mine)
         return tf.no_op()
-
-    def _ask(self, ended: int) -> tf.Tensor:
-        for part in self._of(ended):
-            part.average.ask()
-        return tf.constant(0)
 
     def _finish(self, ended: int, *flats: tf.Tensor) -> list[tf.Tensor]:
         arriving = self._of(ended)

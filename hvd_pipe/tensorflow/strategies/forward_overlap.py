@@ -37,7 +37,6 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.tensorflow.agree import meet
 from hvd_pipe.tensorflow.graphs import Arrays, branch, by_index, restore, used_since, variable
-from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing, piece_sizes
 from hvd_pipe.tensorflow.strategies.base import Due, Gradients, Settings, same, together
 from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
@@ -259,7 +258,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             if when is None:
                 found = reduce(flat, name)
             else:
-                found = timeline.cond(when, partial(reduce, flat, name, fresh=False), flat)
+                found = tf.cond(when, partial(reduce, flat, name), lambda: tf.identity(flat))
         self._sent.append(found)
         return found
 
@@ -303,10 +302,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._alone()
 
     def _finish_alone(self, update: Update) -> None:
-        with timeline.step(goes_on=True) as step:
-            self._finish(update)
-            if step is not None:
-                step.end()
+        self._finish(update)
         self._sent = []
 
     def _reduced(self, gradients: Gradients) -> Gradients:

@@ -74,7 +74,6 @@ class ModelAverage:
         self._average_exactly = self._averaging(f"{tag}.whole", reduction.lossless(), nothing)
         self._thread = _communication_thread()
         self._sent: Future[list[tf.Tensor]] | None = None
-        self._asked = 0.0
         self._changing = threading.Lock()
         with tf.init_scope(), tf.device("/cpu:0"):
             self._arrivals = tf.queue.FIFOQueue(1, [tf.bool], [()], name=f"{tag}.arrivals")
@@ -95,10 +94,6 @@ class ModelAverage:
         self._leave()
         self._sent = self._thread.submit(average, *outgoing)
         self._sent.add_done_callback(self._announce)
-
-    def ask(self) -> None:
-        """Note, for a timeline, that the round's end waits from now on."""
-        self._asked = timeline.active.now()
 
     def arrival(self) -> tf.Tensor:
         """Wait, as an operation of a graph, until what `start` has sent is there for `finish`.
@@ -221,7 +216,6 @@ class ModelAverage:
     def _arrive(self) -> list[tf.Tensor]:
         assert self._sent is not None
         means, self._sent = self._sent.result(), None
-        timeline.active.waited(self._asked, self._name)
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
         return means

@@ -24,7 +24,6 @@ from horovod.tensorflow.mpi_ops import Sum
 from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.tensorflow.graphs import Arrays, all_finite, data_of_step, restore, variable
-from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 
@@ -69,10 +68,6 @@ class PipeSGDEngine(Engine):
 
     def _exchange(self, gradients: Gradients) -> Due:
         fresh = self._packing.pack(gradients)
-        step = timeline.current()
-        if step is not None and not self.settings.reduction.alone:
-            for i, flat in enumerate(fresh):
-                step.ready(flat, f"{self.settings.tag}.gradients.{i}")
         outgoing = [each.read_value() for each in self._pending]
         was_pending = self._is_pending.read_value()
         warm: tf.Tensor | None = None
@@ -120,7 +115,7 @@ class PipeSGDEngine(Engine):
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
         return [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback, fresh=False)
+            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
             for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
         ]
 

@@ -9,17 +9,9 @@
                 forward, as the update is; each wait is for one bucket)
     update      the user's optimizer
 
-A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`.
-
-*Moments.* On CUDA, forward, backward and update are timed by events on their stream, read when
-they have passed; ``wait`` is the host's, in a lane of its own. The end of a message is found to
-2 % of its time, 0.2 ms at best; see `runtime.timeline.pending`.
-
-*One clock.* Zero is the same moment for all ranks that made their first optimizer together:
-exactly so on one host, between hosts to ``clock_error_s``, which each file states; see
-`runtime.timeline.clock`.
-
-Where the variable is not set, `active` is a recorder that notes nothing.
+A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`. On CUDA,
+forward, backward and update are timed by events on their stream, read when they have passed;
+``wait`` is the host's, in a lane of its own.
 """
 
 from __future__ import annotations
@@ -35,46 +27,36 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
 
-from hvd_pipe.runtime.timeline.clock import own_clock
-from hvd_pipe.runtime.timeline.recorder import (
+from hvd_pipe.runtime.timeline import (
     COMPUTE,
-    DIRECTORY,
     HOST,
-    MEGABYTES,
     OFF,
     Recorder,
     TraceRecorder,
     open_recorder,
+    own_clock,
 )
 from hvd_pipe.torch.agree import Description, agree_on_clock
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import ModelFinder
 
-__all__ = [
-    "DIRECTORY",
-    "MEGABYTES",
-    "Moment",
-    "TorchRecorder",
-    "active",
-    "describe",
-    "start",
-    "updating",
-]
-
 _LOOK_STEPS = 20
 
 
 class TorchRecorder(TraceRecorder):
-    """`runtime.timeline.recorder` for torch: the host's moments, and those of a CUDA stream."""
+    """Notes the host's moments, and those of a CUDA stream."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
         super().__init__(path, max_bytes, worker)
-        self.forwards = _Forwards(self)
-        self._started: Moment | None = None
-        self._last: Moment | None = None
+        self.finder = ModelFinder(self._hook, _LOOK_STEPS, through_graph=False)
+        self._depth = 0
+        self._caller = 0
+        self._forward: Moment = 0.0
+        self._backward: Moment | None = None
+        self._last_gradient: Moment | None = None
         self._device: DeviceClock | None = None
-        pending.before_shutdown(self._operations.halt)
+        pending.before_shutdown(self.halt)
 
     def _poll(self, handle: int) -> bool:
         return bool(poll(handle))
@@ -88,46 +70,36 @@ class TorchRecorder(TraceRecorder):
             self._device = DeviceClock(self.now)
             self.wait_lane = HOST
         if member:
-            self.forwards.finder.look_for(parameters)
+            self.finder.look_for(parameters)
 
     def moment(self) -> Moment:
         """The moment at which the device will have done what it was given so far."""
         return self.now() if self._device is None else self._device.mark()
 
-    # What happens.
-
     def begin_backward(self) -> None:
-        if self._last is None and not self.is_told:
-            self._started = self.moment()
+        if self._last_gradient is None and not self.is_told:
+            self._backward = self.moment()
 
     def gradient(self) -> None:
         if self.is_told:
             return
-        if self._started is None:
-            self._started = self.moment()
-        if isinstance(self._last, torch.cuda.Event):
-            self._last.record()
+        if self._backward is None:
+            self._backward = self.moment()
+        if isinstance(self._last_gradient, torch.cuda.Event):
+            self._last_gradient.record()
         else:
-            self._last = self.moment()
+            self._last_gradient = self.moment()
 
     def end_backward(self) -> None:
-        if self._started is not None and self._last is not None:
-            self.span("backward", "backward", self._started, self._last)
-            self._started = self._last = None
+        if self._backward is not None and self._last_gradient is not None:
+            self.span("backward", "backward", self._backward, self._last_gradient)
+            self._backward = self._last_gradient = None
 
     def next_step(self) -> None:
-        self._step += 1
-        self.forwards.finder.end_step()
+        self.finder.end_step()
         if self._device is not None:
             self._device.settle()
-        self.file.flush()
-
-    def forward(self, begun: Moment) -> None:
-        """Note that a model has run, from ``begun`` until now."""
-        if self.is_told:
-            return
-        name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
-        self.span("forward", name, begun, self.moment())
+        super().next_step()
 
     def span(
         self,
@@ -135,53 +107,46 @@ class TorchRecorder(TraceRecorder):
         name: str,
         start: Moment,
         end: Moment | None,
-        tid: int = COMPUTE,
+        lane: int = COMPUTE,
         more: str = "",
     ) -> None:
-        if self.file.full:
-            return
-        write = partial(self._write, category, name, tid, self._args(), more)
+        write = partial(self.write, category, name, lane, self.steps, more)
         if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
             write(start, end)
-        elif self._device is not None:
+        elif self._device is not None and not self.file.full:
             self._device.take(start, end, write)
 
+    # Forward passes of the models of the optimizers' parameters.
 
-class _Forwards:
-    """Times the forward passes of the models of the optimizers' parameters."""
-
-    def __init__(self, recorder: TorchRecorder) -> None:
-        self._recorder = recorder
-        self.finder = ModelFinder(self._take, _LOOK_STEPS, through_graph=False)
-        self._depth = 0
-        self._thread = 0
-        self._start: Moment = 0.0
-
-    def _take(self, module: torch.nn.Module, _: set[int]) -> None:
+    def _hook(self, module: torch.nn.Module, _: set[int]) -> None:
         if isinstance(module, torch.jit.ScriptModule):
-            pass  # it takes no hooks: there are no forward events of it
-        elif _enter not in module._forward_pre_hooks.values():
+            return  # it takes no hooks: there are no forward events of it
+        if _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
             self.enter()  # torch has listed the hooks of this call already
 
     def enter(self) -> None:
+        """Note that a model is called, maybe by another one."""
         thread = threading.get_ident()
-        if self._depth and thread != self._thread:
+        if self._depth and thread != self._caller:
             return
         self._depth += 1
         if self._depth == 1:
-            self._thread = thread
-            self._recorder.end_backward()
-            self._start = self._recorder.moment()
+            self._caller = thread
+            self.end_backward()
+            self._forward = self.moment()
 
     def leave(self, output: object) -> None:
-        if not self._depth or threading.get_ident() != self._thread:
+        """Note that a model returns."""
+        if not self._depth or threading.get_ident() != self._caller:
             return
         self._depth -= 1
         if self._depth:
             return
-        self._recorder.forward(self._start)
+        if not self.is_told:
+            name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
+            self.span("forward", name, self._forward, self.moment())
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(_begin_backward)
@@ -193,12 +158,12 @@ class _Forwards:
 
 def _enter(_module: torch.nn.Module, _inputs: Any) -> None:
     if isinstance(active, TorchRecorder):
-        active.forwards.enter()
+        active.enter()
 
 
 def _leave(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
     if isinstance(active, TorchRecorder):
-        active.forwards.leave(output)
+        active.leave(output)
 
 
 def _begin_backward(_gradients: Any) -> None:

@@ -20,7 +20,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
+from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline

@@ -29,7 +29,7 @@ from horovod.torch.mpi_ops import Average, Sum, allgather_async, alltoall_async
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
+from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.runtime.watch.waits import waiting_for
 from hvd_pipe.torch.checking import spoil
 from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods

@@ -13,7 +13,7 @@ import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.timeline.pending import NOT_SHOWN
+from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending

@@ -30,7 +30,7 @@ from hvd_pipe.pipeline.plans import Assignment, assign, plan_together
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.timeline.recorder import Recorder
+from hvd_pipe.runtime.timeline import Recorder
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import Description, agree_on_clock, agreement
 from hvd_pipe.torch.horovod_api import broadcast_parameters

@@ -1,1 +1,0 @@
-"""Record a running job's timeline, whatever its framework."""
