@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import Adasum, Average, ProcessSet, Sum
+from horovod.tensorflow.mpi_ops import Adasum, Average, Sum
 
-from hvd_pipe.runtime.argument_checks import (
-    allowed,
-    check_buckets,
-    check_compression,
-    check_groups,
-    check_passes,
-    check_process_set,
-    check_scaling,
-    describe_strategy,
-    refuse_for_cocod,
-    refuse_ranks,
-)
-from hvd_pipe.runtime.timeline import DIRECTORY
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
+from hvd_pipe.runtime import arguments
+from hvd_pipe.strategy import Auto, MergedGradient, Method, Strategy
 from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.messages.buckets import Shapes
@@ -36,27 +22,23 @@ TAPE = "a gradient tape"
 """The `Arguments.owner` of tapes."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What the user passed beside the optimizer or tape: Horovod's arguments, and the strategy.
+@dataclass(frozen=True, kw_only=True)
+class Arguments(arguments.Arguments):
+    """What the user passed beside the optimizer or tape.
 
     Args:
         owner: How errors call what they are for.
         accumulation_steps: What a Keras optimizer was given to accumulate.
     """
 
+    ops: ClassVar = {Average: arguments.AVERAGE, Sum: "Sum"}
+    codec = Codec
+    noun = "variable"
+
     owner: str
-    compression: Any
-    sparse_as_dense: bool
-    op: Any
-    gradient_predivide_factor: float
-    groups: Any
-    process_set: ProcessSet
     device_dense: str
     device_sparse: str
     scale_local_gradients: bool
-    strategy: str | Strategy | None
-    backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
     accumulation_steps: int | None = None
 
@@ -65,89 +47,51 @@ class Arguments:
         return self
 
     def check(self) -> Strategy:
-        """Return the strategy; looks at this rank only and sends nothing.
-
-        Raises:
-            TypeError, ValueError: What cannot be; the message says what to do.
-        """
-        strategy = parse(self.strategy)
+        """Return the strategy, or raise TypeError or ValueError; sends nothing."""
         if self.op == Adasum:
             raise ValueError(
                 "op=hvd.Adasum is not for Keras optimizers and tapes, as in Horovod: use "
                 "op=hvd.Average, or hvd_pipe.torch."
             )
-        if not isinstance(self.op, int) or self.op not in _OP_NAMES:
-            raise ValueError(f"op must be hvd.Average or hvd.Sum, got {self.op!r}.")
-        check_scaling(self.gradient_predivide_factor, self.op == Average)
-        check_compression(self.compression, Codec)
-        check_process_set(self.process_set)
-        for name in ("sparse_as_dense", "average_aggregated_gradients", "scale_local_gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        strategy = self.check_values()
+        for name in ("average_aggregated_gradients", "scale_local_gradients"):
+            self.check_type(name, bool, "True or False")
         for name in ("device_dense", "device_sparse"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(
-                    f"{name} must be a device's name such as '/gpu:0', or '' for any, got "
-                    f"{getattr(self, name)!r}."
-                )
-        check_passes(self.backward_passes_per_step)
-        if self.groups is not None:
-            check_groups(self.groups, "variable")
+            self.check_type(name, str, "a device's name such as '/gpu:0', or '' for any")
         if isinstance(strategy, Auto):
             self.candidates(strategy)
         else:
-            self._check_strategy(strategy)
+            self._check_with(strategy)
         return strategy
 
     def check_alone(self) -> Strategy:
-        """Check on a worker of an elastic job, where ranks come and go.
-
-        Raises:
-            TypeError, ValueError: As `check`; also what names ranks.
-        """
+        """Check on a worker of an elastic job, where ranks come and go."""
         strategy = self.check()
         if isinstance(strategy, Auto):
             raise ValueError(
                 "strategy='auto' chooses for the workers that it has measured, and in an elastic "
                 f"job they change: name the strategy, {MergedGradient.name!r} say."
             )
-        refuse_ranks(
-            has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
-            process_set=self.process_set,
-        )
-        if os.environ.get(DIRECTORY):
-            warnings.warn(f"{DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
+        self.check_elastic(strategy)
         return strategy
 
     def candidates(self, auto: Auto) -> tuple[tuple[Method, ...], dict[str, str]]:
-        """Return what ``auto`` may choose from here; and why not from the rest, by name.
+        """Return what ``auto`` may choose from here, and by name why not from the rest."""
+        return self.choices(auto, self._check_candidate)
 
-        Raises:
-            ValueError: Nothing is left.
-        """
-        return allowed(auto, self._check_allowed)
-
-    def _check_allowed(self, strategy: Method) -> None:
-        if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
+    def _check_candidate(self, method: Method) -> None:
+        if isinstance(method, MergedGradient) and method.overlaps_forward:
             raise ValueError(
                 "auto does not choose overlap='forward' under Keras: name the strategy "
                 "'merged-gradient:overlap=forward', which goes on with the barrier where that is "
                 "faster."
             )
-        self._check_strategy(strategy)
+        self._check_with(method)
 
-    def _check_strategy(self, strategy: Method) -> None:
-        if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
-            self._check_overlap(strategy)
-        if isinstance(strategy, CoCoD):
-            refuse_for_cocod(
-                strategy,
-                is_average=self.op == Average,
-                gradient_predivide_factor=self.gradient_predivide_factor,
-                has_groups=self.groups is not None,
-                process_set=self.process_set,
-            )
-        check_buckets(strategy, self.groups is not None)
+    def _check_with(self, method: Method) -> None:
+        if isinstance(method, MergedGradient) and method.overlaps_forward:
+            self._check_overlap(method)
+        self.check_method(method)
 
     def _check_overlap(self, strategy: MergedGradient) -> None:
         if self.owner == TAPE:
@@ -176,28 +120,14 @@ class Arguments:
 
     def describe(self, strategy: Strategy) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
-        codec = self.compression
-        name = repr(codec) if isinstance(codec, Codec) else _name_of(codec)
         plan = strategy.load_plan() if isinstance(strategy, MergedGradient) else None
         return [
             ("what is distributed", self.owner),
-            ("strategy", describe_strategy(strategy, plan)),
-            ("op", _OP_NAMES[self.op]),
-            ("gradient_predivide_factor", str(self.gradient_predivide_factor)),
-            ("compression", name),
-            ("backward_passes_per_step", str(self.backward_passes_per_step)),
+            *self.describe_values(strategy, plan),
             ("average_aggregated_gradients", str(self.average_aggregated_gradients)),
             ("the optimizer's gradient_accumulation_steps", str(self.accumulation_steps)),
-            ("sparse_as_dense", str(self.sparse_as_dense)),
             ("scale_local_gradients", str(self.scale_local_gradients)),
         ]
-
-
-_OP_NAMES = {Average: "Average", Sum: "Sum"}
-
-
-def _name_of(compression: Any) -> str:
-    return str(getattr(compression, "__name__", type(compression).__name__))
 
 
 def shapes_of(variables: Sequence[Any]) -> Shapes:

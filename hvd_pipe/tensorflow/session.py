@@ -20,7 +20,7 @@ from horovod.tensorflow.mpi_ops import Average, Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.argument_checks import user_groups
+from hvd_pipe.runtime.arguments import user_groups
 from hvd_pipe.strategy import MergedGradient, Method, PipeSGD
 from hvd_pipe.tensorflow.agree import Description, checked, gather, members
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of

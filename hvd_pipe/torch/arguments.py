@@ -6,11 +6,9 @@ What is found good is put into the terms of the engines.
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
 from horovod.torch import mpi_ops
@@ -18,23 +16,9 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.argument_checks import (
-    allowed,
-    check_buckets,
-    check_compression,
-    check_groups,
-    check_passes,
-    check_process_set,
-    check_scaling,
-    describe_strategy,
-    refuse_for_cocod,
-    refuse_ranks,
-    user_groups,
-)
+from hvd_pipe.runtime import arguments, check_mode
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.runtime.timeline import DIRECTORY
-from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy, parse
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.agree import Description, agreement, members
 from hvd_pipe.torch.compression import Codec
@@ -46,32 +30,23 @@ from hvd_pipe.torch.strategies.settings import Owner, Settings, describe
 __all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What the user passed beside the optimizer: Horovod's arguments, and the strategy."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments(arguments.Arguments):
+    """What the user passed beside the optimizer."""
+
+    ops: ClassVar = {Average: arguments.AVERAGE, Sum: "Sum", Adasum: "Adasum"}
+    codec = Codec
+    noun = "parameter"
+    member = torch.Tensor
 
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-    compression: Any
-    backward_passes_per_step: int
-    op: Any
-    gradient_predivide_factor: float
-    groups: Any
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    strategy: str | Strategy | None
     for_copy: bool = False
     """Whether the optimizer is a copy of a distributed one, and not the user's plain one."""
 
     def check(self, optimizer: torch.optim.Optimizer, tag: str) -> Checked:
-        """Return the checked form; looks at this rank only and sends nothing.
-
-        Raises:
-            TypeError, ValueError: What cannot be; the message says what to do.
-        """
+        """Return the checked form, or raise TypeError or ValueError; sends nothing."""
         _check_optimizer(optimizer, self.for_copy)
-        strategy = parse(self.strategy)
-        passes = check_passes(self.backward_passes_per_step)
-        self._check_reduction()
+        strategy = self.check_values()
         names = all_names(optimizer, self.named_parameters)
         named = trainable(optimizer, names)
         parameters = list(named.values())
@@ -81,30 +56,28 @@ class Arguments:
             reduction=Reduction(
                 self.op, self.gradient_predivide_factor, self.compression, self.process_set
             ),
-            passes=passes,
-            sparse_as_dense=bool(self.sparse_as_dense),
+            passes=self.backward_passes_per_step,
+            sparse_as_dense=self.sparse_as_dense,
             tag=tag,
             groups=None,
             owner=Owner(lambda: None),
         )
         if self.groups is not None:
-            check_groups(self.groups, "parameter", torch.Tensor)
             indices = range(len(parameters))
             frozen = owned_by(optimizer)
-            found = user_groups(self.groups, parameters, indices, frozen, "parameter")
-            by_dtype = settings.index.dtype_groups
-            groups = [same for group in found for same in by_dtype(group)]
+            lists = arguments.user_groups(self.groups, parameters, indices, frozen, self.noun)
+            groups = [same for group in lists for same in settings.index.dtype_groups(group)]
             settings = dataclasses.replace(settings, groups=groups)
         candidates: tuple[Method, ...] = ()
         left_out: dict[str, str] = {}
         if isinstance(strategy, Auto):
-            candidates, left_out = allowed(
-                strategy, lambda method: self._check_strategy(optimizer, method, settings.groups)
+            candidates, left_out = self.choices(
+                strategy, lambda method: self._check_with(optimizer, method)
             )
             if self.op == Adasum or isinstance(optimizer, torch.optim.LBFGS):
                 (strategy,), candidates = candidates, ()  # nothing to choose from
         else:
-            self._check_strategy(optimizer, strategy, settings.groups)
+            self._check_with(optimizer, strategy)
         if isinstance(strategy, CoCoD):
             assign_fragments(settings.index.nbytes, strategy.fragments)
         plan = None
@@ -112,55 +85,32 @@ class Arguments:
             plan = strategy.load_plan()
         if plan is not None:
             settings.index.plan_groups(plan, range(len(parameters)))
-        return Checked(settings, strategy, plan, names, candidates, left_out)
+        return Checked(self, settings, strategy, plan, names, candidates, left_out)
 
-    def _check_strategy(
-        self, optimizer: torch.optim.Optimizer, strategy: Method, groups: object
-    ) -> None:
-        """Raise ValueError where a strategy does not go with the other arguments."""
-        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(strategy, MergedGradient):
+    def _check_with(self, optimizer: torch.optim.Optimizer, method: Method) -> None:
+        """Raise ValueError where a strategy does not go with the optimizer and the arguments."""
+        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(method, MergedGradient):
             raise ValueError(
-                f"LBFGS compares losses and gradients of the same weights, which {strategy.name} "
+                f"LBFGS compares losses and gradients of the same weights, which {method.name} "
                 "does not give it: use strategy='merged-gradient', or another optimizer."
             )
         if self.op == Adasum:
-            self._check_adasum(optimizer, strategy, groups)
-        if isinstance(strategy, CoCoD):
-            refuse_for_cocod(
-                strategy,
-                is_average=self.op == Average,
-                gradient_predivide_factor=self.gradient_predivide_factor,
-                has_groups=groups is not None,
-                process_set=self.process_set,
-            )
-        forward = isinstance(strategy, MergedGradient) and strategy.overlaps_forward
+            self._check_adasum(optimizer, method)
+        self.check_method(method)
+        forward = isinstance(method, MergedGradient) and method.overlaps_forward
         if isinstance(optimizer, torch.optim.LBFGS) and forward:
             raise ValueError(
                 "LBFGS updates all parameters at once, several times a step: leave "
                 "overlap='forward' out, or use another optimizer."
             )
-        check_buckets(strategy, groups is not None)
 
-    def _check_reduction(self) -> None:
-        if not isinstance(self.op, int) or self.op not in _OP_NAMES:
-            raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, got {self.op!r}.")
-        check_scaling(self.gradient_predivide_factor, self.op == Average)
-        check_compression(self.compression, Codec)
-        if not isinstance(self.sparse_as_dense, bool):
-            raise TypeError(
-                f"sparse_as_dense must be True or False, got {self.sparse_as_dense!r}."
-            )
-        check_process_set(self.process_set)
-
-    def _check_adasum(
-        self, optimizer: torch.optim.Optimizer, strategy: Strategy, groups: object
-    ) -> None:
+    def _check_adasum(self, optimizer: torch.optim.Optimizer, strategy: Method) -> None:
         """Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised."""
         workers = len(members(self.process_set))
         options = f"strategy={strategy.name!r} with its options"
         for wrong, what, fix in (
             (strategy != MergedGradient(), options, "'merged-gradient' as it is"),
-            (groups is not None, "groups", "groups=None"),
+            (self.groups is not None, "groups", "groups=None"),
             (isinstance(self.compression, Codec), f"{self.compression}", "hvd.Compression.fp16"),
             (self.process_set.process_set_id != 0, "a process_set", "the global one"),
             (isinstance(optimizer, torch.optim.LBFGS), "LBFGS", "another optimizer"),
@@ -177,6 +127,7 @@ class Arguments:
 class Checked:
     """Arguments that were found good on this rank."""
 
+    arguments: Arguments
     settings: Settings
     strategy: Strategy
     plan: Plan | None
@@ -189,52 +140,36 @@ class Checked:
 
     def describe(self) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""
-        settings, reduction = self.settings, self.settings.reduction
-        compression = reduction.compression
-        lines = [
-            ("strategy", describe_strategy(self.strategy, self.plan)),
-            ("op", _OP_NAMES[reduction.op]),
-            ("gradient_predivide_factor", str(reduction.gradient_predivide_factor)),
-            ("compression", _name_of(compression)),
-            ("backward_passes_per_step", str(settings.passes)),
-            ("sparse_as_dense", str(settings.sparse_as_dense)),
-            ("groups", str(settings.groups)),
-        ]
+        settings = self.settings
         named = dict(zip(settings.names, settings.parameters, strict=True))
-        return [*lines, *describe(named)]
+        return [
+            *self.arguments.describe_values(self.strategy, self.plan),
+            ("groups", str(settings.groups)),
+            *describe(named),
+        ]
 
 
-def check_alone(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
-    """Check the arguments of a worker of an elastic job, which must not send anything yet.
-
-    Raises:
-        TypeError, ValueError: As `Arguments.check`; also what names ranks, which change.
-    """
-    checked = arguments.check(optimizer, "hvd_pipe")
-    strategy, process_set = checked.strategy, arguments.process_set
-    refuse_ranks(
-        has_weights=isinstance(strategy, CoCoD) and strategy.weights is not None,
-        process_set=process_set,
-    )
-    if os.environ.get(DIRECTORY):
-        warnings.warn(f"{DIRECTORY}: elastic jobs write no timeline", stacklevel=4)
+def check_alone(optimizer: torch.optim.Optimizer, given: Arguments) -> Checked:
+    """Check the arguments of a worker of an elastic job, which must not send anything yet."""
+    checked = given.check(optimizer, "hvd_pipe")
+    given.check_elastic(checked.strategy)
     return checked
 
 
-def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Checked:
+def check_everywhere(optimizer: torch.optim.Optimizer, given: Arguments) -> Checked:
     """Check the arguments on this rank, then against all others.
 
     A rank that finds something wrong still takes part, so that the others hear of it instead of
     waiting for it.
     """
-    process_set = arguments.process_set
+    process_set = given.process_set
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         process_set = global_process_set  # it is refused below, but all ranks must hear of it
     number = process_set.process_set_id
     count = workers.count(number)
 
     def check() -> tuple[Checked, Description]:
-        checked = arguments.check(optimizer, f"hvd_pipe.{number}.{count}")
+        checked = given.check(optimizer, f"hvd_pipe.{number}.{count}")
         return checked, [
             ("the number of optimizers made before", str(count)),
             ("the optimizer", type(optimizer).__name__),
@@ -249,15 +184,6 @@ def check_everywhere(optimizer: torch.optim.Optimizer, arguments: Arguments) -> 
         workers.watch()
     timeline.start(checked.settings.parameters, process_set)
     return checked
-
-
-def _name_of(compression: Any) -> str:
-    if isinstance(compression, Codec):
-        return repr(compression)  # its options count
-    return str(getattr(compression, "__name__", type(compression).__name__))
-
-
-_OP_NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
 
 
 def _check_optimizer(optimizer: object, for_copy: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.runtime.argument_checks import check_passes
+from hvd_pipe.runtime.arguments import check_passes
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.torch import amp, checkpoint
 from hvd_pipe.torch.arguments import Arguments
