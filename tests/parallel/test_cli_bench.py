@@ -13,7 +13,7 @@ import workers_cli
 from click.testing import CliRunner, Result
 from ranks import once, run_ranks, run_script
 
-from hvd_pipe.cli._allreduce import sizes
+from hvd_pipe.cli.bench import message_sizes as sizes
 from hvd_pipe.cli.main import main
 from hvd_pipe.planning.cluster import Cluster
 

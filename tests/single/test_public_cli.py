@@ -55,7 +55,6 @@ VARIABLES = {
 COMPLETION = "_HVD_PIPE_COMPLETE"  # click's own, in the script of `hvd-pipe completion`
 OF_OTHERS = {
     "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
     "HOROVOD_CUDA_HOME",
     "HOROVOD_CYCLE_TIME",
     "HOROVOD_DYNAMIC_PROCESS_SETS",
@@ -78,13 +77,7 @@ OF_OTHERS = {
     "OMPI_MCA_mpi_yield_when_idle",
     "PMI_RANK",
     "PMI_SIZE",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NUM_NODES",
-    "SLURM_NTASKS",
-    "SLURM_STEP_ID",
     "SLURM_STEP_NUM_TASKS",
-    "SLURM_TASKS_PER_NODE",
     "TF_CPP_MIN_LOG_LEVEL",
     "TF_ENABLE_ONEDNN_OPTS",
     "TTY_COMPATIBLE",
