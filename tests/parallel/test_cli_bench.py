@@ -43,7 +43,6 @@ def test_rank_0_alone_reports(outcomes: Any, directory: Path) -> None:
     assert other == (0, "", "")
     document = json.loads(output)
     frozen.compare_types("cli/bench", document)
-    assert document["command"] == "bench"
     assert document["workers"] == 2
     assert document["controller"] == "MPI"
     assert document["delay_s"] >= 0
@@ -94,26 +93,12 @@ def test_gloo_measures_too() -> None:
     assert json.loads(output)["controller"] == "Gloo"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--budget", "0"), "0.0 is not in the range"),
-        pytest.param(
-            *(("--max-bytes", "10gbit"), "Invalid value for '--max-bytes'"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *(("-o", "model.txt"), "must end in .json"),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_a_mistake_is_told_once_and_ends_all_ranks(arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_told_once_and_ends_all_ranks() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_script(2, CONSOLE_SCRIPT, "bench", *arguments)
+        run_script(2, CONSOLE_SCRIPT, "bench", "--budget", "0")
     message = str(caught.value)
     assert "exit status 2" in message
-    assert message.count(said) == 1
+    assert message.count("0.0 is not in the range") == 1
     assert "Traceback" not in message
 
 
@@ -149,12 +134,9 @@ def test_alone_the_command_to_type_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "said"),
     [
         (("--max-bytes", "1KB"), "at least 2048 bytes"),
-        (("--budget", "soon"), "'soon' is not a valid float"),
-        (("--device", "tpu"), "'tpu' is not one of 'cpu', 'cuda'"),
         (("-o", "."), "'.' is a directory"),
         (("-o", "none/c.json"), "there is no directory 'none'"),
         (("-o", "model.txt"), "must end in .json"),
-        (("more",), "unexpected extra argument (more)"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_sent(

@@ -354,15 +354,6 @@ def test_partition_finds_cuts_that_run_faster_with_the_same_replicas() -> None:
     assert again["partition"]["stages"] == best["stages"]
 
 
-@pytest.mark.nightly  # a search of seconds
-@pytest.mark.parametrize("memory", ["2GB", "4GB"])
-def test_the_fastest_plan_keeps_to_the_memory(memory: str) -> None:
-    asked = ("--memory", memory, "--optimizer-state", 2)
-    base = ("partition", DATA / "gnmt.graph.txt", "-n", 16, "--bandwidth", "25gbit", *asked)
-    stages = run_json(*base)["partition"]["stages"]
-    assert max(stage["memory_bytes"] for stage in stages) <= float(memory[0]) * 1e9
-
-
 def test_messages_within_a_machine_take_its_links() -> None:
     machine = ("--machines", "1x4", "--bandwidth", "1gbit", "--latency", "1ms")
     inside = ("--inner-bandwidth", "80gbit", "--straight")
