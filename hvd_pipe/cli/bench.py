@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,24 +81,15 @@ def command(
         raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
     if result is None:
         return
+    cluster, document = result
     for path in paths:
-        result.cluster.save(path)
-    workers = result.cluster.workers
-    complete = result.sizes[-1] >= max_bytes // 4 * 4
+        cluster.save(path)
+    comm, rows = cluster.network.measured, document["rows"]
+    assert comm is not None
+    complete = rows[-1]["bytes"] >= max_bytes // 4 * 4
     emit(
-        {
-            "command": "bench",
-            "workers": workers,
-            "device": result.device,
-            "controller": result.controller,
-            "delay_s": result.comm.delay,
-            "complete": complete,
-            "rows": result.rows(),
-            "error": result.comm.error,
-            "cluster": json.loads(result.cluster.to_json()),
-            "written": [str(path) for path in paths],
-        },
-        result.rows(),
+        {**document, "complete": complete, "written": [str(path) for path in paths]},
+        rows,
         {
             "message": lambda row: _binary(row["bytes"]),
             "time": lambda row: f"{1e3 * row['seconds']:.3f} ms",
@@ -108,13 +99,13 @@ def command(
             "error": lambda row: f"{row['model_s'] / row['seconds'] - 1:+.0%}",
         },
         as_json=as_json,
-        title=f"all-reduce on {workers} ranks ({result.controller}, {result.device})",
-        below=_notes(result.comm, paths, None if complete else budget),
+        title=f"all-reduce on {cluster.workers} ranks ({document['controller']}, "
+        f"{document['device']})",
+        below=_notes(comm, paths, None if complete else budget),
     )
-    off = result.comm.error
-    if not as_json and off is not None and off > options.NOISY:
+    if not as_json and comm.error is not None and comm.error > options.NOISY:
         warning(
-            f"the model is off by {off:.0%} on average: the times jump about. Is something "
+            f"the model is off by {comm.error:.0%} on average: the times jump about. Is something "
             "else running on these hosts?"
         )
 
@@ -143,36 +134,6 @@ def _binary(size: int) -> str:
     return f"{size} B"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What rank 0 reports."""
-
-    sizes: list[int]
-    seconds: list[float]
-    cluster: Cluster
-    device: str
-    controller: str
-
-    @property
-    def comm(self) -> CommModel:
-        assert self.cluster.network.measured is not None
-        return self.cluster.network.measured
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one row a size; busbw is nccl-tests' figure, which the links bound."""
-        share = 2 * (self.cluster.workers - 1) / self.cluster.workers
-        return [
-            {
-                "bytes": size,
-                "seconds": seconds,
-                "alone_s": self.comm.delay + seconds,
-                "busbw_bytes_per_s": share * size / seconds,
-                "model_s": float(self.comm(size)),
-            }
-            for size, seconds in zip(self.sizes, self.seconds, strict=True)
-        ]
-
-
 def message_sizes(max_bytes: int) -> list[int]:
     """Return the sizes of messages: 1 KiB and its doubles, and the largest; multiples of 4.
 
@@ -186,8 +147,10 @@ def message_sizes(max_bytes: int) -> list[int]:
     return [*growing, largest]
 
 
-def measure(max_bytes: int, budget_s: float, device: str | None) -> Measurement | None:
-    """Measure on all ranks; return what rank 0 reports, None on the others."""
+def measure(
+    max_bytes: int, budget_s: float, device: str | None
+) -> tuple[Cluster, dict[str, Any]] | None:
+    """Measure on all ranks; return the cluster and rank 0's document, None on other ranks."""
     import torch  # noqa: PLC0415 - torch and Horovod take seconds
 
     import hvd_pipe.torch  # noqa: PLC0415
@@ -232,7 +195,25 @@ def measure(max_bytes: int, budget_s: float, device: str | None) -> Measurement 
     network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
     name = f"measured on {workers} ranks, {where}"
     cluster = Cluster(workers, network, memory_bytes=memory, name=name)
-    return Measurement(sizes, seconds, cluster, where, controller)
+    document = {"command": "bench", "workers": workers, "device": where, "controller": controller}
+    document |= {"delay_s": delay, "rows": _rows(sizes, seconds, model, workers)}
+    return cluster, {**document, "error": model.error, "cluster": json.loads(cluster.to_json())}
+
+
+def _rows(
+    sizes: list[int], seconds: list[float], model: CommModel, workers: int
+) -> list[dict[str, Any]]:
+    share = 2 * (workers - 1) / workers  # busbw is nccl-tests' figure, which the links bound
+    return [
+        {
+            "bytes": size,
+            "seconds": time_s,
+            "alone_s": model.delay + time_s,
+            "busbw_bytes_per_s": share * size / time_s,
+            "model_s": float(model(size)),
+        }
+        for size, time_s in zip(sizes, seconds, strict=True)
+    ]
 
 
 def _rounds(

@@ -36,13 +36,12 @@ _FAR = 4  # times as many workers as were measured: the formula may be far off
 _LATENCY_S, _INNER_LATENCY_S = 30e-6, 5e-6
 _PATIENCE_S = 10.0
 
+_BENCH = "`horovodrun -np 2 -H h1:1,h2:1 -p 22 hvd-pipe bench --budget 1` tries the hosts"
 _GONE = {
-    "-H": "`horovodrun -np 2 -H h1:1,h2:1 hvd-pipe bench --budget 1` tries the hosts",
-    "-p": "`horovodrun -p PORT -np 2 -H h1:1,h2:1 hvd-pipe bench --budget 1` tries the hosts",
-    "--convention": "costs are those of the paper",
-    "--compression-ratio": "scale activation_bytes of the profile in its place",
+    **{f"doctor {name}": _BENCH for name in ("-H", "--hosts", "-p", "--ssh-port")},
+    "partition --convention": "costs are those of the paper",
+    "partition --compression-ratio": "scale activation_bytes of the profile in its place",
 }
-_GONE |= {"--hosts": _GONE["-H"], "--ssh-port": _GONE["-p"]}
 
 
 class Command(click.Command):
@@ -59,8 +58,9 @@ class Command(click.Command):
             if job_rank() > 0:
                 time.sleep(_PATIENCE_S)  # leaving first might end rank 0 before it has spoken
                 ctx.exit(2)
-            if isinstance(error, click.NoSuchOption) and error.option_name in _GONE:
-                ctx.fail(f"{error.option_name} is gone: {_GONE[error.option_name]}.")
+            option = error.option_name if isinstance(error, click.NoSuchOption) else ""
+            if f"{ctx.info_name} {option}" in _GONE:
+                ctx.fail(f"{option} is gone: {_GONE[f'{ctx.info_name} {option}']}.")
             raise
 
 
@@ -316,12 +316,10 @@ _CLUSTER = ("workers", "cluster", *_NETWORK, "memory", "speeds", "jitter")
 def cluster_options(
     *, required: bool = True, sweep: bool = False, machines: bool = False
 ) -> Callable[[Function], Function]:
-    """Add the options that describe a cluster; the command gets ``cluster`` (a `Cluster`).
+    """Add the options that describe a cluster, handed on as ``cluster``.
 
-    Args:
-        required: Whether the cluster must be described; otherwise it may be None.
-        sweep: Whether the command also gets ``workers``, None where they are not given.
-        machines: Whether there is ``--machines 4x8``.
+    It is None where it need not be described and is not. With ``sweep``, the command also gets
+    ``workers``, None where they are not given.
     """
 
     def decorate(command: Function) -> Function:

@@ -56,16 +56,9 @@ def emit(
 ) -> None:
     """Print a command's result: one JSON document, or a table and lines of text around it.
 
-    Args:
-        document: What ``--json`` prints; numbers that JSON lacks (nan, inf) become null.
-        rows: The rows of the table.
-        columns: The heading of each column -> the key of a row or a function of it. Numbers are
-            written in the unit that the key ends in: ``_s`` for seconds, ``bytes``. A heading
-            that ends in ``~`` is that of text, which may wrap; other columns are flush right.
-        as_json: Whether to print the document.
-        above: Lines before the table.
-        title: A line above the table.
-        below: Lines after the table.
+    ``columns`` has, for each heading, the key of a row or a function of a row. Numbers are written
+    in the unit that the key ends in: ``_s`` for seconds, ``bytes``. A heading that ends in ``~``
+    is that of text, which may wrap; other columns are flush right.
     """
     if as_json:
         click.echo(json.dumps(_finite(document), indent=2))

@@ -87,9 +87,8 @@ def command(
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
     try:
-        best, on_paper = _plans(
-            profile, cluster, versions, optimizer_state, straight, replicas, max_states
-        )
+        how = {"replicas": replicas, "max_states": max_states}
+        best, on_paper = _plans(profile, cluster, versions, optimizer_state, straight, how)
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
@@ -143,19 +142,11 @@ def _plans(
     versions: str,
     optimizer_state: float,
     straight: bool,
-    replicas: tuple[int, ...] | None,
-    max_states: int,
+    how: dict[str, Any],
 ) -> tuple[Partition, Partition | None]:
     """The plan that is fastest as it runs, and that which only is so on paper, if another."""
-    plan = partition(
-        profile,
-        cluster,
-        versions=versions,
-        straight=straight,
-        replicas=replicas,
-        optimizer_bytes_per_parameter_byte=optimizer_state,
-        max_states=max_states,
-    )
+    ratio: dict[str, Any] = {"optimizer_bytes_per_parameter_byte": optimizer_state}
+    plan = partition(profile, cluster, versions=versions, straight=straight, **ratio, **how)
     if versions != "stash":
         return plan, None
 
@@ -166,12 +157,7 @@ def _plans(
     plan = offer(plan).plan
     if straight:
         return plan, None
-    best = best_plan(
-        *(profile, cluster, "stash", optimizer_state),
-        replicas=replicas,
-        offer=offer,
-        max_states=max_states,
-    )
+    best = best_plan(profile, cluster, "stash", optimizer_state, offer=offer, **how)
     if best.simulated_s is None:  # one stage
         best = offer(best).plan
     assert plan.simulated_s is not None

@@ -162,14 +162,11 @@ def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
 
 
 def profile_script(command: Sequence[str], target: Path) -> None:
-    """Run a script, with its arguments, and return when it has written its profile to ``target``.
+    """Run a script with its arguments until it has written its profile to ``target``.
 
     Alone, the script is ended then: nobody waits for the rest of a training. Under a launcher it
     runs to its end, because a rank that leaves early is a failure to the others. What the script
     prints goes to stderr: stdout is the command's own.
-
-    Raises:
-        HvdPipeError: The script failed, or ended without a profile.
     """
     if not Path(command[0]).is_file():
         raise InputError(f"{command[0]}: No such file")
@@ -241,10 +238,6 @@ class Shape:
 
     It is made of normal numbers, or of zeros and ones where it has integers, which are indices of
     every embedding and classes of every task with two.
-
-    Example:
-        >>> Shape.parse("32,128:int64").sizes
-        (32, 128)
     """
 
     text: str
@@ -253,7 +246,11 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read one; ValueError says what is accepted."""
+        """Read one.
+
+        >>> Shape.parse("32,128:int64").sizes
+        (32, 128)
+        """
         match = _INPUT.fullmatch(text.strip())
         if match is None:
             raise ValueError(
