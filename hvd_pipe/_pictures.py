@@ -1,33 +1,20 @@
-"""Pictures: what all share (size, colours, units), and that of a timeline.
+"""Pictures: a timeline, and a sweep over numbers of workers.
 
-A timeline's picture has a line a worker and lane, and a bar an event.
+The suffix of the path says the form: ``.png`` or ``.svg``. matplotlib is imported when something
+is drawn, and its state (``pyplot``) is left alone.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from hvd_pipe.timeline import Event, Timeline
-
-__all__ = [
-    "COLOURS",
-    "DPI",
-    "GREY",
-    "WIDTH_IN",
-    "draw_timeline",
-    "figure_of",
-    "save",
-    "unit_of_time",
-]
-
 
 COLOURS: Mapping[str, str] = {
     "forward": "#56B4E9",
@@ -40,231 +27,145 @@ COLOURS: Mapping[str, str] = {
     "recv": "#CC79A7",
     "codec": "#F0E442",
 }
-"""The colour of each category of events, in the order of legends: hvd_pipe.timeline.CATEGORIES."""
+"""Of each category of events; those of Okabe and Ito, which colour-blind people tell apart."""
 
-GREY = "#555555"
 WIDTH_IN, DPI = 12.0, 100
+_DARK = ("backward", "allreduce", "update")
+_WORKERS = 8
+_PASSES = 48  # more of them on a line are too narrow to see
 
 
-def figure_of(height_in: float, columns: int = 1, widths: Sequence[float] | None = None) -> Any:
+def figure_of(height_in: float, columns: int = 1) -> Any:
     """Return a figure 1200 pixels wide and its axes."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'hvd_pipe[plot]'") from error
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
-    axes = figure.subplots(1, columns, width_ratios=widths)
-    for one in axes if columns > 1 else (axes,):
-        one.set_axisbelow(True)
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
+    axes = figure.subplots(1, columns)
+    for part in axes if columns > 1 else (axes,):
+        part.set_axisbelow(True)
+        part.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    # Without the date, equal pictures are equal files.
+    """Write a figure; without the date, equal pictures are equal files."""
     date: dict[str, Any] = {"Date": None} if Path(path).suffix.lower() == ".svg" else {}
     figure.savefig(path, dpi=DPI, facecolor="white", metadata=date)
 
 
-def unit_of_time(seconds: float, below_ms: bool = True) -> tuple[float, str]:
-    """Return what to multiply seconds by, and the unit: ms unless that reads badly.
-
-    Example:
-        >>> unit_of_time(0.3), unit_of_time(2e-5), unit_of_time(60.0)
-        ((1000.0, 'ms'), (1000000.0, 'µs'), (1.0, 's'))
-    """
-    if seconds > 30.0:
-        return 1.0, "s"
-    if below_ms and seconds < 5e-4:
-        return 1e6, "µs"
-    return 1e3, "ms"
-
-
-_DARK = frozenset({"backward", "ready", "allreduce", "update"})
-_WORKERS = 8
-_PASSES = 48  # forward, backward, wait, update: more of them on a line are too narrow to see
-_LABELS = 600  # a picture with more bars has them too narrow for words, anyway
-
-
 def draw_timeline(timeline: Timeline, path: str | Path, whole: bool = False) -> None:
-    """Draw what each worker does and when: a row a lane, a colour a category."""
+    """Draw what each worker does and when: a row a lane, a colour a category.
+
+    A picture has at most eight workers and, unless ``whole``, some steps from the middle of many.
+    """
     if not timeline.events:
         raise ValueError("a timeline without events cannot be drawn: trace at least one step")
     workers = timeline.workers[:_WORKERS]
-    of_workers = [event for event in timeline.events if event.worker in workers]
-    start, end = _all(of_workers) if whole else _window(of_workers)
-    shown = [event for event in of_workers if event.start_s <= end and event.end_s >= start]
+    events = [event for event in timeline.events if event.worker in workers]
+    first, last = (min(e.start_s for e in events), max(e.end_s for e in events))
+    start, end = (first, last) if whole else _window(events)
+    shown = [event for event in events if event.start_s <= end and event.end_s >= start]
     part = replace(timeline, events=tuple(shown))
-    span = max(end - start, 1e-9)
-    factor, unit = unit_of_time(span)
     rows = [
-        (worker, lane, row)
-        for worker in workers
-        for lane in timeline.lanes(worker)
-        for row in part.rows(worker, lane)
+        (f"worker {worker}" if number == 0 and index == 0 else "", lane if index == 0 else "", row)
+        for worker in part.workers
+        for number, lane in enumerate(part.lanes(worker))
+        for index, row in enumerate(part.rows(worker, lane))
     ]
-    height = min(0.62, max(0.26, 9.0 / len(rows)))
-    gaps = 0.35 * (len(workers) - 1)
-    figure, axes = figure_of(1.45 + height * (len(rows) + gaps))
-    one_lane = len({lane for _, lane, _ in rows}) == 1
-    place, labels_left, previous = 0.0, _LABELS, (rows[0][0], "")
-    ticks: list[float] = []
-    names: list[str] = []
-    places: dict[int, list[float]] = {}
-    for worker, lane, row in rows:
-        if worker != previous[0]:
-            place += 0.35
-        if (worker, lane) != previous:
-            ticks.append(place)
-            names.append("" if one_lane else lane)
-        places.setdefault(worker, []).append(place)
-        previous = (worker, lane)
-        labels_left = _draw_row(axes, row, place, start, factor, span, labels_left)
-        place += 1.0
-    axes.set_ylim(place - 0.4, -0.6)
-    axes.set_xlim(-0.004 * span * factor, 1.004 * span * factor)
-    axes.set_yticks(ticks, names)
-    axes.tick_params(axis="y", length=0)
-    _name_workers(axes, places, height, one_lane)
-    axes.set_xlabel(f"time, {unit}" + ("" if start == 0.0 else " since the first that is shown"))
+    figure, axes = figure_of(1.4 + min(0.6 * len(rows), max(9.0, 0.26 * len(rows))))
+    scale, unit = (1.0, "s") if end - start > 30.0 else (1e3, "ms")
+    if end - start < 5e-4:
+        scale, unit = 1e6, "µs"
+    width_s = 1200 / max(end - start, 1e-9) * 0.86  # pixels of a second
+    for place, (_, _, row) in enumerate(rows):
+        for category in COLOURS:
+            bars = [event for event in row if event.category == category]
+            spans = [((e.start_s - start) * scale, e.duration_s * scale) for e in bars]
+            if category == "ready":
+                axes.vlines([x for x, _ in spans], place - 0.45, place + 0.45, "black", lw=1)
+                continue
+            narrow = [event.duration_s * width_s < 5 for event in bars]
+            edges = [COLOURS[category] if hidden else "white" for hidden in narrow]
+            axes.broken_barh(
+                spans, (place - 0.38, 0.76), facecolors=COLOURS[category], edgecolors=edges, lw=0.6
+            )
+            for event, (x, width) in zip(bars, spans, strict=True):
+                text = _label(event, event.duration_s * width_s)
+                colour = "white" if category in _DARK else "black"
+                style = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": colour}
+                if text:
+                    axes.text(x + width / 2, place, text, clip_on=True, **style)
+    names = [f"{worker}   {lane}".strip() for worker, lane, _ in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="x", color="#E5E5E5", lw=0.8)
-    _legend_of_categories(figure, axes, {event.category for event in shown})
+    axes.set_xlabel(f"time, {unit}" + ("" if start == 0.0 else " since the first that is shown"))
     title = timeline.title or "Timeline"
-    if len(shown) < len(of_workers):
-        first, last = _all(of_workers)
-        scale, name = (1.0, "s") if last - first > 1.0 else unit_of_time(last - first)
-        title += (
-            f"  ({(start - first) * scale:.4g} to {(end - first) * scale:.4g} of "
-            f"{(last - first) * scale:.4g} {name})"
-        )
-    left_out = len(timeline.workers) - len(workers)
-    if left_out:
-        title += f"  ({len(workers)} of {len(timeline.workers)} workers; {left_out} left out)"
+    if len(shown) < len(events):
+        title += f"  ({start - first:.4g} to {end - first:.4g} of {last - first:.4g} s)"
+    if len(timeline.workers) > len(workers):
+        title += f"  ({len(workers)} of {len(timeline.workers)} workers)"
     axes.set_title(title, loc="left", fontweight="bold", pad=30)
+    used = {event.category for event in shown}
+    for category in (category for category in COLOURS if category in used):
+        axes.broken_barh([], (0, 1), facecolors=COLOURS[category], label=category)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(used), frameon=False)
     save(figure, path)
-
-
-def _name_workers(
-    axes: Axes, places: Mapping[int, Sequence[float]], height: float, one_lane: bool
-) -> None:
-    """Write each worker's name beside its rows, and draw a line above all but the first."""
-    first = next(iter(places))
-    for worker, rows in places.items():
-        axes.annotate(
-            f"worker {worker}",
-            (0, sum(rows) / len(rows)),
-            xycoords=("axes fraction", "data"),
-            xytext=(-36 if one_lane else -72, 0),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            rotation=90 if len(rows) * height > 0.85 else 0,
-            fontweight="bold",
-        )
-        if worker != first:
-            axes.axhline(rows[0] - 0.675, color="#CCCCCC", lw=0.8)
-
-
-def _all(events: Sequence[Event]) -> tuple[float, float]:
-    return min(event.start_s for event in events), max(event.end_s for event in events)
 
 
 def _window(events: Sequence[Event]) -> tuple[float, float]:
     """Return what is drawn of so many events, first and last second: all, or some steps."""
     passes = [event for event in events if event.lane == "compute" and event.duration_s > 0.0]
-    counts = Counter(event.worker for event in passes or events)
-    worker, count = counts.most_common(1)[0]
-    if count <= _PASSES:
-        return _all(events)
-    mine = sorted((e for e in passes or events if e.worker == worker), key=lambda e: e.start_s)
-    middle = mine[(count - _PASSES) // 2 :][:_PASSES]
+    worker = events[0].worker
+    of_one = sorted(
+        (event for event in passes or events if event.worker == worker), key=lambda e: e.start_s
+    )
+    middle = of_one[max(0, len(of_one) - _PASSES) // 2 :][:_PASSES]
+    if len(middle) == len(of_one):
+        return min(event.start_s for event in events), max(event.end_s for event in events)
     # From a forward pass on, so that the picture begins with a step.
-    begin = next((e for e in middle if e.category == "forward"), middle[0])
+    begin = next((event for event in middle if event.category == "forward"), middle[0])
     return begin.start_s, max(event.end_s for event in middle)
 
 
-def _draw_row(
-    axes: Axes,
-    row: Sequence[Event],
-    place: float,
-    start: float,
-    factor: float,
-    span: float,
-    labels_left: int,
-) -> int:
-    """Draw one row and return how many labels more there may be."""
-    pixels = WIDTH_IN * DPI * 0.86 / span
-    for category in COLOURS:
-        some = [event for event in row if event.category == category]
-        if not some:
-            continue
-        if category == "ready":
-            times = [(event.start_s - start) * factor for event in some]
-            width = 1.1 if len(times) < 150 else 0.4
-            axes.vlines(times, place - 0.45, place + 0.45, COLOURS[category], lw=width, zorder=4)
-            continue
-        axes.broken_barh(
-            [((e.start_s - start) * factor, e.duration_s * factor) for e in some],
-            (place - 0.38, 0.76),
-            facecolors=COLOURS[category],
-            # A line of its own colour keeps the shortest in sight; a white one parts the long.
-            edgecolors=["white" if e.duration_s * pixels > 5 else COLOURS[category] for e in some],
-            linewidth=0.6,
-            zorder=3,
-        )
-        for event in some:
-            room = event.duration_s * pixels
-            text = next((text for text in _texts(event) if len(text) * 6.6 + 6 <= room), "")
-            if labels_left and text:
-                labels_left -= 1
-                axes.text(
-                    (event.start_s + event.duration_s / 2 - start) * factor,
-                    place,
-                    text,
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=8,
-                    color="white" if category in _DARK else "black",
-                    zorder=5,
-                    clip_on=True,
-                )
-    return labels_left
-
-
-def _texts(event: Event) -> tuple[str, ...]:
-    """Return what may stand in an event's box, the longest first.
+def _label(event: Event, room: float) -> str:
+    """Return what fits into an event's bar, of so many pixels: its name, its number, or nothing.
 
     >>> from hvd_pipe.timeline import Event
-    >>> _texts(Event("backward 3.1", "backward", 0, "compute", 0.0, 1.0))
-    ('backward 3.1', '3.1')
-    >>> _texts(Event("gradients.1", "allreduce", 0, "network", 0.0, 1.0))
-    ('gradients.1', '1')
+    >>> event = Event("backward 3.1", "backward", 0, "compute", 0.0, 1.0)
+    >>> [_label(event, room) for room in (100, 30, 5)]
+    ['backward 3.1', '3.1', '']
     """
-    if event.category == "wait":
-        return (event.name,)
-    words = event.name.rsplit(" ", 1)
-    return event.name, words[1] if len(words) == 2 else event.name.rsplit(".", 1)[-1]
+    texts = [event.name] if event.category == "wait" else [event.name, event.name.split(" ")[-1]]
+    return next((text for text in texts if len(text) * 6.6 + 6 <= room), "")
 
 
-def _legend_of_categories(figure: Figure, axes: Axes, used: set[str]) -> None:
-    from matplotlib.lines import Line2D  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
+def draw_sweep(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw speedup and exposed communication by the number of workers, a line a method.
 
-    handles: list[Patch | Line2D] = []
-    for category in (category for category in COLOURS if category in used):
-        if category == "ready":
-            line = Line2D([], [], color="black", marker="|", ls="", ms=11, label=category)
-            handles.append(line)
-        else:
-            handles.append(Patch(facecolor=COLOURS[category], label=category))
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=len(handles),
-        frameon=False,
-        borderaxespad=0.2,
-        handlelength=1.3,
-        columnspacing=1.6,
-    )
+    Each row has ``workers``, ``method``, ``speedup`` (in units of one worker) and ``exposed_s``.
+    """
+    counts = sorted({row["workers"] for row in rows})
+    figure, (speed, exposed) = figure_of(5.4, columns=2)
+    speed.plot(counts, counts, color="#999999", ls="--", label="ideal")
+    for method in dict.fromkeys(row["method"] for row in rows):
+        line = [row for row in rows if row["method"] == method]
+        x = [row["workers"] for row in line]
+        speed.plot(x, [row["speedup"] for row in line], marker="o", label=method)
+        exposed.plot(x, [1e3 * row["exposed_s"] for row in line], marker="o")
+    for axes in (speed, exposed):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(color="#E5E5E5", lw=0.8)
+        axes.set_xlabel("workers")
+    speed.set_yscale("log", base=2)
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    speed.set_title("Speedup over one worker", loc="left", fontweight="bold")
+    exposed.set_yscale("symlog")
+    exposed.set_ylim(bottom=0)
+    exposed.set_title("Time a step that waits for the network, ms", loc="left", fontweight="bold")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    save(figure, path)

@@ -8,14 +8,14 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import click
 
 from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
-from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import exposed, note, table, wrapped, write_json
+from hvd_pipe.cli.output import emit, exposed
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.advise_pipeline import PIPEDREAM
 from hvd_pipe.planning.cluster import Cluster
@@ -23,7 +23,7 @@ from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import Method, parse
 from hvd_pipe.planning.profile import ModelProfile
 
-__all__ = ["command"]
+_MOMENTUM = click.FloatRange(min=0, max=1, max_open=True)
 
 
 def _allowed(text: str) -> Method | str:
@@ -36,7 +36,7 @@ def _allowed(text: str) -> Method | str:
     epilog="Example: hvd-pipe advise model.json -n 16 --bandwidth 10gbit --momentum 0.9",
 )
 @options.profile_argument
-@cluster_options()
+@options.cluster_options()
 @click.option(
     "--allow",
     type=options.Parsed("strategy", _allowed),
@@ -51,23 +51,10 @@ def _allowed(text: str) -> Method | str:
     multiple=True,
     help="A compression to consider, may be repeated.  [default: none]",
 )
-@click.option(
-    "--momentum",
-    type=click.FloatRange(min=0, max=1, max_open=True),
-    metavar="NUMBER",
-    help="Of SGD: 0.9.",
-)
-@click.option(
-    "--learning-rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="NUMBER",
-    help="Of SGD: 0.1.",
-)
-@click.option(
-    "--curvature",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="NUMBER",
-    help="Largest eigenvalue of the loss's Hessian, if known.",
+@options.number("--momentum", type=_MOMENTUM, help="Of SGD: 0.9.")
+@options.number("--learning-rate", positive=True, help="Of SGD: 0.1.")
+@options.number(
+    "--curvature", positive=True, help="Largest eigenvalue of the loss's Hessian, if known."
 )
 @options.optimizer_state_option
 @options.json_option
@@ -76,11 +63,9 @@ def command(
     cluster: Cluster,
     allow: tuple[Method | str, ...],
     compression: tuple[str, ...],
-    momentum: float | None,
-    learning_rate: float | None,
-    curvature: float | None,
     optimizer_state: float,
     as_json: bool,
+    **training: Any,
 ) -> None:
     """Rank the strategies for PROFILE on a cluster.
 
@@ -93,98 +78,70 @@ def command(
         cluster,
         methods=allow or None,
         codecs=compression or ("none",),
-        learning_rate=learning_rate,
-        curvature=curvature,
-        momentum=momentum,
         optimizer_ratio=optimizer_state,
+        **training,
     )
-    if as_json:
-        write_json(options.document("advise", profile, cluster, **advice.to_json()))
-    else:
-        options.heading(profile, cluster)
-        _print(advice)
+    found = advice.to_json()
+    with_codecs = {"codec~": "codec"} if any(row.codec != "none" for row in advice.rows) else {}
+    emit(
+        options.document("advise", profile, cluster, **found),
+        found["rows"],
+        {
+            "strategy~": _strategy,
+            **with_codecs,
+            "step": lambda row: units.format_seconds(row["time"]["total_s"]),
+            "exposed": lambda row: exposed(row["time"]["exposed_s"], row["time"]["total_s"]),
+            "speedup": lambda row: f"{row['speedup']:.2f}",
+            "of\nlimit": lambda row: f"{row['time']['of_limit']:.0%}",
+            "memory": "memory_bytes",
+            "stale": "staleness",
+            "equal~": "identical",
+        },
+        as_json=as_json,
+        above=(options.summary(profile), options.describe(cluster)),
+        below=_notes(advice),
+    )
 
 
-def _print(advice: Advice) -> None:
-    compressed = any(row.codec != "none" for row in advice.rows)
-    table(
-        [
-            "strategy~",
-            *(["codec"] if compressed else []),
-            ">step",
-            ">exposed",
-            ">speedup",
-            ">of\nlimit",
-            ">memory",
-            ">stale",
-            "equal",
-        ],
-        [_cells(row, compressed) for row in advice.rows],
-    )
+def _strategy(row: Any) -> str:
+    """A strategy on several lines where it has long options; a baseline by its short name."""
+    name = row["time"]["method"] if row["baseline"] else row["strategy"]
+    lines = name.replace(",", ",\n").replace(":overlap", ":\noverlap")
+    return f"{lines}{'' if row['usable'] else ' (!)'}"
+
+
+def _notes(advice: Advice) -> Iterator[str]:
+    best = advice.best
     if not all(row.usable for row in advice.rows):
-        note("(!) is not usable as it is.")
-    for text in (*advice.warnings, *_warnings(advice.rows)):
-        note(f"! {text}")
+        yield "(!) is not usable as it is."
+    candidates = [row for row in advice.rows if not row.baseline]
+    yield from (f"! {text}" for text in advice.warnings)
+    for text in dict.fromkeys(text for row in candidates for text in row.warnings):
+        names = list(dict.fromkeys(row.strategy for row in candidates if text in row.warnings))
+        everyone = len(names) > 1 and set(names) == {row.strategy for row in candidates}
+        yield f"! {'all' if everyone else ', '.join(names)}: {text}"
     for row in advice.rows:
         if row.pipeline is not None:
-            note(f"{row.strategy}: {row.reason}. {row.pipeline.paste}")
-    for text in advice.notes:
-        note(text)
-    note(advice.reason)
-    if advice.best.samples_per_s is not None:
-        note(f"All workers together: {advice.best.samples_per_s:.4g} samples a second.")
-    if advice.best.batches is not None:
-        note(f"Batches that balance it: {', '.join(map(str, advice.best.batches))}.")
-    note(_paste(advice.best))
-
-
-def _cells(row: Row, compressed: bool) -> list[object]:
-    return [
-        wrapped(_name(row)) + ("" if row.usable else " (!)"),
-        *([row.codec] if compressed else []),
-        units.format_seconds(row.time.total_s),
-        units.format_seconds(exposed(row.time.exposed_s, row.time.total_s)),
-        f"{row.speedup:.2f}",
-        f"{row.time.of_limit:.0%}",
-        units.format_bytes(row.memory_bytes),
-        row.staleness,
-        "yes" if row.identical else "no",
-    ]
-
-
-def _name(row: Row) -> str:
-    """The strategy; a baseline by its short name."""
-    return row.time.method if row.baseline else row.strategy
-
-
-def _warnings(rows: Sequence[Row]) -> list[str]:
-    """Each warning of what could be recommended, behind the names of all that it is about."""
-    candidates = [row for row in rows if not row.baseline]
-    about: dict[str, dict[str, None]] = {}
-    for row in candidates:
-        for text in row.warnings:
-            about.setdefault(text, {})[_name(row)] = None
-    everyone = {_name(row) for row in candidates}
-    return [
-        f"{'all' if len(everyone) > 1 and set(names) == everyone else ', '.join(names)}: {text}"
-        for text, names in about.items()
-    ]
+            yield f"{row.strategy}: {row.reason}. {row.pipeline.paste}"
+    yield from advice.notes
+    yield advice.reason
+    if best.samples_per_s is not None:
+        yield f"All workers together: {best.samples_per_s:.4g} samples a second."
+    if best.batches is not None:
+        yield f"Batches that balance it: {', '.join(map(str, best.batches))}."
+    yield _paste(best)
 
 
 def _paste(row: Row) -> str:
     """What to write into the training script, where hvd_pipe has the strategy."""
+    verb = "Paste" if row.usable else "Not to be used as it is"
     if row.pipeline is not None:
-        return f"{'Paste' if row.usable else 'Not to be used as it is'}: {row.pipeline.paste}"
+        return f"{verb}: {row.pipeline.paste}"
     try:
         strategy.parse(row.strategy)
     except ValueError:
         return f"Best: {row.strategy} (not one of hvd_pipe's strategies)."
-    text = f'strategy="{row.strategy}"{_codec(row)}'
-    if not row.usable:
-        return f"Not to be used as it is: {text}"
+    codec = f", compression={row.compression}" if row.codec != "none" else ""
     more = "\nAnd optimizer.synchronize() before evaluation and at the end, on every rank."
-    return f"Paste: {text}{more if row.staleness else ''}"
-
-
-def _codec(row: Row) -> str:
-    return f", compression={row.compression}" if row.codec != "none" else ""
+    after = more if row.usable and row.staleness else ""
+    return f'{verb}: strategy="{row.strategy}"{codec}{after}'

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli._cluster import NOISY
-from hvd_pipe.cli.options import (
-    BYTES,
-    SharedCommand,
-    check_writable,
-    cluster_json,
-    job_rank,
-    job_size,
-    json_option,
-)
-from hvd_pipe.cli.output import InputError, note, table, warning, write_json
+from hvd_pipe.cli import options
+from hvd_pipe.cli.output import InputError, emit, warning
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.fit import measured
 
-if TYPE_CHECKING:
-    from hvd_pipe.cli._allreduce import Measurement
-
-__all__ = ["command"]
-
-_LEAST = 2048
-_ALONE = (
-    "bench measures between ranks: horovodrun -np 2 hvd-pipe bench (with -H for several hosts)"
-)
+_SMALLEST, _LEAST = 1024, 2048
+_ROUNDS = 5
+_FLOOR_S = 1e-6  # what measure_allreduce returns for a difference that the noise has swallowed
 
 
 def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
@@ -41,21 +32,21 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
 
 
 @click.command(
-    cls=SharedCommand,
+    cls=options.Command,
     epilog="Example: horovodrun -np 4 -H h1:2,h2:2 hvd-pipe bench -o cluster.json. "
     "horovodrun writes the rank before every line; for --json use mpirun, which does not.",
 )
 @click.option(
     "--max-bytes",
-    type=BYTES,
+    type=options.BYTES,
     default="64MiB",
     show_default=True,
     callback=_at_least,
     help="The largest message.",
 )
-@click.option(
+@options.number(
     "--budget",
-    type=click.FloatRange(min=0, min_open=True),
+    positive=True,
     default=20.0,
     show_default=True,
     metavar="SECONDS",
@@ -66,16 +57,8 @@ def _at_least(ctx: click.Context, param: click.Parameter, value: int) -> int:
     type=click.Choice(("cpu", "cuda")),
     help="Where the messages lie.  [default: GPUs if there are]",
 )
-@click.option(
-    "-o",
-    "--output",
-    "paths",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write the cluster for --cluster (.json). May be repeated.",
-)
-@json_option
+@options.output_option(".json", what="the cluster for --cluster", multiple=True)
+@options.json_option
 def command(
     max_bytes: int, budget: float, device: str | None, paths: tuple[Path, ...], as_json: bool
 ) -> None:
@@ -87,93 +70,60 @@ def command(
     simulate. Where one thread negotiates and carries (Gloo, MPI), these count the cost of a
     message alone for each that is not sent in a burst.
     """
-    if job_size() == 1:
-        raise InputError(_ALONE)
-    if job_rank() == 0:
-        for path in paths:
-            _check_output(path)
+    if options.job_size() == 1:
+        raise InputError(
+            "bench measures between ranks: horovodrun -np 2 hvd-pipe bench (with -H for several "
+            "hosts)"
+        )
     try:
-        from hvd_pipe.cli import _allreduce  # noqa: PLC0415 - torch and Horovod: seconds
+        result = measure(max_bytes, budget, device)
     except ImportError as error:
         raise HvdPipeError(f"{error}; hvd-pipe doctor says what is missing") from error
-    found = _allreduce.measure(max_bytes, budget, device, _progress)
-    if found is None:
+    if result is None:
         return
+    cluster, document = result
     for path in paths:
-        found.cluster.save(path)
-    _print(found, paths, budget, complete=found.sizes[-1] >= max_bytes // 4 * 4, as_json=as_json)
-
-
-def _progress(place: str, size: int, seconds: float) -> None:
-    click.echo(f"size {place}, {_binary(size)}: {units.format_seconds(seconds)}", err=True)
-
-
-def _check_output(path: Path) -> None:
-    """Refuse before the first message what would fail after the last."""
-    if path.suffix.lower() != ".json":
-        raise click.BadParameter(f"{str(path)!r} must end in .json.", param_hint="-o")
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-        raise InputError(f"{path}: {what}")
-    check_writable(path)
-
-
-def _print(
-    found: Measurement, paths: Sequence[Path], budget_s: float, *, complete: bool, as_json: bool
-) -> None:
-    rows = found.rows()
-    if as_json:
-        document: dict[str, Any] = {
-            "command": "bench",
-            "workers": found.cluster.workers,
-            "device": found.device,
-            "controller": found.controller,
-            "delay_s": found.comm.delay,
-            "complete": complete,
-            "rows": rows,
-            "error": found.comm.error,
-            "cluster": cluster_json(found.cluster),
-            "written": [str(path) for path in paths],
-        }
-        write_json(document)
-        return
-    table(
-        [">message", ">time", ">alone", ">busbw GB/s", ">model", ">error"],
-        [
-            [
-                _binary(row["bytes"]),
-                f"{1e3 * row['seconds']:.3f} ms",
-                f"{1e3 * row['alone_s']:.3f} ms",
-                f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
-                f"{1e3 * row['model_s']:.3f} ms",
-                f"{row['model_s'] / row['seconds'] - 1:+.0%}",
-            ]
-            for row in rows
-        ],
-        title=f"all-reduce on {found.cluster.workers} ranks ({found.controller}, {found.device})",
+        cluster.save(path)
+    comm, rows = cluster.network.measured, document["rows"]
+    assert comm is not None
+    complete = rows[-1]["bytes"] >= max_bytes // 4 * 4
+    emit(
+        {**document, "complete": complete, "written": [str(path) for path in paths]},
+        rows,
+        {
+            "message": lambda row: _binary(row["bytes"]),
+            "time": lambda row: f"{1e3 * row['seconds']:.3f} ms",
+            "alone": lambda row: f"{1e3 * row['alone_s']:.3f} ms",
+            "busbw GB/s": lambda row: f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
+            "model": lambda row: f"{1e3 * row['model_s']:.3f} ms",
+            "error": lambda row: f"{row['model_s'] / row['seconds'] - 1:+.0%}",
+        },
+        as_json=as_json,
+        title=f"all-reduce on {cluster.workers} ranks ({document['controller']}, "
+        f"{document['device']})",
+        below=_notes(comm, paths, None if complete else budget),
     )
-    note("time: of one more message in a burst; alone: with the delay of a single one.")
-    if found.comm.blocking:
-        note("One thread negotiates and carries: the link is idle for the delay before a message.")
-    if not complete:
-        note(f"The {units.format_seconds(budget_s)} were used up: --budget gives more.")
-    note(f"Delay {units.format_seconds(found.comm.delay)}; model: {_in_words(found.comm)}.")
-    if found.comm.error is not None and found.comm.error > NOISY:
+    if not as_json and comm.error is not None and comm.error > options.NOISY:
         warning(
-            f"the model is off by {found.comm.error:.0%} on average: the times jump about. Is "
-            "something else running on these hosts?"
+            f"the model is off by {comm.error:.0%} on average: the times jump about. Is something "
+            "else running on these hosts?"
         )
-    for path in paths:
-        use = f": hvd-pipe advise PROFILE --cluster {path}" if path.suffix == ".json" else ""
-        click.echo(f"Wrote {path}{use}")
 
 
-def _in_words(comm: CommModel) -> str:
+def _notes(comm: CommModel, paths: Sequence[Path], spent_s: float | None) -> Iterator[str]:
+    seconds = units.format_seconds
+    yield "time: of one more message in a burst; alone: with the delay of a single one."
+    if comm.blocking:
+        yield "One thread negotiates and carries: the link is idle for the delay before a message."
+    if spent_s is not None:
+        yield f"The {seconds(spent_s)} were used up: --budget gives more."
     rate = units.format_rate(1 / comm.slopes[-1]) if comm.slopes[-1] else "no limit"
-    parts = f"{len(comm.starts)} lines, the last with" if len(comm.starts) > 1 else "a line of"
+    lines = f"{len(comm.starts)} lines, the last with" if len(comm.starts) > 1 else "a line of"
     error = f", mean error {comm.error:.0%}" if comm.error is not None else ""
-    start = units.format_seconds(comm.latency)
-    return f"{parts} {rate}, {start} for an empty message{error}"
+    model = f"{lines} {rate}, {seconds(comm.latency)} for an empty message{error}"
+    yield f"Delay {seconds(comm.delay)}; model: {model}."
+    for path in paths:
+        yield f"Wrote {path}: hvd-pipe advise PROFILE --cluster {path}"
 
 
 def _binary(size: int) -> str:
@@ -182,3 +132,128 @@ def _binary(size: int) -> str:
         if size % unit == 0:
             return f"{size // unit} {name}"
     return f"{size} B"
+
+
+def message_sizes(max_bytes: int) -> list[int]:
+    """Return the sizes of messages: 1 KiB and its doubles, and the largest; multiples of 4.
+
+    Example:
+        >>> message_sizes(5000)
+        [1024, 2048, 4096, 5000]
+    """
+    largest, growing = max_bytes // 4 * 4, [_SMALLEST]
+    while 2 * growing[-1] < largest:
+        growing.append(2 * growing[-1])
+    return [*growing, largest]
+
+
+def measure(
+    max_bytes: int, budget_s: float, device: str | None
+) -> tuple[Cluster, dict[str, Any]] | None:
+    """Measure on all ranks; return the cluster and rank 0's document, None on other ranks."""
+    import torch  # noqa: PLC0415 - torch and Horovod take seconds
+
+    import hvd_pipe.torch  # noqa: PLC0415
+    from hvd_pipe.torch.agree import check_alike  # noqa: PLC0415
+    from hvd_pipe.torch.measuring.probes import uses_nccl  # noqa: PLC0415
+
+    hvd: Any = hvd_pipe.torch  # most of its names are Horovod's, which has no types
+    hvd.init()
+    if hvd.size() == 1:
+        raise HvdPipeError(
+            f"the launcher started {options.job_size()} ranks, but Horovod sees one: "
+            "hvd-pipe doctor says which launchers it is built for"
+        )
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lacks = where == "cuda" and torch.cuda.device_count() < hvd.local_size()
+    if device is None and lacks:
+        where = "cpu"
+    asked = f"--max-bytes {max_bytes} --budget {budget_s:g}"
+    check_alike(
+        [("options", asked), ("device", where), ("a GPU for each rank", str(not lacks))],
+        "hvd_pipe.bench",
+        hvd.global_process_set,
+    )
+    if where == "cuda" and lacks:
+        raise HvdPipeError(
+            f"--device cuda needs a GPU for each of the {hvd.local_size()} ranks of a host, but "
+            f"torch sees {torch.cuda.device_count()}: fewer ranks, or --device cpu"
+        )
+    place, memory = torch.device("cpu"), None
+    if where == "cuda":
+        place = torch.device(where, hvd.local_rank())
+        torch.cuda.set_device(place)
+        memory = torch.cuda.get_device_properties(place).total_memory
+    first, everyone = hvd.rank() == 0, hvd.global_process_set
+    sizes, seconds, delay = _rounds(message_sizes(max_bytes), place, budget_s, first, everyone)
+    workers, each = hvd.size(), hvd.local_size()
+    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+    hvd.shutdown()
+    if not first:
+        return None
+    model = replace(measured(sizes, seconds), delay=delay, blocking=not uses_nccl(place))
+    network = Network(None, measured=model, measured_workers=workers, measured_per_node=each)
+    name = f"measured on {workers} ranks, {where}"
+    cluster = Cluster(workers, network, memory_bytes=memory, name=name)
+    document = {"command": "bench", "workers": workers, "device": where, "controller": controller}
+    document |= {"delay_s": delay, "rows": _rows(sizes, seconds, model, workers)}
+    return cluster, {**document, "error": model.error, "cluster": json.loads(cluster.to_json())}
+
+
+def _rows(
+    sizes: list[int], seconds: list[float], model: CommModel, workers: int
+) -> list[dict[str, Any]]:
+    share = 2 * (workers - 1) / workers  # busbw is nccl-tests' figure, which the links bound
+    return [
+        {
+            "bytes": size,
+            "seconds": time_s,
+            "alone_s": model.delay + time_s,
+            "busbw_bytes_per_s": share * size / time_s,
+            "model_s": float(model(size)),
+        }
+        for size, time_s in zip(sizes, seconds, strict=True)
+    ]
+
+
+def _rounds(
+    sizes: list[int], device: Any, budget_s: float, first: bool, everyone: Any
+) -> tuple[list[int], list[float], float]:
+    """Measure the sizes some times; return sizes, median seconds over rounds, and the delay."""
+    from hvd_pipe.torch.agree import largest  # noqa: PLC0415
+    from hvd_pipe.torch.measuring.probes import measure_allreduce  # noqa: PLC0415
+
+    samples: dict[int, list[float]] = {}
+    delays: list[float] = []
+
+    def progress(size: int, seconds: float) -> None:
+        if first and not delays:
+            number = f"{sizes.index(size) + 1}/{len(sizes)}"
+            text = f"size {number}, {_binary(size)}: {units.format_seconds(seconds)}"
+            click.echo(text, err=True)
+
+    left = longest = budget_s
+    # Where noise leaves fewer than two sizes, which make no model, another try is worth its time.
+    while len(delays) < _ROUNDS and (len(samples) < 2 or longest <= left):
+        start = time.perf_counter()
+        budget = left if len(samples) > 1 else budget_s
+        (measured_sizes, seconds), delay = measure_allreduce(
+            sizes, device, everyone, budget, progress, "hvd_pipe.bench"
+        )
+        for size, sample in zip(measured_sizes, seconds, strict=True):
+            if sample > _FLOOR_S:
+                samples.setdefault(size, []).append(sample)
+        delays.append(delay)
+        # The ranks' clocks differ, and all must stop after the same round.
+        spent = [time.perf_counter() - start]
+        [longest] = largest(spent, "hvd_pipe.bench.spent", everyone)
+        left -= longest
+        if first and len(delays) > 1:
+            click.echo(f"round {len(delays)}/{_ROUNDS}", err=True)
+    if len(samples) < 2:
+        raise HvdPipeError(
+            f"the times of {len(sizes)} sizes were lost in the noise: more --budget and larger "
+            "messages (--max-bytes), or fewer other jobs on these hosts"
+        )
+    kept = sorted(samples)
+    return kept, [median(samples[size]) for size in kept], median(delays)

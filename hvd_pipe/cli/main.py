@@ -7,26 +7,25 @@ import errno
 import importlib
 
 import click
+from click.shell_completion import get_completion_class
 
 import hvd_pipe
 from hvd_pipe.cli.output import Failure, InputError, one_line
 from hvd_pipe.errors import HvdPipeError
 
-__all__ = ["COMMANDS", "main"]
-
-# In the order in which a new user needs them; each is hvd_pipe.cli.<name>'s `command`.
-COMMANDS = (
-    "build-horovod",
-    "doctor",
-    "bench",
-    "profile",
-    "advise",
-    "plan",
-    "simulate",
-    "partition",
-    "trace",
-    "completion",
-)
+# In the order in which a new user needs them: the module, and the command's name there.
+COMMANDS = {
+    "build-horovod": ("build_horovod", "command"),
+    "doctor": ("doctor", "command"),
+    "bench": ("bench", "command"),
+    "profile": ("profile", "command"),
+    "advise": ("advise", "command"),
+    "plan": ("plan", "command"),
+    "simulate": ("simulate", "command"),
+    "partition": ("partition", "command"),
+    "trace": ("simulate", "trace"),
+    "completion": ("main", "completion"),
+}
 
 
 class _Group(click.Group):
@@ -38,7 +37,8 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"hvd_pipe.cli.{cmd_name.replace('-', '_')}").command
+        module, name = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(f"hvd_pipe.cli.{module}"), name)
         assert isinstance(command, click.Command)
         return command
 
@@ -78,3 +78,18 @@ def main() -> None:
     cluster and `simulate` how fast it gets. Every command prints a table, or with --json one
     JSON document in bytes and seconds.
     """
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash:  eval "$(hvd-pipe completion bash)"       in ~/.bashrc
+    zsh:   eval "$(hvd-pipe completion zsh)"        in ~/.zshrc
+    fish:  hvd-pipe completion fish > ~/.config/fish/completions/hvd-pipe.fish
+    """  # noqa: D301 - the \b is click's
+    completer = get_completion_class(shell)
+    assert completer is not None  # click has all of these
+    click.echo(completer(main, {}, "hvd-pipe", "_HVD_PIPE_COMPLETE").source())

@@ -1,35 +1,25 @@
-"""What the commands print: tables for people, one JSON document for programs, one-line errors."""
+"""What the commands print: a table or one JSON document, and errors in one line."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, Any, TypeVar
 
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-__all__ = [
-    "Failure",
-    "InputError",
-    "exposed",
-    "note",
-    "one_line",
-    "progress",
-    "table",
-    "warning",
-    "width",
-    "wrapped",
-    "write_json",
-]
+from hvd_pipe import units
+
+T = TypeVar("T")
+Row = Mapping[str, Any]
+Column = str | Callable[[Row], object]
 
 
 class Failure(click.ClickException):
@@ -54,61 +44,72 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def write_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document on stdout; numbers that JSON lacks (nan, inf) become null."""
-    click.echo(json.dumps(_finite(document), indent=2))
-
-
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
+def emit(
+    document: Mapping[str, Any],
+    rows: Sequence[Row],
+    columns: Mapping[str, Column],
+    *,
+    as_json: bool,
+    above: Iterable[str] = (),
+    title: str = "",
+    below: Iterable[str] = (),
 ) -> None:
-    """Print a table on stdout, as wide as the terminal allows and no wider.
+    """Print a command's result: one JSON document, or a table and lines of text around it.
 
-    Args:
-        columns: The headings; a leading ``">"`` sets a column flush right, as numbers want it. A
-            trailing ``"~"`` lets a column wrap between words; the others stay on one line.
-        rows: One sequence of cells a row; a cell is text (no markup) or a `rich.text.Text`.
-        title: A line above.
+    ``columns`` has, for each heading, the key of a row or a function of a row. Numbers are written
+    in the unit that the key ends in: ``_s`` for seconds, ``bytes``. A heading that ends in ``~``
+    is that of text, which may wrap; other columns are flush right.
     """
-    console = _console()
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        wraps = column.endswith("~")
-        made.add_column(
-            column.removeprefix(">").removesuffix("~"),
-            justify="right" if column.startswith(">") else "left",
-            no_wrap=not wraps,
+    if as_json:
+        click.echo(json.dumps(_finite(document), indent=2))
+        return
+    for line in above:
+        note(line)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in columns:
+        text = heading.endswith("~")
+        table.add_column(
+            heading.removesuffix("~"),
+            justify="left" if text else "right",
+            no_wrap=not text,
             overflow="fold",
         )
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        table.add_row(*(Text(cell(row, column)) for column in columns.values()))
+    console = _console()
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)
-    console.print(made)
+    console.print(table)
+    for line in below:
+        note(line)
 
 
-def note(text: str = "") -> None:
+def cell(row: Row, column: Column) -> str:
+    """Return one cell of a table as text.
+
+    >>> [cell({"step_s": 0.25, "bytes": 4e6, "best": True}, key) for key in ("step_s", "bytes")]
+    ['250 ms', '4 MB']
+    """
+    if callable(column):
+        return str(column(row))
+    value = row[column]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if column.endswith("_s"):
+        return units.format_seconds(value)
+    if column.endswith("bytes"):
+        return units.format_bytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def from_to(names: Sequence[str]) -> str:
+    """Return the first and the last of some names."""
+    return " .. ".join(dict.fromkeys((names[0], names[-1])))
+
+
+def note(text: str) -> None:
     """Print a line of the human output on stdout, wrapped at words."""
     _console().print(Text(text))
-
-
-def exposed(exposed_s: float, step_s: float) -> float:
-    """Return the time of a step that is exposed, without the rounding errors of a long sum.
-
-    >>> exposed(3e-17, 0.3), exposed(0.01, 0.3)
-    (0.0, 0.01)
-    """
-    return exposed_s if exposed_s > 1e-9 * step_s else 0.0
-
-
-def width() -> int:
-    """Columns that the human output may take: the terminal's, or COLUMNS, or 80."""
-    return _console().width
-
-
-def wrapped(strategy: str) -> str:
-    """Return a strategy's name for a narrow column: long options on lines of their own."""
-    return strategy.replace(",", ",\n").replace(":overlap", ":\noverlap")
 
 
 def warning(text: str) -> None:
@@ -116,25 +117,20 @@ def warning(text: str) -> None:
     click.echo(f"warning: {text}", err=True)
 
 
-@contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr while work goes on, on a terminal alone; yields what counts a step.
-
-    Args:
-        what: The work.
-        total: Its steps; None where they are not known before.
-
-    Example:
-        with progress("simulating", total=10) as step:
-            for number in range(10):
-                step()
-    """
+def progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """Iterate over items, with a bar on stderr where that is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-    with shown:
-        task = shown.add_task(what, total=total)
-        yield partial(shown.advance, task)
+    disable = not sys.stderr.isatty()
+    return track(items, what, console=console, transient=True, disable=disable)
+
+
+def exposed(exposed_s: float, step_s: float) -> str:
+    """Return the time of a step that is exposed, without the rounding errors of a long sum.
+
+    >>> exposed(3e-17, 0.3), exposed(0.01, 0.3)
+    ('0 s', '10 ms')
+    """
+    return units.format_seconds(exposed_s if exposed_s > 1e-9 * step_s else 0.0)
 
 
 def _console() -> Console:

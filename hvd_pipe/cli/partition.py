@@ -14,7 +14,8 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +23,23 @@ import click
 
 from hvd_pipe import units
 from hvd_pipe.cli import options
-from hvd_pipe.cli._cluster import cluster_options
-from hvd_pipe.cli.output import InputError, note, one_line, progress, table, write_json
+from hvd_pipe.cli.output import InputError, emit, from_to, one_line
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
+from hvd_pipe.planning.partition import MAX_STATES, VERSIONS, partition
 from hvd_pipe.planning.pipeline_plans import Offer, best_plan, offer_of
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
-from hvd_pipe.planning.stages import Partition, Stage, parse_replicas
-
-__all__ = ["command"]
+from hvd_pipe.planning.stages import Partition, parse_replicas
 
 
 @click.command(
     "partition",
     cls=options.Command,
-    epilog="Example:\n  hvd-pipe partition model.json --machines 4x4 --bandwidth 10gbit \\\n"
+    epilog="\b\nExample:\n  hvd-pipe partition model.json --machines 4x4 --bandwidth 10gbit \\\n"
     "      --inner-bandwidth 80gbit --memory 16GB",
 )
 @options.profile_argument
-@cluster_options(machines=True)
-@click.option(
-    "--convention",
-    type=click.Choice(CONVENTIONS),
-    default="paper",
-    show_default=True,
-    help="Cost model: the paper's text, or the published code's.",
-)
+@options.cluster_options(machines=True)
 @click.option("--straight", is_flag=True, help="One worker a stage: no replicas.")
 @click.option(
     "--plan",
@@ -63,38 +54,23 @@ __all__ = ["command"]
     help="Copies of the weights: PipeDream, PipeDream-2BW, or a flush a batch.",
 )
 @options.optimizer_state_option
-@click.option(
-    "--compression-ratio",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="NUMBER",
-    help="Of activations, with --convention original; transfers are free there without it.",
+@options.count(
+    "--max-states", least=2, default=MAX_STATES, help="Cuts to try in a model with branches."
 )
-@click.option(
-    "--max-states",
-    type=click.IntRange(min=2),
-    metavar="N",
-    default=MAX_STATES,
-    show_default=True,
-    help="Cuts to try in a model with branches.",
-)
-@click.option(
-    "--timeline",
-    callback=options.suffix_checker(".json", ".png", ".svg"),
-    type=options.OUTPUT_PATH,
-    metavar="FILE",
-    help="Write the start of PipeDream's schedule, simulated (.json, .png, .svg).",
+@options.output_option(
+    *(".json", ".png", ".svg"),
+    what="the start of PipeDream's schedule, simulated",
+    name="--timeline",
 )
 @options.output_option(".json", what="the partition")
 @options.json_option
 def command(
     profile: ModelProfile,
     cluster: Cluster,
-    convention: str,
     straight: bool,
     plan: str | None,
     versions: str,
     optimizer_state: float,
-    compression_ratio: float | None,
     max_states: int,
     timeline: Path | None,
     path: Path | None,
@@ -107,125 +83,120 @@ def command(
     schedule reaches in a simulation, with as many minibatches in flight as it needs;
     fails when nothing fits into --memory, and says how much would do.
     """
-    if compression_ratio is not None and convention != "original":
-        raise click.UsageError(
-            "--compression-ratio belongs to --convention original: give both, or neither."
-        )
     replicas = None if plan is None else _replicas(plan, cluster.workers, straight)
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
-    how = {
-        "convention": convention,
-        "compression_ratio": compression_ratio,
-        "max_states": max_states,
-    }
     try:
-        made, on_paper = _found(
-            profile, cluster, versions, optimizer_state, straight, replicas, how
-        )
+        how = {"replicas": replicas, "max_states": max_states}
+        best, on_paper = _plans(profile, cluster, versions, optimizer_state, straight, how)
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
-        made.save(path)
+        best.save(path)
     if timeline is not None:
-        few = _turns(made, 2 * made.replicas[0] * made.in_flight[0])
-        simulate_partition(made, profile, cluster, minibatches=few).timeline.save(timeline)
-    if as_json:
-        found = {
-            "partition": json.loads(made.to_json()),
-            "config": made.config,
-            "simulated_period_s": made.simulated_s,
-            "on_paper": on_paper
-            and {
-                "config": on_paper.config,
-                "period_s": on_paper.period_s,
-                "simulated_period_s": on_paper.simulated_s,
-            },
-        }
-        write_json(options.document("partition", profile, cluster, **found))
-        return
-    options.heading(profile, cluster)
-    _print(made, on_paper)
-    if not made.exact:
-        note(f"Not all cuts of the model were tried: raise --max-states {max_states} to try more.")
-    for written in filter(None, (path, timeline)):
-        note(f"Wrote {written}.")
+        turn = math.lcm(*best.replicas)
+        minibatches = turn * -(-2 * best.replicas[0] * best.in_flight[0] // turn)
+        run = simulate_partition(best, profile, cluster, minibatches=minibatches)
+        run.timeline.save(timeline)
+    slowest = max(stage.time_s for stage in best.stages) or 1.0
+    emit(
+        options.document("partition", profile, cluster, **_found(best, on_paper)),
+        [
+            {**asdict(stage), "in_flight": in_flight}
+            for stage, in_flight in zip(best.stages, best.in_flight, strict=True)
+        ],
+        {
+            "workers": "replicas",
+            "in\nflight": "in_flight",
+            "compute": "compute_s",
+            "period": "time_s",
+            "load": lambda row: f"{row['time_s'] / slowest:.0%}",
+            "weights": "parameter_bytes",
+            "memory": "memory_bytes",
+            "layers~": lambda row: from_to(row["layers"]),
+        },
+        as_json=as_json,
+        above=(options.summary(profile), options.describe(cluster)),
+        title=best.config,
+        below=_notes(best, on_paper, max_states, path, timeline),
+    )
 
 
-def _found(
+def _found(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
+    paper = on_paper and {
+        "config": on_paper.config,
+        "period_s": on_paper.period_s,
+        "simulated_period_s": on_paper.simulated_s,
+    }
+    return {
+        "partition": json.loads(best.to_json()),
+        "config": best.config,
+        "simulated_period_s": best.simulated_s,
+        "on_paper": paper,
+    }
+
+
+def _plans(
     profile: ModelProfile,
     cluster: Cluster,
     versions: str,
     optimizer_state: float,
     straight: bool,
-    replicas: tuple[int, ...] | None,
     how: dict[str, Any],
 ) -> tuple[Partition, Partition | None]:
     """The plan that is fastest as it runs, and that which only is so on paper, if another."""
     ratio: dict[str, Any] = {"optimizer_bytes_per_parameter_byte": optimizer_state}
-    made = partition(
-        profile, cluster, versions=versions, straight=straight, replicas=replicas, **ratio, **how
-    )
+    plan = partition(profile, cluster, versions=versions, straight=straight, **ratio, **how)
     if versions != "stash":
-        return made, None
-    with progress("simulating plans", None) as step:
+        return plan, None
 
-        @functools.cache
-        def offer(plan: Partition) -> Offer:
-            step()
-            return offer_of(profile, cluster, "stash", optimizer_state, plan)
+    @functools.cache
+    def offer(plan: Partition) -> Offer:
+        return offer_of(profile, cluster, "stash", optimizer_state, plan)
 
-        made = offer(made).plan
-        if straight:
-            return made, None
-        best = best_plan(
-            profile, cluster, "stash", optimizer_state, replicas=replicas, offer=offer, **how
-        )
-        if best.simulated_s is None:  # one stage
-            best = offer(best).plan
-    assert made.simulated_s is not None
+    plan = offer(plan).plan
+    if straight:
+        return plan, None
+    best = best_plan(profile, cluster, "stash", optimizer_state, offer=offer, **how)
+    if best.simulated_s is None:  # one stage
+        best = offer(best).plan
+    assert plan.simulated_s is not None
     assert best.simulated_s is not None
-    return (best, made) if best.simulated_s < made.simulated_s else (made, None)
+    return (best, plan) if best.simulated_s < plan.simulated_s else (plan, None)
 
 
-def _print(made: Partition, on_paper: Partition | None) -> None:
-    table(
-        [
-            ">stage",
-            ">workers",
-            ">in\nflight",
-            ">compute",
-            ">period",
-            ">load",
-            ">weights",
-            ">memory",
-            "layers~",
-        ],
-        [_cells(number, stage, made) for number, stage in enumerate(made.stages)],
-        title=f"{made.config} ({made.convention} cost model)",
+def _notes(
+    best: Partition, on_paper: Partition | None, max_states: int, *paths: Path | None
+) -> Iterator[str]:
+    seconds = units.format_seconds
+    yield (
+        f"A minibatch takes {seconds(best.period_s)}; data parallel "
+        f"{seconds(best.data_parallel_s)} ({best.data_parallel_s / best.period_s:.2f}x), one "
+        f"worker {seconds(best.single_s)} ({best.single_s / best.period_s:.2f}x)."
     )
-    note(_comparison(made))
-    if made.simulated_s is not None:
-        price = f", with in_transit={made.in_transit}: {_price(made)}" if made.in_transit else ""
-        seconds = units.format_seconds(made.simulated_s)
-        note(f"Simulated with 1F1B and round robin, it takes {seconds}{price}.")
+    if best.simulated_s is not None:
+        price = ""
+        if best.in_transit:
+            fewer = best.with_in_transit(0).in_flight[0]
+            price = (
+                f", with in_transit={best.in_transit}: messages take minibatches of their own, "
+                f"so a worker of the first stage has {best.in_flight[0]} in flight, not {fewer}, "
+                "with the memory above, and its gradients are as much later"
+            )
+        yield f"Simulated with 1F1B and round robin, it takes {seconds(best.simulated_s)}{price}."
     if on_paper is not None and on_paper.simulated_s is not None:
-        other = on_paper.config if on_paper.replicas != made.replicas else "another cut"
-        note(
-            f"On paper {other} takes {units.format_seconds(on_paper.period_s)}, but its "
-            f"schedule reaches {units.format_seconds(on_paper.simulated_s)}: replicas that finish "
-            "in bursts starve the stages behind them."
+        other = on_paper.config if on_paper.replicas != best.replicas else "another cut"
+        yield (
+            f"On paper {other} takes {seconds(on_paper.period_s)}, but its schedule reaches "
+            f"{seconds(on_paper.simulated_s)}: replicas that finish in bursts starve the stages "
+            "behind them."
         )
-
-
-def _price(made: Partition) -> str:
-    """What minibatches in transit cost."""
-    fewer = made.with_in_transit(0).in_flight[0]
-    return (
-        "messages take minibatches of their own, so a worker of the first stage has "
-        f"{made.in_flight[0]} in flight, not {fewer}, with the memory above, and its gradients "
-        "are as much later"
-    )
+    if not best.exact:
+        yield (
+            f"Not all cuts of the model were tried: raise --max-states {max_states} to try more."
+        )
+    for path in filter(None, paths):
+        yield f"Wrote {path}."
 
 
 def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
@@ -271,37 +242,3 @@ def _rounded_up(size: int) -> str:
     """
     step = 10 ** max(0, len(str(size)) - 3)
     return units.format_bytes(-(-size // step) * step)
-
-
-def _cells(number: int, stage: Stage, made: Partition) -> list[object]:
-    slowest = max(stage.time_s for stage in made.stages)
-    first, last = stage.layers[0], stage.layers[-1]
-    return [
-        number,
-        stage.replicas,
-        made.in_flight[number],
-        units.format_seconds(stage.compute_s),
-        units.format_seconds(stage.time_s),
-        f"{stage.time_s / slowest:.0%}" if slowest else "",
-        units.format_bytes(stage.parameter_bytes),
-        units.format_bytes(stage.memory_bytes),
-        f"{first} .. {last}" if len(stage.layers) > 1 else first,
-    ]
-
-
-def _turns(made: Partition, least: int) -> int:
-    """The least minibatches that are whole turns of all replicas, and no fewer than asked."""
-    turn = math.lcm(*made.replicas)
-    return turn * -(-least // turn)
-
-
-def _comparison(made: Partition) -> str:
-    period = units.format_seconds(made.period_s)
-    parallel, single = (
-        units.format_seconds(seconds) for seconds in (made.data_parallel_s, made.single_s)
-    )
-    return (
-        f"A minibatch takes {period}; data parallel {parallel} "
-        f"({made.data_parallel_s / made.period_s:.2f}x), one worker {single} "
-        f"({made.single_s / made.period_s:.2f}x)."
-    )

@@ -1,44 +1,44 @@
 """``hvd-pipe profile``: what each layer of a model costs, measured here."""
 
+# ruff: noqa: PLC0415 - no framework is imported for a model of another
+
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 
 from hvd_pipe import units
-from hvd_pipe.cli._model import Shape, made
-from hvd_pipe.cli.options import (
-    SharedCommand,
-    check_writable,
-    job_rank,
-    job_size,
-    json_option,
-    output_option,
-    profile_json,
-    summary,
-)
-from hvd_pipe.cli.output import InputError, note, table, write_json
+from hvd_pipe.cli import options
+from hvd_pipe.cli.output import InputError, emit
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = ["command", "measure_model", "profile_script"]
+BATCH = 32
+"""Of a Keras model that knows the rest of its input's sizes: what ``fit`` takes, too."""
 
-
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "bool")
+_INPUT = re.compile(r"(?P<sizes>[1-9][0-9]*(,[1-9][0-9]*)*)(:(?P<dtype>\w+))?")
 _SHOWN = 12
+_POLL_S = 0.2
+_GRACE_S = 10.0
 
 
-class _Command(SharedCommand):
+class _Command(options.Command):
     """Leaves everything behind a script to the script, as ``python train.py ...`` does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -70,9 +70,9 @@ class _Command(SharedCommand):
     help="From the model's output to a loss.  [default: the mean of the output]",
 )
 @click.option("--device", help="Where to measure: cpu, cuda.  [default: a GPU if there is one]")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps to measure.  [default: 10]")
-@output_option(".json", what="the profile")
-@json_option
+@options.count("--steps", help="Steps to measure.  [default: 10]")
+@options.output_option(".json", what="the profile")
+@options.json_option
 def command(
     target: str,
     arguments: tuple[str, ...],
@@ -100,18 +100,18 @@ def command(
         if extra:
             raise click.UsageError(f"{', '.join(extra)}: for models only; a script has its own.")
         path = path or Path(f"{Path(target).stem}.profile.json")
-        check_writable(path)
-        profile_script([target, *arguments], path, job_rank(), job_size())
-        if job_rank() > 0:
+        options.check_writable(path)
+        profile_script([target, *arguments], path)
+        if options.job_rank() > 0:
             return
         profile = ModelProfile.load(path)
     elif ":" in target:
         if arguments:
             raise click.UsageError(f"a model takes no arguments, got {' '.join(arguments)}.")
-        if job_size() > 1:
+        if options.job_size() > 1:
             raise InputError("a model is measured on one process: run this without a launcher")
         path = path or Path(f"{target.rpartition(':')[2]}.profile.json")
-        check_writable(path)
+        options.check_writable(path)
         try:
             profile = measure_model(target, inputs, loss, device, steps or 10)
         except ImportError as error:
@@ -126,109 +126,52 @@ def command(
 
 
 def _print(profile: ModelProfile, path: Path, as_json: bool) -> None:
-    if as_json:
-        layers = [asdict(layer) for layer in profile.layers]
-        document: dict[str, Any] = {"command": "profile", "path": str(path)}
-        write_json(
-            document
-            | {
-                "profile": profile_json(profile),
-                "batch": profile.batch,
-                "layers": layers,
-            }
-        )
-        return
-
     def seconds(layer: LayerProfile) -> float:
         return layer.forward_s + layer.backward_s
 
     slowest = sorted(profile.layers, key=seconds, reverse=True)[:_SHOWN]
     total = sum(map(seconds, profile.layers)) or 1.0
     rest = len(profile.layers) - len(slowest)
-    note(summary(profile))
-    table(
-        ["layer", ">forward", ">backward", ">share", ">gradient", ">activation", "what~"],
-        [
-            [
-                layer.name,
-                units.format_seconds(layer.forward_s),
-                units.format_seconds(layer.backward_s),
-                f"{seconds(layer) / total:.1%}",
-                units.format_bytes(layer.gradient_bytes),
-                units.format_bytes(layer.activation_bytes),
-                layer.description,
-            ]
-            for layer in slowest
-        ],
+    samples = f" for {profile.batch} samples" if profile.batch else ""
+    emit(
+        {
+            "command": "profile",
+            "path": str(path),
+            "profile": options.profile_json(profile),
+            "batch": profile.batch,
+            "layers": [dataclasses.asdict(layer) for layer in profile.layers],
+        },
+        [{**dataclasses.asdict(layer), "share": seconds(layer) / total} for layer in slowest],
+        {
+            "layer~": "name",
+            "forward": "forward_s",
+            "backward": "backward_s",
+            "share": lambda row: f"{row['share']:.1%}",
+            "gradient": "gradient_bytes",
+            "activation": "activation_bytes",
+            "what~": "description",
+        },
+        as_json=as_json,
+        above=[options.summary(profile)],
         title="slowest layers" + (f" ({rest} more are in the file)" if rest else ""),
-    )
-    note(
-        f"A step computes {units.format_seconds(profile.compute_s)}"
-        + (f" for {profile.batch} samples." if profile.batch else ".")
-    )
-    click.echo(f"Wrote {path}: hvd-pipe advise {path} -n 16 --bandwidth 10gbit")
-
-
-_POLL_S = 0.2
-_GRACE_S = 10.0
-
-
-def measure_model(
-    name: str, inputs: Sequence[str], loss: str | None, device: str | None, steps: int
-) -> ModelProfile:
-    """Measure the training step of the model that a factory makes.
-
-    Args:
-        name: ``package.module:factory`` or ``file.py:factory``.
-        inputs: What the model is fed, as `Shape.parse` reads it; the batch first. None of them
-            where a Keras model knows its own.
-        loss: Names a function from the model's output to its loss; None for a plain mean.
-        device: Where; None for a GPU if there is one.
-        steps: How many steps count.
-
-    Raises:
-        InputError: One of these is not what it should be; one line.
-    """
-    shapes = [Shape.parse(text) for text in inputs]
-    model = made(name)
-    short = name.rpartition(":")[2]
-    # No framework is imported for a model of another.
-    if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
-        from hvd_pipe.cli import _keras_model  # noqa: PLC0415
-
-        return _keras_model.measure(model, short, shapes, loss, device, steps)
-    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
-        if not shapes:
-            raise InputError("say what the model is fed: --input 32,3,224,224")
-        from hvd_pipe.cli import _torch_model  # noqa: PLC0415
-
-        return _torch_model.measure(model, name, shapes, loss, device, steps)
-    raise InputError(
-        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
+        below=(
+            f"A step computes {units.format_seconds(profile.compute_s)}{samples}.",
+            f"Wrote {path}: hvd-pipe advise {path} -n 16 --bandwidth 10gbit",
+        ),
     )
 
 
-def profile_script(command: Sequence[str], target: Path, rank: int, size: int) -> None:
-    """Run a script and return when it has written its profile to ``target``.
+def profile_script(command: Sequence[str], target: Path) -> None:
+    """Run a script with its arguments until it has written its profile to ``target``.
 
     Alone, the script is ended then: nobody waits for the rest of a training. Under a launcher it
     runs to its end, because a rank that leaves early is a failure to the others. What the script
     prints goes to stderr: stdout is the command's own.
-
-    Args:
-        command: The script and its arguments.
-        target: Where the profile goes; replaced only by a whole one.
-        rank: This process's; rank 0 writes.
-        size: How many ranks there are.
-
-    Raises:
-        HvdPipeError: The script failed, or ended without a profile.
     """
     if not Path(command[0]).is_file():
         raise InputError(f"{command[0]}: No such file")
     part = target.with_name(f".{target.name}.part")
-    if rank == 0:
-        part.write_text("")  # a target that cannot be written is told now, not after the training
+    first, alone = options.job_rank() == 0, options.job_size() == 1
     process = subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.DEVNULL,
@@ -236,29 +179,33 @@ def profile_script(command: Sequence[str], target: Path, rank: int, size: int) -
         env=os.environ | {"HVD_PIPE_PROFILE": str(part.resolve())},
     )
     try:
-        while process.poll() is None and (size > 1 or _read(part) is None):
+        while process.poll() is None and not (alone and _written(part)):
             time.sleep(_POLL_S)
         code = process.poll()
-        if rank == 0 and not code and (profile := _read(part)) is not None:
-            part.unlink()
-            name = profile.name or Path(command[0]).stem
-            dataclasses.replace(profile, name=name).save(target)
-        elif code:
+        profile = _written(part)
+        if code:
             how = f"exit status {code}" if code > 0 else f"{signal.Signals(-code).name}"
             raise HvdPipeError(f"{command[0]} failed ({how}); its own message is above")
-        elif rank == 0:
+        if first and profile is not None:
+            name = profile.name or Path(command[0]).stem
+            dataclasses.replace(profile, name=name).save(target)
+        elif first:
             raise HvdPipeError(
                 f"{command[0]} ended before its profile was written: it must train for 20 steps "
                 "with hvd_pipe.torch's DistributedOptimizer. Of Keras, profile the model: "
                 "hvd-pipe profile FILE.py:FUNCTION --input BATCH,..."
             )
     finally:  # a KeyboardInterrupt comes this way, too
-        _end(process)
-        if rank == 0:
+        for end in (process.terminate, process.kill):
+            if process.poll() is None:
+                end()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_S)
+        if first:
             part.unlink(missing_ok=True)
 
 
-def _read(part: Path) -> ModelProfile | None:
+def _written(part: Path) -> ModelProfile | None:
     """Return the profile once it is there, and not half of it."""
     try:
         return ModelProfile.load(part)
@@ -266,9 +213,233 @@ def _read(part: Path) -> ModelProfile | None:
         return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for end in (process.terminate, process.kill):
-        if process.poll() is None:
-            end()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
+def measure_model(
+    name: str, inputs: Sequence[str], loss: str | None, device: str | None, steps: int
+) -> ModelProfile:
+    """Measure the training step of the model that ``module:factory`` makes."""
+    shapes = [Shape.parse(text) for text in inputs]
+    factory = find(name)
+    with _telling(f"{name}() failed", "; it is called without arguments"):
+        model = factory()
+    if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
+        return _measure_keras(model, name, shapes or _known_shapes(model), loss, device, steps)
+    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        if not shapes:
+            raise InputError("say what the model is fed: --input 32,3,224,224")
+        return _measure_torch(model, name, shapes, loss, device, steps)
+    raise InputError(
+        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One input of a model: ``32,3,224,224`` or ``32,128:int64``.
+
+    It is made of normal numbers, or of zeros and ones where it has integers, which are indices of
+    every embedding and classes of every task with two.
+    """
+
+    text: str
+    sizes: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read one.
+
+        >>> Shape.parse("32,128:int64").sizes
+        (32, 128)
+        """
+        match = _INPUT.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(
+                f"--input takes sizes and perhaps a dtype, 32,3,224,224 or 32,128:int64; "
+                f"got {text!r}"
+            )
+        name = match["dtype"] or "float32"
+        if name not in DTYPES:
+            raise ValueError(f"--input {text}: the dtype is one of {', '.join(DTYPES)}")
+        return cls(text, tuple(map(int, match["sizes"].split(","))), name)
+
+
+def find(name: str) -> Callable[..., Any]:
+    """Return what ``package.module:attribute`` or ``file.py:attribute`` names."""
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise InputError(f"{name!r} is no module:name: write package.module:name or file.py:name")
+    module = _module(where)
+    value: Any = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            has = [
+                key
+                for key, item in vars(module).items()
+                if getattr(item, "__module__", "") == module.__name__
+            ]
+            raise InputError(f"{where} has no {attribute}; it has {', '.join(has[:8])}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise InputError(f"{name} is {type(value).__name__}, not a function or class to call")
+    return value  # type: ignore[no-any-return]
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise InputError(f"{where}: No such file")
+    # A console script does not look for modules here, as `python -m` would.
+    sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
+    with _telling(f"importing {where} failed"):
+        if not is_file:
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _telling(what: str, more: str = "") -> Iterator[None]:
+    """Turn an error of the user's code into one line: its kind and the first line of it."""
+    try:
+        yield
+    except Exception as error:
+        text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        kind = type(error).__name__
+        raise InputError(f"{what}: {kind}: {text or '(no message)'}{more}") from error
+
+
+def _given(shapes: Sequence[Shape]) -> str:
+    return " ".join(f"--input {shape.text}" for shape in shapes)
+
+
+def _measure_torch(
+    model: Any,
+    name: str,
+    shapes: Sequence[Shape],
+    loss: str | None,
+    device: str | None,
+    steps: int,
+) -> ModelProfile:
+    import torch
+
+    from hvd_pipe.torch.layer_times import measure_profile
+
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(f"{name}()'s model has no parameter to train")
+    model = model.to(where).train()
+    inputs = [
+        torch.randn(shape.sizes, device=where, dtype=getattr(torch, shape.dtype))
+        if "float" in shape.dtype
+        else torch.randint(0, 2, shape.sizes, device=where, dtype=getattr(torch, shape.dtype))
+        for shape in shapes
+    ]
+    loss_of = _mean_of if loss is None else find(loss)
+
+    def step() -> None:
+        model.zero_grad()
+        loss_of(model(*inputs)).backward()
+
+    with _telling(f"the model does not take {_given(shapes)}"):
+        output = model(*inputs)
+    with _telling("the loss of the model's output failed"):
+        value = loss_of(output)
+    tensor = isinstance(value, torch.Tensor)
+    if not tensor or value.numel() != 1 or not value.requires_grad:
+        what = f"{list(value.shape)} tensor" if tensor else type(value).__name__
+        raise InputError(f"the loss must be one number with a gradient, got a {what}")
+    with _telling("the backward pass failed"):
+        step()
+    short = name.rpartition(":")[2]
+    return measure_profile(model, step, batch=shapes[0].sizes[0], steps=steps, name=short)
+
+
+def _mean_of(output: Any) -> Any:
+    """Return the sum of the means of all tensors in an output that carry a gradient."""
+    means = [tensor.float().mean() for tensor in _tensors(output) if tensor.requires_grad]
+    if not means:
+        raise ValueError(
+            f"the model's output ({type(output).__name__}) has no tensor with a gradient: "
+            "say with --loss module:function how it becomes a loss"
+        )
+    return sum(means)
+
+
+def _tensors(output: Any) -> list[Any]:
+    if hasattr(output, "requires_grad"):
+        return [output]
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, Sequence) and not isinstance(output, str):
+        return [tensor for part in output for tensor in _tensors(part)]
+    return []
+
+
+def _measure_keras(
+    model: Any,
+    name: str,
+    shapes: Sequence[Shape],
+    loss: str | None,
+    device: str | None,
+    steps: int,
+) -> ModelProfile:
+    import tensorflow as tf
+
+    from hvd_pipe.tensorflow.layer_times import measure_profile
+
+    device = device or ("gpu" if tf.config.list_physical_devices("GPU") else "cpu")
+    kind, _, number = device.replace("cuda", "gpu").partition(":")
+    devices = tf.config.list_physical_devices(kind.upper()) if kind in ("cpu", "gpu") else []
+    if not devices or (number and not (number.isdigit() and int(number) < len(devices))):
+        raise InputError(f"--device {device}: TensorFlow sees no such device here")
+    with tf.device(f"/{kind}:{number or 0}"):
+        inputs = []
+        for shape in shapes:
+            dtype = tf.as_dtype(shape.dtype)
+            if dtype.is_floating:
+                inputs.append(tf.random.normal(shape.sizes, dtype=dtype))
+            else:
+                inputs.append(tf.cast(tf.random.uniform(shape.sizes, 0, 2, tf.int32), dtype))
+        with _telling(f"the model does not take {_given(shapes)}"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the structure of inputs is another
+            model(inputs[0] if len(inputs) == 1 else inputs)
+        loss_of = None if loss is None else find(loss)
+        short, batch = name.rpartition(":")[2], shapes[0].sizes[0]
+        return measure_profile(model, inputs, loss_of, batch=batch, steps=steps, name=short)
+
+
+def _known_shapes(model: Any) -> list[Shape]:
+    """Return the shapes of a Keras model's inputs for `BATCH` samples, where it knows them."""
+    import keras
+
+    try:
+        inputs = list(model.inputs or [])
+    except (AttributeError, ValueError):
+        inputs = []
+    if not inputs:
+        raise InputError(
+            f"{type(model).__name__} does not know the shape of its input: say what it is fed, "
+            "such as --input 32,224,224,3"
+        )
+    shapes = []
+    for tensor in inputs:
+        sizes = [tensor.shape[0] or BATCH, *tensor.shape[1:]]
+        if None in sizes:
+            text = ",".join("?" if size is None else str(size) for size in sizes)
+            raise InputError(
+                f"the input {tensor.name} has sizes that the model leaves open: say what it is "
+                f"fed, --input {text} with numbers for the question marks"
+            )
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        shapes.append(Shape.parse(f"{','.join(map(str, sizes))}:{dtype}"))
+    return shapes

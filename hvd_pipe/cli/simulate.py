@@ -1,94 +1,41 @@
-"""``hvd-pipe simulate``: how fast each strategy gets on few to very many workers.
+"""``hvd-pipe simulate`` and ``trace``: how fast each strategy gets, and timelines as pictures.
 
-With --json, in bytes and seconds::
+With --json, in bytes and seconds; of ``simulate``::
 
-    {"command", "profile", "cluster", "compression", "steps", "seed", "rows": [`Row`'s fields,
-     ...], "closed_form_deviation": of a step, null where workers differ}
+    {"command", "profile", "cluster", "compression", "steps", "seed",
+     "rows": [{"workers", "method", "step_s", "exposed_s", "comm_s", "messages", "speedup",
+               "efficiency"}, ...]}
 
-With a sweep, the cluster is that of its last number of workers.
+``speedup`` is in units of one worker, and ``messages`` are those of a step. With a sweep, the
+cluster is that of its last number of workers. Of ``trace``::
+
+    {"command", "output", "title", "strategy", "events", "span_s",
+     "lanes": [{"worker", "lane", "events", "busy_s"}, ...]}
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hvd_pipe import units
-from hvd_pipe.cli import options, plots
-from hvd_pipe.cli._cluster import cluster_options, warn_of_measurement
-from hvd_pipe.cli.output import exposed, note, progress, table, warning, width, write_json
+from hvd_pipe import _pictures, units
+from hvd_pipe.cli import options
+from hvd_pipe.cli.output import InputError, emit, exposed, one_line, progress, warning
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.simulate import simulate
-from hvd_pipe.planning.timing import step_time
-from hvd_pipe.planning.turns import node_comm
-
-__all__ = ["Row", "command", "simulate_row"]
+from hvd_pipe.planning.simulate import Simulation, simulate
+from hvd_pipe.timeline import Timeline
 
 SWEEP = tuple(2**power for power in range(2, 12))
 METHODS = ("wfbp", "single", "greedy", "merged-gradient", "pipe-sgd", "cocod")
-OURS = "merged-gradient"
 _TIMELINE_STEPS = 4
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method on one number of workers.
-
-    Args:
-        workers: How many.
-        method: Its label.
-        step_s: Mean time of a step, simulated.
-        exposed_s: The part of it in which computation waits.
-        comm_s: Time a step in which the link is busy.
-        messages: Messages a step.
-        speedup: Samples per second, in those of one worker.
-        efficiency: Speedup / workers.
-        closed_form_s: The step by formula; None where workers differ and no formula holds.
-    """
-
-    workers: int
-    method: str
-    step_s: float
-    exposed_s: float
-    comm_s: float
-    messages: float
-    speedup: float
-    efficiency: float
-    closed_form_s: float | None
-
-
-def simulate_row(
-    profile: ModelProfile,
-    cluster: Cluster,
-    method: Method,
-    codec: CodecCost,
-    steps: int,
-    seed: int,
-) -> Row:
-    """Simulate a method on a cluster, and compare it with its closed form."""
-    run = simulate(profile, cluster, method, codec, iterations=steps, seed=seed)
-    node = node_comm(method, cluster.network)
-    formula = step_time(method, profile, cluster.comm(), codec, node)
-    alike = not cluster.jitter and len(set(cluster.speeds or ())) <= 1
-    speedup = cluster.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
-    return Row(
-        workers=cluster.workers,
-        method=label(method),
-        step_s=run.step_s,
-        exposed_s=run.exposed_s,
-        comm_s=run.comm_s,
-        messages=formula.messages,
-        speedup=speedup,
-        efficiency=speedup / cluster.workers,
-        closed_form_s=formula.total_s if alike else None,
-    )
+_SHOWN_WORKERS = 4  # of a simulation; a picture with more is unreadable
 
 
 @click.command(
@@ -97,7 +44,7 @@ def simulate_row(
     epilog="Example: hvd-pipe simulate model.json --cluster v100-10gbe -o sweep.png",
 )
 @options.profile_argument
-@cluster_options(sweep=True)
+@options.cluster_options(sweep=True)
 @click.option(
     "--sweep",
     type=options.INTEGERS,
@@ -113,28 +60,12 @@ def simulate_row(
     f"[default: {', '.join(METHODS)}]",
 )
 @options.compression_option
-@click.option(
-    "--steps",
-    type=click.IntRange(2, 100_000),
-    metavar="N",
-    default=100,
-    show_default=True,
-    help="Steps to simulate.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Of the jitter.",
-)
-@click.option(
-    "--timeline",
-    callback=options.suffix_checker(".json", ".png", ".svg"),
-    type=options.OUTPUT_PATH,
-    metavar="FILE",
-    help=f"Write the first {_TIMELINE_STEPS} steps of one run (.json, .png, .svg).",
+@options.count("--steps", least=2, most=100_000, default=100, help="Steps to simulate.")
+@options.count("--seed", least=0, default=0, help="Of the jitter.")
+@options.output_option(
+    *(".json", ".png", ".svg"),
+    what=f"the first {_TIMELINE_STEPS} steps of one run",
+    name="--timeline",
 )
 @options.output_option(".png", ".svg", what="a plot of speedup and exposed time")
 @options.json_option
@@ -156,9 +87,8 @@ def command(
     Speedup is in units of one worker; exposed is the time a step in which computation waits for
     the network. --workers asks about one number of workers instead of a sweep.
     """
-    chosen = methods or tuple(map(parse, METHODS))
     counts = _counts(cluster, workers, sweep)
-    warn_of_measurement(cluster.network, max(counts))
+    options.warn_of_measurement(cluster.network, max(counts))
     if timeline is not None and (len(counts) > 1 or len(methods) != 1):
         raise click.UsageError(
             "--timeline writes one run: say which with one --method and --workers."
@@ -166,36 +96,66 @@ def command(
     if not any(layer.gradient_bytes for layer in profile.layers):
         raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
     codec, rows = CODECS[compression], []
-    with progress("simulating", len(counts) * len(chosen)) as step:
-        for count in counts:
-            sized = cluster.with_workers(count)
-            for method in chosen:
-                rows.append(simulate_row(profile, sized, method, codec, steps, seed))
-                step()
+    chosen = methods or tuple(map(parse, METHODS))
+    for count, method in progress([(n, m) for n in counts for m in chosen], "simulating"):
+        sized = cluster.with_workers(count)
+        run = simulate(profile, sized, method, codec, iterations=steps, seed=seed)
+        rows.append(_row(profile, run))
     if timeline is not None:
         few = simulate(profile, sized, chosen[0], codec, iterations=_TIMELINE_STEPS, seed=seed)
         few.timeline.save(timeline)
     if path is not None:
-        plots.draw_sweep([asdict(row) for row in rows], path)
-    deviation = _deviation(rows)
-    if as_json:
-        asked = {"compression": compression, "steps": steps, "seed": seed}
-        found = {"rows": [asdict(row) for row in rows], "closed_form_deviation": deviation}
-        write_json(options.document("simulate", profile, sized, **asked, **found))
-        return
-    note(options.summary(profile))
-    note(options.describe(cluster) if len(counts) == 1 else _sweep_line(cluster))
-    (_one if len(counts) == 1 else _many)(rows)
-    if deviation is not None:
-        note(f"Simulation and closed forms agree to {deviation:.0e} of a step.")
-    if not methods:
-        note("pipe-sgd and cocod as they are by default: hvd-pipe advise finds options that fit.")
+        _pictures.draw_sweep(rows, path)
     if not profile.forward_s:
         warning(
             "the profile has no forward times: steps are backward alone, so speedups are too low"
         )
-    for written in filter(None, (timeline, path)):
-        note(f"Wrote {written}.")
+    asked = {"compression": compression, "steps": steps, "seed": seed}
+    shown = options.describe(cluster)
+    emit(
+        options.document("simulate", profile, sized, **asked, rows=rows),
+        rows,
+        {
+            **({"workers": "workers"} if len(counts) > 1 else {}),
+            "method~": "method",
+            "step": "step_s",
+            "exposed": lambda row: exposed(row["exposed_s"], row["step_s"]),
+            "network": "comm_s",
+            "messages": "messages",
+            "speedup": lambda row: f"{row['speedup']:.2f}",
+            "effi-\nciency": lambda row: f"{row['efficiency']:.1%}",
+        },
+        as_json=as_json,
+        above=(
+            options.summary(profile),
+            shown if len(counts) == 1 else shown.partition(": ")[2],
+        ),
+        below=_notes(methods, timeline, path),
+    )
+
+
+def _row(profile: ModelProfile, run: Simulation) -> dict[str, Any]:
+    events = run.timeline.events
+    sent = sum(event.category == "allreduce" for event in events)
+    steps = 1 + max(int(str(event.args["step"])) for event in events)
+    speedup = run.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
+    return {
+        "workers": run.workers,
+        "method": run.method,
+        "step_s": run.step_s,
+        "exposed_s": run.exposed_s,
+        "comm_s": run.comm_s,
+        "messages": sent / steps,
+        "speedup": speedup,
+        "efficiency": speedup / run.workers,
+    }
+
+
+def _notes(methods: tuple[Method, ...], *paths: Path | None) -> Iterator[str]:
+    if not methods:
+        yield "pipe-sgd and cocod as they are by default: hvd-pipe advise finds options that fit."
+    for path in filter(None, paths):
+        yield f"Wrote {path}."
 
 
 def _counts(
@@ -222,113 +182,139 @@ def _counts(
     return tuple(dict.fromkeys(sweep))
 
 
-def _deviation(rows: Sequence[Row]) -> float | None:
-    """Largest difference of simulation and closed form, relative to the step."""
-    found = [
-        abs(row.step_s - row.closed_form_s) / row.closed_form_s
-        for row in rows
-        if row.closed_form_s
+@click.command(
+    "trace",
+    cls=options.Command,
+    epilog="\b\nExamples:\n"
+    "  HVD_PIPE_TIMELINE=run1 horovodrun -np 4 python train.py\n"
+    "  hvd-pipe trace run1 -o run1.json    (open it in https://ui.perfetto.dev)\n"
+    "  hvd-pipe trace run1 --to 0.5 -o start.png    (the first half second)\n"
+    "  hvd-pipe trace model.json --strategy pipe-sgd --cluster k80-10gbe -o run.png",
+)
+@click.argument("source", metavar="INPUT", type=click.Path(exists=True, path_type=Path))
+@options.output_option(".json", ".png", ".svg", what="a Chrome trace or a picture", required=True)
+@click.option(
+    "--strategy",
+    type=options.METHOD,
+    metavar="NAME",
+    help="INPUT is a profile: simulate this on a cluster.",
+)
+@options.count("--steps", most=1000, help="Steps to simulate with --strategy.  [default: 4]")
+@options.number(
+    *("--from", "start_s"),
+    metavar="SECONDS",
+    help="Leave out what is before, counted from the first event.",
+)
+@options.number(
+    *("--to", "end_s"),
+    positive=True,
+    metavar="SECONDS",
+    help="Leave out what is after; a picture then has all steps in between.",
+)
+@options.cluster_options(required=False)
+@options.json_option
+def trace(
+    source: Path,
+    path: Path,
+    strategy: Method | None,
+    steps: int | None,
+    start_s: float | None,
+    end_s: float | None,
+    cluster: Cluster | None,
+    as_json: bool,
+) -> None:
+    """Convert a timeline to a Chrome trace or a picture.
+
+    Perfetto opens the .json. INPUT is a trace written by hvd_pipe, a directory that a job filled
+    under HVD_PIPE_TIMELINE, or with --strategy a profile, whose steps are simulated on the
+    cluster that the other options describe.
+    """
+    if strategy is not None:
+        timeline = _simulated(source, strategy, cluster, steps or 4)
+    elif cluster is not None or steps is not None:
+        raise click.UsageError(
+            "the cluster's options and --steps describe a simulation: say of which "
+            "--strategy, e.g. --strategy pipe-sgd."
+        )
+    else:
+        timeline = _load(source)
+    if not timeline.events:
+        raise InputError(f"{source}: the timeline has no events, so there is nothing to show")
+    cropped = start_s is not None or end_s is not None
+    if cropped:
+        timeline = _between(timeline, start_s or 0.0, math.inf if end_s is None else end_s)
+    timeline.save(path, whole=cropped)
+    span_s = timeline.span_s
+    lanes = [
+        {
+            "worker": worker,
+            "lane": lane,
+            "events": sum((e.worker, e.lane) == (worker, lane) for e in timeline.events),
+            "busy_s": timeline.busy_s(worker, lane),
+        }
+        for worker in timeline.workers
+        for lane in timeline.lanes(worker)
     ]
-    return max(found, default=None)
-
-
-def _one(rows: Sequence[Row]) -> None:
-    ratios = any(row.method == OURS for row in rows)
-    table(
-        [
-            "method~",
-            ">step",
-            *([">ratio"] if ratios else []),
-            ">exposed",
-            ">network",
-            ">messages",
-            ">speedup",
-            ">effi-\nciency",
-        ],
-        [
-            [
-                row.method,
-                units.format_seconds(row.step_s),
-                *([_ratio(row, rows)] if ratios else []),
-                units.format_seconds(exposed(row.exposed_s, row.step_s)),
-                units.format_seconds(row.comm_s),
-                f"{row.messages:g}",
-                f"{row.speedup:.2f}",
-                f"{row.efficiency:.1%}",
-            ]
-            for row in rows
-        ],
+    opens = ": open it in https://ui.perfetto.dev" if path.suffix.lower() == ".json" else ""
+    emit(
+        {
+            "command": "trace",
+            "output": str(path),
+            "title": timeline.title,
+            "strategy": None if strategy is None else label(strategy),
+            "events": len(timeline.events),
+            "span_s": span_s,
+            "lanes": lanes,
+        },
+        lanes,
+        {
+            "worker": "worker",
+            "lane~": "lane",
+            "events": "events",
+            "busy": "busy_s",
+            "of span": lambda row: f"{row['busy_s'] / span_s:.0%}" if span_s else "",
+        },
+        as_json=as_json,
+        title=f"{timeline.title or source}: {units.format_seconds(span_s)}",
+        below=[f"Wrote {path}{opens}."],
     )
-    if ratios:
-        note(f"ratio: how many times as long as with {OURS}.")
 
 
-def _many(rows: Sequence[Row]) -> None:
-    """Tables with a row a number of workers and a column a method; several if they are wide."""
-    _pivot("Step in ms on N workers", rows, lambda row: _ms(row.step_s))
-    _pivot(
-        "Exposed ms on N workers (messages a step)",
-        rows,
-        lambda row: f"{_ms(exposed(row.exposed_s, row.step_s))} ({row.messages:g})",
-    )
-    _pivot(
-        "Speedup of N workers over one, and efficiency",
-        rows,
-        lambda row: f"{row.speedup:.1f} {row.efficiency:.0%}",
-    )
-    others = [row for row in rows if row.method != OURS]
-    if others and len(others) < len(rows):
-        _pivot(f"Step on N workers, in steps of {OURS}", others, lambda row: _ratio(row, rows))
-
-
-def _ms(seconds: float) -> str:
-    """Milliseconds, with two decimals while they are below 1000.
-
-    >>> _ms(0.002086), _ms(0.4334), _ms(8.6)
-    ('2.09', '433.40', '8600')
-    """
-    return f"{seconds * 1e3:.{2 if seconds < 0.999995 else 0}f}"
-
-
-def _pivot(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> None:
-    methods = list(dict.fromkeys(row.method for row in rows))
-    cells = {(row.workers, row.method): cell(row) for row in rows}
-    counts = list(dict.fromkeys(row.workers for row in rows))
-    parts: list[list[str]] = [[]]
-    left = room = width() - len("2048")
-    for method in methods:
-        need = 2 + max(
-            *(len(part) for part in _heading(method).split("\n")),
-            *(len(cells[count, method]) for count in counts),
+def _simulated(source: Path, strategy: Method, cluster: Cluster | None, steps: int) -> Timeline:
+    if cluster is None:
+        raise click.UsageError(
+            "--strategy simulates a cluster: describe it, e.g. --workers 16 --bandwidth 10gbit."
         )
-        if need > left and parts[-1]:
-            parts.append([])
-            left = room
-        parts[-1].append(method)
-        left -= need
-    for number, part in enumerate(parts):
-        table(
-            [">N", *(f">{_heading(method)}" for method in part)],
-            [[count, *(cells[count, method] for method in part)] for count in counts],
-            title=title if number == 0 else f"{title}, continued",
+    if source.is_dir():
+        raise click.UsageError(
+            f"--strategy needs a profile, but {str(source)!r} is a directory: leave out "
+            "--strategy to convert what a job wrote there."
         )
-        note()
+    unlike = cluster.jitter or cluster.speeds is not None
+    workers = tuple(range(min(cluster.workers, _SHOWN_WORKERS) if unlike else 1))
+    profile = ModelProfile.read(source)
+    return simulate(profile, cluster, strategy, iterations=steps, trace_workers=workers).timeline
 
 
-def _heading(method: str) -> str:
-    r"""A method's name over two lines where it has two words.
-
-    >>> _heading("merged-gradient"), _heading("cocod:period=8")
-    ('merged-\ngradient', 'cocod:\nperiod=8')
-    """
-    return re.sub(r"(?<=[-:,])(?=\w)", "\n", method)
-
-
-def _ratio(row: Row, rows: Sequence[Row]) -> str:
-    """How many times as long a step is as with merged-gradient on as many workers."""
-    ours = [r.step_s for r in rows if r.workers == row.workers and r.method == OURS]
-    return f"{row.step_s / ours[0]:.2f}x" if ours and ours[0] else ""
+def _between(timeline: Timeline, start_s: float, end_s: float) -> Timeline:
+    if start_s >= end_s:
+        raise click.UsageError(f"--from {start_s:g} must be less than --to {end_s:g}.")
+    part = timeline.between(start_s, end_s)
+    if not part.events:
+        raise InputError(
+            f"nothing happens between {start_s:g} and {end_s:g} s: the timeline is "
+            f"{units.format_seconds(timeline.span_s)} long"
+        )
+    return part
 
 
-def _sweep_line(cluster: Cluster) -> str:
-    return options.describe(cluster).partition(": ")[2]
+def _load(source: Path) -> Timeline:
+    try:
+        return Timeline.load(source)
+    except ValueError as error:
+        text = one_line(error)
+        hint = ""
+        if source.suffix in (".csv", ".txt") or "traceEvents" in text:
+            hint = " (a profile needs --strategy and a cluster)"
+        named = text if str(source) in text else f"{source}: {text}"
+        raise InputError(named + hint) from error

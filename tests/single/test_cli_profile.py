@@ -31,9 +31,6 @@ def mlp():
 def fails():
     raise ValueError("no weights here")
 
-def number():
-    return 3
-
 def needs_an_argument(width):
     return mlp()
 
@@ -99,25 +96,19 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
     )
 
 
-def test_a_model_of_a_file(invoke: Invoke, tmp_path: Path) -> None:
+def test_a_model_of_a_file_or_a_module(invoke: Invoke, tmp_path: Path) -> None:
     result = invoke("nets.py:mlp", "--input", "5,8")
     assert result.exit_code == 0, result.output
     profile = ModelProfile.load(tmp_path / "mlp.profile.json")
-    assert profile.name == "mlp"
-    assert profile.batch == 5
+    assert (profile.name, profile.batch) == ("mlp", 5)
     assert int(profile.gradient_bytes().sum()) == 4 * (8 * 16 + 16 + 16 * 4 + 4)
-    assert profile.forward_s > 0
-    assert profile.backward_s > 0
+    assert min(profile.forward_s, profile.backward_s) > 0
     assert "slowest layers" in result.stdout
     assert "for 5 samples" in result.stdout
     assert "hvd-pipe advise mlp.profile.json" in result.stdout
-
-
-def test_a_model_of_a_module_with_a_loss_and_a_name(invoke: Invoke, tmp_path: Path) -> None:
     module = f"nets_{tmp_path.name}"
-    result = invoke(
-        f"{module}:mlp", "--input", "5,8", "--loss", f"{module}:cross_entropy", "-o", "p.json"
-    )
+    loss = ("--loss", f"{module}:cross_entropy")
+    result = invoke(f"{module}:mlp", "--input", "5,8", *loss, "-o", "p.json")
     assert result.exit_code == 0, result.output
     assert ModelProfile.load(tmp_path / "p.json").batch == 5
 
@@ -127,8 +118,6 @@ def test_several_inputs_integers_and_nested_outputs(invoke: Invoke) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     frozen.compare_types("cli/profile", document)
-    assert set(document) == {"command", "path", "profile", "batch", "layers"}
-    assert document["command"] == "profile"
     assert document["path"] == "Words.profile.json"
     assert document["batch"] == 3
     assert document["profile"]["gradient_bytes"] == 4 * (50 * 8 + 8 * 2 + 2)
@@ -141,26 +130,17 @@ WRONG = [
     ("nets.py:mlp", "say what the model is fed: --input"),
     ("nets.py:mlp --input 5,8 more", "a model takes no arguments, got more"),
     ("nets.py:mlp --input 5;8", "--input takes sizes and perhaps a dtype"),
-    ("nets.py:mlp --input 0,8", "--input takes sizes and perhaps a dtype"),
     ("nets.py:mlp --input 5,8:int9", "the dtype is one of float32"),
     ("nets.py:mlp --input 5,9", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x9"),
-    ("nets.py:mlp --input 5,8 --input 5", "does not take --input 5,8 --input 5: TypeError"),
     ("nets.py:nothing --input 5,8", "nets.py has no nothing; it has mlp, fails"),
     ("nets.py: --input 5,8", "'nets.py:' is no module:name"),
-    (":mlp --input 5,8", "':mlp' is no module:name"),
     ("nets.py:value --input 5,8", "is int, not a function or class to call"),
-    ("nets.py:number --input 5,8", "returned int, not a torch.nn.Module"),
     ("nets.py:fails --input 5,8", "ValueError: no weights here"),
     ("nets.py:needs_an_argument --input 5", "missing 1 required positional argument"),
     ("nets.py:frozen --input 5,8", "has no parameter to train"),
     ("nets.py:Nothing --input 5,8", "has no tensor with a gradient: say with --loss"),
     ("nets.py:mlp --input 5,8 --loss nets.py:same", "one number with a gradient, got a [5, 4]"),
-    ("nets.py:mlp --input 5,8 --loss nets.py:nothing", "nets.py has no nothing"),
-    ("nets.py:mlp --input 5,8 --loss same", "'same' is no module:name"),
     ("nets.py:mlp --input 5,8 --device gpu", "--device gpu: "),
-    ("nets.py:mlp --input 5,8 --steps 0", "0 is not in the range"),
-    ("nets.py:mlp --input 5,8 -o p.txt", "must end in .json"),
-    ("nets.py:mlp --input 5,8 -o none/p.json", "there is no directory"),
     ("absent.py:mlp --input 5,8", "absent.py: No such file"),
     ("absent.module:mlp --input 5,8", "No module named 'absent'"),
     ("syntax.py:mlp --input 5,8", "importing syntax.py failed: SyntaxError"),
@@ -214,7 +194,6 @@ def test_a_script_is_ended_when_its_profile_is_there(tmp_path: Path) -> None:
     ("name", "content", "arguments", "said"),
     [
         ("train.py", TRAIN, ("--steps", "2", "-o", "0"), "ended before its profile was written"),
-        ("hello.py", "print('hello')", (), "with hvd_pipe.torch's DistributedOptimizer. Of Keras"),
         ("broken.py", "raise RuntimeError('here')", (), "broken.py failed (exit status 1)"),
         ("killed.py", "import os; os.abort()", (), "killed.py failed (SIGABRT)"),
     ],

