@@ -29,7 +29,7 @@ ELSEWHERE = ("http://", "https://", "mailto:")
 
 # Pages of the site that README need not name: what stands elsewhere, what strategies.md lists, and
 # the output of a command, which docs/gpu-check.md links.
-ON_THE_SITE = ("index", "project", "merged-gradient", "pipe-sgd", "cocod", "auto")
+ON_THE_SITE = ("index", "project", "merged-gradient", "pipe-sgd", "cocod")
 ON_THE_SITE += ("gpu-check-cpu", "gpu-check-h100")
 
 EXAMPLES = "tests/parallel/test_example_runs.py"
