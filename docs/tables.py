@@ -232,11 +232,41 @@ def long_runs() -> str:
 
 
 def kill_loop() -> str:
+    """A line for each mode, launcher and kind of fault; all strategies together."""
     runs = [kill_loop_check.Run.read(run) for run in read("kill-loop")["runs"].values()]
-    for outcome in (one for run in runs for one in run.outcomes if one.kind != "cut"):
-        if not set(outcome.by_ranks) <= set(outcome.victims):
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    for outcome in outcomes:
+        if outcome.kind != "cut" and not set(outcome.by_ranks) <= set(outcome.victims):
             sys.exit(f"kill-loop.json: a rank was named that was no victim: {outcome}")
-    return kill_loop_check.table(runs)
+    heads = ["mode", "launcher", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
+    heads += ["by the launcher", "orphans", "weights equal"]
+    body = []
+    for mode, launcher in sorted({tuple(run.name.split(", ")[:2]) for run in runs}, reverse=True):
+        group = [run for run in runs if run.name.startswith(f"{mode}, {launcher}, ")]
+        equal = _equal_weights(group)
+        for kind in kill_loop_check.KINDS[mode]:
+            of_kind = [o for run in group for o in run.outcomes if o.kind == kind]
+            body.append([mode, launcher, kind, *_faults(of_kind), equal])
+    body.append(["all", "", "", *_faults(outcomes), _equal_weights(runs)])
+    return markdown(heads, body)
+
+
+def _equal_weights(runs: Sequence[kill_loop_check.Run]) -> str:
+    compared = sum(run.compared for run in runs)
+    return f"{compared - sum(len(run.unequal) for run in runs)} of {compared}"
+
+
+def _faults(outcomes: Sequence[kill_loop_check.Outcome]) -> list[str]:
+    seconds = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]
+    tellers = [outcome.teller for outcome in outcomes]
+    return [
+        f"{len(outcomes)}",
+        f"{median(seconds):.1f}",
+        f"{max(seconds):.1f}" if len(seconds) == len(outcomes) else "never",
+        f"{tellers.count('hvd_pipe')}",
+        f"{tellers.count('launcher')}",
+        f"{sum(len(outcome.left) for outcome in outcomes)}",
+    ]
 
 
 def of_convergence() -> dict[str, str]:
@@ -320,7 +350,7 @@ def tables() -> dict[str, dict[str, str]]:
             "long steps": steps("exact-1200ms", "m / c", {**STEP, **PEER, **LIMIT})
         },
         "docs/pipedream.md": {"gnmt": pipeline()},
-        "docs/kill-loop.md": {"faults": kill_loop()},
+        "docs/faults.md": {"faults": kill_loop()},
         "docs/convergence.md": of_convergence(),
         "docs/scale.md": of_scale(),
         "docs/install.md": {"make matrix": matrix.table(json.loads(matrix.RESULTS.read_text()))},
