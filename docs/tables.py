@@ -493,7 +493,7 @@ def main() -> int:
     write = parser.parse_args().write
     os.chdir(ROOT)
     os.environ["COLUMNS"] = "80"
-    written = {"docs/worth-it.md": with_outputs("docs/worth-it.md")}
+    written = {"docs/planning.md": with_outputs("docs/planning.md")}
     for page, parts in tables().items():
         text = (ROOT / page).read_text()
         for name, table in parts.items():
