@@ -385,7 +385,7 @@ def of_convergence() -> dict[str, str]:
 
 
 def of_scale() -> dict[str, str]:
-    errors, choices, slopes, *every = published.tables(published.studies(), markdown)
+    errors, choices, slopes, *_ = published.tables(published.studies(), markdown)
     watch, alike, unlike = watch_scale.tables(read("watch-scale"))
     facts = [
         f"- **{study['title']}.** {study['cluster']}. Measured: {study['source']}. "
@@ -397,7 +397,6 @@ def of_scale() -> dict[str, str]:
         "choices": choices,
         "slopes": slopes,
         "sources": "\n".join(facts),
-        "every row": "\n\n".join(every),
         "one job": scale.markdown(scale.rows(read("scale"))),
         "watch": watch,
         "alike": alike,
