@@ -59,7 +59,7 @@ AUTOTUNE = {  # as Horovod has it, but for fewer and shorter samples, and what c
 }
 TUNING_STEPS = (1 + 11) * 6 + 4  # a point is the median of 5 samples (parameter_manager.h)
 # Both stock Horovod and ours: Open MPI chooses one that takes 1.6 times as long, see
-# docs/cpu-clusters.md.
+# docs/launching.md.
 RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",

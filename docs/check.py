@@ -27,10 +27,9 @@ DOCS = ROOT / "docs"
 README_LINES = 188  # 8 of them are marks of tables
 ELSEWHERE = ("http://", "https://", "mailto:")
 
-# Pages of the site that README need not name: what stands elsewhere, what strategies.md lists, and
-# the output of a command, which docs/gpu-check.md links.
-ON_THE_SITE = ("index", "benchmarks", "changelog", "contributing", "tests", "merged-gradient")
-ON_THE_SITE += ("pipe-sgd", "cocod", "auto", "gpu-check-cpu", "gpu-check-h100")
+# Pages of the site that README need not name: its start, what stands elsewhere, and what
+# strategies.md lists.
+ON_THE_SITE = ("index", "project", "merged-gradient", "pipe-sgd", "cocod")
 
 EXAMPLES = "tests/parallel/test_example_runs.py"
 # Commands of README that tests/single/test_page_commands.py does not run, as it runs those of

@@ -19,13 +19,8 @@ import hvd_pipe.torch.pipedream
 
 ROOT = Path(__file__).resolve().parents[1]
 
-ELSEWHERE = {
-    "benchmarks": "benchmarks/README.md",
-    "changelog": "CHANGELOG.md",
-    "contributing": "CONTRIBUTING.md",
-    "tests": "tests/README.md",
-}
-"""Pages whose text stands elsewhere in the project: their own file here only says so."""
+PROJECT = ("CONTRIBUTING.md", "tests/README.md", "benchmarks/README.md", "CHANGELOG.md")
+"""Files whose text the page `project` shows, one after another."""
 
 project = "hvd_pipe"
 release = hvd_pipe.__version__
@@ -58,9 +53,12 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 def read_page(app: Sphinx, docname: str, source: list[str]) -> None:
     """Give a page its text, with links that lead somewhere on the site."""
-    origin = ROOT / ELSEWHERE.get(docname, f"docs/{docname}.md")
-    app.env.note_dependency(os.fspath(origin), docname=docname)
-    source[0] = _LINK.sub(partial(_site_link, origin, docname), origin.read_text())
+    texts = []
+    for name in PROJECT if docname == "project" else (f"docs/{docname}.md",):
+        origin = ROOT / name
+        app.env.note_dependency(os.fspath(origin), docname=docname)
+        texts.append(_LINK.sub(partial(_site_link, origin, docname), origin.read_text()))
+    source[0] = "\n".join(texts)
 
 
 def _site_link(origin: Path, docname: str, link: re.Match[str]) -> str:
@@ -69,8 +67,8 @@ def _site_link(origin: Path, docname: str, link: re.Match[str]) -> str:
     if not target.is_relative_to(ROOT) or not target.exists():
         return link[0]
     name = target.relative_to(ROOT).as_posix()
-    pages = {file: f"docs/{page}.md" for page, file in ELSEWHERE.items()}
-    name = {**pages, "README.md": "docs/index.md"}.get(name, name)
+    pages = {**dict.fromkeys(PROJECT, "docs/project.md"), "README.md": "docs/index.md"}
+    name = pages.get(name, name)
     if not name.startswith("docs/"):
         return label  # a folder or a source file, which the site does not show
     path = os.path.relpath(ROOT / name, ROOT / "docs" / Path(docname).parent)

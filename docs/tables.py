@@ -88,8 +88,7 @@ def speeds(name: str, peer: Sequence[str], columns: Mapping[str, Sequence[str]])
         row = [f"{r:g}"]
         for names in columns.values():
             ratios = [best(t, peer) / best(t, names) for (at, _), t in cells.items() if at == r]
-            least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-            row.append(least if least == most else f"{least} to {most}")
+            row.append(_range(ratios))
         rows.append(row)
     return markdown(["r", *columns], rows)
 
@@ -121,6 +120,106 @@ def steps(name: str, r: str, columns: Mapping[str, Callable[[Times], str]]) -> s
         for (ratio, model), times in measured(name).items()
     ]
     return markdown(["ms a step", r, *columns], body)
+
+
+def by_model() -> str:
+    """How many times as fast as stock Horovod's default each strategy is."""
+    columns = {
+        "one worker by itself": ["single"],
+        "Horovod, polling or asleep": HOROVOD,
+        "DDP's best": DDP,
+        "`merged-gradient`": ["merged-gradient"],
+        "`overlap=forward`": [FORWARD],
+        "`pipe-sgd`": ["pipe-sgd"],
+        "`pipe-sgd`, int8": ["pipe-sgd+int8"],
+        "`cocod:period=8`": ["cocod:period=8"],
+    }
+    body = [
+        [MODELS[model], f"{r:g}"]
+        + [f"{times['horovod'] / best(times, names):.2f}" for names in columns.values()]
+        for (r, model), times in measured("exact-120ms").items()
+    ]
+    return markdown(["model", "r", *columns], body)
+
+
+def limits() -> str:
+    """The shortest step that a method allows, divided by the measured one."""
+    columns: dict[str, Callable[[Times], float]] = {
+        "`overlap=forward`": lambda t: max(t["single"], t["all-reduce"]) / t[FORWARD],
+        "`pipe-sgd`": lambda t: max(t["single"], t["all-reduce"]) / t["pipe-sgd"],
+        "`cocod:period=8`": lambda t: t["single"] / t["cocod:period=8"],
+    }
+    cells = measured("exact-120ms")
+    body = [
+        [f"{r:g}"]
+        + [_range([of(t) for (at, _), t in cells.items() if at == r]) for of in columns.values()]
+        for r in sorted({r for r, _ in cells})
+    ]
+    return markdown(["r", *columns], body)
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+WIDE: dict[str, Sequence[str]] = {
+    "one worker by itself": ["single"],
+    "no overlap": ["conventional"],
+    "Horovod, best of its settings": ["horovod"],
+    "DDP": ["ddp"],
+    "DDP, fp16": ["ddp+fp16"],
+    "DDP, PostLocalSGD": ["ddp:post-local"],
+    "`merged-gradient`": ["merged-gradient"],
+    "bf16": ["merged-gradient+bf16"],
+    "int8": ["merged-gradient+int8"],
+    "`pipe-sgd`": ["pipe-sgd"],
+    "`pipe-sgd`, bf16": ["pipe-sgd+bf16"],
+    "`pipe-sgd`, int8": ["pipe-sgd+int8"],
+    "`cocod:period=8`": ["cocod:period=8"],
+    "`cocod:period=8`, int8": ["cocod:period=8+int8"],
+}
+
+
+def _over_stock(cell: Mapping[str, Any], names: Sequence[str]) -> float:
+    """How many times as fast as stock Horovod's default the best setting of a contestant was."""
+    stock = next(
+        row["seconds"]
+        for row in cell["rows"]
+        if row["team"] == "stock" and row["contestant"] == "horovod"
+    )
+    return float(stock) / min(row["seconds"] for row in cell["rows"] if row["contestant"] in names)
+
+
+def wide(workers: int) -> str:
+    """The older run: a line for each contestant, a column for each r, ranges over models."""
+    cells = [
+        cell
+        for cell in read("throughput")
+        if (cell["workers"], cell["compute"], cell["settings"]["compute_ms"])
+        == (workers, "emulated", 120)
+    ]
+    ratios = sorted({cell["ratio"] for cell in cells})
+    body = [
+        [label]
+        + [_range([_over_stock(c, names) for c in cells if c["ratio"] == r]) for r in ratios]
+        for label, names in WIDE.items()
+    ]
+    return markdown(["", *(f"r = {r:g}" for r in ratios)], body)
+
+
+def more_cells() -> str:
+    cells = [
+        cell
+        for cell in read("throughput")
+        if (cell["compute"], cell["settings"]["compute_ms"]) != ("emulated", 120)
+    ]
+    heads = [f"{MODELS[cell['model']]}, {cell['workers']} workers" for cell in cells]
+    body = [
+        [label, *(f"{_over_stock(cell, names):.2f}" for cell in cells)]
+        for label, names in WIDE.items()
+    ]
+    return markdown(["", *heads], body)
 
 
 def other_ways() -> str:
@@ -232,11 +331,41 @@ def long_runs() -> str:
 
 
 def kill_loop() -> str:
+    """A line for each mode, launcher and kind of fault; all strategies together."""
     runs = [kill_loop_check.Run.read(run) for run in read("kill-loop")["runs"].values()]
-    for outcome in (one for run in runs for one in run.outcomes if one.kind != "cut"):
-        if not set(outcome.by_ranks) <= set(outcome.victims):
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    for outcome in outcomes:
+        if outcome.kind != "cut" and not set(outcome.by_ranks) <= set(outcome.victims):
             sys.exit(f"kill-loop.json: a rank was named that was no victim: {outcome}")
-    return kill_loop_check.table(runs)
+    heads = ["mode", "launcher", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
+    heads += ["by the launcher", "orphans", "weights equal"]
+    body = []
+    for mode, launcher in sorted({tuple(run.name.split(", ")[:2]) for run in runs}, reverse=True):
+        group = [run for run in runs if run.name.startswith(f"{mode}, {launcher}, ")]
+        equal = _equal_weights(group)
+        for kind in kill_loop_check.KINDS[mode]:
+            of_kind = [o for run in group for o in run.outcomes if o.kind == kind]
+            body.append([mode, launcher, kind, *_faults(of_kind), equal])
+    body.append(["all", "", "", *_faults(outcomes), _equal_weights(runs)])
+    return markdown(heads, body)
+
+
+def _equal_weights(runs: Sequence[kill_loop_check.Run]) -> str:
+    compared = sum(run.compared for run in runs)
+    return f"{compared - sum(len(run.unequal) for run in runs)} of {compared}"
+
+
+def _faults(outcomes: Sequence[kill_loop_check.Outcome]) -> list[str]:
+    seconds = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]
+    tellers = [outcome.teller for outcome in outcomes]
+    return [
+        f"{len(outcomes)}",
+        f"{median(seconds):.1f}",
+        f"{max(seconds):.1f}" if len(seconds) == len(outcomes) else "never",
+        f"{tellers.count('hvd_pipe')}",
+        f"{tellers.count('launcher')}",
+        f"{sum(len(outcome.left) for outcome in outcomes)}",
+    ]
 
 
 def of_convergence() -> dict[str, str]:
@@ -256,7 +385,7 @@ def of_convergence() -> dict[str, str]:
 
 
 def of_scale() -> dict[str, str]:
-    errors, choices, slopes, *every = published.tables(published.studies(), markdown)
+    errors, choices, slopes, *_ = published.tables(published.studies(), markdown)
     watch, alike, unlike = watch_scale.tables(read("watch-scale"))
     facts = [
         f"- **{study['title']}.** {study['cluster']}. Measured: {study['source']}. "
@@ -268,7 +397,6 @@ def of_scale() -> dict[str, str]:
         "choices": choices,
         "slopes": slopes,
         "sources": "\n".join(facts),
-        "every row": "\n\n".join(every),
         "one job": scale.markdown(scale.rows(read("scale"))),
         "watch": watch,
         "alike": alike,
@@ -319,8 +447,15 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/overlap-forward.md": {
             "long steps": steps("exact-1200ms", "m / c", {**STEP, **PEER, **LIMIT})
         },
+        "docs/throughput.md": {
+            "by model": by_model(),
+            "limits": limits(),
+            "wide 4": wide(4),
+            "wide 2": wide(2),
+            "more cells": more_cells(),
+        },
         "docs/pipedream.md": {"gnmt": pipeline()},
-        "docs/kill-loop.md": {"faults": kill_loop()},
+        "docs/faults.md": {"faults": kill_loop()},
         "docs/convergence.md": of_convergence(),
         "docs/scale.md": of_scale(),
         "docs/install.md": {"make matrix": matrix.table(json.loads(matrix.RESULTS.read_text()))},
@@ -357,7 +492,7 @@ def main() -> int:
     write = parser.parse_args().write
     os.chdir(ROOT)
     os.environ["COLUMNS"] = "80"
-    written = {"docs/worth-it.md": with_outputs("docs/worth-it.md")}
+    written = {"docs/planning.md": with_outputs("docs/planning.md")}
     for page, parts in tables().items():
         text = (ROOT / page).read_text()
         for name, table in parts.items():

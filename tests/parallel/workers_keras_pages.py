@@ -164,7 +164,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/keras.md python 3": _guide,
     "docs/keras.md python 4": _guide,
     "docs/keras.md python 5": _tape,
-    "docs/class-alone.md python 1": _class_alone,
+    "docs/migration.md python 1": _class_alone,
     "docs/overlap-forward.md python 2": _fit,
 }
 

@@ -248,7 +248,7 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "README.md python 0": _changed_line,
     "docs/index.md python 0": _import,
     "docs/getting-started.md python 0": _import,
-    "docs/class-alone.md python 0": _class_alone,
+    "docs/migration.md python 0": _class_alone,
     "docs/elastic.md python 0": _elastic,
     "docs/overlap-forward.md python 0": _optimizer,
     "docs/overlap-forward.md python 1": _automatic,
@@ -261,15 +261,15 @@ BLOCKS: dict[str, Callable[[str], Arrays]] = {
     "docs/merged-gradient.md python 0": _saved_plan,
     "docs/pipe-sgd.md python 0": _loop,
     "docs/cocod.md python 0": _unequal_speed,
-    "docs/auto.md python 0": _automatic,
-    "docs/migration.md python 0": _optimizer,
-    "docs/migration.md python 1": _local_steps,
+    "docs/strategies.md python 1": _automatic,
+    "docs/migration.md python 2": _optimizer,
+    "docs/migration.md python 3": _local_steps,
     "docs/tutorial.md python 0": _script,
     "docs/tutorial.md python 1": _renewed,
     "docs/tutorial.md python 2": _renewed,
     "docs/tutorial.md python 3": _checkpoint,
     "docs/tutorial.md python 4": _epochs,
-    "docs/uneven-data.md python 0": _uneven,
+    "docs/pytorch.md python 5": _uneven,
 }
 
 
