@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hvd_pipe.pipeline.build import BuiltPipeline, Framework
-from hvd_pipe.pipeline.options import Options
+from hvd_pipe.pipeline.plans import Options
 from hvd_pipe.pipeline.runner import EpochStats
 from hvd_pipe.pipeline.stage import Feed, Split, filled_up, length_of, open_feed
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.consensus import Description
-
-__all__ = ["Loader", "PipeDreamBase"]
-
 
 Loader = Iterable[Any]
 
@@ -26,16 +23,7 @@ B = TypeVar("B", bound=BuiltPipeline)
 
 
 class PipeDreamBase(ABC, Generic[B]):
-    """A pipeline of workers that each train some layers of a model.
-
-    It is built with its first minibatch.
-
-    Args:
-        options: What the user asks for.
-        framework: All ranks.
-        describe: Describes what else ranks must have alike.
-        sample: A minibatch to build it with; None to wait for the first.
-    """
+    """A pipeline of workers that each train some layers of a model."""
 
     def __init__(
         self,

@@ -20,8 +20,6 @@ from hvd_pipe.planning.schedule import program
 from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.timeline.recorder import OFF, Recorder
 
-__all__ = ["EpochStats", "PipelineRunner"]
-
 
 @dataclass(frozen=True)
 class EpochStats:
@@ -60,85 +58,70 @@ class EpochStats:
         )
 
 
+@dataclass
 class PipelineRunner:
-    """Runs a worker's part of a pipeline.
+    """Runs a worker's part of a pipeline."""
 
-    Args:
-        assignment: Who the worker is, and what it does.
-        transport: To the neighbours.
-        agreement: How all ranks ask each other.
-        ranks: All of them.
-        has_metric: Whether the last stage measures one.
-    """
+    assignment: Assignment
+    transport: Transport
+    agreement: Agreement
+    ranks: ProcessSet
+    has_metric: bool
+    _sent_before: int = 0
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        transport: Transport,
-        agreement: Agreement,
-        ranks: ProcessSet,
-        has_metric: bool,
-    ) -> None:
-        self.layout, self.worker = assignment.layout, assignment.worker
-        self.microbatches, self._method = assignment.microbatches, assignment.mode.method
-        self._in_transit = assignment.partition.in_transit
-        self.transport = transport
-        self._agreement, self._ranks = agreement, ranks
-        self._has_metric = has_metric
-        self._sent_before = 0
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a minibatch."""
+        return self.assignment.microbatches
 
     def train(
-        self,
-        stage: Stage,
-        minibatches: int,
-        recorder: Recorder = OFF,
-        progress: bool = False,
+        self, stage: Stage, minibatches: int, recorder: Recorder = OFF, progress: bool = False
     ) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
-        steps = tuple(
-            program(
-                self._method,
-                self.layout.replicas,
-                self.worker,
-                minibatches,
-                self.microbatches,
-                self._in_transit,
-            )
+        one = self.assignment
+        steps = program(
+            one.mode.method,
+            one.layout.replicas,
+            one.worker,
+            minibatches,
+            one.microbatches,
+            one.partition.in_transit,
         )
-        passes = sum(isinstance(step, Backward) for step in steps)
-        stage.begin(training=True)
-        # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
-        shown = progress and self.worker == (0, 0) and sys.stderr.isatty()
-        with _bar(minibatches, passes, shown) as advance:
-            times = self._execute(steps, stage, recorder, advance)
-        return self._stats(stage, times, minibatches, training=True)
+        return self._run(list(steps), stage, minibatches, recorder, training=True, bar=progress)
 
     def evaluate(
         self, stage: Stage, minibatches: int, microbatches: int, recorder: Recorder = OFF
     ) -> EpochStats:
         """Run all minibatches forward, each in so many microbatches, with the newest weights."""
-        steps = evaluation_program(self.layout, self.worker, minibatches, microbatches)
-        stage.begin(training=False)
-        times = self._execute(steps, stage, recorder, None)
-        return self._stats(stage, times, minibatches, training=False)
+        one = self.assignment
+        steps = evaluation_program(one.layout, one.worker, minibatches, microbatches)
+        return self._run(steps, stage, minibatches, recorder, training=False, bar=False)
 
-    def _execute(
+    def _run(
         self,
         steps: Sequence[Instruction],
         stage: Stage,
+        minibatches: int,
         recorder: Recorder,
-        advance: Callable[[], object] | None,
-    ) -> Times:
-        with recorder.telling():
-            return execute(
+        *,
+        training: bool,
+        bar: bool,
+    ) -> EpochStats:
+        layout, passes = self.assignment.layout, sum(isinstance(x, Backward) for x in steps)
+        stage.begin(training)
+        # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
+        shown = bar and self.assignment.worker == (0, 0) and sys.stderr.isatty()
+        with _bar(minibatches, passes, shown) as advance, recorder.telling():
+            times = execute(
                 steps,
                 stage,
                 self.transport,
-                self.layout,
+                layout,
                 cut=self.microbatches > 1,
                 recorder=recorder,
                 progress=advance,
             )
+        return self._stats(stage, times, minibatches, training)
 
     def _stats(self, stage: Stage, times: Times, minibatches: int, training: bool) -> EpochStats:
         ends = times.backward_ends
@@ -147,19 +130,20 @@ class PipelineRunner:
             "times": [times.total_s, times.compute_s, times.wait_s, times.utilisation],
             "period_s": self._period_s(ends) if training else 0.0,
             "sent": self.transport.sent_bytes - self._sent_before,
-            "norm": stage.norms.squared[self.worker.stage],
+            "norm": stage.norms.squared[self.assignment.worker.stage],
         }
         self._sent_before = self.transport.sent_bytes
-        everyone: list[dict[str, Any]] = self._agreement.gather(
-            mine, "hvd_pipe.pipeline.stats", self._ranks
+        everyone: list[dict[str, Any]] = self.agreement.gather(
+            mine, "hvd_pipe.pipeline.stats", self.ranks
         )
-        firsts = (self.layout.rank(Worker(s, 0)) for s in range(self.layout.stages))
+        layout = self.assignment.layout
+        firsts = (layout.rank(Worker(s, 0)) for s in range(layout.stages))
         stage.norms.set_all([everyone[first]["norm"] for first in firsts])
         tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
         total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
         return EpochStats(
             loss=tally.loss / tally.weight,
-            metric=tally.metric / tally.weight if self._has_metric else None,
+            metric=tally.metric / tally.weight if self.has_metric else None,
             minibatches=minibatches,
             samples=int(tally.samples),
             seconds=max(total),
@@ -172,7 +156,7 @@ class PipelineRunner:
 
     def _period_s(self, ends: Sequence[float]) -> float:
         """Return the seconds a minibatch over the second half of this worker's minibatches."""
-        width = self.layout.replicas[self.worker.stage]
+        width = self.assignment.layout.replicas[self.assignment.worker.stage]
         share = max(1, self.microbatches // width)  # backward passes of a minibatch here
         done = ends[share - 1 :: share]
         half = len(done) // 2

@@ -15,8 +15,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
 from hvd_pipe.pipeline.build import BuiltPipeline, Framework, connect, cut_together
-from hvd_pipe.pipeline.options import Options
-from hvd_pipe.pipeline.plans import assign, plan_together
+from hvd_pipe.pipeline.plans import Options, assign, plan_together
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.modes import MODES

@@ -26,18 +26,10 @@ from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
-__all__ = ["Losses", "TorchStage", "moved"]
-
 
 @dataclass(frozen=True)
 class Losses:
-    """What the last stage computes of the model's output and the targets.
-
-    Args:
-        loss: A mean over the samples.
-        metric: A number to be reported, likewise a mean; None for none.
-        shared: Whether a microbatch's loss counts as its share of the minibatch.
-    """
+    """What the last stage computes of the model's output and the targets."""
 
     loss: Callable[[Any, Any], torch.Tensor]
     metric: Callable[[Any, Any], Any] | None
@@ -60,17 +52,7 @@ class _Pending:
 
 
 class TorchStage:
-    """The stage of one worker; see :class:`hvd_pipe.pipeline.stage.Stage`.
-
-    Args:
-        cut: Its module, and what it gets and gives.
-        losses: What the last stage computes; None in all others.
-        updates: How its gradients become updates.
-        before, after: Its messages to and from its neighbours; None at the ends.
-        recompute: Keep no activations, and run forward again before backward.
-        recycle: Takes a received message's memory back.
-        device: Where it computes.
-    """
+    """The stage of one worker; see :class:`hvd_pipe.pipeline.stage.Stage`."""
 
     def __init__(
         self,
