@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,7 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
 from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start
-from hvd_pipe.pipeline.runner import PipelineRunner
-from hvd_pipe.pipeline.stage import Add, Clipping, Norms, Stage
+from hvd_pipe.pipeline.stage import Add, Clipping, Norms
 from hvd_pipe.pipeline.transport import (
     MOST_BYTES,
     Channel,
@@ -30,7 +28,6 @@ from hvd_pipe.pipeline.transport import (
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.runtime.consensus import Agreement, Description
 from hvd_pipe.runtime.process_sets import make_process_sets
-from hvd_pipe.runtime.timeline.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -42,21 +39,6 @@ class Framework:
     ranks: ProcessSet
     start: Start
     add: Add
-
-
-@dataclass(kw_only=True)
-class BuiltPipeline(ABC):
-    """A worker's part of a pipeline."""
-
-    assignment: Assignment
-    runner: PipelineRunner
-    stage: Stage
-    most_samples: int
-    recorder: Recorder
-
-    @abstractmethod
-    def average_statistics(self) -> None:
-        """Average what is not trained, as BatchNorm's statistics, over the stage's replicas."""
 
 
 def cut_together(
@@ -93,13 +75,6 @@ class Connections:
         norms = Norms(one.worker.stage, one.layout.stages)
         return Clipping(
             most, one.mode.synchronous, norms, replicas, framework.ranks, framework.add
-        )
-
-    def runner(self, has_metric: bool) -> PipelineRunner:
-        """Return what runs the worker's part of epochs."""
-        framework = self.framework
-        return PipelineRunner(
-            self.assignment, self.transport, framework.agreement, framework.ranks, has_metric
         )
 
 

@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.build import BuiltPipeline
+from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.stages import Partition
 
 NEW = "new."

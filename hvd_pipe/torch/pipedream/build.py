@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, Sum, allreduce_, global_process_set, rank
 from torch import nn
@@ -18,13 +17,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.pipeline.build import (
-    BuiltPipeline,
     Connections,
     Framework,
     connect,
     cut_together,
 )
 from hvd_pipe.pipeline.plans import Assignment, Options, assign, check_function, plan_together
+from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
@@ -117,7 +116,6 @@ class TorchPipeline(BuiltPipeline):
     stage: TorchStage
     updates: Updates
     scheduler: Any | None
-    replicas: ProcessSet | None
     layers: tuple[str, ...]
     owners: dict[str, int]
     unused: dict[str, Any]
@@ -125,12 +123,13 @@ class TorchPipeline(BuiltPipeline):
 
     def average_statistics(self) -> None:
         """Average BatchNorm's statistics over the replicas of the stage."""
-        if self.replicas is None:
+        ranks = self.connections.replicas
+        if ranks is None:
             return
         for name, buffer in self.stage.module.named_buffers():
             if buffer.is_floating_point():
                 # In double precision, so that what is alike, as constants are, stays as it is.
-                tag, ranks = f"hvd_pipe.pipeline.buffers.{name}", self.replicas
+                tag = f"hvd_pipe.pipeline.buffers.{name}"
                 mean = allreduce_(buffer.double(), op=Average, name=tag, process_set=ranks)
                 buffer.data.copy_(mean)
 
@@ -168,8 +167,8 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     updates = _updates(options, optimizer, by_minibatch, own.module, connections)
     losses = Losses(options.loss_fn, options.metric_fn, shared=coalesces)
     return TorchPipeline(
-        assignment=assignment,
-        runner=connections.runner(options.metric_fn is not None),
+        connections=connections,
+        has_metric=options.metric_fn is not None,
         stage=TorchStage(
             own,
             losses if assignment.is_last else None,
@@ -184,7 +183,6 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         recorder=recorder,
         updates=updates,
         scheduler=scheduler,
-        replicas=connections.replicas,
         layers=layers,
         owners=owners,
         unused=unused,
