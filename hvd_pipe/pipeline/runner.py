@@ -79,37 +79,37 @@ class BuiltPipeline(ABC):
 
     def train(self, minibatches: int, *, progress: bool) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
-        one = self.assignment
+        assignment = self.assignment
         steps = program(
-            one.mode.method,
-            one.layout.replicas,
-            one.worker,
+            assignment.mode.method,
+            assignment.layout.replicas,
+            assignment.worker,
             minibatches,
-            one.microbatches,
-            one.partition.in_transit,
+            assignment.microbatches,
+            assignment.partition.in_transit,
         )
         return self._run(list(steps), minibatches, training=True, progress=progress)
 
     def evaluate(self, minibatches: int, microbatches: int) -> EpochStats:
         """Run all minibatches forward, each in so many microbatches, with the newest weights."""
-        one = self.assignment
-        steps = evaluation_program(one.layout, one.worker, minibatches, microbatches)
+        assignment = self.assignment
+        steps = evaluation_program(assignment.layout, assignment.worker, minibatches, microbatches)
         return self._run(steps, minibatches, training=False, progress=False)
 
     def _run(
         self, steps: Sequence[Instruction], minibatches: int, *, training: bool, progress: bool
     ) -> EpochStats:
-        one, passes = self.assignment, sum(isinstance(x, Backward) for x in steps)
+        assignment, passes = self.assignment, sum(isinstance(x, Backward) for x in steps)
         self.stage.begin(training)
         # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
-        shown = progress and one.worker == (0, 0) and sys.stderr.isatty()
+        shown = progress and assignment.worker == (0, 0) and sys.stderr.isatty()
         with _bar(minibatches, passes, shown) as advance, self.recorder.telling():
             times = execute(
                 steps,
                 self.stage,
                 self.connections.transport,
-                one.layout,
-                cut=one.microbatches > 1,
+                assignment.layout,
+                cut=assignment.microbatches > 1,
                 recorder=self.recorder,
                 progress=advance,
             )
@@ -148,14 +148,14 @@ class BuiltPipeline(ABC):
 
     def _period_s(self, ends: Sequence[float]) -> float:
         """Return the seconds a minibatch over the second half of this worker's minibatches."""
-        one = self.assignment
-        width = one.layout.replicas[one.worker.stage]
-        share = max(1, one.microbatches // width)  # backward passes of a minibatch here
+        assignment = self.assignment
+        width = assignment.layout.replicas[assignment.worker.stage]
+        share = max(1, assignment.microbatches // width)  # backward passes of a minibatch here
         done = ends[share - 1 :: share]
         half = len(done) // 2
         if len(done) - 1 - half < 1:
             return 0.0
-        every = width if one.microbatches == 1 else 1
+        every = width if assignment.microbatches == 1 else 1
         return (done[-1] - done[half]) / (len(done) - 1 - half) / every
 
 

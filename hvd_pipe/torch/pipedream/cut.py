@@ -57,7 +57,7 @@ def cut(
                 )
     sides = [traced.inputs, *crossing]
     specs = [tuple(spec for node in side for spec in values[node]) for side in sides]
-    made = []
+    cuts = []
     for number in range(len(stages)):
         nodes = [node for node, stage in home.items() if stage == number]
         last = number == len(stages) - 1
@@ -69,8 +69,8 @@ def cut(
             copies=number > 0,
             name=f"Stage{number}",
         )
-        made.append(StageModule(module, specs[number], () if last else specs[number + 1]))
-    return made
+        cuts.append(StageModule(module, specs[number], () if last else specs[number + 1]))
+    return cuts
 
 
 def part(

@@ -155,16 +155,16 @@ def specs(traced: Traced, sample: Sequence[Tensor]) -> dict[fx.Node, tuple[Tenso
     fewer = max(1, batch // 2)
     smaller = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
     made = traced.graph_module
-    planned, found = Run(made), Run(made)
+    whole, half = Run(made), Run(made)
     with as_before(made, traced.model, sample, training=False):
-        planned.watch(sample)
+        whole.watch(sample)
         try:
-            found.watch(smaller)
+            half.watch(smaller)
         except Exception:  # as it would do with a smaller last minibatch
-            found = planned
+            half = whole
     values = {}
     for node in dict.fromkeys([*traced.inputs, *traced.users()]):
-        tensors, others = planned.tensors[node], found.tensors[node]
+        tensors, others = whole.tensors[node], half.tensors[node]
         values[node] = tuple(
             _spec(traced.names[node] + path, x, others.get(path, x), node in traced.run.trained)
             for path, x in tensors.items()

@@ -54,8 +54,8 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
     has all layers.
 
     Args:
-        model: An `nn.Module` that torch.fx can trace, or a list of modules: the stages, or finer
-            pieces, in order.
+        model: A list of modules in order, the stages or finer pieces; an `nn.Sequential`; or any
+            `nn.Module` that torch.fx can trace.
         loss_fn: ``loss_fn(output, targets)``, a scalar mean over the minibatch.
         optimizer_fn: Makes the optimizer of a stage from the list of its parameters.
         plan: "auto" (profile the model, measure the network, find the fastest stages), "straight"
