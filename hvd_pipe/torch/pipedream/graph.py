@@ -316,8 +316,10 @@ class Run(fx.Interpreter):
         }
         tensors = flat(result)
         self.structures[n] = apart(result)[1]
-        # Without memory: as large, and nothing in it.
-        self.tensors[n] = {k: x.detach().to("meta") for k, x in named_tensors(result).items()}
+        self.tensors[n] = {
+            path: torch.empty(x.shape, dtype=x.dtype, device="meta")
+            for path, x in named_tensors(result).items()
+        }
         memory = {_address(x): known.get(_address(x), n) for x in tensors}
         self._memory[n] = memory
         if changed:
@@ -339,7 +341,10 @@ class Run(fx.Interpreter):
 
 
 def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse tensors have no storage
+        return id(x)
 
 
 def state_of(node: fx.Node, module: nn.Module) -> list[Tensor]:
