@@ -49,7 +49,8 @@ class PipelineRank(Rank):
         network = pipeline_models.on_cpu(model)
         inputs, _ = network.minibatch()
         self.barrier()
-        return {"profile": measure_profile(trace(network, 1), (inputs,), name=model).to_json()}
+        traced = trace(network, (inputs,))
+        return {"profile": measure_profile(traced, (inputs,), name=model).to_json()}
 
     def build(  # type: ignore[override]
         self,

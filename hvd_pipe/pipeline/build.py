@@ -8,53 +8,31 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
-from hvd_pipe.pipeline.norms import Add, Clipping, Norms
 from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start
-from hvd_pipe.pipeline.runner import PipelineRunner
-from hvd_pipe.pipeline.stage import Stage
+from hvd_pipe.pipeline.stage import Add, Clipping, Norms
 from hvd_pipe.pipeline.transport import (
+    MOST_BYTES,
     Channel,
-    Kind,
     Transport,
     channels_of,
-    check_channels,
     chosen,
 )
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.runtime.consensus import Agreement, Description
 from hvd_pipe.runtime.process_sets import make_process_sets
-from hvd_pipe.runtime.timeline import Recorder
-
-__all__ = [
-    "BuiltPipeline",
-    "Connections",
-    "Framework",
-    "connect",
-    "cut_together",
-    "open_transport",
-]
 
 
 @dataclass(frozen=True)
 class Framework:
-    """What pipelines need of a framework's Horovod.
-
-    Args:
-        horovod: Its ``mpi_ops``: ``is_initialized``, ``mpi_enabled``, ``size`` and ``rank``.
-        agreement: How ranks ask each other.
-        ranks: All of them.
-        start: Starts a broadcast.
-        add: Adds a number up over ranks.
-    """
+    """What pipelines need of a framework's Horovod."""
 
     horovod: Any
     agreement: Agreement
@@ -63,46 +41,12 @@ class Framework:
     add: Add
 
 
-@dataclass(kw_only=True)
-class BuiltPipeline(ABC):
-    """A worker's part of a pipeline.
-
-    Args:
-        assignment: Who the worker is, and what it does.
-        runner: Runs epochs.
-        stage: The worker's layers.
-        most_samples: Of the largest microbatch: what messages have room for.
-        recorder: Where passes are noted for a timeline.
-    """
-
-    assignment: Assignment
-    runner: PipelineRunner
-    stage: Stage
-    most_samples: int
-    recorder: Recorder
-
-    @abstractmethod
-    def average_statistics(self) -> None:
-        """Average what is not trained, as BatchNorm's statistics, over the stage's replicas."""
-
-
-class HasOutputs(Protocol):
-    """A stage of a model that is cut."""
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it sends to the next stage."""
-
-
-S = TypeVar("S", bound=HasOutputs)
-
-
 def cut_together(
-    assignment: Assignment, framework: Framework, cut: Callable[[], tuple[list[S], int]]
-) -> tuple[list[S], int]:
+    assignment: Assignment, framework: Framework, cut: Callable[[], tuple[list[Any], int]]
+) -> tuple[list[Any], int]:
     """Cut the model on every rank, and see that all have the same cuts."""
 
-    def divide() -> tuple[tuple[list[S], int], Description]:
+    def divide() -> tuple[tuple[list[Any], int], Description]:
         replicas = assignment.layout.replicas
         in_transit = assignment.partition.in_transit
         method, microbatches = assignment.mode.method, assignment.microbatches
@@ -116,15 +60,7 @@ def cut_together(
 
 @dataclass(frozen=True)
 class Connections:
-    """What connects a worker to the others.
-
-    Args:
-        assignment: Who the worker is.
-        framework: All ranks.
-        before, after: Messages from and to its neighbours; None at the ends.
-        replicas: The ranks of its stage; None where there is one.
-        transport: Carries the messages.
-    """
+    """What connects a worker to the others."""
 
     assignment: Assignment
     framework: Framework
@@ -139,13 +75,6 @@ class Connections:
         norms = Norms(one.worker.stage, one.layout.stages)
         return Clipping(
             most, one.mode.synchronous, norms, replicas, framework.ranks, framework.add
-        )
-
-    def runner(self, has_metric: bool) -> PipelineRunner:
-        """Return what runs the worker's part of epochs."""
-        framework = self.framework
-        return PipelineRunner(
-            self.assignment, self.transport, framework.agreement, framework.ranks, has_metric
         )
 
 
@@ -190,18 +119,17 @@ def open_transport(
             from hvd_pipe.pipeline import mpi  # noqa: PLC0415 - there may be no mpi4py
 
             mpi.check(int(horovod.rank()), int(horovod.size()))
+        for channel in channels:
+            if not 0 < channel.capacity <= MOST_BYTES:
+                raise ValueError(
+                    f"rank {horovod.rank()} has {channel} of up to {channel.capacity} bytes; a "
+                    f"message can have 1 to {MOST_BYTES}: use smaller microbatches"
+                )
         return name, [("the transport of the pipeline", name)]
 
     name = agreement.checked(check, "hvd_pipe.pipeline.transport", world)
-    mine = [list(map(int, astuple(channel))) for channel in channels]
-    table = [
-        [
-            Channel(peer, Kind(kind), bool(outgoing), capacity)
-            for peer, kind, outgoing, capacity in one
-        ]
-        for one in agreement.gather(mine, "hvd_pipe.pipeline.channels", world)
-    ]
-    check_channels(table)
+    peers = agreement.gather([one.peer for one in channels], "hvd_pipe.pipeline.channels", world)
+    pairs = {(min(a, b), max(a, b)) for a, others in enumerate(peers) for b in others}
 
     def meet() -> None:
         agreement.gather(None, "hvd_pipe.pipeline.close", world)
@@ -213,16 +141,10 @@ def open_transport(
 
     def made() -> tuple[Mapping[tuple[int, ...], ProcessSet], Description]:
         # All ranks fail together, or one that has left shuts Horovod down under the others.
-        return make_process_sets(_pairs(table), world, _NEEDED), []
+        return make_process_sets(sorted(pairs), world, _NEEDED), []
 
     sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
     return ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
-
-
-def _pairs(table: Sequence[Sequence[Channel]]) -> Iterator[tuple[int, int]]:
-    for rank, channels in enumerate(table):
-        for channel in channels:
-            yield min(rank, channel.peer), max(rank, channel.peer)
 
 
 _NEEDED = (

@@ -11,19 +11,8 @@ from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.pipeline.build import BuiltPipeline
+from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.stages import Partition
-
-__all__ = [
-    "NEW",
-    "digest",
-    "read_checkpoint",
-    "resume",
-    "same_stages",
-    "write_checkpoint",
-    "write_together",
-]
-
 
 NEW = "new."
 """Begins the names of files until all of them are written."""
@@ -37,13 +26,6 @@ def digest(path: Path) -> str:
 
 def write_together(directory: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
     """Write files so that the last one is there only beside all others of its own time.
-
-    All are written before any old one is touched, so what ends a write that takes long, or a full
-    disk, leaves the old ones. Other files of the directory stay.
-
-    Args:
-        directory: Is made if need be.
-        writers: What writes each file to a path, by its name, in order.
 
     Example:
         >>> import tempfile
@@ -68,16 +50,8 @@ ABOUT = "pipeline.json"
 
 T = TypeVar("T")
 
-_DAMAGE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    RuntimeError,
-    UnpicklingError,
-)
+_WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError)
+_DAMAGE = (*_WRONG_VALUES, OSError, EOFError, RuntimeError, UnpicklingError)
 
 
 def write_checkpoint(
@@ -124,34 +98,16 @@ def read_checkpoint(
 
 
 def resume(built: BuiltPipeline, found: dict[str, Any], layers: Iterable[str]) -> bool:
-    """Take the norms of gradients that a checkpoint has; return whether its stages are these."""
-    same = same_stages(found, built.assignment.partition, layers)
+    """Take the norms of gradients that a checkpoint has; return whether its stages are these.
+
+    Layers are compared by their places, as names that Keras makes up differ from run to run.
+    """
+    saved = Partition.from_json(json.dumps(found["partition"]))
+    same = _placed(saved, found["layers"]) == _placed(built.assignment.partition, layers)
     if same:
         norms = (math.nan if norm is None else norm for norm in found["squared_norms"])
         built.stage.norms.set_all(tuple(norms))
     return same
-
-
-def same_stages(found: dict[str, Any], partition: Partition, layers: Iterable[str]) -> bool:
-    """Return whether a checkpoint's stages have the layers and the workers of these.
-
-    Layers are compared by their places, as names that Keras makes up differ from run to run.
-
-    Args:
-        found: What the checkpoint says.
-        partition: The stages of now.
-        layers: All that these may have, in order.
-
-    Example:
-        >>> from hvd_pipe.planning.stages import Stage
-        >>> stage = Stage(("a", "b"), 2, 0.1, 8, 0, 0, 16, time_s=0.1)
-        >>> one = Partition((stage,), 2, 0.1, 0.2, 0.1, "paper", in_flight=(1,))
-        >>> saved = {"partition": json.loads(one.to_json()), "layers": ["a", "b"]}
-        >>> same_stages(saved, one, ["a", "b"]), same_stages(saved, one, ["b", "a"])
-        (True, False)
-    """
-    saved = Partition.from_json(json.dumps(found["partition"]))
-    return _placed(saved, found["layers"]) == _placed(partition, layers)
 
 
 def _placed(partition: Partition, layers: Iterable[str]) -> list[tuple[list[int], int]]:

@@ -33,16 +33,10 @@ from hvd_pipe.planning.instructions import (
 )
 from hvd_pipe.runtime.timeline import OFF, Recorder
 
-__all__ = ["Times", "evaluation_program", "execute"]
-
 
 @dataclass
 class Times:
-    """How long a worker has computed and waited, in seconds.
-
-    The steady state begins with its first backward pass and ends with its last forward pass: the
-    pipeline is neither filling nor draining.
-    """
+    """How long a worker has computed and waited, in seconds."""
 
     total_s: float = 0.0
     compute_s: float = 0.0

@@ -1,57 +1,187 @@
-"""Tensors as messages between stages, and back; a framework says how its tensors become bytes."""
+"""Tensors as messages between stages, and back: a header and then each tensor's bytes.
+
+::
+
+    0         8      16          24          32      40      44      48
+    | "hvdpipe1" | length | minibatch | microbatch | digest | stages | tensors |
+    | squared norm of each stage (float64) | shape of each tensor (int64) | gap
+    | tensor 0 | gap | tensor 1 | ...                 each begins at a multiple of 64 bytes
+
+All numbers are little-endian. A buffer may go on after the message, as where every message of a
+channel is as long as the largest one: the header knows the length.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.stage import Buffer, MicrobatchIndex
-from hvd_pipe.pipeline.wire import Format, Header, Part
 
-__all__ = ["ITEM_BYTES", "Boundary", "Messages", "TensorSpec"]
+ALIGNMENT = 64
+"""Bytes; where a tensor may begin so that every framework takes it without a copy."""
+
+Bytes = npt.NDArray[np.uint8]
+Part = npt.NDArray[Any] | bytes | bytearray | memoryview
+
+_MAGIC = b"hvdpipe1"
+_FIXED = struct.Struct("<8sQQQQII")
 
 
+def empty(nbytes: int) -> Bytes:
+    """Return a flat buffer of this length that begins at a multiple of `ALIGNMENT`."""
+    buffer = np.empty(nbytes + ALIGNMENT, np.uint8)
+    first = -buffer.ctypes.data % ALIGNMENT
+    return buffer[first : first + nbytes]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says of itself."""
+
+    minibatch: int
+    microbatch: int
+    digest: int
+    squared_norms: tuple[float, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the messages of a channel have in common."""
+
+    most_shapes: tuple[tuple[int, ...], ...]
+    itemsizes: tuple[int, ...]
+    stages: int
+
+    @cached_property
+    def capacity(self) -> int:
+        """Bytes of the largest message: that of the planned shapes."""
+        return self._places(Header(0, 0, 0, (math.nan,) * self.stages, self.most_shapes))[1]
+
+    def pack(self, header: Header, parts: Sequence[Part]) -> Bytes:
+        """Return the message of these tensors: their bytes are copied once."""
+        places, length = self._places(header)
+        if len(parts) != len(header.shapes):
+            raise ValueError(
+                f"the header has shapes of {len(header.shapes)} tensors, got {len(parts)} parts"
+            )
+        message = empty(length)
+        fixed = (header.minibatch, header.microbatch, header.digest)
+        _FIXED.pack_into(
+            message.data, 0, _MAGIC, message.size, *fixed, self.stages, len(self.most_shapes)
+        )
+        message[self._norms].view("<f8")[:] = header.squared_norms
+        message[self._dims].view("<i8")[:] = [dim for shape in header.shapes for dim in shape]
+        message[self._dims.stop : self._first] = 0
+        for number, (place, part) in enumerate(zip(places, parts, strict=True)):
+            array = part if isinstance(part, np.ndarray) else np.frombuffer(part, np.uint8)
+            if array.nbytes != place.stop - place.start:
+                raise ValueError(
+                    f"tensor {number} of shape {header.shapes[number]} and itemsize "
+                    f"{self.itemsizes[number]} has {place.stop - place.start} bytes, got a part "
+                    f"of {array.nbytes}"
+                )
+            # Through a view of the part's own shape, so that strides cost no second copy.
+            np.copyto(message[place].view(array.dtype).reshape(array.shape), array)
+            # Nothing else of this process's memory travels along.
+            message[place.stop : place.stop + -place.stop % ALIGNMENT] = 0
+        return message
+
+    def unpack(self, buffer: Bytes) -> tuple[Header, list[Bytes]]:
+        """Return a message's header, and views of the bytes of its tensors: nothing is copied."""
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+            raise ValueError(
+                f"a message is a flat, contiguous array of uint8, got {buffer.dtype} of shape "
+                f"{buffer.shape}"
+            )
+        if buffer.size < self._first:
+            raise _malformed(
+                f"the header of this plan has {self._first} bytes, the message {buffer.size}"
+            )
+        fixed = _FIXED.unpack_from(buffer.data)
+        magic, length, minibatch, microbatch, digest, stages, tensors = fixed
+        if magic != _MAGIC:
+            raise _malformed(f"it begins with {magic!r} and not with {_MAGIC!r}")
+        for what, found, planned in (
+            ("stages", stages, self.stages),
+            ("tensors", tensors, len(self.most_shapes)),
+        ):
+            if found != planned:
+                raise _malformed(f"it has {found} {what}, the plan {planned}")
+        norms = tuple(buffer[self._norms].view("<f8").tolist())
+        dims = iter(buffer[self._dims].view("<i8").tolist())
+        shapes = tuple(tuple(next(dims) for _ in most) for most in self.most_shapes)
+        header = Header(minibatch, microbatch, digest, norms, shapes)
+        try:
+            places, expected = self._places(header)
+        except ValueError as error:
+            raise _malformed(str(error)) from error
+        if length != expected:
+            raise _malformed(f"it says that it has {length} bytes, and its shapes make {expected}")
+        if buffer.size < length:
+            raise _malformed(f"{buffer.size} of its {length} bytes have come")
+        return header, [buffer[place] for place in places]
+
+    @cached_property
+    def _norms(self) -> slice:
+        """Where the squared norms are."""
+        return slice(_FIXED.size, _FIXED.size + 8 * self.stages)
+
+    @cached_property
+    def _dims(self) -> slice:
+        """Where the shapes are."""
+        first = self._norms.stop
+        return slice(first, first + 8 * sum(map(len, self.most_shapes)))
+
+    @cached_property
+    def _first(self) -> int:
+        """Where the first tensor begins."""
+        end: int = self._dims.stop
+        return end + -end % ALIGNMENT
+
+    def _places(self, header: Header) -> tuple[list[slice], int]:
+        """Check shapes, and return where each tensor's bytes are, and the message's length."""
+        places, end = [], self._first
+        for number, (shape, most) in enumerate(zip(header.shapes, self.most_shapes, strict=True)):
+            if len(shape) != len(most) or any(
+                not 0 <= dim <= largest for dim, largest in zip(shape, most, strict=True)
+            ):
+                raise ValueError(
+                    f"tensor {number} has shape {shape}; the plan allows {most} and smaller"
+                )
+            place = slice(end, end + math.prod(shape) * self.itemsizes[number])
+            places.append(place)
+            end = place.stop + -place.stop % ALIGNMENT
+        return places, end
+
+
+def _malformed(what: str) -> HvdPipeError:
+    return HvdPipeError(
+        f"a message is not what this rank expects: {what}. Every rank must run the same script "
+        "and plan, with the same hvd_pipe."
+    )
+
+
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
 ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
+    name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in _DTYPES.split()
 }
 """Bytes of an element by the plain name of its dtype: the dtypes that can travel."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that crosses a cut between stages.
-
-    Args:
-        name: Unique in its model.
-        shape: With the sample minibatch.
-        dtype: Its plain name, one of :data:`ITEM_BYTES`.
-        dynamic: Dimensions that follow the batch size, which a last minibatch makes smaller.
-        gradient: Whether a gradient of its shape and dtype comes back.
-
-    Raises:
-        ValueError: An empty name, an unknown dtype, or a shape or dimension that cannot be.
-
-    Example:
-        >>> spec = TensorSpec("relu", (32, 10), "float32", dynamic=(0,), gradient=True)
-        >>> spec.nbytes
-        1280
-        >>> spec.check((7, 10), "float32", "stage 1")
-    """
+    """A tensor that crosses a cut between stages."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,42 +189,13 @@ class TensorSpec:
     dynamic: tuple[int, ...]
     gradient: bool
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "dynamic", tuple(self.dynamic))
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"a tensor needs a non-empty string as its name, got {self.name!r}")
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(
-                f"tensor {self.name!r}: dtype must be one of {', '.join(ITEM_BYTES)}; "
-                f"got {self.dtype!r}"
-            )
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in self.shape):
-            raise ValueError(
-                f"tensor {self.name!r}: a shape has integers of at least 0, got {self.shape}"
-            )
-        if any(at not in range(len(self.shape)) for at in self.dynamic):
-            raise ValueError(
-                f"tensor {self.name!r}: dynamic = {self.dynamic} must number dimensions of the "
-                f"shape {self.shape}"
-            )
-
     @property
     def nbytes(self) -> int:
         """Bytes with the sample minibatch."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def check(self, shape: Sequence[int], dtype: str, where: str) -> None:
-        """Check that a tensor is as planned; dimensions in ``dynamic`` may be smaller, not larger.
-
-        Args:
-            shape: Of the tensor at hand.
-            dtype: Of the tensor at hand, its plain name.
-            where: Who has it, for the message: "stage 1 replica 0".
-
-        Raises:
-            ValueError: It differs; names the stage, the tensor, the plan and what was found.
-        """
+        """Check a tensor: dimensions in ``dynamic`` may be smaller than planned, no others."""
         found = tuple(shape)
         what = f"{where}: tensor {self.name!r}"
         plan = f"was planned as {self.dtype} {self.shape}, but is {dtype} {found}"
@@ -125,15 +226,7 @@ _SHORTENED = {"float32", "float64"}
 
 
 class Messages(ABC):
-    """Messages of one kind over one cut: its activations, or its gradients.
-
-    Args:
-        dtypes: The framework's, by their plain names.
-        specs: What each carries.
-        stages: How many the pipeline has.
-        where: Who packs and unpacks, for errors: "stage 1 replica 0".
-        short: Whether floating-point numbers travel as bfloat16.
-    """
+    """Messages of one kind over one cut: its activations, or its gradients."""
 
     def __init__(
         self,
@@ -205,12 +298,7 @@ class Messages(ABC):
 
 
 class Boundary:
-    """A cut between two stages: what crosses it forward, and which gradients come back.
-
-    Args:
-        specs: What crosses it.
-        make: Makes the messages that carry some of it.
-    """
+    """A cut between two stages: what crosses it forward, and which gradients come back."""
 
     def __init__(
         self, specs: Sequence[TensorSpec], make: Callable[[Sequence[TensorSpec]], Messages]

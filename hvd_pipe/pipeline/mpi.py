@@ -22,6 +22,7 @@ from typing import Any
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.messages import Bytes, empty
 from hvd_pipe.pipeline.transport import (
     DEPTH,
     WINDOW,
@@ -31,7 +32,6 @@ from hvd_pipe.pipeline.transport import (
     Transport,
     checked_size,
 )
-from hvd_pipe.pipeline.wire import Bytes, empty
 from hvd_pipe.runtime.watch.waits import waiting_for
 
 try:
@@ -42,7 +42,6 @@ except ImportError as error:
         'Horovod runs over, or use transport="process-sets".'
     ) from error
 
-__all__ = ["MpiTransport", "check"]
 
 LEAST_PAUSE_S, MOST_PAUSE_S = 1e-4, 1e-3
 PAUSE = 0.1
@@ -68,12 +67,7 @@ def check(rank: int, size: int) -> None:
 
 
 class MpiTransport(Transport):
-    """A transport over MPI; all ranks make it at the same time.
-
-    Args:
-        channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
-        meet: Waits until all ranks are there, without MPI as far as this module is concerned.
-    """
+    """A transport over MPI; all ranks make it at the same time."""
 
     def __init__(self, channels: Sequence[Channel], meet: Callable[[], object]) -> None:
         super().__init__(channels, meet)

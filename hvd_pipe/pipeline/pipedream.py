@@ -9,15 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hvd_pipe.pipeline.build import BuiltPipeline, Framework
-from hvd_pipe.pipeline.options import Options
-from hvd_pipe.pipeline.runner import EpochStats
+from hvd_pipe.pipeline.build import Framework
+from hvd_pipe.pipeline.plans import Options
+from hvd_pipe.pipeline.runner import BuiltPipeline, EpochStats
 from hvd_pipe.pipeline.stage import Feed, Split, filled_up, length_of, open_feed
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.consensus import Description
-
-__all__ = ["Loader", "PipeDreamBase"]
-
 
 Loader = Iterable[Any]
 
@@ -26,16 +23,7 @@ B = TypeVar("B", bound=BuiltPipeline)
 
 
 class PipeDreamBase(ABC, Generic[B]):
-    """A pipeline of workers that each train some layers of a model.
-
-    It is built with its first minibatch.
-
-    Args:
-        options: What the user asks for.
-        framework: All ranks.
-        describe: Describes what else ranks must have alike.
-        sample: A minibatch to build it with; None to wait for the first.
-    """
+    """A pipeline of workers that each train some layers of a model."""
 
     def __init__(
         self,
@@ -89,13 +77,10 @@ class PipeDreamBase(ABC, Generic[B]):
         """
         feed = self._opened(loader, self._split)
         built = self._build(feed.first)
-        runner = built.runner
-        feed.microbatches = runner.microbatches
+        feed.microbatches = built.assignment.microbatches
         built.stage.feed = feed
         with self._running():
-            stats = runner.train(
-                built.stage, feed.count, built.recorder, progress=self._options.progress
-            )
+            stats = built.train(feed.count, progress=self._options.progress)
         self.epoch += 1
         return stats
 
@@ -115,9 +100,7 @@ class PipeDreamBase(ABC, Generic[B]):
         )
         built.stage.feed = feed
         with self._running():
-            return built.runner.evaluate(
-                built.stage, feed.count, feed.microbatches, built.recorder
-            )
+            return built.evaluate(feed.count, feed.microbatches)
 
     @abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -157,7 +140,7 @@ class PipeDreamBase(ABC, Generic[B]):
         """
         built, self._built, self._closed = self._built, None, True
         if built is not None:
-            built.runner.transport.close(meet=not self._failed)
+            built.connections.transport.close(meet=not self._failed)
 
     @abstractmethod
     def _split(self, batch: Any, count: int) -> Sequence[Any]:

@@ -1,34 +1,151 @@
-"""From what the user asks for to the stages: measured, or as given; and the words that say why."""
+"""What users ask of a pipeline, checked; and the stages of it: measured, or as given."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.options import Options, Request, read_plan
-from hvd_pipe.pipeline.transport import Layout
+from hvd_pipe.pipeline.transport import Layout, check_transport
+from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.in_transit import scheduled
 from hvd_pipe.planning.instructions import Worker
-from hvd_pipe.planning.modes import Mode
+from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.pipeline_cost import PipelineCost, coalesced, fewest_microbatches
 from hvd_pipe.planning.pipeline_plans import best_plan
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.consensus import Agreement
+from hvd_pipe.planning.stages import Partition, parse_replicas
+from hvd_pipe.runtime.consensus import Agreement, Description
 
-__all__ = [
-    "Assignment",
-    "assign",
-    "choose",
-    "link_of",
-    "plan_together",
-    "usual_microbatches",
-]
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    stages: Partition | None = None
+    replicas: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        if self.stages is not None:
+            return self.stages.to_json()
+        return "auto" if self.replicas is None else "-".join(map(str, self.replicas))
+
+
+def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request:
+    """Read ``plan=``: "auto", "straight", "3-1", a partition, or the path of a saved one."""
+    if plan == "auto":
+        return Request()
+    if not isinstance(plan, str | os.PathLike | Partition):
+        raise TypeError(
+            f"plan must be 'auto', 'straight', replicas as in '3-1', a Partition, or the path of "
+            f"a saved one, got {plan!r}"
+        )
+    if isinstance(plan, str | os.PathLike):
+        text = os.fspath(plan)
+        if not (os.sep in text or text.endswith(".json")):
+            return Request(replicas=parse_replicas(text, workers))
+        plan = Partition.load(Path(text))
+    if sum(plan.replicas) != workers:
+        raise ValueError(
+            f"the plan {plan.config} is for {sum(plan.replicas)} workers, but the job has "
+            f"{workers}: start as many, or let plan='auto' find another"
+        )
+    return Request(stages=plan)
+
+
+@dataclass
+class Options:
+    """The arguments that `PipeDream` of both frameworks has, by their names."""
+
+    model: Any
+    loss_fn: Callable[[Any, Any], Any]
+    optimizer_fn: Callable[..., Any]
+    plan: str | os.PathLike[str] | Partition
+    mode: str
+    microbatches: int | None
+    transport: str
+    in_transit: int | None
+    recompute: bool
+    wire_dtype: str | None
+    scale_lr: bool
+    max_grad_norm: float | None
+    metric_fn: Callable[[Any, Any], Any] | None
+    profile: ModelProfile | str | os.PathLike[str] | None
+    bandwidth: float | None
+    memory_bytes: float | None
+    progress: bool
+
+    @property
+    def chosen_mode(self) -> Mode:
+        """What ``mode`` names."""
+        return mode_named(self.mode)
+
+    def check(self, workers: int) -> Description:
+        """Check them, and return what ranks must have alike."""
+        mode = mode_named(self.mode)
+        request = read_plan(self.plan, workers)
+        for name in ("loss_fn", "optimizer_fn"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
+        check_function("metric_fn", self.metric_fn)
+        check_transport(self.transport)
+        if self.wire_dtype not in {None, "bfloat16"}:
+            raise ValueError(f"wire_dtype must be None or 'bfloat16', got {self.wire_dtype!r}")
+        for name in ("max_grad_norm", "bandwidth", "memory_bytes"):
+            check_positive(name, getattr(self, name))
+        check_microbatches(self.microbatches, mode)
+        if self.in_transit is not None:
+            check_count("in_transit", self.in_transit, least=0)
+        if self.profile is not None and not isinstance(self.profile, ModelProfile):
+            self.profile = ModelProfile.read(self.profile)
+        names = ("transport", "recompute", "wire_dtype", "scale_lr", "max_grad_norm", "bandwidth")
+        shown = [f"{name}={getattr(self, name)}" for name in names]
+        shown += [f"{name}={getattr(self, name) is not None}" for name in ("profile", "metric_fn")]
+        return [
+            ("the mode of the pipeline", self.mode),
+            ("the plan of the pipeline", str(request)),
+            ("microbatches", str(self.microbatches)),
+            ("in_transit", str(self.in_transit)),
+            ("the pipeline's options", ", ".join(shown)),
+        ]
+
+
+def check_function(name: str, value: Any) -> None:
+    """Check a function that may be left out."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function or None, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Check a number that may be left out."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number or None, got {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and above 0, got {value}")
+
+
+def check_microbatches(count: Any, mode: Mode) -> None:
+    """Check into how many microbatches a minibatch is to be cut, where that is said."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"microbatches must be an integer or None, got {count!r}")
+    if count < 1:
+        raise ValueError(f"microbatches must be at least 1, got {count}")
+    if count > 1 and not mode.coalesces:
+        raise ValueError(
+            f"mode {mode.name!r} updates after every minibatch, so it has no microbatches, got "
+            f"{count}: give the loader a smaller batch_size, or take mode='2bw' or 'flush'"
+        )
 
 
 LEAST_SHARE = 0.2
@@ -37,15 +154,7 @@ LEAST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a plan means for one worker.
-
-    Args:
-        partition: All stages.
-        mode: When weights are updated.
-        rank: The worker's.
-        microbatches: Of a minibatch; 1 in the modes that have none.
-        lr_scale: What its learning rates are multiplied with.
-    """
+    """What a plan means for one worker."""
 
     partition: Partition
     mode: Mode
@@ -162,7 +271,10 @@ def choose(
         for stage, memory in zip(found.stages, cost.memory_bytes, strict=True)
     ]
     found = replace(found.with_in_transit(plan.in_transit), stages=tuple(stages))
-    held = f"{_in_flight(plan)}, for {max(cost.memory_bytes) / 1e6:.1f} MB a worker"
+    in_flight = "-".join(map(str, plan.in_flight))
+    more = f" (in_transit={plan.in_transit})" if plan.in_transit else ""
+    megabytes = max(cost.memory_bytes) / 1e6
+    held = f"{in_flight} are in flight, by stage{more}, for {megabytes:.1f} MB a worker"
     if given is not None:  # nobody has measured the links
         return found, f"as given; {held}"
     period, parallel, single = (
@@ -179,21 +291,6 @@ def choose(
         f"{staleness} updates late, by stage; {saved:.0%} less is sent than by data parallelism"
     )
     return replace(found, simulated_s=cost.period_s / pieces), why
-
-
-def _in_flight(plan: Partition) -> str:
-    """How many minibatches are in flight, and why.
-
-    Example:
-        >>> from hvd_pipe.planning.stages import Stage
-        >>> two = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),) * 2
-        >>> plan = Partition(two, 2, 0.1, 0.2, 0.2, "paper", (2, 1))
-        >>> _in_flight(plan), _in_flight(plan.with_in_transit(1))
-        ('2-1 are in flight, by stage', '3-1 are in flight, by stage (in_transit=1)')
-    """
-    counts = "-".join(map(str, plan.in_flight))
-    more = f" (in_transit={plan.in_transit})" if plan.in_transit else ""
-    return f"{counts} are in flight, by stage{more}"
 
 
 def _check_memory(cost: PipelineCost, cluster: Cluster) -> None:
@@ -222,10 +319,7 @@ def usual_microbatches(mode: Mode, replicas: Sequence[int], in_transit: int = 0)
 
 
 def link_of(comm: CommModel, workers: int) -> tuple[float, float]:
-    """Return bytes/s and latency of links on which a ring's all-reduces take what was measured.
-
-    A ring sends ``2 (n-1)/n`` of the bytes over each link, in ``2 (n-1)`` messages.
-    """
+    """Return bytes/s and latency of links on which a ring's all-reduces take what was measured."""
     small, large = 2**20, 2**23
     nbytes, seconds = large - small, float(comm(large)) - float(comm(small))
     if seconds < LEAST_SHARE * float(comm(large)):  # nothing but noise: take all as transfer

@@ -21,6 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.pipeline.messages import Bytes, empty
 from hvd_pipe.pipeline.transport import (
     DEPTH,
     WINDOW,
@@ -31,11 +32,8 @@ from hvd_pipe.pipeline.transport import (
     Transport,
     checked_size,
 )
-from hvd_pipe.pipeline.wire import Bytes, empty
 from hvd_pipe.runtime.consensus import shutdown_is_told
 from hvd_pipe.runtime.watch.waits import waiting_for
-
-__all__ = ["Handle", "ProcessSetTransport", "Start"]
 
 _serials = itertools.count()  # ranks make transports together, so they count alike
 
@@ -47,36 +45,12 @@ class Handle(Protocol):
         """Block until it is done."""
 
 
-class Start(Protocol):
-    """Starts a broadcast of Horovod's, in place, and returns at once: a framework's own."""
-
-    def __call__(
-        self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet
-    ) -> Handle:
-        """Start it.
-
-        Args:
-            buffer: What the root sends, or room for it.
-            root_rank: Its number in the job.
-            name: The channel's, a dot, and a number.
-            process_set: The ranks that take part.
-        """
+Start = Callable[[Bytes, int, str, ProcessSet], Handle]
+"""Starts a broadcast of Horovod's, in place, from a root rank, and returns at once."""
 
 
 class ProcessSetTransport(Transport):
-    """A transport over process sets; all ranks make it together.
-
-    What `receive` returns is as long as the largest message of its channel:
-    :mod:`hvd_pipe.pipeline.wire` knows where it ends. Horovod takes no broadcast back: one that
-    has begun on one side alone when a transport is closed ends with Horovod.
-
-    Args:
-        channels: This rank's, as `hvd_pipe.pipeline.transport.check_channels` wants them.
-        rank: This rank.
-        sets: The process set of each pair of ranks, the smaller one first.
-        start: Starts a broadcast.
-        meet: Waits until all ranks are there.
-    """
+    """A transport over process sets; all ranks make it together."""
 
     def __init__(
         self,

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.common.process_sets import ProcessSet
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from hvd_pipe.pipeline.build import Connections
 from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
 from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.stage import Stage, Tally
-from hvd_pipe.pipeline.transport import Transport
 from hvd_pipe.planning.instructions import Backward, Instruction, Worker
 from hvd_pipe.planning.schedule import program
-from hvd_pipe.runtime.consensus import Agreement
-from hvd_pipe.runtime.timeline import OFF, Recorder
-
-__all__ = ["EpochStats", "PipelineRunner"]
+from hvd_pipe.runtime.timeline import Recorder
 
 
 @dataclass(frozen=True)
@@ -60,106 +57,85 @@ class EpochStats:
         )
 
 
-class PipelineRunner:
-    """Runs a worker's part of a pipeline.
+@dataclass(kw_only=True)
+class BuiltPipeline(ABC):
+    """A worker's part of a pipeline; `most_samples` are those that a message has room for."""
 
-    Args:
-        assignment: Who the worker is, and what it does.
-        transport: To the neighbours.
-        agreement: How all ranks ask each other.
-        ranks: All of them.
-        has_metric: Whether the last stage measures one.
-    """
+    connections: Connections
+    stage: Stage
+    most_samples: int
+    recorder: Recorder
+    has_metric: bool
+    _sent_before: int = 0
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        transport: Transport,
-        agreement: Agreement,
-        ranks: ProcessSet,
-        has_metric: bool,
-    ) -> None:
-        self.layout, self.worker = assignment.layout, assignment.worker
-        self.microbatches, self._method = assignment.microbatches, assignment.mode.method
-        self._in_transit = assignment.partition.in_transit
-        self.transport = transport
-        self._agreement, self._ranks = agreement, ranks
-        self._has_metric = has_metric
-        self._sent_before = 0
+    @property
+    def assignment(self) -> Assignment:
+        """Who the worker is, and what it does."""
+        return self.connections.assignment
 
-    def train(
-        self,
-        stage: Stage,
-        minibatches: int,
-        recorder: Recorder = OFF,
-        progress: bool = False,
-    ) -> EpochStats:
+    @abstractmethod
+    def average_statistics(self) -> None:
+        """Average what is not trained, as BatchNorm's statistics, over the stage's replicas."""
+
+    def train(self, minibatches: int, *, progress: bool) -> EpochStats:
         """Train on an epoch of minibatches: fill the pipeline, run it, and drain it."""
-        steps = tuple(
-            program(
-                self._method,
-                self.layout.replicas,
-                self.worker,
-                minibatches,
-                self.microbatches,
-                self._in_transit,
-            )
+        assignment = self.assignment
+        steps = program(
+            assignment.mode.method,
+            assignment.layout.replicas,
+            assignment.worker,
+            minibatches,
+            assignment.microbatches,
+            assignment.partition.in_transit,
         )
-        passes = sum(isinstance(step, Backward) for step in steps)
-        stage.begin(training=True)
-        # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
-        shown = progress and self.worker == (0, 0) and sys.stderr.isatty()
-        with _bar(minibatches, passes, shown) as advance:
-            times = self._execute(steps, stage, recorder, advance)
-        return self._stats(stage, times, minibatches, training=True)
+        return self._run(list(steps), minibatches, training=True, progress=progress)
 
-    def evaluate(
-        self, stage: Stage, minibatches: int, microbatches: int, recorder: Recorder = OFF
-    ) -> EpochStats:
+    def evaluate(self, minibatches: int, microbatches: int) -> EpochStats:
         """Run all minibatches forward, each in so many microbatches, with the newest weights."""
-        steps = evaluation_program(self.layout, self.worker, minibatches, microbatches)
-        stage.begin(training=False)
-        times = self._execute(steps, stage, recorder, None)
-        return self._stats(stage, times, minibatches, training=False)
+        assignment = self.assignment
+        steps = evaluation_program(assignment.layout, assignment.worker, minibatches, microbatches)
+        return self._run(steps, minibatches, training=False, progress=False)
 
-    def _execute(
-        self,
-        steps: Sequence[Instruction],
-        stage: Stage,
-        recorder: Recorder,
-        advance: Callable[[], object] | None,
-    ) -> Times:
-        with recorder.telling():
-            return execute(
+    def _run(
+        self, steps: Sequence[Instruction], minibatches: int, *, training: bool, progress: bool
+    ) -> EpochStats:
+        assignment, passes = self.assignment, sum(isinstance(x, Backward) for x in steps)
+        self.stage.begin(training)
+        # To mpirun's ranks standard output is a terminal, but what they draw there is kept back.
+        shown = progress and assignment.worker == (0, 0) and sys.stderr.isatty()
+        with _bar(minibatches, passes, shown) as advance, self.recorder.telling():
+            times = execute(
                 steps,
-                stage,
-                self.transport,
-                self.layout,
-                cut=self.microbatches > 1,
-                recorder=recorder,
+                self.stage,
+                self.connections.transport,
+                assignment.layout,
+                cut=assignment.microbatches > 1,
+                recorder=self.recorder,
                 progress=advance,
             )
+        return self._stats(times, minibatches, training)
 
-    def _stats(self, stage: Stage, times: Times, minibatches: int, training: bool) -> EpochStats:
-        ends = times.backward_ends
+    def _stats(self, times: Times, minibatches: int, training: bool) -> EpochStats:
+        transport, framework = self.connections.transport, self.connections.framework
         mine = {
-            "tally": stage.tally(),
+            "tally": self.stage.tally(),
             "times": [times.total_s, times.compute_s, times.wait_s, times.utilisation],
-            "period_s": self._period_s(ends) if training else 0.0,
-            "sent": self.transport.sent_bytes - self._sent_before,
-            "norm": stage.norms.squared[self.worker.stage],
+            "period_s": self._period_s(times.backward_ends) if training else 0.0,
+            "sent": transport.sent_bytes - self._sent_before,
+            "norm": self.stage.norms.squared[self.assignment.worker.stage],
         }
-        self._sent_before = self.transport.sent_bytes
-        everyone: list[dict[str, Any]] = self._agreement.gather(
-            mine, "hvd_pipe.pipeline.stats", self._ranks
+        self._sent_before = transport.sent_bytes
+        everyone: list[dict[str, Any]] = framework.agreement.gather(
+            mine, "hvd_pipe.pipeline.stats", framework.ranks
         )
-        firsts = (self.layout.rank(Worker(s, 0)) for s in range(self.layout.stages))
-        stage.norms.set_all([everyone[first]["norm"] for first in firsts])
+        layout = self.assignment.layout
+        firsts = (layout.rank(Worker(s, 0)) for s in range(layout.stages))
+        self.stage.norms.set_all([everyone[first]["norm"] for first in firsts])
         tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
         total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
         return EpochStats(
             loss=tally.loss / tally.weight,
-            metric=tally.metric / tally.weight if self._has_metric else None,
+            metric=tally.metric / tally.weight if self.has_metric else None,
             minibatches=minibatches,
             samples=int(tally.samples),
             seconds=max(total),
@@ -172,13 +148,14 @@ class PipelineRunner:
 
     def _period_s(self, ends: Sequence[float]) -> float:
         """Return the seconds a minibatch over the second half of this worker's minibatches."""
-        width = self.layout.replicas[self.worker.stage]
-        share = max(1, self.microbatches // width)  # backward passes of a minibatch here
+        assignment = self.assignment
+        width = assignment.layout.replicas[assignment.worker.stage]
+        share = max(1, assignment.microbatches // width)  # backward passes of a minibatch here
         done = ends[share - 1 :: share]
         half = len(done) // 2
         if len(done) - 1 - half < 1:
             return 0.0
-        every = width if self.microbatches == 1 else 1
+        every = width if assignment.microbatches == 1 else 1
         return (done[-1] - done[half]) / (len(done) - 1 - half) / every
 
 

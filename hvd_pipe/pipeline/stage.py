@@ -1,7 +1,8 @@
-"""Microbatches: what a stage does with each, and where the first and the last stage read them."""
+"""Microbatches: what a stage does with each, where they are read, and clipping by all stages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,21 +13,73 @@ import numpy.typing as npt
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.pipeline.norms import Norms
 from hvd_pipe.runtime.consensus import Agreement
 
-__all__ = [
-    "Buffer",
-    "Feed",
-    "Microbatch",
-    "MicrobatchIndex",
-    "Split",
-    "Stage",
-    "Tally",
-    "filled_up",
-    "length_of",
-    "open_feed",
-]
+Add = Callable[[float, str, ProcessSet], float]
+"""Adds a number up over the ranks of a process set, under a name; all of them call it."""
+
+
+class Norms:
+    """The newest squared norm of each stage's gradient, as far as a worker knows."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.stage = stage
+        self.squared = (math.nan,) * stages
+        """By stage; nan for none."""
+
+    def heard(self, squared: Sequence[float], from_before: bool) -> None:
+        """Take what a neighbour knows of the stages on its side."""
+        own = self.squared[self.stage]
+        before, behind = (squared, self.squared) if from_before else (self.squared, squared)
+        self.squared = (*before[: self.stage], own, *behind[self.stage + 1 :])
+
+    def set_own(self, squared: float) -> None:
+        """Note the own gradient's."""
+        before, behind = self.squared[: self.stage], self.squared[self.stage + 1 :]
+        self.squared = (*before, squared, *behind)
+
+    def set_all(self, squared: Sequence[float]) -> None:
+        """Note those of all stages, as between epochs, when nothing is on its way."""
+        self.squared = tuple(squared)
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Clips the gradient of a stage by the norm over all stages.
+
+    Stages that end a minibatch together add up their squared norms. Elsewhere a stage takes the
+    newest that it has heard of: each message carries what its sender knows, downstream those of
+    the stages before it, upstream those of the stages behind it.
+    """
+
+    most: float | None
+    together: bool
+    norms: Norms
+    replicas: ProcessSet | None
+    everyone: ProcessSet
+    add: Add
+
+    def factor(self, squared: Callable[[], float]) -> float:
+        """Return what the gradient is multiplied with, the same on all replicas of a stage."""
+        if self.most is None:
+            return 1.0
+        self.norms.set_own(squared())
+        # As torch.nn.utils.clip_grad_norm_ has it, for a norm that is not finite, too.
+        factor = self.most / (math.sqrt(self._total()) + 1e-6)
+        return 1.0 if factor >= 1.0 else factor
+
+    def _total(self) -> float:
+        own = self.norms.squared[self.norms.stage]
+        if self.together:
+            width = 1 if self.replicas is None else self.replicas.size()
+            return self.add(own / width, "hvd_pipe.pipeline.stage", self.everyone)
+        known = enumerate(self.norms.squared)
+        others = math.fsum(x for s, x in known if s != self.norms.stage and not math.isnan(x))
+        if self.replicas is not None:
+            # Neighbours may have told each of them something else.
+            name = f"hvd_pipe.pipeline.stage.{self.norms.stage}"
+            others = self.add(others, name, self.replicas) / self.replicas.size()
+        return own + others
 
 
 Buffer = npt.NDArray[np.uint8]
@@ -41,14 +94,7 @@ class MicrobatchIndex(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What the last stage's workers add up in a run; zeros in all others.
-
-    Args:
-        loss: Sum of the losses, each times its weight.
-        metric: Likewise.
-        weight: In training a microbatch's share of its minibatch, else its samples.
-        samples: How many there were.
-    """
+    """What the last stage's workers add up in a run; zeros in all others."""
 
     loss: float = 0.0
     metric: float = 0.0
@@ -63,9 +109,7 @@ class Stage(Protocol):
 
         [take_input] forward [output]  ...  [take_gradient] backward [input_gradient]
 
-    The first stage has no take_input and input_gradient: it reads its inputs itself; the last has
-    no output and take_gradient: it computes the loss. Messages are whole ones of
-    :mod:`hvd_pipe.pipeline.wire`, header included. A run that is no training has no gradients.
+    The first stage reads its inputs from the feed, and the last one computes the loss.
     """
 
     feed: Feed | None
@@ -96,12 +140,7 @@ class Stage(Protocol):
         """Wait until the gradient is the average, or sum, over the replicas that have one."""
 
     def update(self, version: int, keep: bool) -> None:
-        """Apply the gradient to the newest weights, which makes ``version``; clear the gradient.
-
-        Args:
-            version: The newest from now on.
-            keep: Whether the version before is still needed: updating must not change it.
-        """
+        """Apply and clear the gradient: makes ``version``; ``keep`` the one before as it is."""
 
     def release(self, version: int) -> None:
         """Forget a version that nobody needs any more."""
@@ -119,15 +158,7 @@ Split = Callable[[Any, int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch.
-
-    Args:
-        inputs: What the model is called with.
-        targets: What the loss compares its output with.
-        samples: How many it has.
-        share: Its part of the minibatch's samples.
-        digest: A checksum of the targets, by which stages see that they mean the same minibatch.
-    """
+    """A microbatch."""
 
     inputs: tuple[Any, ...]
     targets: Any
@@ -138,11 +169,6 @@ class Microbatch:
 
 class Feed:
     """One pass over a loader.
-
-    Args:
-        loader: Yields (inputs, targets), alike on every rank.
-        count: How many minibatches the run takes.
-        split: Cuts a minibatch into microbatches.
 
     Example:
         >>> feed = Feed(["ab", "cd"], 2, lambda batch, microbatches: list(batch[:microbatches]))
@@ -204,12 +230,6 @@ def open_feed(make: Callable[[], Feed], agreement: Agreement, ranks: ProcessSet)
 def filled_up(split: Split) -> Split:
     """Return how an evaluation cuts a minibatch, of fewer samples than microbatches if need be.
 
-    All ranks run as many microbatches of each minibatch, so the last one is run again, and not
-    counted.
-
-    Args:
-        split: Cuts a minibatch that has a sample for each microbatch.
-
     Example:
         >>> def split(batch, microbatches):
         ...     return [Microbatch((x,), None, 1, 0.5, 0) for x in batch[:microbatches]]
@@ -226,16 +246,7 @@ def filled_up(split: Split) -> Split:
 
 
 def length_of(loader: Iterable[Any]) -> int:
-    """Return how many minibatches a loader yields.
-
-    Raises:
-        TypeError: It does not say.
-        ValueError: There are none.
-
-    Example:
-        >>> length_of([1, 2])
-        2
-    """
+    """Return how many minibatches a loader yields."""
     try:
         count = len(loader)  # type: ignore[arg-type]
     except TypeError:

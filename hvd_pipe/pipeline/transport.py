@@ -22,25 +22,8 @@ from typing import Any, TypeVar
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_pipe.errors import HvdPipeError, is_failing
-from hvd_pipe.pipeline.wire import Bytes
+from hvd_pipe.pipeline.messages import Bytes
 from hvd_pipe.planning.instructions import Worker
-
-__all__ = [
-    "DEPTH",
-    "TRANSPORTS",
-    "WINDOW",
-    "Channel",
-    "Incoming",
-    "Kind",
-    "Layout",
-    "Outgoing",
-    "Transport",
-    "channels_of",
-    "check_channels",
-    "check_transport",
-    "checked_size",
-    "chosen",
-]
 
 T = TypeVar("T")
 
@@ -53,9 +36,6 @@ MOST_BYTES = (1 << 31) - 1  # MPI and Horovod count bytes in a C int
 @dataclass(frozen=True)
 class Layout:
     """The workers of a pipeline, by rank.
-
-    Args:
-        replicas: R, workers of each stage.
 
     Example:
         >>> layout = Layout((2, 1))
@@ -118,18 +98,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Channel:
-    """Messages of one kind between this rank and another, in one direction.
-
-    Args:
-        peer: The other rank.
-        kind: What they carry.
-        outgoing: Whether this rank sends them.
-        capacity: Bytes of the largest one.
-
-    Example:
-        >>> print(Channel(peer=2, kind=Kind.GRADIENT, outgoing=False, capacity=1024))
-        gradient messages from rank 2
-    """
+    """Messages of one kind between this rank and another, in one direction."""
 
     peer: int
     kind: Kind
@@ -180,14 +149,7 @@ class _ByPeer(dict[tuple[int, Kind], T]):
 
 
 class Transport(ABC):
-    """Carries whole messages between ranks; those of a channel arrive in the order of their sends.
-
-    All methods are for the main thread. Whatever goes wrong behind it is raised by the next call.
-
-    Args:
-        channels: This rank's, as `check_channels` wants them.
-        meet: Waits until all ranks are there.
-    """
+    """Carries whole messages between ranks, in order within a channel; for the main thread."""
 
     def __init__(self, channels: Sequence[Channel], meet: Callable[[], object]) -> None:
         self.sent_bytes = 0
@@ -236,13 +198,7 @@ class Transport(ABC):
         """Wait until all that was sent has gone."""
 
     def close(self, meet: bool = True) -> None:
-        """Give up what is still on its way, and wait for all ranks to do so.
-
-        To be called after `flush`, and by all ranks; after an exception it waits for nobody.
-
-        Args:
-            meet: False where another rank may never come.
-        """
+        """Give up what is still on its way, and wait for all ranks to do so."""
         if self._closed:
             return
         self._closed = True
@@ -283,21 +239,14 @@ class Transport(ABC):
 _abandoned: list[object] = []
 
 
+def check_transport(transport: str) -> None:
+    """Check the name of a transport; ValueError says which there are."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+
+
 def chosen(transport: str, mpi_enabled: bool) -> str:
-    """Return the transport that a job uses.
-
-    Args:
-        transport: What the user asks for.
-        mpi_enabled: Whether Horovod runs over MPI.
-
-    Raises:
-        ValueError: There is none of that name.
-        HvdPipeError: It cannot be used here.
-
-    Example:
-        >>> chosen("auto", mpi_enabled=True), chosen("auto", mpi_enabled=False)
-        ('mpi', 'process-sets')
-    """
+    """Return the transport that a job uses."""
     check_transport(transport)
     if transport == "auto":
         return "mpi" if mpi_enabled else "process-sets"
@@ -309,31 +258,10 @@ def chosen(transport: str, mpi_enabled: bool) -> str:
     return transport
 
 
-def check_transport(transport: str) -> None:
-    """Check the name of a transport; ValueError says which there are."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
-
-
 def channels_of(
     layout: Layout, rank: int, before: tuple[int, int] | None, after: tuple[int, int] | None
 ) -> Iterator[Channel]:
-    """Yield what a worker sends to and receives from each neighbour.
-
-    Args:
-        layout: Which rank is who.
-        rank: The worker's.
-        before, after: Bytes of the largest activation and of the largest gradient on that side;
-            None at the ends of the pipeline.
-
-    Example:
-        >>> for channel in channels_of(Layout((2, 1)), 2, before=(64, 32), after=None):
-        ...     print(channel)
-        activation messages from rank 0
-        gradient messages to rank 0
-        activation messages from rank 1
-        gradient messages to rank 1
-    """
+    """Yield what a worker sends to and receives from each neighbour."""
     for left, right in layout.neighbours():
         if rank == right and before is not None:
             yield Channel(left, Kind.ACTIVATION, False, before[0])
@@ -341,48 +269,6 @@ def channels_of(
         if rank == left and after is not None:
             yield Channel(right, Kind.ACTIVATION, True, after[0])
             yield Channel(right, Kind.GRADIENT, False, after[1])
-
-
-def check_channels(table: Sequence[Sequence[Channel]]) -> None:
-    """Check that what each rank sends is what another one receives, and the other way round.
-
-    Args:
-        table: The channels of each rank.
-
-    Raises:
-        ValueError: Two ranks differ, or a channel is impossible; the same on every rank.
-
-    Example:
-        >>> check_channels([[Channel(1, Kind.ACTIVATION, True, 8)], []])
-        Traceback (most recent call last):
-        ValueError: rank 0 has activation messages to rank 1 of up to 8 bytes; rank 1 has none ...
-    """
-    sizes: dict[tuple[int, Channel], int] = {}
-    for rank, channels in enumerate(table):
-        for channel in channels:
-            key = rank, Channel(channel.peer, channel.kind, channel.outgoing, 0)
-            if key in sizes:
-                raise ValueError(f"rank {rank} has {channel} twice")
-            if not 0 <= channel.peer < len(table) or channel.peer == rank:
-                raise ValueError(
-                    f"rank {rank} has {channel}, which is none of the {len(table) - 1} others"
-                )
-            if not 0 < channel.capacity <= MOST_BYTES:
-                raise ValueError(
-                    f"rank {rank} has {channel} of up to {channel.capacity} bytes; a message can "
-                    f"have 1 to {MOST_BYTES}: use smaller microbatches"
-                )
-            sizes[key] = channel.capacity
-    for (rank, channel), size in sizes.items():
-        other = Channel(rank, channel.kind, not channel.outgoing, 0)
-        theirs = sizes.get((channel.peer, other))
-        if theirs != size:
-            has = "has none from there" if channel.outgoing else "sends none"
-            raise ValueError(
-                f"rank {rank} has {channel} of up to {size} bytes; rank {channel.peer} "
-                f"{has if theirs is None else f'says {theirs} bytes'}. Every rank must make the "
-                "same plan from the same model."
-            )
 
 
 def checked_size(data: Any, channel: Channel) -> int:

@@ -36,8 +36,7 @@ from on_ranks import gather, on_ranks
 import hvd_pipe.tensorflow as hvd
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
-from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Feed, MicrobatchIndex
+from hvd_pipe.pipeline.stage import Clipping, Feed, MicrobatchIndex, Norms
 from hvd_pipe.planning.instructions import (
     Backward,
     Forward,

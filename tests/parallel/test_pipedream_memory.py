@@ -37,7 +37,8 @@ def network() -> nn.Module:
 @functools.cache
 def measured() -> ModelProfile:
     """Return what the layers hold, with times that do not change from run to run."""
-    found = profile(trace(network()), (torch.randn(BATCH, 3, 32, 32),), steps=1, skip=0)
+    sample = (torch.randn(BATCH, 3, 32, 32),)
+    found = profile(trace(network(), sample), sample, steps=1, skip=0)
     layers = [
         replace(layer, forward_s=1e-3, backward_s=1e-3 + layer.gradient_bytes * 1e-9)
         for layer in found.layers

@@ -16,13 +16,12 @@ from on_ranks import on_ranks
 from pipeline_problem import OPTIMIZERS, make_model, plan, squared
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch_pipelines import Case, check, make_engine, partition_of, train
+from torch_pipelines import Case, check, layers_of, make_engine, partition_of, train
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import pipedream
-from hvd_pipe.torch.pipedream import graph
 
 two = on_ranks(2, init=pipedream.init)
 three = on_ranks(3, init=pipedream.init)
@@ -31,12 +30,11 @@ STRAIGHT = Case(plan("1-1"))
 
 def make(options: dict[str, Any]) -> pipedream.PipeDream:
     """Make a pipeline with these options."""
-    model = make_model("mixed")
     usual: dict[str, Any] = {
-        "model": model,
+        "model": make_model("mixed"),
         "loss_fn": squared,
         "optimizer_fn": OPTIMIZERS["sgd"],
-        "plan": partition_of(model, STRAIGHT.plan),
+        "plan": partition_of("mixed", STRAIGHT.plan),
         "sample": STRAIGHT.data(0)[0],
         "progress": False,
     }
@@ -154,7 +152,7 @@ def test_loaders_of_unlike_lengths() -> None:
 
 def given_profile() -> ModelProfile:
     """Times by which the mixed model is cut before the LSTM, and bytes that forbid replicas."""
-    layers = graph.trace(make_model("mixed")).layers
+    layers = layers_of("mixed")
     before = next(at for at, layer in enumerate(layers) if "lstm" in layer.name)
     share = {True: 1.0 / before, False: 1.0 / (len(layers) - before)}
     times = [share[at < before] for at in range(len(layers))]
@@ -171,7 +169,7 @@ def given_profile() -> ModelProfile:
 def test_plans_by_name(what: str, tmp_path: Path) -> None:
     """The profile's times cut the model before the LSTM, as the plan that is given does."""
     if what == "saved":
-        partition_of(make_model("mixed"), STRAIGHT.plan).save(tmp_path / "plan.json")
+        partition_of("mixed", STRAIGHT.plan).save(tmp_path / "plan.json")
         what = str(tmp_path / "plan.json")
     check(train(STRAIGHT, plan=what, profile=given_profile(), bandwidth=1e9), STRAIGHT)
 

@@ -87,9 +87,15 @@ def on_their_ranks(cases: Mapping[str, Case], daily: Container[str]) -> list[Any
     ]
 
 
-def partition_of(model: nn.Module, wanted: Plan) -> Partition:
-    """The plan, in the words of the engine: the traced layers, divided."""
-    layers = graph.trace(model).layers
+def layers_of(name: str) -> tuple[graph.Layer, ...]:
+    """The layers of a model of `make_model`."""
+    ((inputs, _), *_) = epoch(0, paired=name == "paired")
+    return graph.trace(make_model(name), inputs if name == "paired" else (inputs,)).layers
+
+
+def partition_of(name: str, wanted: Plan) -> Partition:
+    """The plan, in the words of the engine: the traced layers of a model, divided."""
+    layers = layers_of(name)
     first_call = {
         str(node.target): place
         for place, layer in reversed(list(enumerate(layers)))
@@ -109,7 +115,7 @@ def make_engine(case: Case, **more: Any) -> Any:
     torch.set_num_threads(1)
     model = make_model(case.model)
     options = {
-        "plan": partition_of(model, case.plan).with_in_transit(case.in_transit),
+        "plan": partition_of(case.model, case.plan).with_in_transit(case.in_transit),
         "sample": case.data(0)[0],
         "progress": False,
         "loss_fn": squared,

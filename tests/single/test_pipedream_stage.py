@@ -10,11 +10,9 @@ from horovod.common.process_sets import ProcessSet
 from torch import nn
 
 from hvd_pipe.pipeline.messages import Boundary
-from hvd_pipe.pipeline.norms import Clipping, Norms
-from hvd_pipe.pipeline.stage import Buffer, Feed, MicrobatchIndex
+from hvd_pipe.pipeline.stage import Buffer, Clipping, Feed, MicrobatchIndex, Norms
 from hvd_pipe.torch.pipedream.cut import cut
-from hvd_pipe.torch.pipedream.graph import trace
-from hvd_pipe.torch.pipedream.shapes import specs
+from hvd_pipe.torch.pipedream.graph import specs, trace
 from hvd_pipe.torch.pipedream.stage import TorchStage
 from hvd_pipe.torch.pipedream.tensors import TorchMessages, split
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
@@ -40,9 +38,10 @@ def test_gradients_do_not_stay_in_the_memory_of_messages(samples: int) -> None:
 
     The message's memory is then posted for the next one, before the gradient is applied.
     """
-    traced = trace(Shifted())
+    sample = (torch.ones(2, 4),)
+    traced = trace(Shifted(), sample)
     names = [layer.name for layer in traced.layers]
-    cuts = cut(traced, [names[:-1], names[-1:]], specs(traced, (torch.ones(2, 4),)))
+    cuts = cut(traced, [names[:-1], names[-1:]], specs(traced, sample))
     device = torch.device("cpu")
     boundary = Boundary(cuts[0].outputs, lambda x: TorchMessages(x, 2, "stage 0", False, device))
 

@@ -113,7 +113,8 @@ def test_small_networks_are_of_their_models_kinds(model: str) -> None:
     assert all(p.grad is not None and p.grad.any() for p in network.parameters())
     inputs, targets = network.minibatch(2)
     assert len(inputs) == len(targets) == 2 * network.batch
-    profile = measure_profile(trace(network, 1), (network.minibatch()[0],), steps=1, skip=0)
+    sample = (network.minibatch()[0],)
+    profile = measure_profile(trace(network, sample), sample, steps=1, skip=0)
     steady = replace(
         profile,
         layers=tuple(

@@ -10,13 +10,9 @@ import pytest
 MODULES = (
     "pipeline.checkpoint",
     "pipeline.executor",
-    "pipeline.messages",
-    "pipeline.norms",
-    "pipeline.options",
     "pipeline.plans",
     "pipeline.stage",
     "pipeline.transport",
-    "pipeline.wire",
     "planning.advise_pipeline",
     "planning.modes",
     "tensorflow.pipedream.cut",

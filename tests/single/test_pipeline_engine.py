@@ -14,7 +14,6 @@ from hvd_pipe.pipeline.executor import Times
 from hvd_pipe.pipeline.pipedream import PipeDreamBase
 from hvd_pipe.pipeline.stage import Microbatch
 from hvd_pipe.runtime.consensus import Agreement
-from hvd_pipe.runtime.timeline import OFF
 
 ALONE = ProcessSet([0])
 ALONE.size, ALONE.rank, ALONE.included = lambda: 1, lambda: 0, lambda: True
@@ -40,8 +39,12 @@ class Alone(PipeDreamBase[Any]):
         framework = Framework(horovod, agreement, ALONE, start=None, add=None)  # type: ignore[arg-type]
         super().__init__(options, framework, list, None)
         self.transport, self.made = Transport(), 0
-        runner = SimpleNamespace(microbatches=1, train=train, transport=self.transport)
-        self._parts = SimpleNamespace(runner=runner, stage=SimpleNamespace(), recorder=OFF)
+        self._parts = SimpleNamespace(
+            assignment=SimpleNamespace(microbatches=1),
+            connections=SimpleNamespace(transport=self.transport),
+            stage=SimpleNamespace(),
+            train=train,
+        )
 
     def save(self, directory: Any) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from horovod.common.process_sets import ProcessSet
 
-from hvd_pipe.pipeline.norms import Clipping, Norms
+from hvd_pipe.pipeline.stage import Clipping, Norms
 
 RANKS = ProcessSet([0, 1])  # of which no rank asks anything here
 RANKS.size = lambda: 2  # type: ignore[method-assign]

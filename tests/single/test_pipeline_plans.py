@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_pipe.pipeline.options import Request
-from hvd_pipe.pipeline.plans import choose
+from hvd_pipe.pipeline.plans import Request, choose
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile

@@ -14,9 +14,9 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import global_process_set, rank
 
-from hvd_pipe.pipeline.build import BuiltPipeline, Framework, connect, cut_together
-from hvd_pipe.pipeline.options import Options
-from hvd_pipe.pipeline.plans import assign, plan_together
+from hvd_pipe.pipeline.build import Framework, connect, cut_together
+from hvd_pipe.pipeline.plans import Options, assign, plan_together
+from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.modes import MODES
@@ -189,8 +189,8 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     ranks, weights = connections.replicas, [each for each in own.variables if each.trainable]
     replicas = None if ranks is None else Replicas(ranks, stage, weights)
     return KerasPipeline(
-        assignment=assignment,
-        runner=connections.runner(options.metric_fn is not None),
+        connections=connections,
+        has_metric=options.metric_fn is not None,
         stage=KerasStage(
             own,
             Losses(options.loss_fn, options.metric_fn) if assignment.is_last else None,

@@ -21,8 +21,7 @@ import tensorflow as tf
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
-from hvd_pipe.pipeline.norms import Clipping
-from hvd_pipe.pipeline.stage import Buffer, Feed, Microbatch, MicrobatchIndex, Tally
+from hvd_pipe.pipeline.stage import Buffer, Clipping, Feed, Microbatch, MicrobatchIndex, Tally
 from hvd_pipe.tensorflow.pipedream.cut import Part
 from hvd_pipe.tensorflow.pipedream.passes import Losses, Passed, Passes
 from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch

@@ -13,9 +13,8 @@ import keras
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import MPI_LIB, ProcessSet, rank
 
-from hvd_pipe.pipeline.messages import ITEM_BYTES, Messages, TensorSpec
+from hvd_pipe.pipeline.messages import ITEM_BYTES, Bytes, Messages, Part, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
-from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.tensorflow.pipedream.graph import Graph
 
 __all__ = ["Broadcast", "KerasMessages", "split", "start"]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from horovod.common.process_sets import ProcessSet
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, Sum, allreduce_, global_process_set, rank
 from torch import nn
@@ -18,19 +17,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.pipeline.build import (
-    BuiltPipeline,
     Connections,
     Framework,
     connect,
     cut_together,
 )
-from hvd_pipe.pipeline.messages import TensorSpec
-from hvd_pipe.pipeline.options import Options, check_function
-from hvd_pipe.pipeline.plans import Assignment, assign, plan_together
+from hvd_pipe.pipeline.plans import Assignment, Options, assign, check_function, plan_together
+from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.runtime.timeline import Recorder
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import Description, agree_on_clock, agreement
 from hvd_pipe.torch.horovod_api import broadcast_parameters
@@ -38,14 +34,11 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
-from hvd_pipe.torch.pipedream.graph import Traced, trace
+from hvd_pipe.torch.pipedream.graph import Traced, specs, trace
 from hvd_pipe.torch.pipedream.measure import profile
-from hvd_pipe.torch.pipedream.shapes import specs
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage, moved
 from hvd_pipe.torch.pipedream.tensors import TorchMessages, split, start
 from hvd_pipe.torch.pipedream.weights import Updates, add
-
-__all__ = ["FRAMEWORK", "TorchOptions", "TorchPipeline", "build"]
 
 LARGEST_MESSAGE = 2**23  # bytes, when the network is measured
 BUCKETS, LEAST_BUCKET_BYTES = 8, 2**15  # of a replicated stage
@@ -118,48 +111,26 @@ FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, start, add)
 
 @dataclass(kw_only=True)
 class TorchPipeline(BuiltPipeline):
-    """A worker's part of a pipeline.
+    """A worker's part of a pipeline."""
 
-    Args:
-        options: What the user asks for.
-        stage: The worker's layers.
-        updates: Of its weights.
-        scheduler: Of learning rates, where it moves with epochs.
-        replicas: The ranks of this stage; None where there is one.
-        layers: Names of all the model's, in order.
-        owners: The stage that holds each entry of the model's state.
-        unused: Entries that the model's forward never uses.
-        shapes: Of all entries, and their dtypes.
-    """
-
-    options: TorchOptions
     stage: TorchStage
     updates: Updates
     scheduler: Any | None
-    replicas: ProcessSet | None
     layers: tuple[str, ...]
     owners: dict[str, int]
     unused: dict[str, Any]
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-    @property
-    def any_scheduler(self) -> Any | None:
-        """The scheduler, whatever moves it on."""
-        return self.scheduler or self.updates.scheduler
-
     def average_statistics(self) -> None:
         """Average BatchNorm's statistics over the replicas of the stage."""
-        if self.replicas is None:
+        ranks = self.connections.replicas
+        if ranks is None:
             return
         for name, buffer in self.stage.module.named_buffers():
             if buffer.is_floating_point():
                 # In double precision, so that what is alike, as constants are, stays as it is.
-                mean = allreduce_(
-                    buffer.double(),
-                    op=Average,
-                    name=f"hvd_pipe.pipeline.buffers.{name}",
-                    process_set=self.replicas,
-                )
+                tag = f"hvd_pipe.pipeline.buffers.{name}"
+                mean = allreduce_(buffer.double(), op=Average, name=tag, process_set=ranks)
                 buffer.data.copy_(mean)
 
 
@@ -169,41 +140,51 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     broadcast_parameters({k: v.detach() for k, v in state.items()}, root_rank=0)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     device = next(x.device for x in state.values())
-    divided = _divided(options, batch, device)
-    assignment, module = divided.assignment, divided.own.module
-    unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in divided.owners}
+    assignment, layers, cuts, samples = _divided(options, batch, device)
+    worker, stages, coalesces = assignment.worker, len(cuts), assignment.mode.coalesces
+    own, arriving = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
+    owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
+    unused = {k: v.detach().cpu().clone() for k, v in state.items() if k not in owners}
     del state
-    _forget(options.modules(), module)
+    _forget(options.modules(), own.module)
     optimizer, scheduler = agreement.checked(
-        lambda: (_optimizer(options, module, assignment.lr_scale), []),
+        lambda: (_optimizer(options, own.module, assignment.lr_scale), []),
         "hvd_pipe.pipeline.optimizer",
         global_process_set,
     )
-    stages, where = assignment.layout.stages, str(assignment.worker)
     connections = connect(
         assignment,
         FRAMEWORK,
         options.transport,
-        (divided.arriving, divided.own.outputs),
-        lambda specs: TorchMessages(specs, stages, where, options.wire_dtype is not None, device),
+        (arriving, own.outputs),
+        lambda specs: TorchMessages(specs, stages, str(worker), bool(options.wire_dtype), device),
     )
-    recorder = _recorder()
-    by_minibatch = options.schedule_by == "minibatch"
-    updates = _updates(
-        options, optimizer, scheduler if by_minibatch else None, module, connections
-    )
+    if isinstance(timeline.active, timeline.TorchRecorder):
+        # Before an optimizer of some ranks does.
+        timeline.active.set_clock(agree_on_clock(global_process_set))
+    recorder = timeline.active
+    by_minibatch = scheduler if options.schedule_by == "minibatch" else None
+    updates = _updates(options, optimizer, by_minibatch, own.module, connections)
+    losses = Losses(options.loss_fn, options.metric_fn, shared=coalesces)
     return TorchPipeline(
-        assignment=assignment,
-        runner=connections.runner(options.metric_fn is not None),
-        stage=_stage(options, divided.own, updates, connections, device),
-        most_samples=divided.samples,
+        connections=connections,
+        has_metric=options.metric_fn is not None,
+        stage=TorchStage(
+            own,
+            losses if assignment.is_last else None,
+            updates,
+            connections.before,
+            connections.after,
+            options.recompute,
+            connections.transport.recycle,
+            device,
+        ),
+        most_samples=samples,
         recorder=recorder,
-        options=options,
         updates=updates,
-        scheduler=None if by_minibatch else scheduler,
-        replicas=connections.replicas,
-        layers=divided.layers,
-        owners=divided.owners,
+        scheduler=scheduler,
+        layers=layers,
+        owners=owners,
         unused=unused,
         shapes=shapes,
     )
@@ -221,58 +202,31 @@ def _updates(
     coalesces = assignment.mode.coalesces
     replicas = None if optimizer is None else connections.replicas
     if optimizer is not None and replicas is not None:
+        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        # A few messages, as activations need the links, too.
+        bucket_bytes = max(LEAST_BUCKET_BYTES, sum(p.nbytes for _, p in trained) // BUCKETS)
         optimizer = DistributedOptimizer(
             optimizer,
-            [(n, p) for n, p in module.named_parameters() if p.requires_grad],
+            trained,
             op=Sum if coalesces else Average,
             backward_passes_per_step=(
                 assignment.microbatches // replicas.size() if coalesces else 1
             ),
             process_set=replicas,
-            strategy=MergedGradient(bucket_bytes=_bucket_bytes(module)),
+            strategy=MergedGradient(bucket_bytes=bucket_bytes),
         )
     clipping = connections.clipping(options.max_grad_norm, replicas)
     return Updates(optimizer, scheduler, replicas, clipping, mean=not coalesces)
 
 
-def _stage(
-    options: TorchOptions,
-    own: StageModule,
-    updates: Updates,
-    connections: Connections,
-    device: torch.device,
-) -> TorchStage:
-    assignment = connections.assignment
-    losses = Losses(options.loss_fn, options.metric_fn, shared=assignment.mode.coalesces)
-    return TorchStage(
-        own,
-        losses if assignment.is_last else None,
-        updates,
-        connections.before,
-        connections.after,
-        options.recompute,
-        connections.transport.recycle,
-        device,
-    )
-
-
-@dataclass(frozen=True)
-class _Divided:
-    """A model in stages: this worker's own with the plan, what arrives there, who holds what."""
-
-    assignment: Assignment
-    own: StageModule
-    arriving: tuple[TensorSpec, ...]
-    layers: tuple[str, ...]
-    owners: dict[str, int]
-    samples: int
-
-
-def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divided:
-    """Plan, and cut the model."""
+def _divided(
+    options: TorchOptions, batch: Any, device: torch.device
+) -> tuple[Assignment, tuple[str, ...], list[StageModule], int]:
+    """Plan, and cut the model: with its layers and stages, and the samples of a microbatch."""
 
     def look() -> tuple[Traced, Description]:
-        traced = trace(options.model, len(split(batch, 1)[0].inputs))
+        inputs = split(batch, options.microbatches or 1)[0].inputs
+        traced = trace(options.model, moved(inputs, device))
         return traced, [("layers of the model", ", ".join(x.name for x in traced.layers))]
 
     traced = agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
@@ -285,12 +239,8 @@ def _divided(options: TorchOptions, batch: Any, device: torch.device) -> _Divide
         cuts = cut(traced, [stage.layers for stage in partition.stages], values)
         return cuts, microbatch.samples
 
-    cuts, samples = cut_together(assignment, FRAMEWORK, cuts_of)
-    stage = assignment.worker.stage
-    owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
-    arriving = cuts[stage - 1].outputs if stage else ()
     layers = tuple(layer.name for layer in traced.layers)
-    return _Divided(assignment, cuts[stage], arriving, layers, owners, samples)
+    return assignment, layers, *cut_together(assignment, FRAMEWORK, cuts_of)
 
 
 def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.device) -> Partition:
@@ -348,28 +298,14 @@ def _optimizer(options: TorchOptions, module: nn.Module, lr_scale: float) -> tup
     return optimizer, scheduler
 
 
-def _bucket_bytes(module: nn.Module) -> int:
-    """Return how large a replicated stage's messages are: a few, as activations need the links."""
-    nbytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    return max(LEAST_BUCKET_BYTES, nbytes // BUCKETS)
-
-
 def _forget(modules: Sequence[nn.Module], kept: nn.Module) -> None:
     """Free the memory of what other workers hold."""
     keep = {id(x) for x in (*kept.parameters(), *kept.buffers())}
     for module in (inner for outer in modules for inner in outer.modules()):
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in keep:
-                # By setattr, as some modules have lists of their own of them.
-                empty = parameter.detach().to("meta")
-                setattr(module, name, nn.Parameter(empty, parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if id(buffer) not in keep:
-                setattr(module, name, buffer.to("meta"))
-
-
-def _recorder() -> Recorder:
-    """Join the timeline, where one is asked for, before an optimizer of some ranks does."""
-    if isinstance(timeline.active, timeline.TorchRecorder):
-        timeline.active.set_clock(agree_on_clock(global_process_set))
-    return timeline.active
+        state = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in state:
+            if id(tensor) not in keep:
+                empty = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, tensor.requires_grad)
+                setattr(module, name, empty)  # some modules have lists of their own of them

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.functions import allgather_object
-from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
+from horovod.torch.functions import allgather_object, broadcast_object
+from horovod.torch.mpi_ops import global_process_set
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoint
@@ -27,8 +27,6 @@ from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.horovod_api import broadcast_tensors
 from hvd_pipe.torch.pipedream.build import TorchPipeline
-
-__all__ = ["load", "save", "whole_state"]
 
 SCHEMA = "hvd_pipe.pipeline/1"
 _NAME = "hvd_pipe.pipeline.checkpoint"
@@ -79,11 +77,7 @@ def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
 
 
 def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
-    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these.
-
-    Raises:
-        HvdPipeError: It is none, or of another model.
-    """
+    """Take a checkpoint that rank 0 reads; its number of epochs, and if its stages are these."""
     files: list[Any] = []
 
     def look() -> dict[str, Any]:
@@ -94,7 +88,10 @@ def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
 
     found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
     count = len(found["partition"]["stages"])
-    state, *stages = map(_from_first, files or [None] * (1 + count))
+    state, *stages = (
+        broadcast_object(files[at] if files else None, 0, name=f"{_NAME}.value")
+        for at in range(1 + count)
+    )
     built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
     built.unused.update({name: state[name] for name in built.unused})
     worker = built.assignment.worker
@@ -110,28 +107,22 @@ def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
 
 def _training_state(built: TorchPipeline) -> dict[str, Any]:
     """Return the optimizer's state by the names of its parameters, and its groups likewise."""
-    optimizer, scheduler = built.updates.optimizer, built.any_scheduler
-    if optimizer is None:
-        return {
-            "state": {},
-            "groups": [],
-            "scheduler": None,
-            "lr_scale": built.assignment.lr_scale,
-        }
+    optimizer, scheduler = built.updates.optimizer, built.scheduler
+    groups = [] if optimizer is None else optimizer.param_groups
     names = {id(p): name for name, p in built.stage.module.named_parameters()}
     return {
         "state": {
             names[id(p)]: dict(optimizer.state[p])
-            for group in optimizer.param_groups
+            for group in groups
             for p in group["params"]
-            if optimizer.state.get(p)
+            if optimizer is not None and optimizer.state.get(p)
         },
         "groups": [
             {
                 **{key: value for key, value in group.items() if key != "params"},
                 "params": [names[id(p)] for p in group["params"]],
             }
-            for group in optimizer.param_groups
+            for group in groups
         ],
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "lr_scale": built.assignment.lr_scale,
@@ -140,7 +131,7 @@ def _training_state(built: TorchPipeline) -> dict[str, Any]:
 
 def _load_training(built: TorchPipeline, stages: list[dict[str, Any]]) -> None:
     """Give each parameter of this stage its state, whichever stage had it, and its group's."""
-    optimizer, scheduler = built.updates.optimizer, built.any_scheduler
+    optimizer, scheduler = built.updates.optimizer, built.scheduler
     if optimizer is None:
         return
     state = {name: one for stage in stages for name, one in stage["state"].items()}
@@ -224,14 +215,3 @@ def _gather(value: Any) -> list[Any]:
     torch.save(value, file)
     parts = allgather_object(file.getvalue(), name=f"{_NAME}.gather")
     return [torch.load(io.BytesIO(part), map_location="cpu") for part in parts]
-
-
-def _from_first(value: Any) -> Any:
-    """Return rank 0's value on every rank."""
-    file = io.BytesIO()
-    if rank() == 0:
-        torch.save(value, file)
-    size = agreement.from_first(file.tell(), f"{_NAME}.bytes", global_process_set)
-    data = torch.frombuffer(bytearray(file.getvalue() or bytes(size)), dtype=torch.uint8)
-    broadcast_(data, 0, name=f"{_NAME}.value")
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu")

@@ -1,10 +1,11 @@
-"""A user's model as layers and edges between them: where a pipeline may cut it.
+"""A model as layers and edges between them: where a pipeline may cut it.
 
-A layer is a call of the model's graph with what must stay with it. A cut lies between layers, and
-only tensors travel over it. Nodes are joined into one layer where
+A list of modules, or an ``nn.Sequential``, is a row of layers. Any other model is traced by
+``torch.fx``, and run once in each mode to see what must stay together. A cut lies between layers,
+and only tensors travel over it. Calls are joined into one layer where
 
 * one takes a part of another's result (``y, state = lstm(x)``),
-* both use one parameter, or one of them changes a buffer that the other uses,
+* both use one parameter, or a buffer that the run changes,
 * one changes a tensor of the other in place,
 * one is computed from parameters alone (``class_token.expand(n, -1, -1)``) for the other,
 
@@ -14,31 +15,27 @@ stage asks its own tensors. Buffers that are only read, such as masks, may be in
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
-from torch import fx, nn
+import networkx
+import torch
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hvd_pipe.errors import HvdPipeError
-from hvd_pipe.torch.pipedream.joined import Joined, called, takes_part
+from hvd_pipe.pipeline.messages import ITEM_BYTES, TensorSpec
 from hvd_pipe.torch.pipedream.tracer import graph_of
-
-__all__ = ["Layer", "Traced", "assemble", "trace"]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is never cut.
-
-    Args:
-        name: Unique in its model: the path of the module that it calls ("features.0"), or what fx
-            calls it; of several joined ones the first's and the last's: "encoder..decoder".
-        nodes: Its calls, in the order of forward.
-        description: What it is, for people.
-    """
+    """Calls that are never cut, named by their module ("features.0"): "encoder..decoder"."""
 
     name: str
     nodes: tuple[fx.Node, ...]
@@ -47,24 +44,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Traced:
-    """A model that can be cut.
-
-    Args:
-        graph_module: Its calls; has the modules, parameters and buffers of the model itself.
-        layers: In an order of forward.
-        edges: (from, to) names of layers, the second uses a tensor of the first.
-        parameters: Of each layer, by their keys in the model's state dict; each tensor once.
-        unused: Keys of the model's state dict that forward never uses.
-        names: What each node's result is called, in messages and in what is planned.
-        model: The plain model.
-    """
+    """A model that can be cut; `names` are those of each node's result in messages and plans."""
 
     graph_module: fx.GraphModule
     layers: tuple[Layer, ...]
     edges: tuple[tuple[str, str], ...]
-    parameters: Mapping[str, Mapping[str, nn.Parameter]]
     unused: tuple[str, ...]
     names: Mapping[fx.Node, str]
+    run: Run
     model: nn.Module
 
     @property
@@ -75,52 +62,379 @@ class Traced:
     @property
     def output(self) -> fx.Node:
         """The node with what the model returns."""
-        (node,) = (n for n in self.graph_module.graph.nodes if n.op == "output")
-        assert isinstance(node, fx.Node)
-        return node
+        return self.graph_module.graph.output_node()
+
+    def users(self) -> dict[fx.Node, set[str]]:
+        """Return who uses a value but its own layer: names of layers, "" for the result."""
+        home = {node: layer.name for layer in self.layers for node in layer.nodes}
+        users: dict[fx.Node, set[str]] = {}
+        for node in [*home, self.output]:
+            for source in self.run.tensors_of(node):
+                if source.op != "get_attr" and home.get(source) != home.get(node, ""):
+                    users.setdefault(source, set()).add(home.get(node, ""))
+        return users
 
 
-def trace(model: nn.Module | Sequence[nn.Module], inputs: int | None = None) -> Traced:
-    """Find the layers of a model.
+def trace(model: nn.Module | Sequence[nn.Module], sample: Sequence[Tensor]) -> Traced:
+    """Find the layers of a model, and run it to see which of its calls must stay together.
 
-    Args:
-        model: Any module; or modules in a row, of which each is one layer, named as
-            ``nn.Sequential`` names them; or a ``GraphModule``, which is taken as it is.
-        inputs: How many positional arguments the model is called with; None for those that have
-            no default.
-
-    Raises:
-        HvdPipeError: The forward pass of the model itself depends on data, or has no layer; names
-            the line. Submodules whose forward does so are one layer each.
-        TypeError: No model, or forward does not take that many inputs.
+    A module that cannot be followed is one layer. A model that cannot be is refused with its line.
 
     Example:
-        >>> traced = trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> traced = trace(model, (torch.ones(8, 4),))
         >>> [layer.name for layer in traced.layers], traced.edges
         (['0', '1', '2'], (('0', '1'), ('1', '2')))
-        >>> list(traced.parameters["2"])
-        ['2.weight', '2.bias']
     """
-    chain = not isinstance(model, nn.Module)
-    if not isinstance(model, nn.Module):
-        if isinstance(model, str) or not isinstance(model, Sequence) or not model:
-            raise TypeError(f"model must be a module or a list of modules, got {model!r}")
-        wrong = [stage for stage in model if not isinstance(stage, nn.Module)]
-        if wrong:
-            raise TypeError(f"a stage must be a module, got {wrong[0]!r}")
-        model = nn.Sequential(*model)
-    if isinstance(model, fx.GraphModule):
-        graph = _plain(model, inputs)
-        made = assemble(model, _pruned(graph), model)
-    else:
-        mine = set(vars(model))
-        whole = {name for name, _ in model.named_children()} if chain else set()
-        try:
-            made = assemble(model, _pruned(graph_of(model, inputs, whole)), model)
-        finally:
+    _check_sample(sample)
+    mine = set(vars(model)) if isinstance(model, nn.Module) else set()
+    try:
+        whole, graph = graph_of(model, len(sample))
+        for node in list(graph.nodes):
+            if node.op == "get_attr" and not node.users:
+                graph.erase_node(node)
+        made = assemble(whole, graph, whole)
+    finally:
+        if isinstance(model, nn.Module):
             for key in set(vars(model)) - mine:  # constants, which the graph has now
                 delattr(model, key)
-    return _traced(made, model, chain)
+    run = Run(made)
+    for training in (True, False):
+        # A sample that the model cannot be trained with, as BatchNorm with one, may be evaluated.
+        allowed = (Exception,) if training else ()
+        with as_before(made, whole, sample, training) as buffers:
+            with suppress(*allowed):
+                run.watch(sample)
+            run.changed |= {id(b) for b, before in buffers if not torch.equal(b, before)}
+    links = _linked(run, made, chain=whole is not model)
+    if not links:
+        raise HvdPipeError(f"{type(whole).__name__} has no layer: its forward pass calls nothing")
+    names: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        own = node.op in ("call_module", "placeholder")
+        names[node] = _unique(str(node.target) if own else node.name, names.values())
+    groups = networkx.condensation(links)
+    for _, group in groups.nodes(data=True):
+        group["calls"] = sorted(group["members"], key=run.places.__getitem__)
+    order = networkx.lexicographical_topological_sort(
+        groups, key=lambda group: run.places[groups.nodes[group]["calls"][0]]
+    )
+    layers: dict[int, Layer] = {}
+    for group in order:
+        taken = {layer.name for layer in layers.values()}
+        layers[group] = _layer(groups.nodes[group]["calls"], names, made, taken)
+    at = {group: number for number, group in enumerate(layers)}
+    edges = sorted(groups.edges, key=lambda edge: (at[edge[0]], at[edge[1]]))
+    used = set(made.state_dict())
+    return Traced(
+        graph_module=made,
+        layers=tuple(layers.values()),
+        edges=tuple((layers[a].name, layers[b].name) for a, b in edges),
+        unused=tuple(key for key in whole.state_dict() if key not in used),
+        names=names,
+        run=run,
+        model=whole,
+    )
+
+
+def specs(traced: Traced, sample: Sequence[Tensor]) -> dict[fx.Node, tuple[TensorSpec, ...]]:
+    """Run a model on a sample, and on half of it, to see which tensors may pass between stages.
+
+    The first dimension of the first input is the batch, which other inputs may share. A model that
+    does not take half of it has no dynamic dimension. A value with anything but tensors has none.
+
+    Example:
+        >>> traced = trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), (torch.ones(8, 4),))
+        >>> for name, (spec,) in zip(("input", "0"), specs(traced, (torch.ones(8, 4),)).values()):
+        ...     print(spec)
+        TensorSpec(name='input', shape=(8, 4), dtype='float32', dynamic=(0,), gradient=False)
+        TensorSpec(name='0', shape=(8, 3), dtype='float32', dynamic=(0,), gradient=True)
+    """
+    _check_sample(sample, [traced.names[node] for node in traced.inputs])
+    batch = sample[0].shape[0]
+    fewer = max(1, batch // 2)
+    smaller = [x[:fewer] if x.ndim and x.shape[0] == batch else x for x in sample]
+    made = traced.graph_module
+    whole, half = Run(made), Run(made)
+    with as_before(made, traced.model, sample, training=False):
+        whole.watch(sample)
+        try:
+            half.watch(smaller)
+        except Exception:  # as it would do with a smaller last minibatch
+            half = whole
+    values = {}
+    for node in dict.fromkeys([*traced.inputs, *traced.users()]):
+        tensors, others = whole.tensors[node], half.tensors[node]
+        values[node] = tuple(
+            _spec(traced.names[node] + path, x, others.get(path, x), node in traced.run.trained)
+            for path, x in tensors.items()
+        )
+    return values
+
+
+def named_tensors(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a value that is one, or nested tuples of them, by their places."""
+    paths, _ = pytree.tree_flatten_with_path(value, is_leaf=_is_no_tuple)
+    if not all(isinstance(x, Tensor) for _, x in paths):
+        return {}
+    return {pytree.keystr(path): x for path, x in paths}
+
+
+def _is_no_tuple(value: Any) -> bool:
+    return not isinstance(value, tuple | list)
+
+
+def apart(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the tensors of nested tuples, and how they nest; anything else is left whole."""
+    whole = not named_tensors(value)
+    return pytree.tree_flatten(value, is_leaf=lambda x: whole or _is_no_tuple(x))
+
+
+def flat(value: Any) -> list[Tensor]:
+    """Return all tensors in a value."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _spec(name: str, planned: Tensor, found: Tensor, trained: bool) -> TensorSpec:
+    shape, other = tuple(planned.shape), tuple(found.shape)
+    alike = len(other) == len(shape)
+    dynamic = [at for at in range(len(shape)) if alike and other[at] != shape[at]]
+    dtype = str(planned.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(
+            f"tensor {name!r} is of dtype {dtype}, which cannot travel between stages; those that "
+            f"can: {', '.join(ITEM_BYTES)}"
+        )
+    return TensorSpec(name, shape, dtype, tuple(dynamic), trained and _is_continuous(planned))
+
+
+def _is_continuous(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _check_sample(sample: Sequence[Tensor], wanted: Sequence[str] | None = None) -> None:
+    if not isinstance(sample, tuple | list):
+        raise TypeError(f"sample is a tuple of the model's inputs, got {type(sample).__name__}")
+    if wanted is not None and len(sample) != len(wanted):
+        raise ValueError(
+            f"the model takes {len(wanted)} inputs ({', '.join(wanted)}), but the sample has "
+            f"{len(sample)}: give one tensor for each"
+        )
+    for key, value in zip(wanted or range(len(sample)), sample, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"input {key!r} must be a tensor, got {type(value).__name__}")
+    if sample and (sample[0].ndim == 0 or sample[0].shape[0] < 1):
+        raise ValueError(
+            f"the first dimension of the first input is the batch, which has at least 1 sample; "
+            f"got the shape {tuple(sample[0].shape)}"
+        )
+
+
+@contextmanager
+def as_before(
+    made: nn.Module, model: nn.Module, sample: Sequence[Tensor], training: bool
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Put training flags, buffers and random numbers back; give buffers with their values.
+
+    No gradients are computed within.
+    """
+    modules = {id(m): m for root in (made, model) for m in root.modules()}
+    flags = [(module, module.training) for module in modules.values()]
+    tensors = {id(b): b for module in modules.values() for b in module.buffers(recurse=False)}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in tensors.values()]
+    devices = sorted({t.device.index for t in [*sample, *tensors.values()] if t.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        try:
+            for module, _ in flags:
+                # Not train(): a module may do other things there, such as keep a part in eval.
+                module.training = training
+            yield buffers
+        finally:
+            for module, flag in flags:
+                module.training = flag
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+# What a run shows.
+
+
+class Run(fx.Interpreter):
+    """Runs a model, and notes what its nodes give, and what they change in place.
+
+    A tensor goes by the memory that it is a view of; its number is the node's that made it.
+    """
+
+    def __init__(self, made: fx.GraphModule) -> None:
+        super().__init__(made)
+        self.places = {node: at for at, node in enumerate(made.graph.nodes)}
+        self.structures: dict[fx.Node, pytree.TreeSpec] = {}
+        """How tensors nest in what nodes give, where they do."""
+        self.tensors: dict[fx.Node, dict[str, Tensor]] = {}
+        """Tensors in what nodes give, as large as they are, on the meta device."""
+        self.asks: set[fx.Node] = set()
+        """Nodes that give no tensors, but sizes, dtypes, devices of them."""
+        self.changing: set[fx.Node] = set()
+        """Nodes that change a tensor in place."""
+        self.together: set[tuple[fx.Node, fx.Node]] = set()
+        """A node that changes a tensor, with one that has used it before."""
+        self.changed: set[int] = set()
+        """Identities of buffers that have been changed."""
+        self.trained: set[fx.Node] = set()
+        """Nodes whose results depend on a parameter that is trained."""
+        self._memory: dict[fx.Node, dict[int, fx.Node]] = {}
+
+    def tensors_of(self, node: fx.Node) -> list[fx.Node]:
+        """Return the tensors that a node is computed from, through sizes asked from them."""
+        tensors: dict[fx.Node, None] = {}
+        queue = list(node.all_input_nodes)
+        for source in queue:
+            if source in self.asks:
+                queue.extend(source.all_input_nodes)
+            else:
+                tensors[source] = None
+        return list(tensors)
+
+    def watch(self, sample: Sequence[Tensor]) -> None:
+        """Run the model on a sample, which stays as it is."""
+        self._memory.clear()
+        self.run(*(x.detach().clone() for x in sample))
+        self.env.clear()
+
+    def run_node(self, n: fx.Node) -> Any:
+        inputs = [x for source in n.all_input_nodes for x in flat(self.env[source])]
+        versions = [x._version for x in inputs]
+        result = super().run_node(n)
+        known: dict[int, fx.Node] = {}
+        for source in n.all_input_nodes:
+            known |= self._memory[source]
+        changed = {
+            known[_address(x)]
+            for x, version in zip(inputs, versions, strict=True)
+            if x._version != version
+        }
+        tensors = flat(result)
+        self.structures[n] = apart(result)[1]
+        self.tensors[n] = {
+            path: torch.empty(x.shape, dtype=x.dtype, device="meta")
+            for path, x in named_tensors(result).items()
+        }
+        memory = {_address(x): known.get(_address(x), n) for x in tensors}
+        self._memory[n] = memory
+        if changed:
+            self.changing.add(n)
+            for other in self._memory:
+                used = [other, *other.all_input_nodes]
+                if any(not changed.isdisjoint(self._memory[u].values()) for u in used):
+                    self.together.add((n, other))
+        elif not tensors and n.op in ("call_function", "call_method"):
+            # What is taken out of a layer's result belongs to the layer, whatever it is.
+            of_layer = n.target is operator.getitem and n.args[0] not in self.asks
+            if not of_layer:
+                self.asks.add(n)
+        if any(_is_continuous(x) for x in tensors) and not called(n).startswith("detach"):
+            own = any(x.requires_grad for x in state_of(n, self.module))
+            if own or not self.trained.isdisjoint(n.all_input_nodes):
+                self.trained.add(n)
+        return result
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:  # sparse tensors have no storage
+        return id(x)
+
+
+def state_of(node: fx.Node, module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of the module that a node calls, or the one it reads."""
+    if node.op not in ("call_module", "get_attr"):
+        return []
+    value = operator.attrgetter(str(node.target))(module)
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def called(node: fx.Node) -> str:
+    """Return the plain name of what a node calls."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def takes_part(node: fx.Node) -> bool:
+    """Whether a node takes one value out of another's result."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[1], int | str | slice)
+    return node.target is getattr
+
+
+def _linked(run: Run, made: fx.GraphModule, chain: bool) -> networkx.DiGraph:
+    """Link what is used to what uses it, and both ways where they stay together."""
+    calls = [n for n in made.graph.nodes if n.op.startswith("call_") and n not in run.asks]
+    links = networkx.DiGraph()
+    links.add_nodes_from(calls)
+    together = set() if chain else set(run.together)
+    owners: dict[int, list[fx.Node]] = {}
+    fixed: set[fx.Node] = set()  # from no input of the model
+    weights: set[fx.Node] = set()  # those from parameters
+    for at, node in enumerate(calls):
+        sources = run.tensors_of(node)
+        links.add_edges_from((source, node) for source in sources if source in links)
+        if takes_part(node):
+            together.update((node, source) for source in sources)
+        if not node.users and all(source.op == "get_attr" for source in sources):
+            # It only counts a buffer up, so it is no layer of its own.
+            together.add((node, calls[at + 1] if at + 1 < len(calls) else calls[0]))
+        for tensor in _of_one_stage(node, run, made):
+            owners.setdefault(id(tensor), []).append(node)
+        inputs = [n for n in node.all_input_nodes if n not in run.asks]
+        if all(n in fixed or n.op == "get_attr" for n in inputs):
+            fixed.add(node)
+            state = [tensor for n in inputs for tensor in state_of(n, made)]
+            if any(n in weights for n in inputs) or any(
+                isinstance(tensor, nn.Parameter) for tensor in state
+            ):
+                weights.add(node)
+            if node in weights or len(node.users) == 1:
+                together.update((node, user) for user in node.users)
+    together.update((nodes[0], node) for nodes in owners.values() for node in nodes)
+    for a, b in together:
+        if a in links and b in links:
+            links.add_edges_from([(a, b), (b, a)])
+    return links
+
+
+def _of_one_stage(node: fx.Node, run: Run, made: fx.GraphModule) -> Iterator[Tensor]:
+    """Yield what a node uses and two stages cannot have: parameters, and buffers that change."""
+    if node.op == "call_module":
+        yield from state_of(node, made)
+    for source in run.tensors_of(node):
+        if source.op == "get_attr":
+            for tensor in state_of(source, made):
+                if isinstance(tensor, nn.Parameter) or id(tensor) in run.changed:
+                    yield tensor
+
+
+def _layer(
+    nodes: list[fx.Node], names: Mapping[fx.Node, str], made: fx.GraphModule, taken: Container[str]
+) -> Layer:
+    main = [node for node in nodes if not takes_part(node)] or nodes
+    name = names[main[0]] if len(main) == 1 else f"{names[main[0]]}..{names[main[-1]]}"
+    texts = [
+        " ".join(repr(made.get_submodule(str(node.target))).split())
+        if node.op == "call_module"
+        else called(node)
+        for node in main
+    ]
+    counts = Counter(texts)
+    text = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in counts.items())
+    return Layer(_unique(name, taken), tuple(nodes), text)
+
+
+def _unique(name: str, taken: Container[str]) -> str:
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(unique for unique in itertools.chain([name], numbered) if unique not in taken)
 
 
 def assemble(
@@ -128,144 +442,24 @@ def assemble(
 ) -> fx.GraphModule:
     """Return a module that runs a graph with the very modules and tensors of another one."""
     made = fx.GraphModule(root, graph, name)
-    made.training = model.training
+    state = model.state_dict(keep_vars=True)
     for path, module in made.named_modules():
         if path and type(module) is nn.Module:  # it only holds others
             module.training = model.get_submodule(path).training
-    kept = set(model.state_dict(keep_vars=True))
-    for path, module in made.named_modules():
-        for key, buffer in module._buffers.items():
-            if f"{path}.{key}".lstrip(".") not in kept and buffer is not None:
+        for key in module._buffers:
+            if f"{path}.{key}".lstrip(".") not in state:
                 module._non_persistent_buffers_set.add(key)
-    _add_aliases(made, model)
+    mine = {id(tensor) for tensor in (*made.parameters(), *made.buffers())}
+    for key in state.keys() - made.state_dict().keys():
+        if id(state[key]) in mine:  # under another key
+            *path, last = key.split(".")
+            holder: nn.Module = made
+            for part in path:
+                if part not in holder._modules:
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            if isinstance(state[key], nn.Parameter):
+                holder.register_parameter(last, state[key])
+            else:
+                holder.register_buffer(last, state[key])
     return made
-
-
-def _add_aliases(made: nn.Module, model: nn.Module) -> None:
-    """Let a module have a tensor under all keys that the model has it under."""
-    mine = {id(t) for t in (*made.parameters(), *made.buffers())}
-    have = set(made.state_dict(keep_vars=True))
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        if key in have or id(tensor) not in mine:
-            continue
-        *path, name = key.split(".")
-        holder: nn.Module = made
-        for part in path:
-            if part not in holder._modules:
-                holder.add_module(part, nn.Module())
-            holder = cast(nn.Module, holder._modules[part])
-        if isinstance(tensor, nn.Parameter):
-            holder.register_parameter(name, tensor)
-        else:
-            holder.register_buffer(name, tensor)
-
-
-def _plain(model: fx.GraphModule, inputs: int | None) -> fx.Graph:
-    """Copy a graph: only calls that compute, inputs by place, results in their own structure."""
-    graph, env = fx.Graph(), {}
-    info = getattr(model.graph._codegen, "pytree_info", None)
-    count = 0
-    # fx puts inputs first, torch.export attributes.
-    for node in sorted(model.graph.nodes, key=lambda node: node.op != "placeholder"):
-        if node.op == "placeholder":
-            count += 1
-            if node.args and (inputs is None or count > inputs):
-                env[node] = node.args[0]
-                continue
-        elif node.op == "output":
-            result = node.args[0]
-            if info is not None and info.out_spec is not None:
-                flat = result if isinstance(result, tuple | list) else [result]
-                result = pytree.tree_unflatten(list(flat), info.out_spec)
-            graph.output(fx.node.map_arg(result, lambda n: env[n]))
-            continue
-        elif _checks(node):
-            continue
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    given = sum(node.op == "placeholder" for node in graph.nodes)
-    if inputs is not None and inputs != given:
-        raise TypeError(f"the graph takes {given} to {count} inputs, but the sample has {inputs}")
-    return graph
-
-
-def _pruned(graph: fx.Graph) -> fx.Graph:
-    """Take off attributes that nothing reads: what only they have is not used."""
-    for node in list(graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
-    return graph
-
-
-def _checks(node: fx.Node) -> bool:
-    return not node.users and (
-        node.name.startswith("_guards_fn") or called(node).startswith(("_assert", "assert"))
-    )
-
-
-def _traced(made: fx.GraphModule, model: nn.Module, chain: bool) -> Traced:
-    joined = Joined(made, chain)
-    if not joined.calls:
-        raise HvdPipeError(f"{type(model).__name__} has no layer: its forward pass calls nothing")
-    names: dict[fx.Node, str] = {}
-    taken: set[str] = set()
-    for node in made.graph.nodes:
-        own = node.op in ("call_module", "placeholder")
-        names[node] = _unique(str(node.target).lstrip("*") if own else node.name, taken)
-    layers: dict[fx.Node, Layer] = {}
-    taken = set()
-    for first, nodes in joined.groups().items():
-        layers[first] = _layer(nodes, names, made, taken)
-    at = {first: number for number, first in enumerate(layers)}
-    edges = sorted(joined.edges(), key=lambda edge: (at[edge[0]], at[edge[1]]))
-    used = set(made.state_dict(keep_vars=True))
-    return Traced(
-        graph_module=made,
-        layers=tuple(layers.values()),
-        edges=tuple((layers[source].name, layers[first].name) for source, first in edges),
-        parameters=_parameters(made, joined, layers.values()),
-        unused=tuple(key for key in model.state_dict() if key not in used),
-        names=names,
-        model=model,
-    )
-
-
-def _parameters(
-    made: nn.Module, joined: Joined, layers: Iterable[Layer]
-) -> dict[str, dict[str, nn.Parameter]]:
-    keys: dict[int, str] = {}
-    for key, tensor in made.named_parameters(remove_duplicate=False):
-        keys.setdefault(id(tensor), key)
-    by_id = {id(tensor): tensor for tensor in made.parameters()}
-    return {
-        layer.name: {
-            keys[number]: by_id[number]
-            for number in dict.fromkeys(n for node in layer.nodes for n in joined.tensors(node))
-            if number in by_id
-        }
-        for layer in layers
-    }
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    found, number = name, 0
-    while found in taken:
-        number += 1
-        found = f"{name}_{number}"
-    taken.add(found)
-    return found
-
-
-def _layer(
-    nodes: list[fx.Node], names: Mapping[fx.Node, str], made: fx.GraphModule, taken: set[str]
-) -> Layer:
-    main = [node for node in nodes if not takes_part(node)] or nodes
-    name = names[main[0]] if len(main) == 1 else f"{names[main[0]]}..{names[main[-1]]}"
-    said = [
-        " ".join(repr(made.get_submodule(str(node.target))).split())
-        if node.op == "call_module"
-        else called(node)
-        for node in main
-    ]
-    counts = Counter(said)
-    text = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in counts.items())
-    return Layer(_unique(name, taken), tuple(nodes), text)

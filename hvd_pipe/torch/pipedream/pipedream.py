@@ -54,8 +54,8 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
     has all layers.
 
     Args:
-        model: An `nn.Module` that torch.fx can trace, or a list of modules: the stages, or finer
-            pieces, in order.
+        model: A list of modules in order, the stages or finer pieces; an `nn.Sequential`; or any
+            `nn.Module` that torch.fx can trace.
         loss_fn: ``loss_fn(output, targets)``, a scalar mean over the minibatch.
         optimizer_fn: Makes the optimizer of a stage from the list of its parameters.
         plan: "auto" (profile the model, measure the network, find the fastest stages), "straight"
@@ -126,27 +126,8 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         memory_bytes: float | None = None,
         progress: bool = True,
     ) -> None:
-        options = TorchOptions(
-            model=model,
-            loss_fn=loss_fn,
-            optimizer_fn=optimizer_fn,
-            plan=plan,
-            mode=mode,
-            microbatches=microbatches,
-            in_transit=in_transit,
-            transport=transport,
-            recompute=recompute,
-            wire_dtype=wire_dtype,
-            scale_lr=scale_lr,
-            max_grad_norm=max_grad_norm,
-            scheduler_fn=scheduler_fn,
-            schedule_by=schedule_by,
-            metric_fn=metric_fn,
-            profile=profile,
-            bandwidth=bandwidth,
-            memory_bytes=memory_bytes,
-            progress=progress,
-        )
+        given = locals()
+        options = TorchOptions(**{name: given[name] for name in TorchOptions.__dataclass_fields__})
         super().__init__(options, FRAMEWORK, timeline.describe, sample)
 
     @property
@@ -181,7 +162,7 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         """
         stats = super().train_epoch(loader)
         scheduler = self._ready.scheduler
-        if scheduler is not None:
+        if scheduler is not None and self._options.schedule_by == "epoch":
             scheduler.step()
         return stats
 

@@ -10,13 +10,13 @@ module's first layer work in place on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from hvd_pipe.errors import HvdPipeError
@@ -26,18 +26,10 @@ from hvd_pipe.torch.pipedream.cut import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
-__all__ = ["Losses", "TorchStage", "moved"]
-
 
 @dataclass(frozen=True)
 class Losses:
-    """What the last stage computes of the model's output and the targets.
-
-    Args:
-        loss: A mean over the samples.
-        metric: A number to be reported, likewise a mean; None for none.
-        shared: Whether a microbatch's loss counts as its share of the minibatch.
-    """
+    """What the last stage computes of the model's output and the targets."""
 
     loss: Callable[[Any, Any], torch.Tensor]
     metric: Callable[[Any, Any], Any] | None
@@ -60,17 +52,7 @@ class _Pending:
 
 
 class TorchStage:
-    """The stage of one worker; see :class:`hvd_pipe.pipeline.stage.Stage`.
-
-    Args:
-        cut: Its module, and what it gets and gives.
-        losses: What the last stage computes; None in all others.
-        updates: How its gradients become updates.
-        before, after: Its messages to and from its neighbours; None at the ends.
-        recompute: Keep no activations, and run forward again before backward.
-        recycle: Takes a received message's memory back.
-        device: Where it computes.
-    """
+    """The stage of one worker; see :class:`hvd_pipe.pipeline.stage.Stage`."""
 
     def __init__(
         self,
@@ -251,10 +233,8 @@ class TorchStage:
             # The first layer may work in place, and what it works on is needed again.
             return self.module(*(tree_map(_copy, x) for x in inputs))
 
-        return checkpoint(run, *inputs, use_reentrant=False, context_fn=self._contexts)
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _buffers_kept(self.module)
+        contexts = lambda: (nullcontext(), _buffers_kept(self.module))  # noqa: E731
+        return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
     def _finish(
         self, pending: _Pending, output: Any, microbatch: Microbatch, losses: Losses
@@ -328,8 +308,7 @@ def _copy(x: Any) -> Any:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return a value with all of its tensors on a device."""
-    move = lambda x: x.to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
-    return tree_map(move, value)
+    return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), value)
 
 
 def _check_digest(travelled: int, own: int, index: MicrobatchIndex) -> None:

@@ -11,23 +11,13 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, broadcast_async_, poll, synchronize
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hvd_pipe.pipeline.messages import ITEM_BYTES, Messages, TensorSpec
+from hvd_pipe.pipeline.messages import ITEM_BYTES, Bytes, Messages, Part, TensorSpec
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
-from hvd_pipe.pipeline.wire import Bytes, Part
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
-
-__all__ = ["Broadcast", "TorchMessages", "split", "start"]
 
 
 def split(batch: Any, microbatches: int) -> list[Microbatch]:
     """Cut a minibatch into microbatches along the first dimension, as `torch.tensor_split` does.
-
-    Args:
-        batch: (inputs, targets); inputs are a tensor, or a tuple of what the model is called with.
-        microbatches: How many; no more than there are samples.
-
-    Raises:
-        TypeError, ValueError: No such pair, or too few samples.
 
     Example:
         >>> first, last = split((torch.zeros(3, 2), torch.tensor([0, 1, 2])), 2)
@@ -82,12 +72,7 @@ _DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class TorchMessages(Messages):
-    """See :class:`hvd_pipe.pipeline.messages.Messages`.
-
-    Args:
-        specs, stages, where, short: As there.
-        device: Where tensors are wanted.
-    """
+    """See :class:`hvd_pipe.pipeline.messages.Messages`."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""From a user's module to a graph of calls: ``torch.fx``, with submodules that fail kept whole."""
+"""From a model to a graph of calls: a row of modules as it is, all else by ``torch.fx``."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,34 +15,74 @@ from torch.nn.utils import parametrize
 
 from hvd_pipe.errors import HvdPipeError
 
-__all__ = ["graph_of"]
-
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _WAYS_OUT = (
     "Make this line independent of the data, or move it into a submodule, which is then kept "
     "whole; or give the stages yourself, PipeDream([stage0, stage1, ...], ...); or write the "
-    "model as nn.Sequential; or give torch.export.export(model, args).module() as the model."
+    "model as nn.Sequential."
 )
 
 
-def graph_of(model: nn.Module, inputs: int | None, whole: set[str]) -> fx.Graph:
-    """Return the calls that a model's forward makes, with the model as it was before."""
+def graph_of(model: nn.Module | Sequence[nn.Module], inputs: int) -> tuple[nn.Module, fx.Graph]:
+    """Return the model as one module, and the calls that its forward pass makes."""
+    row: list[nn.Module] | None = None
+    if isinstance(model, nn.Sequential):
+        row = _row(model)
+    elif not isinstance(model, nn.Module):
+        if isinstance(model, str) or not isinstance(model, Sequence) or not model:
+            raise TypeError(f"model must be a module or a list of modules, got {model!r}")
+        wrong = [stage for stage in model if not isinstance(stage, nn.Module)]
+        if wrong:
+            raise TypeError(f"a stage must be a module, got {wrong[0]!r}")
+        row = list(model)
+        model = nn.Sequential(*model)
+    names = _names(model, inputs)
+    if row is None:
+        return model, _traced(model, names)
+    graph, paths = fx.Graph(), {module: path for path, module in model.named_modules()}
+    value = graph.placeholder(names[0])
+    for module in row:
+        value = graph.call_module(paths[module], (value,))
+    graph.output(value)
+    return model, graph
+
+
+def _row(model: nn.Module) -> list[nn.Module] | None:
+    """Return the modules of an nn.Sequential, if torch has made them all."""
+    if not isinstance(model, nn.Sequential):
+        return [model] if type(model).__module__.startswith("torch.nn") else None
+    rows = [_row(module) for module in model]
+    if type(model).forward is not nn.Sequential.forward or None in rows:
+        return None
+    return [module for row in rows if row is not None for module in row]
+
+
+def _traced(model: nn.Module, names: Sequence[str]) -> fx.Graph:
+    if isinstance(model, fx.GraphModule):
+        try:
+            model.train(model.training)
+        except NotImplementedError as error:
+            raise TypeError(
+                "a model of torch.export keeps the mode that it was exported in, so it cannot be "
+                "trained: give the plain model, or its stages, PipeDream([stage0, stage1, ...])"
+            ) from error
+    whole: set[str] = set()
     while True:
         with _unchanged(model):
             try:
-                return _Tracer(inputs, whole).trace(model)
-            except _Inside as failure:
+                return _Tracer(names, whole).trace(model)
+            except _InsideError as failure:
                 whole.add(failure.path)
-            except _ArgumentsError as error:
-                raise TypeError(str(error)) from None
             except Exception as error:
+                lines = str(error).splitlines()
+                says = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
                 raise HvdPipeError(
                     f"{type(model).__name__} cannot be cut into layers: {_place(error)} fails "
-                    f"when forward is traced, with {_said(error)}. {_WAYS_OUT}"
+                    f"when forward is traced, with {says}. {_WAYS_OUT}"
                 ) from error
 
 
-class _Inside(Exception):  # noqa: N818
+class _InsideError(Exception):
     """Tracing failed inside of a submodule."""
 
     def __init__(self, path: str) -> None:
@@ -50,30 +90,24 @@ class _Inside(Exception):  # noqa: N818
         self.path = path
 
 
-class _ArgumentsError(Exception):
-    """The model does not take so many arguments."""
-
-
 class _Tracer(fx.Tracer):
     """Follows calls as fx does, with these differences.
 
-    * ``self.training`` is read when the graph runs, not when it is traced: train() and eval()
-      work on ``F.dropout(x, training=self.training)``.
-    * Buffers are read when the graph runs, too.
-    * What fails is known by the innermost submodule.
+    * ``self.training`` and buffers are read when the graph runs, not when it is traced: train()
+      and eval() work on ``F.dropout(x, training=self.training)``.
+    * Of what fails, the innermost submodule is known, which is then kept whole.
     * Operations under no_grad, autocast and the like fail: the graph would not keep that.
     """
 
-    def __init__(self, inputs: int | None, whole: set[str]) -> None:
+    def __init__(self, names: Sequence[str], whole: set[str]) -> None:
         super().__init__()
-        self._inputs, self._whole = inputs, whole
-        self._around = _surroundings()
+        self._names, self._whole = names, whole
+        self._modes = _modes()
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        names = _names(root_fn, self._inputs, type(self.root).__name__)
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._names]
         self._follow_training(self.root, "")
         return root_fn, [self.root, *proxies]
 
@@ -95,25 +129,24 @@ class _Tracer(fx.Tracer):
         self._follow_training(m, path)
         try:
             return super().call_module(m, forward, args, kwargs)
-        except _Inside:
+        except _InsideError:
             raise
         except Exception as error:
-            raise _Inside(path) from error
+            raise _InsideError(path) from error
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if not isinstance(attr_val, torch.Tensor):
             return attr_val
-        for tensors in (self.root.named_parameters(), self.root.named_buffers()):
-            for name, tensor in tensors:
-                if tensor is attr_val:
-                    if name not in parameter_proxy_cache:
-                        node = self.create_node("get_attr", name, (), {})
-                        parameter_proxy_cache[name] = _Attribute(node, self, tensor)
-                    return parameter_proxy_cache[name]
+        for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]:
+            if tensor is attr_val:
+                if name not in parameter_proxy_cache:
+                    node = self.create_node("get_attr", name, (), {})
+                    parameter_proxy_cache[name] = _Attribute(node, self, attr_val)
+                return parameter_proxy_cache[name]
         return attr_val
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind.startswith("call_") and _surroundings() != self._around:
+        if kind.startswith("call_") and _modes() != self._modes:
             raise RuntimeError(
                 "a cut does not keep torch.no_grad, torch.autocast and the like within forward"
             )
@@ -132,53 +165,37 @@ class _Attribute(fx.Proxy):
         super().__init__(node, tracer)
         self._tensor = tensor
 
-    @property
-    def shape(self) -> torch.Size:
-        return self._tensor.shape
-
-    @property
-    def ndim(self) -> int:
-        return self._tensor.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self._tensor.size() if dim is None else self._tensor.size(dim)
-
-    def dim(self) -> int:
-        return self._tensor.dim()
-
-    def numel(self) -> int:
-        return self._tensor.numel()
+    def __getattr__(self, k: str) -> Any:
+        if k in ("shape", "ndim", "size", "dim", "numel"):
+            return getattr(self._tensor, k)
+        return super().__getattr__(k)
 
     def __len__(self) -> int:
         return len(self._tensor)
 
 
-def _surroundings() -> tuple[bool, ...]:
-    kinds = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(kind) for kind in kinds)
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
 
 
-def _names(forward: Callable[..., Any], inputs: int | None, model: str) -> list[str]:
+def _names(module: nn.Module, inputs: int) -> list[str]:
     """Return a name for each argument that forward gets."""
-    first, *others = inspect.signature(forward).parameters.values()
-    names, required, rest = [], 0, None
-    for each in (first, *others) if first.kind is first.VAR_POSITIONAL else others:
-        if each.kind is each.VAR_POSITIONAL:
-            rest = each.name
-        elif each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
-            names.append(each.name)
-            required += each.default is each.empty
-        elif each.kind is each.KEYWORD_ONLY and each.default is each.empty:
-            raise _ArgumentsError(
-                f"{model}.forward needs {each.name!r} by keyword, but a minibatch gives its "
+    names, required, rest, model = [], 0, None, type(module).__name__
+    for argument in inspect.signature(module.forward).parameters.values():
+        if argument.kind is argument.VAR_POSITIONAL:
+            rest = argument.name
+        elif argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD):
+            names.append(argument.name)
+            required += argument.default is argument.empty
+        elif argument.kind is argument.KEYWORD_ONLY and argument.default is argument.empty:
+            raise TypeError(
+                f"{model}.forward needs {argument.name!r} by keyword, but a minibatch gives its "
                 "inputs by position: give the argument a place or a default"
             )
-    if inputs is None:
-        inputs = required
     if rest is not None:
         names += [f"{rest}_{number}" for number in range(inputs - len(names))]
     if not required <= inputs <= len(names):
-        raise _ArgumentsError(
+        raise TypeError(
             f"{model}.forward takes {required} to {len(names)} inputs, but the sample has {inputs}"
         )
     return names[:inputs]
@@ -192,12 +209,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, found in zip(modules, before, strict=True):
+        for module, attributes in zip(modules, before, strict=True):
             now = vars(module)
-            for key in [key for key in now if key not in found]:
-                if module is not model or not key.startswith("_"):
+            for key in [key for key in now if key not in attributes]:
+                if module is not model or not key.startswith("_"):  # constants of the graph
                     del now[key]
-            now.update(found)
+            now.update(attributes)
 
 
 def _place(error: BaseException) -> str:
@@ -206,10 +223,5 @@ def _place(error: BaseException) -> str:
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     if not theirs:
         return "a call"
-    found = theirs[-1]
-    return f"{found.filename}:{found.lineno} ({(found.line or found.name).strip()})"
-
-
-def _said(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    last = theirs[-1]
+    return f"{last.filename}:{last.lineno} ({(last.line or last.name).strip()})"

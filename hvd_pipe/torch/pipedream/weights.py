@@ -23,16 +23,11 @@ from horovod.torch.mpi_ops import ProcessSet, Sum, allreduce_
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
-from hvd_pipe.pipeline.norms import Clipping
-
-__all__ = ["Updates", "WeightVersions", "add"]
+from hvd_pipe.pipeline.stage import Clipping
 
 
 class WeightVersions:
     """The values of some parameters, by the number of updates that made them.
-
-    Args:
-        parameters: Those that are trained; others never change, and have one version.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -83,12 +78,7 @@ class WeightVersions:
 
     @contextmanager
     def updating(self, version: int, keep: bool) -> Iterator[None]:
-        """Let the parameters be updated in place; the newest version is ``version`` from then on.
-
-        Args:
-            version: Its number.
-            keep: Whether the newest until now must stay as it is.
-        """
+        """Let parameters be updated in place to ``version``; ``keep`` the newest until now."""
         before = self._values[self._newest]
         after = before
         if keep:
@@ -116,17 +106,7 @@ class WeightVersions:
 
 
 class Updates:
-    """Applies what the backward passes of a stage have left in ``p.grad``.
-
-    Args:
-        optimizer: The stage's; where it has replicas, a `DistributedOptimizer` over them. None for
-            a stage without parameters.
-        scheduler: Its learning rates, where they change with each minibatch.
-        replicas: The ranks that hold it.
-        clipping: By the norm over all stages.
-        mean: Whether replicas average their gradients, each of a minibatch of its own; else they
-            sum those of one minibatch.
-    """
+    """Applies what the backward passes of a stage have left in ``p.grad``."""
 
     def __init__(
         self,
@@ -151,11 +131,7 @@ class Updates:
 
     # Architecture: D13
     def average(self, contributors: int) -> None:
-        """Wait for the average over the replicas, which bring zeros where they have no gradient.
-
-        Args:
-            contributors: Replicas that have one.
-        """
+        """Wait for the average over the replicas; those without a gradient bring zeros."""
         if self._replicas is not None and self.optimizer is not None:
             self.optimizer.synchronize()
             if self._mean:
