@@ -3,7 +3,7 @@
 With --json, in bytes and seconds::
 
     {"command", "profile", "cluster", "compression", "steps", "seed", "rows": [`Row`'s fields,
-     ...], "closed_form_deviation": of a step, null where workers differ}
+     ...]}
 
 With a sweep, the cluster is that of its last number of workers.
 """
@@ -26,8 +26,6 @@ from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import simulate
-from hvd_pipe.planning.timing import step_time
-from hvd_pipe.planning.turns import node_comm
 
 __all__ = ["Row", "command", "simulate_row"]
 
@@ -50,7 +48,6 @@ class Row:
         messages: Messages a step.
         speedup: Samples per second, in those of one worker.
         efficiency: Speedup / workers.
-        closed_form_s: The step by formula; None where workers differ and no formula holds.
     """
 
     workers: int
@@ -61,7 +58,6 @@ class Row:
     messages: float
     speedup: float
     efficiency: float
-    closed_form_s: float | None
 
 
 def simulate_row(
@@ -72,11 +68,8 @@ def simulate_row(
     steps: int,
     seed: int,
 ) -> Row:
-    """Simulate a method on a cluster, and compare it with its closed form."""
+    """Simulate a method on a cluster."""
     run = simulate(profile, cluster, method, codec, iterations=steps, seed=seed)
-    node = node_comm(method, cluster.network)
-    formula = step_time(method, profile, cluster.comm(), codec, node)
-    alike = not cluster.jitter and len(set(cluster.speeds or ())) <= 1
     speedup = cluster.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
     return Row(
         workers=cluster.workers,
@@ -84,10 +77,9 @@ def simulate_row(
         step_s=run.step_s,
         exposed_s=run.exposed_s,
         comm_s=run.comm_s,
-        messages=formula.messages,
+        messages=run.messages,
         speedup=speedup,
         efficiency=speedup / cluster.workers,
-        closed_form_s=formula.total_s if alike else None,
     )
 
 
@@ -177,17 +169,14 @@ def command(
         few.timeline.save(timeline)
     if path is not None:
         plots.draw_sweep([asdict(row) for row in rows], path)
-    deviation = _deviation(rows)
     if as_json:
         asked = {"compression": compression, "steps": steps, "seed": seed}
-        found = {"rows": [asdict(row) for row in rows], "closed_form_deviation": deviation}
+        found = {"rows": [asdict(row) for row in rows]}
         write_json(options.document("simulate", profile, sized, **asked, **found))
         return
     note(options.summary(profile))
     note(options.describe(cluster) if len(counts) == 1 else _sweep_line(cluster))
     (_one if len(counts) == 1 else _many)(rows)
-    if deviation is not None:
-        note(f"Simulation and closed forms agree to {deviation:.0e} of a step.")
     if not methods:
         note("pipe-sgd and cocod as they are by default: hvd-pipe advise finds options that fit.")
     if not profile.forward_s:
@@ -220,16 +209,6 @@ def _counts(
             f"{min(sweep) if min(sweep) < 1 else max(sweep)}."
         )
     return tuple(dict.fromkeys(sweep))
-
-
-def _deviation(rows: Sequence[Row]) -> float | None:
-    """Largest difference of simulation and closed form, relative to the step."""
-    found = [
-        abs(row.step_s - row.closed_form_s) / row.closed_form_s
-        for row in rows
-        if row.closed_form_s
-    ]
-    return max(found, default=None)
 
 
 def _one(rows: Sequence[Row]) -> None:

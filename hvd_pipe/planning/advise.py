@@ -13,6 +13,7 @@ from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.messages import node_comm
 from hvd_pipe.planning.methods import (
     BASELINES,
     Conventional,
@@ -28,7 +29,6 @@ from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.planning.timing import StepTime, step_time
-from hvd_pipe.planning.turns import node_comm
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.units import format_bytes, format_seconds
 

