@@ -25,7 +25,7 @@ from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import InputError, note, one_line, progress, table, write_json
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.partition import CONVENTIONS, MAX_STATES, VERSIONS, partition
+from hvd_pipe.planning.partition import MAX_STATES, VERSIONS, partition
 from hvd_pipe.planning.pipeline_plans import Offer, best_plan, offer_of
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
@@ -42,13 +42,6 @@ __all__ = ["command"]
 )
 @options.profile_argument
 @cluster_options(machines=True)
-@click.option(
-    "--convention",
-    type=click.Choice(CONVENTIONS),
-    default="paper",
-    show_default=True,
-    help="Cost model: the paper's text, or the published code's.",
-)
 @click.option("--straight", is_flag=True, help="One worker a stage: no replicas.")
 @click.option(
     "--plan",
@@ -63,12 +56,6 @@ __all__ = ["command"]
     help="Copies of the weights: PipeDream, PipeDream-2BW, or a flush a batch.",
 )
 @options.optimizer_state_option
-@click.option(
-    "--compression-ratio",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="NUMBER",
-    help="Of activations, with --convention original; transfers are free there without it.",
-)
 @click.option(
     "--max-states",
     type=click.IntRange(min=2),
@@ -89,12 +76,10 @@ __all__ = ["command"]
 def command(
     profile: ModelProfile,
     cluster: Cluster,
-    convention: str,
     straight: bool,
     plan: str | None,
     versions: str,
     optimizer_state: float,
-    compression_ratio: float | None,
     max_states: int,
     timeline: Path | None,
     path: Path | None,
@@ -107,18 +92,10 @@ def command(
     schedule reaches in a simulation, with as many minibatches in flight as it needs;
     fails when nothing fits into --memory, and says how much would do.
     """
-    if compression_ratio is not None and convention != "original":
-        raise click.UsageError(
-            "--compression-ratio belongs to --convention original: give both, or neither."
-        )
     replicas = None if plan is None else _replicas(plan, cluster.workers, straight)
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
-    how = {
-        "convention": convention,
-        "compression_ratio": compression_ratio,
-        "max_states": max_states,
-    }
+    how = {"max_states": max_states}
     try:
         made, on_paper = _found(
             profile, cluster, versions, optimizer_state, straight, replicas, how
@@ -202,7 +179,7 @@ def _print(made: Partition, on_paper: Partition | None) -> None:
             "layers~",
         ],
         [_cells(number, stage, made) for number, stage in enumerate(made.stages)],
-        title=f"{made.config} ({made.convention} cost model)",
+        title=made.config,
     )
     note(_comparison(made))
     if made.simulated_s is not None:

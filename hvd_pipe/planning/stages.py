@@ -55,7 +55,8 @@ class Partition:
         period_s: seconds per minibatch once the pipeline is full: the slowest stage's ``time_s``.
         single_s: seconds per minibatch on one worker, for comparison.
         data_parallel_s: seconds per minibatch with the whole model on every worker, likewise.
-        convention: the objective that it minimises, ``"paper"`` or ``"original"``.
+        convention: the objective that it minimises, ``"paper"``; ``"original"``, that of
+            PipeDream's published code, in documents of older versions.
         in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
             first is PipeDream's NOAM, the minibatches that each of its workers admits.
         exact: all cuts of the model were tried; else those that were are a part of them.

@@ -150,9 +150,7 @@ def run(line: str) -> Result:
             "partition good.json --bandwidth 1GB/s --speeds 1,2",
             r"error: .*one speed.*leave out --speeds",
         ),
-        (f"partition good.json {GOOD} --compression-ratio 2", r"belongs to --convention original"),
         (f"partition good.json {GOOD} --versions 2bw --timeline a.png", r"--versions stash"),
-        (f"partition good.json {GOOD} --convention mine", r"'mine' is not one of"),
         # trace
         ("trace good.json", r"Missing option '-o'"),
         ("trace absent -o a.png", r"'absent' does not exist"),
