@@ -18,7 +18,7 @@ import numpy as np
 
 from hvd_pipe.planning.advise import advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.dtype_groups import plan_dtype_groups
+from hvd_pipe.planning.merge import plan_dtype_groups
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import simulate

@@ -16,8 +16,7 @@ from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli._cluster import cluster_options
 from hvd_pipe.cli.output import exposed, note, table, wrapped, write_json
-from hvd_pipe.planning.advise import Advice, Row, advise
-from hvd_pipe.planning.advise_pipeline import PIPEDREAM
+from hvd_pipe.planning.advise import PIPEDREAM, Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import Method, parse

@@ -11,8 +11,8 @@ from typing import Any
 
 from hvd_pipe.pipeline.transport import check_transport
 from hvd_pipe.planning._checks import check_count
-from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import Mode, mode_named
 from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.consensus import Description
 
@@ -163,7 +163,7 @@ def check_microbatches(count: Any, mode: Mode) -> None:
         TypeError, ValueError: It is no such number, or the mode has none.
 
     Example:
-        >>> from hvd_pipe.planning.modes import MODES
+        >>> from hvd_pipe.planning.schedule import MODES
         >>> check_microbatches(4, MODES["2bw"])
     """
     if count is None:

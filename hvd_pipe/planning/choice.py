@@ -45,11 +45,6 @@ def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> Mod
     gradient is thus ready as backward starts. When each weight is needed is not known: see
     `messages.overlapped_messages` for what is assumed.
 
-    Args:
-        own: Measured times.
-        names: The parameters' names, by index.
-        sizes: Bytes of each gradient, by index.
-
     Example:
         >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
         >>> profile.gradient_order(), profile.ready_times().tolist(), profile.compute_s
@@ -73,11 +68,6 @@ def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
     """One of each strategy, as it fits.
-
-    Args:
-        profile: the model on one worker.
-        comm: all-reduce time of a message.
-        compute_s: a worker's own work a step, in seconds; None: the profile's.
 
     Example:
         >>> from hvd_pipe.planning.methods import spell
@@ -136,13 +126,6 @@ def predict(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
 ) -> Prediction:
     """Return how long a step of a method will take, with the options that fit.
-
-    Args:
-        method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
-            Merged-gradient's plan counts, and is left out of the method that is returned.
-        profile: Of a worker's own work.
-        comm: As it was measured on the running job.
-        codec: What compression makes of a message.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile

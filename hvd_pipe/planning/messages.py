@@ -64,11 +64,7 @@ def gradient_messages(
     profile: ModelProfile,
     comm: CommModel,
 ) -> Messages:
-    """The messages of a step's gradients; ``comm`` has the codec.
-
-    Raises:
-        ValueError: a given plan is not about this profile's gradients.
-    """
+    """The messages of a step's gradients; ``comm`` has the codec."""
     ready, bytes = profile.ready_times(), profile.gradient_bytes().astype(np.float64)
     if not len(bytes):
         return Messages(bytes, bytes, bytes)
@@ -133,9 +129,6 @@ def overlapped_messages(
 
     The profile of a running job (`choice.profile_of`) has one number for the whole forward pass.
     Forward is then assumed to be spread over the parameters as backward is, in reverse order.
-
-    Raises:
-        ValueError: A given plan is not about this profile's gradients, or it has none.
     """
     names, work, plan = profile.gradient_order(), _work(profile), method.load_plan()
     if plan is not None:
@@ -171,9 +164,6 @@ class NodeWork:
 
 def node_comm(method: object, network: Network) -> CommModel | None:
     """All-reduce time within one machine, where a method is synchronous there, else None.
-
-    Raises:
-        ValueError: it is not known what joins the workers of a machine.
 
     Example:
         >>> from hvd_pipe.planning.collectives import Link

@@ -16,15 +16,14 @@ written                                what it is
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import ClassVar
 
 from hvd_pipe import strategy, units
-from hvd_pipe.errors import require_int
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.errors import nearest, require_int
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD, parse_options
 
 __all__ = [
     "BASELINES",
@@ -78,8 +77,8 @@ class HorovodFusion:
     """
 
     name: ClassVar[str] = "horovod"
-    threshold_bytes: int = 128 * 2**20
-    cycle_s: float = 1e-3
+    threshold_bytes: int = field(default=128 * 2**20, metadata={"option": "threshold"})
+    cycle_s: float = field(default=1e-3, metadata={"option": "cycle"})
 
     def __post_init__(self) -> None:
         require_int(self, "threshold_bytes", 0)
@@ -165,7 +164,6 @@ _CLASSES: dict[str, type[Baseline]] = {
     cls.name: cls for cls in (Conventional, HorovodFusion, LocalSGD, WidePipeSGD)
 }
 _OWN = (MergedGradient.name, PipeSGD.name, CoCoD.name)
-_FIELDS = {"threshold": "threshold_bytes", "cycle": "cycle_s"}
 
 
 def parse(text: str | Method) -> Method:
@@ -192,7 +190,8 @@ def parse(text: str | Method) -> Method:
     if name in _SHORT and not tail.strip():
         return _SHORT[name]
     if name in _CLASSES:
-        return _baseline(_CLASSES[name], text, tail)
+        cls, said = _CLASSES[name], repr(text)
+        return cls(**parse_options(cls, said, tail, partial(_value, said)))  # type: ignore[arg-type]
     if name in _OWN:
         found = strategy.parse(text)
         assert isinstance(found, MergedGradient | PipeSGD | CoCoD)
@@ -202,10 +201,8 @@ def parse(text: str | Method) -> Method:
         raise ValueError(
             f"{text!r}: {name!r} takes no options: write 'merged-gradient:plan={name}'"
         )
-    near = difflib.get_close_matches(name, known, 1, 0.6)
     raise ValueError(
-        f"{text!r}: unknown method{f' (did you mean {near[0]!r}?)' if near else ''}: use one of "
-        f"{', '.join(map(repr, known))}"
+        f"{text!r}: unknown method{nearest(name, known)}: use one of {', '.join(map(repr, known))}"
     )
 
 
@@ -234,35 +231,17 @@ def spell(method: Method) -> str:
         'cocod:period=2,weights=3/1'
     """
     options = []
-    for field in dataclasses.fields(method):
-        value = getattr(method, field.name)
-        if value == field.default:
+    for option in fields(method):
+        value = getattr(method, option.name)
+        if value == option.default:
             continue
-        key = next((key for key, name in _FIELDS.items() if name == field.name), field.name)
+        key = option.metadata.get("option", option.name)
         if isinstance(value, tuple):
             value = "/".join(str(int(part) if part == int(part) else part) for part in value)
-        elif field.name == "cycle_s":
+        elif option.name == "cycle_s":
             value = f"{value!r}s"
         options.append(f"{key}={value}")
     return f"{method.name}:{','.join(options)}" if options else method.name
-
-
-def _baseline(cls: type[Baseline], text: str, tail: str) -> Baseline:
-    names = {
-        next((key for key, field in _FIELDS.items() if field == f.name), f.name): f.name
-        for f in dataclasses.fields(cls)
-    }
-    options: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in tail.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        field = names.get(key)
-        if field is None or not equals or field in options:
-            raise ValueError(
-                f"{text!r}: {part!r} is not an option of {cls.name}: write OPTION=VALUE, once "
-                f"each, with OPTION one of {', '.join(names) or '(it has none)'}"
-            )
-        options[field] = _value(text, field, value)
-    return cls(**options)  # type: ignore[arg-type]
 
 
 def _value(text: str, field: str, value: str) -> float:
@@ -273,4 +252,4 @@ def _value(text: str, field: str, value: str) -> float:
             return units.parse_seconds(value)
         return int(value)
     except ValueError as error:
-        raise ValueError(f"{text!r}: {field}: {error}") from error
+        raise ValueError(f"{text}: {field}: {error}") from error

@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.samples import fit_line
 from hvd_pipe.planning.trials import HIDDEN, Gradients, Trial, fitted_to_waits
 
 PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
@@ -51,9 +50,6 @@ class Pass:
         bytes: By gradient, as it is sent.
         forward_s: Seconds from the end of a step to the start of the next backward pass.
         backward_s: Seconds from there to the end of the step; no gradient is ready later.
-
-    Raises:
-        ValueError: Arrays of different lengths, none, or a time or size that is negative.
     """
 
     ready_s: FloatArray
@@ -107,17 +103,6 @@ def plan_overlap(
     a bucket that is larger than a part is cut into pieces. For each number of parts the order is
     `send_order`'s, and the step `overlapped_s`.
 
-    Args:
-        names: Of the gradients.
-        work: Their times and sizes, in the same order.
-        comm: All-reduce time of a message that is sent alone.
-        dtypes: By gradient, what those of one bucket have alike; None: all are.
-        parts: Which numbers of parts to try.
-
-    Returns:
-        A plan whose ``order`` has a number for each message, whose ``predicted_s`` is the step,
-        and whose ``exposed_s`` is what of it is no computation.
-
     Example:
         >>> work = Pass(
         ...     np.array([0.0, 1.0, 2.0]), np.array([2.0, 1.0, 0.0]), np.array([6.0, 2.0, 1.0]),
@@ -152,9 +137,6 @@ def plan_overlap(
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
     """The line through what messages have taken in training, by least squares.
 
-    Args:
-        seconds: Bytes and seconds of each message, of two sizes at least.
-
     Example:
         >>> fitted([(100, 3.0), (200, 5.0), (300, 7.0)])(50)
         2.0
@@ -170,10 +152,6 @@ def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
 
     The link is taken to be busy for as long as the worker. What the plan predicts is left out: it
     counts on a barrier.
-
-    Args:
-        plan: Whose buckets.
-        names, work: As for `plan_overlap`.
     """
     index = {name: i for i, name in enumerate(names)}
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
@@ -190,11 +168,6 @@ def send_order(
     """The order of messages on one link that always sends what is needed first of what is ready.
 
     A message is not interrupted. Of two that are needed at the same time, the earlier one goes.
-
-    Args:
-        ready_s: By message, when it can leave.
-        needed_s: By message, when it is needed.
-        seconds: By message, how long the link is busy with it.
 
     Example:
         >>> send_order([0.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.5, 1.5, 1.5])
@@ -285,9 +258,6 @@ def first_deferred(plan: Plan) -> int:
     Buckets stand in the order in which they are ready, so the last one has what is needed first.
     All that is sent up to its last message arrives before that one, in any case.
 
-    Args:
-        plan: With an ``order``.
-
     Example:
         >>> first_deferred(Plan((("c",), ("b",), ("a",)), "overlap", order=(0, 1, 0, 2, 1, 0)))
         4
@@ -301,14 +271,6 @@ def deferring_plan(tried: Sequence[Trial], gradients: Gradients) -> Plan | None:
 
     A message costs what their waits show. Forward is taken to be all of a step that is no backward
     and no wait, spread over the parameters as backward is, in reverse order.
-
-    Args:
-        tried: Plans with the barrier; one at least.
-        gradients: What they send.
-
-    Returns:
-        A plan with an ``order``; None where the fastest plan hardly waits, or where all messages
-        must have arrived when the next forward pass begins.
 
     Example:
         >>> import numpy as np

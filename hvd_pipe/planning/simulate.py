@@ -547,15 +547,7 @@ def _trace_step(
 
 
 def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommModel) -> None:
-    """Steps in which every worker waits at each gate for messages of the step before.
-
-    ::
-
-        worker  | forward t  (wait)  forward t | backward t     | forward t+1
-        link        messages of step t-1       |     b   c  c   | a   b  ...   in the plan's order
-
-    A bucket's gate is the moment of the forward pass at which one of its weights is first used.
-    """
+    """Steps in which every worker waits at each gate for messages of the step before."""
     ready = np.array([each.ready_s for each in sent])
     carried = [comm(each.bytes) for each in sent]
     names = _names(sent)

@@ -112,11 +112,7 @@ def step_time(
 def _limit_s(
     method: Method, compute: float, profile: ModelProfile, comm: CommModel, codec: CodecCost
 ) -> float:
-    """What no order, grouping or slicing of a method's messages beats.
-
-    Where messages travel behind other steps, a worker computes and the link carries all bytes in
-    each step (or round). K steps of Pipe-SGD hold a synchronous one.
-    """
+    """What no order, grouping or slicing of a method's messages beats."""
     net = comm.compressed(codec)
     if isinstance(method, CoCoD):
         least = least_busy_s(profile, net)
@@ -144,13 +140,6 @@ def least_seconds(comm: CommModel, bytes: float | FloatArray) -> float | FloatAr
     ``X * min over 0 < x <= X of T(x) / x``: messages of x_1 + ... + x_n = X bytes are none longer
     than X, so each takes at least x_i times that rate. For ``T(x) = a + b x`` it is T(X), as one
     message is best; where T jumps, several short ones may be cheaper, and the bound allows that.
-
-    Args:
-        comm: all-reduce time of a message.
-        bytes: X, a number or an array of any shape; positive.
-
-    Returns:
-        Seconds; a float for a number, float64 of the same shape for an array.
 
     Example:
         >>> least_seconds(CommModel.linear(1.0, 0.5), 8.0)
@@ -183,13 +172,6 @@ def synchronous_limit(profile: ModelProfile, comm: CommModel) -> float:
     after R_j takes at least ``least_seconds`` of their bytes. So the last message ends no earlier
     than ``max over j of R_j + least_seconds(P_L - P_{j-1})``; forward comes before, the
     update after.
-
-    Args:
-        profile: the model.
-        comm: all-reduce time of a message, codec included.
-
-    Returns:
-        Seconds per step.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile

@@ -21,7 +21,6 @@ from hvd_pipe.planning.overlap import (
     Pass,
     deferring_plan,
     first_deferred,
-    fitted,
     in_order,
     overlapped_s,
     plan_overlap,
@@ -220,15 +219,6 @@ ONE = np.array([1.0])
 def test_bad_passes(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Pass(*arguments)
-
-
-def test_fitted() -> None:
-    line = fitted([(100, 3.0), (200, 5.0), (300, 7.0), (300, 7.0)])
-    assert line(50) == pytest.approx(2.0)
-    assert line(1000) == pytest.approx(21.0)
-    same = fitted([(100, 3.0), (100, 4.0), (100, 50.0)])  # of one size: no start is known
-    assert same(200) == pytest.approx(8.0)
-    assert fitted([(0, 3.0)])(0) == pytest.approx(0.0)
 
 
 def test_in_order_keeps_the_buckets() -> None:

@@ -17,8 +17,6 @@ MODULES = (
     "pipeline.stage",
     "pipeline.transport",
     "pipeline.wire",
-    "planning.advise_pipeline",
-    "planning.modes",
     "tensorflow.pipedream.cut",
     "tensorflow.pipedream.graph",
     "tensorflow.pipedream.build",

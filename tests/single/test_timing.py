@@ -215,14 +215,6 @@ def test_the_order_of_the_methods(
 
 
 @pytest.mark.parametrize("method", [*ALL, MergedGradient(overlap="forward")])
-def test_one_worker_alone_only_computes(method: Method) -> None:
-    time = step_time(method, MODEL, allreduce(1, alpha=1e-3, beta=1e-9))
-    slack = 1e-3 if isinstance(method, HorovodFusion) else 0.0  # the cycle it still waits
-    assert time.total_s == pytest.approx(7.0, abs=slack + 1e-12)
-    assert time.comm_s == 0.0
-
-
-@pytest.mark.parametrize("method", [*ALL, MergedGradient(overlap="forward")])
 def test_a_model_without_gradients_sends_nothing(method: Method) -> None:
     frozen = ModelProfile((LayerProfile("conv", 0, 1.0, 1.0),))
     time = step_time(method, frozen, NET, CODECS["int8"])
