@@ -199,7 +199,7 @@ class Cluster(Document):
         True
     """
 
-    BINARY = "this is no text file, so no cluster"
+    _BINARY = "this is no text file, so no cluster"
 
     workers: int
     network: Network

@@ -23,6 +23,8 @@ from typing import ClassVar
 
 from hvd_pipe import strategy, units
 from hvd_pipe.errors import nearest, require_int
+from hvd_pipe.planning.codec import NONE, CodecCost
+from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD, parse_options
 
 __all__ = [
@@ -253,3 +255,55 @@ def _value(text: str, field: str, value: str) -> float:
         return int(value)
     except ValueError as error:
         raise ValueError(f"{text}: {field}: {error}") from error
+
+
+def memory_bytes(
+    method: Method, profile: ModelProfile, codec: CodecCost = NONE, optimizer_ratio: float = 1.0
+) -> int:
+    """Weights, gradients, optimizer state and the method's buffers on one worker.
+
+    In copies of the model, besides weights and the optimizer's state::
+
+        merged-gradient, conventional   1    gradients, which are views into the buckets
+        horovod                         1    and the fusion buffer, as large as the threshold
+        pipe-sgd                        2    two sets of buckets; prediction=previous: 3, of the
+                                             true weights; local: 5, of own gradients as well
+        wide-pipe-sgd                   K    a set of buckets for each step in flight
+        local-sgd                       2    gradients, and the vector that travels
+        cocod                           3    gradients, the vector, the models of the round's start
+                                             (pull_back: no start, but 2 for the anchor where it
+                                             has momentum; outer: 2 more; a codec: 1 for the last
+                                             mean; averaged momentum: the vector and start of
+                                             momenta, too)
+
+    Example:
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> model = ModelProfile((LayerProfile("fc", 1000, 0.1),))
+        >>> memory_bytes(PipeSGD(), model), memory_bytes(CoCoD(), model, optimizer_ratio=2.0)
+        (4000, 6000)
+    """
+    if not optimizer_ratio >= 0.0:
+        raise ValueError(
+            "the optimizer's bytes a byte of weights must be at least 0 (0 plain SGD, 1 momentum, "
+            f"2 Adam), got {optimizer_ratio}"
+        )
+    copies, extra = 1.0, 0
+    if isinstance(method, PipeSGD):
+        copies = {"none": 2.0, "previous": 3.0, "local": 5.0}[method.prediction]
+    elif isinstance(method, WidePipeSGD):
+        copies = float(method.width)
+    elif isinstance(method, LocalSGD):
+        copies = 2.0
+    elif isinstance(method, CoCoD):
+        averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
+        copies += averaged + (codec.ratio != 1.0) + _slow_copies(method)
+        copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
+    elif isinstance(method, HorovodFusion):
+        extra = method.threshold_bytes
+    model = int(profile.gradient_bytes().sum())
+    return round(model * (1.0 + optimizer_ratio + copies)) + extra
+
+
+def _slow_copies(method: CoCoD) -> float:
+    """An anchor that has momentum, or an outer model, and its velocity."""
+    return 2.0 if method.anchor_momentum or method.outer != "none" else 0.0

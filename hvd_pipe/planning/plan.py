@@ -50,7 +50,7 @@ class Plan(Document):
              1        2  conv2 .. conv1
     """
 
-    BINARY = "this is no plan, but binary data"
+    _BINARY = "this is no plan, but binary data"
 
     buckets: tuple[tuple[str, ...], ...]
     method: str

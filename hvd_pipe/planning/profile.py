@@ -142,7 +142,7 @@ class ModelProfile(Document):
     Source: MG-WFBP, arXiv 1912.09268 (its tau_b + t_b is the ready time).
     """
 
-    BINARY = "this is no profile, but binary data"
+    _BINARY = "this is no profile, but binary data"
 
     layers: tuple[LayerProfile, ...]
     edges: tuple[tuple[str, str], ...] | None = None

@@ -308,9 +308,7 @@ def simulate_pipeline(
         ValueError: Costs, speeds or link that do not fit, or a schedule that does not run.
 
     Example:
-        >>> from hvd_pipe.planning.profile import ModelProfile
-    from hvd_pipe.planning.schedule import schedule
-    from hvd_pipe.planning.stages import Partition
+        >>> from hvd_pipe.planning.schedule import schedule
         >>> run = simulate_pipeline(schedule("gpipe", [1, 1], 1, 3), [StageCost(1.0, 1.0)] * 2)
         >>> run.total_s, run.utilisation[Worker(stage=0, replica=0)]
         (8.0, 0.75)

@@ -66,7 +66,7 @@ class Partition(Document):
         ValueError: no stages, not one number in flight a stage, or a negative number in transit.
     """
 
-    BINARY = "this is no partition, but binary data"
+    _BINARY = "this is no partition, but binary data"
 
     stages: tuple[Stage, ...]
     workers: int

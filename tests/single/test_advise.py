@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.strategy import parse as parse_strategy
-
 
 # Ten equal layers: 10 ms forward, 20 ms backward, 40 MB.
 MODEL = ModelProfile(

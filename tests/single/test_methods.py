@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from planning_cases import methods
 
-from hvd_pipe.planning import advise as _advice
 from hvd_pipe.planning import methods as module
 from hvd_pipe.planning import stability
-from hvd_pipe.planning.advise import memory_bytes
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import (
     Conventional,
@@ -22,6 +20,7 @@ from hvd_pipe.planning.methods import (
     Method,
     WidePipeSGD,
     label,
+    memory_bytes,
     parse,
     spell,
 )
@@ -32,7 +31,7 @@ from hvd_pipe.strategy import parse as parse_strategy
 
 
 def test_doctests() -> None:
-    for one in (module, stability, _advice):
+    for one in (module, stability):
         result = doctest.testmod(one)
         assert result.failed == 0
         assert result.attempted > 0

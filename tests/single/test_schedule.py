@@ -58,7 +58,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def test_doctests() -> None:
     for module in (schedule, instructions):
-        result = doctest.testmod(module)
+        result = doctest.testmod(module, extraglobs={"brief": instructions.brief})
         assert result.failed == 0
         assert result.attempted > 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import closed_forms
@@ -27,7 +26,6 @@ from hvd_pipe.planning.simulate import MAX_EVENTS, simulate
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.timeline import Timeline
-
 
 # Forward 2, gradients at 1 (10 bytes) and 4 (2 bytes) of backward, update 1: c = 7.
 MODEL = ModelProfile(
