@@ -19,8 +19,8 @@ import torch
 from pipeline_models import EmulatedPipeline, profile, scaled
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.partition import partition
+from hvd_pipe.planning.schedule import MODES
 from hvd_pipe.planning.stages import parse_replicas
 from hvd_pipe.runtime.timeline import DIRECTORY
 from hvd_pipe.timeline import Timeline

@@ -15,11 +15,11 @@ Options follow a colon: ``"cocod:period=8,warmup_steps=100"``. The environment v
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from hvd_pipe.cocod import CoCoD
 from hvd_pipe.errors import is_number, nearest, require_int, require_one_of
@@ -244,23 +244,39 @@ def parse(strategy: str | Strategy | None = None) -> Strategy:
             f"{source}{text!r}: unknown strategy{nearest(name, _STRATEGIES)}: use one of "
             f"{', '.join(map(repr, _STRATEGIES))}."
         )
-    options: dict[str, object] = {}
-    fields = [field.name for field in dataclasses.fields(cls)]
-    for part in filter(None, (part.strip() for part in tail.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key in fields and not equals:
-            raise ValueError(f"{source}{text!r}: {key!r} has no value: write OPTION=VALUE.")
-        if key not in fields or key in options:
-            raise ValueError(
-                f"{source}{text!r}: {part!r} is not an option of {cls.name}"
-                f"{nearest(key, fields)}: write OPTION=VALUE, once each, with OPTION one of "
-                f"{', '.join(fields)}."
-            )
-        options[key] = _value(key, value)
+    options = parse_options(cls, f"{source}{text!r}", tail, _value)
     try:
         return cls(**options)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise type(error)(f"{source}{text!r}: {error}") from None
+
+
+def parse_options(
+    cls: type[Any], text: str, tail: str, value: Callable[[str, str], object]
+) -> dict[str, object]:
+    """Return the options behind a method's colon, by the names of its fields.
+
+    Args:
+        cls: The method's dataclass. A field's metadata may have the ``option`` that it is written
+            as, in place of its name.
+        text: The whole string, for errors.
+        tail: Options, separated by commas.
+        value: Makes a field's value of its name and its text.
+    """
+    names = {field.metadata.get("option", field.name): field.name for field in fields(cls)}
+    options: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in tail.split(","))):
+        key, equals, written = (piece.strip() for piece in part.partition("="))
+        if key in names and not equals:
+            raise ValueError(f"{text}: {key!r} has no value: write OPTION=VALUE.")
+        if key not in names or names[key] in options:
+            raise ValueError(
+                f"{text}: {part!r} is not an option of {cls.name}{nearest(key, names)}: write "
+                "OPTION=VALUE, once each, with OPTION one of "
+                f"{', '.join(names) or '(it has none)'}."
+            )
+        options[names[key]] = value(names[key], written)
+    return options
 
 
 def _value(key: str, text: str) -> object:

@@ -16,8 +16,7 @@ import click
 from hvd_pipe import strategy, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli.output import emit, exposed
-from hvd_pipe.planning.advise import Advice, Row, advise
-from hvd_pipe.planning.advise_pipeline import PIPEDREAM
+from hvd_pipe.planning.advise import PIPEDREAM, Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import Method, parse

@@ -15,12 +15,11 @@ from hvd_pipe.pipeline.transport import Layout, check_transport
 from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.in_transit import scheduled
 from hvd_pipe.planning.instructions import Worker
-from hvd_pipe.planning.modes import Mode, mode_named
 from hvd_pipe.planning.pipeline_cost import PipelineCost, coalesced, fewest_microbatches
-from hvd_pipe.planning.pipeline_plans import best_plan
+from hvd_pipe.planning.pipeline_plans import best_plan, scheduled
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import Mode, mode_named
 from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.consensus import Agreement, Description
 
@@ -309,7 +308,7 @@ def usual_microbatches(mode: Mode, replicas: Sequence[int], in_transit: int = 0)
     """Return the fewest microbatches that fill the pipeline and that replicas can share.
 
     Example:
-        >>> from hvd_pipe.planning.modes import MODES
+        >>> from hvd_pipe.planning.schedule import MODES
         >>> [usual_microbatches(MODES[mode], (2, 1)) for mode in ("stash", "2bw", "flush")]
         [1, 4, 4]
     """

@@ -7,13 +7,72 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-__all__ = ["check_count", "check_keys", "check_number", "load_text", "read_object"]
-
 T = TypeVar("T")
+
+
+class Document:
+    """A dataclass that is kept in a file as a JSON document."""
+
+    _BINARY: ClassVar[str]
+
+    def to_json(self) -> str:
+        """A JSON document; :meth:`from_json` reads it back exactly."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What a JSON document holds; ValueError says what is wrong in it."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_json` to a file."""
+        Path(path).write_text(self.to_json().rstrip("\n") + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """What a file that :meth:`save` wrote holds; ValueError names the file."""
+        return load_text(path, cls.from_json, cls._BINARY)
+
+
+def read_fields(
+    cls: Callable[..., T], data: Mapping[str, Any], words: Mapping[str, str], where: str = ""
+) -> T:
+    """The dataclass whose fields a JSON object has; ValueError says which has another type."""
+    values = {}
+    for name, hint in get_type_hints(cls).items():
+        if name in data:
+            try:
+                values[name] = _read(hint, data[name])
+            except (TypeError, ValueError):
+                null = " or null" if type(None) in get_args(hint) else ""
+                kinds = {float: "a number of seconds", str: "a string", bool: "true or false"}
+                kind = next(
+                    (kinds[k] for k in kinds if k in (hint, *get_args(hint))), "an integer"
+                )
+                kind = words.get(name, kind) + null
+                raise ValueError(f'{where}"{name}" is {kind}, got {data[name]!r}') from None
+    return cls(**values)
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """The value of a field; TypeError or ValueError where it has another type."""
+    inner = get_args(hint)
+    if get_origin(hint) is UnionType:
+        return None if value is None else _read(inner[0], value)
+    if isinstance(value, tuple):  # which JSON does not know: it was read before
+        return value
+    if get_origin(hint) is tuple and isinstance(value, list):
+        if inner[-1] is not ...:
+            return tuple(_read(*pair) for pair in zip(inner, value, strict=True))
+        return tuple(_read(inner[0], item) for item in value)
+    if isinstance(hint, type) and type(value) in ((int, float) if hint is float else (hint,)):
+        return value
+    raise TypeError(hint)
 
 
 def load_text(path: str | os.PathLike[str], parse: Callable[[str], T], binary: str) -> T:
@@ -30,15 +89,6 @@ def read_object(
     text: str, schema: str, keys: Collection[str], optional: Collection[str] = ()
 ) -> dict[str, Any]:
     """The JSON object in a text, checked for its schema and its keys.
-
-    Args:
-        text: the JSON document.
-        schema: what its ``"schema"`` must say, e.g. ``"hvd_pipe.plan/1"``.
-        keys: the other keys that are required.
-        optional: keys that may be there as well.
-
-    Raises:
-        ValueError: no JSON object, another schema, or keys that lack or are unknown.
 
     Example:
         >>> read_object('{"schema": "x/1", "size": 3}', "x/1", {"size"})

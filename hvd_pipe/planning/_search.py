@@ -24,8 +24,13 @@ the least seconds per minibatch of the layers before cut j on the stages 0..s::
 
 The minibatches in flight of a stage are then ``ceil((R_s + ... + R_last) / R_s)``.
 
-Source: PipeDream, SOSP 2019, section 3.1; its code ``optimizer_graph_hierarchical.py`` for the
-convention "original". The memory is ours.
+A stage is the difference of two sets of layers, one inside of the other, each of which holds all
+that its layers use. These sets, the cuts, are the states. In a chain of L layers there are L + 1.
+Two branches of m and n layers side by side have (m + 1)(n + 1): where that is more than the caller
+will have, the branches that cause it lose cuts (:func:`find_cuts`). They are PipeDream's
+antichains, which as sets need no augmenting: which outputs cross a cut follows from the set.
+
+Source: PipeDream, SOSP 2019, section 3.1. The memory is ours.
 """
 
 from __future__ import annotations
@@ -38,10 +43,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning._cuts import Cuts
-
-__all__ = ["GivenSearch", "Leaf", "Level", "Memory", "Rule", "Search"]
-
+from hvd_pipe.planning.profile import ModelProfile
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -71,38 +73,16 @@ class Memory:
         return parameters * (versions + 1 + self.optimizer) + activations * in_flight
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The objective: how long a stage takes. ``ratio`` is the activation compression."""
+def replicated(level: Level, replicas: int, time: Any, parameters: Any) -> Any:
+    """Seconds per minibatch of a stage whose single replica takes ``time``."""
+    latency = 2 * (replicas - 1) * level.latency * (parameters > 0)
+    allreduce = 2 * (replicas - 1) / replicas * parameters / level.bandwidth + latency
+    return np.maximum(time, allreduce) / replicas
 
-    convention: str
-    ratio: float | None = None
 
-    def replicated(
-        self, level: Level, inside: int, replicas: int, time: Any, parameters: Any, whole: bool
-    ) -> Any:
-        """Seconds per minibatch of a stage whose single replica takes ``time``."""
-        r = replicas
-        latency = 2 * (r - 1) * level.latency * (parameters > 0)
-        if self.convention == "paper":
-            allreduce = 2 * (r - 1) / r * parameters / level.bandwidth + latency
-            return np.maximum(time, allreduce) / r
-        share = inside if whole else 1
-        return (time + 4 * (r - 1) * parameters / (level.bandwidth * r * share) + latency) / r
-
-    def transfer(self, level: Level, replicas: int, size: Any) -> Any:
-        """Seconds per minibatch for ``size`` bytes of activations and, back, their gradients."""
-        if self.convention == "paper":
-            return 2 * (size / level.bandwidth + level.latency * (size > 0))
-        if self.ratio is None:
-            return 0.0 * size
-        seconds = size / (level.bandwidth * replicas * self.ratio)
-        return 2 * (seconds + level.latency / replicas * (size > 0))
-
-    @property
-    def charges_output(self) -> bool:
-        """A stage after the first pays for what it sends on, too."""
-        return self.convention == "original"
+def _transfer(level: Level, size: Any) -> Any:
+    """Seconds per minibatch for ``size`` bytes of activations and, back, their gradients."""
+    return 2 * (size / level.bandwidth + level.latency * (size > 0))
 
 
 @dataclass(frozen=True)
@@ -115,6 +95,176 @@ class Leaf:
     time_s: float
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """N cuts in a topological order; the first has no layer before it, the last all L of them.
+
+    Args:
+        members: (N, L) bool, which layers lie before a cut.
+        inside: (N, N) bool, ``inside[i, j]``: all that lies before cut i, and not that alone,
+            lies before cut j; then i < j.
+        compute: (N,) seconds of the layers before a cut, forward, backward and update.
+        parameters: (N,) bytes of their parameters.
+        held: (N,) bytes that they keep from forward to backward: their ``saved_bytes`` where
+            those are known, else their outputs.
+        crossing: (N,) bytes of those outputs that layers after the cut use.
+        exact: no cut of the model is missing.
+    """
+
+    members: npt.NDArray[np.bool_]
+    inside: npt.NDArray[np.bool_]
+    compute: FloatArray
+    parameters: FloatArray
+    held: FloatArray
+    crossing: FloatArray
+    exact: bool
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The layers between two that every path goes through; ``base`` is all before them."""
+
+    base: int
+    layers: tuple[int, ...]
+
+
+def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
+    """All cuts of a model, or as many as ``max_states`` allows."""
+    size = len(profile.layers)
+    place = {layer.name: at for at, layer in enumerate(profile.layers)}
+    if profile.edges is None:
+        edges = [(at, at + 1) for at in range(size - 1)]
+    else:
+        edges = [(place[a], place[b]) for a, b in profile.edges]
+    before, after = [0] * size, [0] * size  # bit sets of direct neighbours
+    for source, target in edges:
+        before[target] |= 1 << source
+        after[source] |= 1 << target
+
+    regions = _regions(before, after)
+    detail = [0] * len(regions)
+    sets = [_region_sets(region, 0, before, after, max_states) for region in regions]
+
+    def count(at: int) -> int:
+        found = sets[at]
+        return max_states + 1 if found is None else len(found)
+
+    while (total := sum(map(count, range(len(regions))))) > max_states:
+        coarser = [at for at, level in enumerate(detail) if level < 3 and count(at) > 2]
+        if not coarser:
+            raise ValueError(
+                f"the model of {size} layers has {total} cuts even without those inside of "
+                f"branches, more than max_states = {max_states}: raise max_states (time grows "
+                "with its square, with several levels of a network with its cube), or profile "
+                "coarser layers"
+            )
+        worst = max(coarser, key=count)
+        detail[worst] += 1
+        sets[worst] = _region_sets(
+            regions[worst], detail[worst], before, after, max(max_states, size + 1)
+        )
+    cuts = [cut for found in sets if found is not None for cut in found]
+    cuts.sort(key=int.bit_count)
+
+    members = _matrix(cuts, size)
+    m = members.astype(np.float32)  # counts below 2^24 are exact, and its products are fast
+    users = np.zeros((size, size), dtype=np.float32)
+    for source, target in edges:
+        users[target, source] = 1.0
+    crosses = members & (m @ users < users.sum(axis=0))
+    sizes = m.sum(axis=1)
+    layers = profile.layers
+    compute = np.array([x.forward_s + x.backward_s for x in layers]) + _updates(profile)
+    parameters = np.array([x.gradient_bytes for x in layers], dtype=np.float64)
+    activations = np.array([x.activation_bytes for x in layers], dtype=np.float64)
+    held = np.array([x.held_bytes for x in layers], dtype=np.float64)
+    return Cuts(
+        members=members,
+        inside=(m @ m.T == sizes[:, None]) & (sizes[:, None] < sizes),
+        compute=members @ compute,
+        parameters=members @ parameters,
+        held=members @ held,
+        crossing=crosses @ activations,
+        exact=not any(detail),
+    )
+
+
+def _updates(profile: ModelProfile) -> FloatArray:
+    """The update's seconds by layer: it touches each parameter once."""
+    weights = np.array([layer.gradient_bytes for layer in profile.layers], dtype=np.float64)
+    if not weights.any():
+        weights += 1.0
+    weights *= profile.update_s / weights.sum()
+    return weights
+
+
+def _regions(before: list[int], after: list[int]) -> list[_Region]:
+    size = len(before)
+    ancestors, descendants = [0] * size, [0] * size
+    for at in range(size):
+        for source in _bits(before[at]):
+            ancestors[at] |= ancestors[source] | 1 << source
+    for at in reversed(range(size)):
+        for target in _bits(after[at]):
+            descendants[at] |= descendants[target] | 1 << target
+    everything = (1 << size) - 1
+    regions = []
+    base, rest = 0, everything
+    for at in range(size):
+        if (ancestors[at] | descendants[at] | 1 << at) == everything:
+            regions.append(_Region(base, tuple(_bits(rest & ancestors[at]))))
+            base, rest = ancestors[at] | 1 << at, descendants[at]
+    return [*regions, _Region(base, tuple(_bits(rest)))]
+
+
+def _region_sets(
+    region: _Region, detail: int, before: list[int], after: list[int], limit: int
+) -> list[int] | None:
+    """The cuts of a region, from none to all of its layers before it; None if above the limit."""
+    whole = sum(1 << layer for layer in region.layers)
+    if detail == 3:
+        return [region.base, region.base | whole]
+    if detail == 2:
+        found = [region.base]
+        for layer in region.layers:
+            found.append(found[-1] | 1 << layer)
+        return found
+    groups: list[tuple[int, int]] = []  # layers that stay together, and what they use
+    chain: dict[int, int] = {}  # the group that ends with a layer
+    for layer in region.layers:
+        source = max(before[layer].bit_length() - 1, 0)
+        alone = before[layer] == 1 << source and after[source] == 1 << layer
+        if detail == 1 and source in chain and alone:
+            at = chain[layer] = chain[source]
+            groups[at] = groups[at][0] | 1 << layer, groups[at][1]
+        else:
+            chain[layer] = len(groups)
+            groups.append((1 << layer, before[layer] & whole))
+    sets = {0}
+    queue = [0]
+    for cut in queue:
+        for group, needs in groups:
+            if not cut & group and not needs & ~cut:
+                more = cut | group
+                if more not in sets:
+                    if len(sets) >= limit:
+                        return None
+                    sets.add(more)
+                    queue.append(more)
+    return [region.base | cut for cut in queue]
+
+
+def _bits(mask: int) -> list[int]:
+    return [at for at in range(mask.bit_length()) if mask >> at & 1]
+
+
+def _matrix(cuts: list[int], size: int) -> npt.NDArray[np.bool_]:
+    width = -(-size // 8)
+    packed = np.frombuffer(b"".join(cut.to_bytes(width, "little") for cut in cuts), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(cuts), width), axis=1, bitorder="little")
+    return bits[:, :size].astype(np.bool_)
+
+
 class Search:
     """The dynamic program over the cuts of one model and the levels of one network."""
 
@@ -122,13 +272,12 @@ class Search:
         self,
         cuts: Cuts,
         levels: Sequence[Level],
-        rule: Rule,
         memory: Memory,
         limit: float | None = None,
         straight: bool = False,
         least_memory: bool = False,
     ) -> None:
-        self.cuts, self.levels, self.rule, self.memory = cuts, tuple(levels), rule, memory
+        self.cuts, self.levels, self.memory = cuts, tuple(levels), memory
         self.limit, self.straight, self.least_memory = limit, straight, least_memory
         self.count = len(cuts.compute)
         self._compute = self._between(cuts.compute, np.inf)
@@ -160,7 +309,7 @@ class Search:
 
     def for_memory(self) -> Search:
         """The same search for the least memory that any partition needs; ``best`` is in bytes."""
-        return Search(self.cuts, self.levels, self.rule, self.memory, None, self.straight, True)
+        return Search(self.cuts, self.levels, self.memory, None, self.straight, True)
 
     def _shares(self, q: int) -> range:
         """Replicas that the last stage may have, with at least one part left for those before."""
@@ -183,24 +332,19 @@ class Search:
             return np.where(self.cuts.inside, needed, np.inf)
         return np.where(needed <= self.limit, self._compute, np.inf)
 
-    def _replicated(self, level: int, replicas: int, time: Any, at: Any, whole: bool) -> Any:
+    def _replicated(self, level: int, replicas: int, time: Any, at: Any) -> Any:
         if self.least_memory:
             return time
-        inside = self.levels[level - 2].components if level > 1 else 1
-        rule, link = self.rule, self.levels[level - 1]
-        return rule.replicated(link, inside, replicas, time, self._parameters[at], whole)
+        return replicated(self.levels[level - 1], replicas, time, self._parameters[at])
 
     def _make_step(self, level: int, replicas: int, behind: int) -> FloatArray:
         """(N, N) seconds of a stage that follows another one, with its transfers."""
         everywhere = (slice(None), slice(None))
-        time = self._replicated(level, replicas, self._part(level - 1, behind), everywhere, False)
+        time = self._replicated(level, replicas, self._part(level - 1, behind), everywhere)
         if self.least_memory:
             return cast(FloatArray, time)
-        sent = self.rule.transfer(self.levels[level - 1], replicas, self.cuts.crossing)
-        time = np.maximum(time, sent[:, None])
-        if self.rule.charges_output:
-            time = np.maximum(time, sent)
-        return cast(FloatArray, time)
+        received = _transfer(self.levels[level - 1], self.cuts.crossing)
+        return cast(FloatArray, np.maximum(time, received[:, None]))
 
     def _make_table(self, level: int, behind: int) -> list[FloatArray]:
         """``best[q - 1]`` for q = 1..components: (N, N), at the outermost level its row 0."""
@@ -214,7 +358,7 @@ class Search:
                 least = np.full((1 if outermost else self.count, self.count), np.inf)
             else:
                 part = self._part(level - 1, self._behind(level, q, after, behind))
-                least = self._replicated(level, q, part[rows], (rows, slice(None)), True).copy()
+                least = self._replicated(level, q, part[rows], (rows, slice(None))).copy()
             for r in self._shares(q):
                 step = self._step(level, r, self._behind(level, r, after, behind))
                 _lower(least, best[q - r - 1], step)
@@ -230,7 +374,7 @@ class Search:
             part = np.inf
             if not self.straight or q == 1:
                 part = self._part(level - 1, self._behind(level, q, after, behind))[i, j]
-            whole = float(self._replicated(level, q, part, (i, j), True))
+            whole = float(self._replicated(level, q, part, (i, j)))
             # Of equal divisions, one stage; else where the faster side is fastest, then where
             # the least crosses.
             choices = [(whole, 0.0, 0.0, i, q)]
@@ -256,15 +400,10 @@ class Search:
         else:
             below = self._behind(level, r, after, behind)
             leaves = self._divide(level - 1, below, i, j, self.levels[level - 2].components)
-        times = [float(self._replicated(level, r, x.time_s, (i, j), whole)) for x in leaves]
+        times = [float(self._replicated(level, r, x.time_s, (i, j))) for x in leaves]
         if not whole:
-            link = self.levels[level - 1]
-            received, sent = (
-                float(self.rule.transfer(link, r, self.cuts.crossing[at])) for at in (i, j)
-            )
+            received = float(_transfer(self.levels[level - 1], self.cuts.crossing[i]))
             times[0] = max(times[0], received)
-            if self.rule.charges_output:
-                times[-1] = max(times[-1], sent)
         return [
             Leaf(leaf.first, leaf.last, r * leaf.replicas, time)
             for leaf, time in zip(leaves, times, strict=True)
@@ -288,13 +427,12 @@ class GivenSearch(Search):
         self,
         cuts: Cuts,
         level: Level,
-        rule: Rule,
         memory: Memory,
         limit: float | None,
         replicas: Sequence[int],
         least_memory: bool = False,
     ) -> None:
-        super().__init__(cuts, [level], rule, memory, limit, least_memory=least_memory)
+        super().__init__(cuts, [level], memory, limit, least_memory=least_memory)
         self.replicas = tuple(replicas)
         self._rows: list[FloatArray] = []
 
@@ -324,13 +462,13 @@ class GivenSearch(Search):
     def for_memory(self) -> GivenSearch:
         """The same search for the least memory that any cuts need; ``best`` is in bytes."""
         level, given = self.levels[0], self.replicas
-        return GivenSearch(self.cuts, level, self.rule, self.memory, None, given, True)
+        return GivenSearch(self.cuts, level, self.memory, None, given, True)
 
     def _best(self) -> list[FloatArray]:
         if not self._rows:
             first = self._part(0, self._waiting(0))[0]
             at = (0, slice(None))
-            self._rows = [self._replicated(1, self.replicas[0], first, at, True)]
+            self._rows = [self._replicated(1, self.replicas[0], first, at)]
             for stage in range(1, len(self.replicas)):
                 times = np.maximum(self._rows[-1][:, None], self._given_step(stage))
                 self._rows.append(times.min(axis=0))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-from hvd_pipe.planning._advice import PipelinePlan, Row, Training, memory_bytes, stability
-from hvd_pipe.planning.advise_pipeline import PIPEDREAM, pipeline_rows
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.messages import node_comm
 from hvd_pipe.planning.methods import (
     BASELINES,
     Conventional,
@@ -20,19 +20,324 @@ from hvd_pipe.planning.methods import (
     LocalSGD,
     Method,
     WidePipeSGD,
-    label,
+    memory_bytes,
     parse,
     spell,
 )
+from hvd_pipe.planning.pipeline_cost import (
+    PipelineCost,
+)
+from hvd_pipe.planning.pipeline_plans import (
+    Offer,
+    divider,
+    fastest,
+    offer_of,
+    plans_of,
+    slack_of,
+)
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import mode_named
 from hvd_pipe.planning.simulate import simulate
-from hvd_pipe.planning.stability import stable_rate
+from hvd_pipe.planning.stability import delayed_rate, stable_rate
+from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime, step_time
-from hvd_pipe.planning.turns import node_comm
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.units import format_bytes, format_seconds
 
 __all__ = ["MARGIN", "Advice", "PipelinePlan", "Row", "advise"]
+
+
+_MOMENTUM = 0.9  # where none is given, warn of what this would do
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is known of the training; `hvd_pipe.planning.advise.advise` says what each is."""
+
+    learning_rate: float | None
+    curvature: float | None
+    momentum: float | None
+    optimizer_ratio: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """PipeDream's stages, and their price; tuples have an entry a stage.
+
+    Args:
+        plan: what ``plan=`` takes: "15-1", "straight".
+        replicas: workers of each stage.
+        mode: what ``mode=`` takes.
+        microbatches: of a minibatch, each as large as a worker's batch; 1 where the mode has none.
+        period_s: seconds in which the pipeline trains one worker's batch.
+        memory_bytes: of a worker, its activations included.
+        versions: of the weights that a worker holds.
+        staleness: how many updates old its gradients are.
+        saved: the part of data parallelism's bytes that it does not send.
+        paste: the call that makes it.
+    """
+
+    plan: str
+    replicas: tuple[int, ...]
+    mode: str
+    microbatches: int
+    period_s: float
+    memory_bytes: tuple[int, ...]
+    versions: tuple[int, ...]
+    staleness: tuple[int, ...]
+    saved: float
+    paste: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method with one codec, and what to expect of it.
+
+    Args:
+        strategy: what ``strategy=`` takes; of methods that are not hvd_pipe's, their name.
+        compression: what ``compression=`` takes.
+        codec: its name.
+        baseline: shown for comparison, not to be recommended.
+        time: seconds of a step, its limit, messages; simulated where workers jitter.
+        speedup: samples per second over those of one worker of speed 1 that computes alone.
+        samples_per_s: of all workers; None where the profile has no batch.
+        memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning.advise`).
+        staleness: how many updates old a worker's gradient is, at most, when all have it.
+        identical: whether replicas are equal after each step.
+        exact: whether it computes what synchronous SGD without compression does.
+        batches: samples per step of each worker, where that keeps unequal workers in step.
+        usable: stable and within the memory, as far as is known.
+        warnings: what to look out for.
+        reason: what its time is made of, in a sentence.
+        pipeline: the plan, of PipeDream alone.
+    """
+
+    strategy: str
+    compression: str
+    codec: str
+    baseline: bool
+    time: StepTime
+    speedup: float
+    samples_per_s: float | None
+    memory_bytes: int
+    staleness: int
+    identical: bool
+    exact: bool
+    batches: tuple[int, ...] | None
+    usable: bool
+    warnings: tuple[str, ...]
+    reason: str
+    pipeline: PipelinePlan | None = None
+
+
+def stability(limit_at: Callable[[float], float], training: Training) -> tuple[bool, list[str]]:
+    """Whether a method is known to diverge, and what to say about it."""
+    momentum = training.momentum or 0.0
+    limit, usual = limit_at(momentum), 2.0 * (1.0 + momentum)
+    rate, curvature = training.learning_rate, training.curvature
+    bound = f"lr * curvature < {limit:.3g} (momentum {momentum:g}; synchronous SGD: {usual:.3g})"
+    if rate is not None and curvature is not None:
+        if rate * curvature < limit:
+            return False, []
+        most = format(limit / curvature, ".3g") if curvature else "any"
+        return True, [
+            f"diverges: it is stable only while {bound}, and {rate:g} * {curvature:g} = "
+            f"{rate * curvature:.3g}; take a learning rate below {most}"
+        ]
+    supposed = _MOMENTUM if training.momentum is None else momentum
+    with_it = limit_at(supposed)
+    if with_it > 2.0 * (1.0 + supposed) * (1.0 - 1e-6):
+        return False, []
+    if training.momentum is None:
+        return False, [
+            f"stable only while lr * curvature < {limit:.3g} without momentum, < {with_it:.3g} "
+            f"with {supposed:g} (synchronous SGD: 2, {2.0 * (1.0 + supposed):.3g}): give "
+            "--momentum, --learning-rate, --curvature"
+        ]
+    times = f"{usual / limit:.3g} times"
+    text = f"stable only while {bound}: the largest learning rate is {times} smaller"
+    if rate is not None and rate > 0.0:
+        text += f"; at {rate:g} that is a curvature below {limit / rate:.3g}"
+    return False, [text]
+
+
+PIPEDREAM = "pipedream"
+"""Its name among the methods that :func:`hvd_pipe.planning.advise.advise` chooses from."""
+
+ADVISED_MODES = ("stash", "2bw", "flush")
+
+
+def pipeline_rows(
+    profile: ModelProfile, cluster: Cluster, training: Training, data_parallel_s: float
+) -> tuple[list[Row], tuple[str, ...]]:
+    """A row for each mode in which a pipeline is faster than data parallelism.
+
+    Example:
+        >>> from hvd_pipe.planning.cluster import Link, Network
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> model = ModelProfile((
+        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
+        >>> cluster = Cluster(4, Network(Link.of(1e9, 0.0)))
+        >>> rows, notes = pipeline_rows(model, cluster, Training(None, None, None, 1.0), 0.19)
+        >>> for row in rows:
+        ...     print(row.strategy, round(row.time.total_s, 3), row.staleness)
+        pipedream 3-1 stash 0.04 2
+        pipedream 3-1 2bw 0.041 1
+        pipedream 3-1 flush 0.083 0
+    """
+    refused = _no_pipeline(profile, cluster)
+    if refused:
+        return [], (f"No pipeline: {refused}.",)
+    rows = []
+    slowest_s = data_parallel_s / cluster.workers
+    reasons: list[str] = []
+    plans: list[Partition] = []
+    fitting = False
+    for mode in ADVISED_MODES:
+        divide = divider(profile, cluster, mode, training.optimizer_ratio)
+        # Without a limit of memory, plans do not depend on the versions that a mode keeps.
+        if mode == ADVISED_MODES[0] or cluster.memory_bytes is not None:
+            plans = plans_of(divide, cluster, reasons)
+        fitting = fitting or bool(plans)
+        offer = partial(offer_of, profile, cluster, mode, training.optimizer_ratio)
+        best = fastest(offer, plans, slack_of(divide, cluster, mode), cluster, slowest_s)
+        if best is not None:
+            rows.append(_pipeline_row(profile, cluster, best, training))
+    if rows:
+        return rows, ()
+    if not fitting:
+        return [], (f"No pipeline: {reasons[0]}.",)
+    return [], (
+        "No pipeline: data parallelism is PipeDream's best partition here, as no other is faster "
+        f"than {format_seconds(data_parallel_s)} a step.",
+    )
+
+
+def _no_pipeline(profile: ModelProfile, cluster: Cluster) -> str | None:
+    """Why there can be no pipeline."""
+    if cluster.workers == 1:
+        return "there is one worker"
+    if cluster.speeds is not None and len(set(cluster.speeds)) > 1:
+        return "its stages are for workers of one speed"
+    if not any(layer.activation_bytes for layer in profile.layers):
+        return (
+            "the profile has no activation_bytes, so nothing is known of the messages between "
+            "stages; measure it with hvd-pipe profile models.py:make --input 32,3,224,224"
+        )
+    return None
+
+
+def _pipeline_row(
+    profile: ModelProfile, cluster: Cluster, offer: Offer, training: Training
+) -> Row:
+    cost, plan, workers = offer.cost, offer.plan, cluster.workers
+    staleness = tuple(one.staleness for one in cost.held)
+    oldest = max(staleness)
+    name = STRAIGHT if max(plan.replicas) == 1 else plan.config
+    time = _pipeline_time(f"{PIPEDREAM} {name} {cost.mode}", cluster, offer)
+    unstable, warnings = stability(partial(delayed_rate, oldest), training)
+    samples = profile.batch / offer.period_s if profile.batch and offer.period_s else None
+    made = _plan(name, offer, workers)
+    return Row(
+        strategy=time.method,
+        compression="hvd.Compression.none",
+        codec="none",
+        baseline=False,
+        time=time,
+        speedup=profile.compute_s / offer.period_s if offer.period_s else float(workers),
+        samples_per_s=samples,
+        memory_bytes=round(
+            max(
+                whole - part
+                for whole, part in zip(cost.memory_bytes, cost.activation_bytes, strict=True)
+            )
+        ),
+        staleness=oldest,
+        identical=True,
+        exact=mode_named(cost.mode).synchronous,
+        batches=None,
+        usable=not unstable,
+        warnings=tuple(warnings),
+        reason=_pipeline_reason(made, cost, workers),
+        pipeline=made,
+    )
+
+
+def _pipeline_time(name: str, cluster: Cluster, offer: Offer) -> StepTime:
+    cost, plan, workers = offer.cost, offer.plan, cluster.workers
+    speed = 1.0 if cluster.speeds is None else cluster.speeds[0]
+    total = workers * offer.period_s
+    compute = min(total, workers * cost.compute_s / cost.microbatches / speed)
+    bandwidth = cluster.network.link_time.bandwidth
+    batches = [workers / replicas for replicas in plan.replicas]
+    updates = [workers / cost.microbatches if cost.microbatches > 1 else x for x in batches]
+    ends = len(plan.stages) - 1
+    messages = (
+        batches[at] * ((at > 0) + (at < ends)) + (plan.replicas[at] > 1) * updates[at]
+        for at in range(ends + 1)
+    )
+    return StepTime(
+        method=name,
+        compute_s=compute,
+        comm_s=workers * max(cost.sent_bytes) / cost.microbatches / bandwidth,
+        total_s=total,
+        limit_s=compute,
+        messages=max(messages),
+    )
+
+
+def _plan(name: str, offer: Offer, workers: int) -> PipelinePlan:
+    cost = offer.cost
+    cut = f", microbatches={cost.microbatches}" if cost.microbatches > 1 else ""
+    cut += f", in_transit={offer.plan.in_transit}" if offer.plan.in_transit else ""
+    # Of as many minibatches of one worker each, data parallelism sends for n of them at once.
+    parallel = cost.data_parallel_bytes * cost.microbatches
+    return PipelinePlan(
+        plan=name,
+        replicas=offer.plan.replicas,
+        mode=cost.mode,
+        microbatches=cost.microbatches,
+        period_s=offer.period_s,
+        memory_bytes=cost.memory_bytes,
+        versions=tuple(one.versions for one in cost.held),
+        staleness=tuple(one.staleness for one in cost.held),
+        saved=1.0 - cost.wire_bytes / parallel if parallel else 0.0,
+        paste=f'PipeDream(model, loss_fn, optimizer_fn, plan="{name}", mode="{cost.mode}"{cut})',
+    )
+
+
+def _pipeline_reason(made: PipelinePlan, cost: PipelineCost, workers: int) -> str:
+    """How busy it is, and its price by stage."""
+    sends = f"{made.saved:.0%} less" if made.saved >= 0 else f"{-made.saved:.0%} more"
+    text = (
+        f"the busiest of {len(made.replicas)} stages computes {cost.utilisation:.0%} of the time; "
+        f"sends {sends} than data parallelism; by stage, updates late {_each(made.staleness)}, "
+        f"versions of the weights {_each(made.versions)}, memory with activations "
+        f"{_each([format_bytes(size) for size in made.memory_bytes])}"
+    )
+    if made.microbatches > 1:
+        text += (
+            f"; the loader's minibatch is {made.microbatches} workers' batches, a microbatch "
+            f"each, where an update of data parallelism has {workers}"
+        )
+    return text
+
+
+def _each(values: Sequence[object]) -> str:
+    """A few values, or what they are at the ends.
+
+    >>> _each([3, 2, 1, 0]), _each([1, 1]), _each(range(16))
+    ('3, 2, 1, 0', '1 each', '0 to 15')
+    """
+    if len(set(values)) == 1:
+        return f"{values[0]} each"
+    if len(values) > _MOST_LISTED:
+        return f"{values[0]} to {values[-1]}"
+    return ", ".join(map(str, values))
+
+
+_MOST_LISTED = 5
+
 
 SCHEMA = "hvd_pipe.advice/1"
 
@@ -103,7 +408,7 @@ def advise(
         methods: what to choose from, each with every codec; None: hvd_pipe's strategies, as
             :mod:`hvd_pipe.planning.choice` fits them, ``merged-gradient:overlap=forward``, which
             must beat the default by more than ``margin``, and PipeDream, uncompressed, as
-            :mod:`hvd_pipe.planning.advise_pipeline` does, which "pipedream" asks for, too.
+            :mod:`hvd_pipe.planning.advise` does, which "pipedream" asks for, too.
         codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
         learning_rate, curvature, momentum: of the training, as far as known; curvature is the
             largest eigenvalue of the loss's Hessian.
@@ -252,7 +557,7 @@ def _row(
     samples = None if profile.batch is None else cluster.workers * profile.batch
     total = time.total_s
     return Row(
-        strategy=label(method) if _foreign(method) else spell(method),
+        strategy=spell(method),
         compression=f"hvd.Compression.{codec.name}",
         codec=codec.name,
         baseline=baseline,
@@ -262,20 +567,13 @@ def _row(
         memory_bytes=memory,
         staleness=_staleness(method),
         identical=_identical(method),
-        exact=codec.name == "none" and isinstance(method, MergedGradient | _Synchronous),
+        exact=codec.name == "none"
+        and isinstance(method, MergedGradient | Conventional | HorovodFusion),
         batches=batches,
         usable=fits and not unstable,
         warnings=tuple(warnings),
         reason=_reason(time, method),
     )
-
-
-_Synchronous = Conventional | HorovodFusion
-
-
-def _foreign(method: Method) -> bool:
-    """Whether ``strategy=`` knows no such method."""
-    return not isinstance(method, MergedGradient | PipeSGD | CoCoD)
 
 
 def _staleness(method: Method) -> int:

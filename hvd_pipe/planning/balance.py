@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["split_batch"]
-
 
 def split_batch(batch: int, speeds: Sequence[float]) -> list[int]:
     """Split a batch over workers in proportion to their speeds, by the largest remainder.

@@ -7,7 +7,6 @@ profile of them, predicts each strategy's step and takes the fastest (:func:`cho
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,22 +17,6 @@ from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, spell
 from hvd_pipe.planning.profile import FORWARD, LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, Method, PipeSGD
-
-__all__ = [
-    "OwnTimes",
-    "Prediction",
-    "candidates",
-    "choose",
-    "fitted_buckets",
-    "fitted_period",
-    "kind_of",
-    "least_of",
-    "milliseconds",
-    "predict",
-    "profile_of",
-    "report",
-]
-
 
 MARGIN = 0.05
 """What changes the mathematics, or asks more of a script, has to be faster by this part."""
@@ -60,12 +43,7 @@ def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> Mod
 
     Its first layer, ``(forward)``, has all that comes before the first gradient. The first
     gradient is thus ready as backward starts. When each weight is needed is not known: see
-    `overlap.overlapped_step` for what is assumed.
-
-    Args:
-        own: Measured times.
-        names: The parameters' names, by index.
-        sizes: Bytes of each gradient, by index.
+    `messages.overlapped_messages` for what is assumed.
 
     Example:
         >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
@@ -90,11 +68,6 @@ def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
     """One of each strategy, as it fits.
-
-    Args:
-        profile: the model on one worker.
-        comm: all-reduce time of a message.
-        compute_s: a worker's own work a step, in seconds; None: the profile's.
 
     Example:
         >>> from hvd_pipe.planning.methods import spell
@@ -123,9 +96,8 @@ def fitted_period(profile: ModelProfile, comm: CommModel, compute_s: float) -> i
 def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> PipeSGD:
     """Pipe-SGD with larger buckets where the latencies of the usual ones would stick out.
 
-    It is for a job that begins with the usual ones, and may keep them. Messages have the whole
-    next step to travel in, so nothing is lost by sending fewer: the least doubling of the usual
-    size that hides all of them, else the last that gains a part of `WORTH`.
+    It is for a job that begins with the usual ones, and may keep them: the least doubling of the
+    usual size that hides all messages, else the last that gains a part of `WORTH`.
     """
     best, least = method, step_time(_usual_buckets(method), profile, comm)
     size, total = DEFAULT_BUCKET_BYTES, int(profile.gradient_bytes().sum())
@@ -139,7 +111,6 @@ def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> P
 
 
 def _usual_buckets(method: PipeSGD) -> PipeSGD:
-    """Return the method with the buckets that a job begins with, where no size is given."""
     return replace(method, bucket_bytes=method.bucket_bytes or DEFAULT_BUCKET_BYTES)
 
 
@@ -155,13 +126,6 @@ def predict(
     method: Method, profile: ModelProfile, comm: CommModel, codec: CodecCost = NONE
 ) -> Prediction:
     """Return how long a step of a method will take, with the options that fit.
-
-    Args:
-        method: CoCoD's period and Pipe-SGD's buckets do not count: what hides them is found.
-            Merged-gradient's plan counts, and is left out of the method that is returned.
-        profile: Of a worker's own work.
-        comm: As it was measured on the running job.
-        codec: What compression makes of a message.
 
     Example:
         >>> from hvd_pipe.planning.profile import LayerProfile
@@ -180,7 +144,7 @@ def predict(
     carried = comm.compressed(codec)
     if isinstance(method, CoCoD):
         period = fitted_period(profile, carried, profile.compute_s)
-        method = dataclasses.replace(method, period=period)
+        method = replace(method, period=period)
     else:
         method = fitted_buckets(method, profile, carried)
         time = step_time(_usual_buckets(method), profile, comm, codec)

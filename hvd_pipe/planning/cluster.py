@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from hvd_pipe import units
 from hvd_pipe.planning import fit
-from hvd_pipe.planning._checks import check_count, check_keys, check_number, load_text, read_object
+from hvd_pipe.planning._checks import Document, check_count, check_keys, check_number, read_object
 from hvd_pipe.planning.collectives import ALGORITHMS, Link, allreduce, hierarchical, rescale, terms
 from hvd_pipe.planning.comm import CommModel
 
@@ -179,7 +177,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Document):
     """Workers, the network between them, and what sets one worker apart from another.
 
     Args:
@@ -200,6 +198,8 @@ class Cluster:
         >>> Cluster.from_json(cluster.to_json()) == cluster
         True
     """
+
+    _BINARY = "this is no text file, so no cluster"
 
     workers: int
     network: Network
@@ -294,15 +294,6 @@ class Cluster:
             return cls(**data)
         except TypeError as error:
             raise ValueError(f"a {SCHEMA!r}: {error}") from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster of a file; ValueError names the file and what is wrong in it."""
-        return load_text(path, cls.from_json, "this is no text file, so no cluster")
 
 
 _OPTIONAL = ("speeds", "memory_bytes", "jitter", "name")

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-__all__ = ["CODECS", "NONE", "CodecCost"]
-
 
 @dataclass(frozen=True)
 class CodecCost:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from hvd_pipe.planning._checks import check_number
 from hvd_pipe.planning.comm import CommModel
 
-__all__ = ["ALGORITHMS", "Link", "Terms", "allreduce", "hierarchical", "rescale", "terms"]
-
 ALGORITHMS = (
     "ring",
     "recursive-doubling",

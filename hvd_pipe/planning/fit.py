@@ -12,10 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.samples import by_size, check_samples, fit_line, medians, monotone
-
-__all__ = ["fit", "fit_error", "fit_segments", "measured"]
+from hvd_pipe.planning.comm import CommModel, by_size, check_samples, fit_line, medians, monotone
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.intp]
@@ -174,10 +171,7 @@ def _with_error(model: CommModel, sizes: FloatArray, times: FloatArray) -> CommM
 def _lines(
     sizes: FloatArray, times: FloatArray, weights: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """The best line of every run ``i:j`` of sizes: its cost, alpha and beta, (n + 1, n + 1) each.
-
-    The cost is infinite where there is no such run. No beta is negative, nor alpha in a run 0:j.
-    """
+    """The best line of every run ``i:j`` of sizes: cost, alpha and beta, (n + 1, n + 1) each."""
     n = sizes.size
     cost = np.full((n + 1, n + 1), np.inf)
     alpha, beta = np.zeros_like(cost), np.zeros_like(cost)
@@ -212,11 +206,7 @@ def _lines(
 def _cuts(
     sizes: FloatArray, cost: FloatArray, alpha: FloatArray, beta: FloatArray, most: int
 ) -> list[tuple[float, list[int]]]:
-    """For k = 1, 2, ... most: the least cost of k runs that never drop, and where they begin.
-
-    ``best[i, j]`` is the least cost of all sizes up to j when the last run is i:j. A run i:j may
-    follow h:i where the line of h:i, at ``sizes[i]``, is not above that of i:j.
-    """
+    """For k = 1, 2, ... most: the least cost of k runs that never drop, and where they begin."""
     n = sizes.size
     best = np.full_like(cost, np.inf)
     best[0] = cost[0]

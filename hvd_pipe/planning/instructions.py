@@ -20,25 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "AllReduce",
-    "Backward",
-    "Forward",
-    "Instruction",
-    "Passes",
-    "Recv",
-    "RecvActivation",
-    "RecvGradient",
-    "Schedule",
-    "Send",
-    "SendActivation",
-    "SendGradient",
-    "Update",
-    "Worker",
-    "brief",
-    "instructions_of",
-]
-
 
 class Worker(NamedTuple):
     """One replica of one stage.

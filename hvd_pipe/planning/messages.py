@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning import merge
+from hvd_pipe.planning.cluster import Network
 from hvd_pipe.planning.codec import CodecCost
+from hvd_pipe.planning.collectives import allreduce
 from hvd_pipe.planning.comm import CommModel, blocked_ends
-from hvd_pipe.planning.methods import Conventional, LocalSGD, WidePipeSGD
-from hvd_pipe.planning.pipelined import Work, plan_pipelined
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, Conventional, LocalSGD, WidePipeSGD
+from hvd_pipe.planning.overlap import Pass, TimedMessage, in_order, plan_overlap, timed_messages
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.trials import Gradients
+from hvd_pipe.planning.profile import FORWARD, ModelProfile
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
-
-__all__ = [
-    "Messages",
-    "gradient_messages",
-    "least_busy_s",
-    "least_seconds",
-    "merged_sizes",
-    "model_messages",
-    "synchronous_limit",
-]
-
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-_SETTLED = 100  # steps, after which a step takes as long as those that follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +43,13 @@ class Messages:
     blocking: bool = False
 
     @property
-    def total_s(self) -> float:
-        """Seconds that the link is busy with all of them."""
-        return float(self.seconds.sum())
-
-    @property
     def delay_s(self) -> float:
         """What messages that leave together take longer than the link; 0 where there is none."""
         return self.network_delay_s if len(self.seconds) else 0.0
 
     @property
     def arrival_s(self) -> float:
-        """When the last message is known to have arrived, where the link is free at first.
-
-        ``finish_i = max(finish_{i-1}, R_i) + T_i``: a message waits for the link or its gradients.
-        Where it is `blocking`, `hvd_pipe.planning.comm.blocked_ends` says how.
-        """
+        """When the last message is known to have arrived, where the link is free at first."""
         finish = 0.0
         if self.blocking:
             ready, seconds = self.ready_s.tolist(), self.seconds.tolist()
@@ -79,49 +58,13 @@ class Messages:
             finish = max(finish, ready) + seconds
         return finish + self.delay_s
 
-    def settled_s(self, profile: ModelProfile, compute_s: float, lag: int) -> float:
-        """Seconds of a step that ends with the messages of ``lag`` steps before, where `blocking`.
-
-        No formula is known, as what is negotiated together changes from step to step: so steps
-        are followed, and this is their mean once they have settled.
-
-        Args:
-            profile: Of the model whose messages these are.
-            compute_s: Of a step; what it has more than the profile's passes are updates.
-            lag: How many steps they have to arrive.
-        """
-        begins, ends = [0.0], [0.0] * lag
-        update_s = compute_s - profile.forward_s - profile.backward_s
-        for step in range(2 * _SETTLED):
-            backward = begins[-1] + profile.forward_s
-            ready, seconds = (backward + self.ready_s).tolist(), self.seconds.tolist()
-            ends.append(blocked_ends(ready, seconds, self.network_delay_s, ends[-1])[-1])
-            begins.append(max(backward + profile.backward_s, ends[step]) + update_s)
-        return (begins[-1] - begins[_SETTLED]) / _SETTLED
-
 
 def gradient_messages(
     method: MergedGradient | Conventional | PipeSGD | WidePipeSGD,
     profile: ModelProfile,
     comm: CommModel,
 ) -> Messages:
-    """The messages of a step's gradients.
-
-    Args:
-        method: one that averages gradients every step.
-        profile: the model.
-        comm: all-reduce time of a message, codec included.
-
-    Raises:
-        ValueError: a given plan is not about this profile's gradients.
-
-    Example:
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((LayerProfile("a", 4, 1.0), LayerProfile("b", 8, 1.0)))
-        >>> net = CommModel.linear(0.0, 1.0)
-        >>> gradient_messages(MergedGradient(plan="wfbp"), model, net).bytes.tolist()
-        [8.0, 4.0]
-    """
+    """The messages of a step's gradients; ``comm`` has the codec."""
     ready, bytes = profile.ready_times(), profile.gradient_bytes().astype(np.float64)
     if not len(bytes):
         return Messages(bytes, bytes, bytes)
@@ -129,30 +72,14 @@ def gradient_messages(
         plan = method.load_plan()
         if plan is not None:
             return _planned(plan, profile, comm)
-        sizes = merged_sizes(method, ready, bytes, comm)
+        sizes = _merged_sizes(method, ready, bytes, comm)
     elif isinstance(method, Conventional):
         sizes = merge.wfbp(ready, bytes, comm)
-    elif method.bucket_bytes is not None:
-        sizes = merge.by_bytes(bytes, method.bucket_bytes)
     else:
-        predicts = isinstance(method, PipeSGD) and method.prediction != "none"
-        return _planned(pipelined_plan(profile, comm, predicts), profile, comm)
+        sizes = merge.by_bytes(bytes, method.bucket_bytes or DEFAULT_BUCKET_BYTES)
     ends = np.cumsum(sizes)
     carried = np.add.reduceat(bytes, ends - sizes)
     return Messages(ready[ends - 1], carried, comm(carried), comm.delay, comm.blocking)
-
-
-def pipelined_plan(profile: ModelProfile, comm: CommModel, predicts: bool = False) -> Plan:
-    """The plan of pipe-sgd, as :func:`hvd_pipe.planning.pipelined.plan_pipelined` makes it.
-
-    Args:
-        profile: the model.
-        comm: all-reduce time of a message, codec included.
-        predicts: whether a second update a step predicts the weights.
-    """
-    ready, bytes = profile.ready_times(), profile.gradient_bytes().astype(np.float64)
-    work = Work(profile.forward_s, profile.backward_s, profile.update_s * (1 + predicts))
-    return plan_pipelined(Gradients(profile.gradient_order(), ready, bytes), comm, work)
 
 
 def model_messages(
@@ -162,13 +89,6 @@ def model_messages(
 
     Momenta travel uncompressed, whatever the codec. ``ready_s`` is 0: all leave at once; but with
     fragments there is a message of each, which leaves at the start of its own turn.
-
-    Example:
-        >>> from hvd_pipe.planning.codec import NONE
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model, net = ModelProfile((LayerProfile("a", 4, 1.0),)), CommModel.linear(0.0, 1.0)
-        >>> model_messages(CoCoD(momentum="average"), model, net, NONE).bytes.tolist()
-        [4.0, 4.0]
     """
     total, coded = float(profile.gradient_bytes().sum()), comm.compressed(codec)
     carried, seconds = [], []
@@ -177,7 +97,7 @@ def model_messages(
         carried = [0.0] * method.fragments
         for size, fragment in zip(sizes, assign_fragments(sizes, method.fragments), strict=True):
             carried[fragment] += size
-        seconds = [coded(each) for each in carried]
+        seconds = [coded(fragment_bytes) for fragment_bytes in carried]
     elif total:
         carried, seconds = [total], [coded(total)]
         if isinstance(method, CoCoD) and method.momentum == "average":
@@ -185,7 +105,89 @@ def model_messages(
     return Messages(np.zeros(len(carried)), np.array(carried), np.array(seconds), coded.delay)
 
 
-def merged_sizes(
+def turns_of(method: CoCoD, sent: Messages) -> list[list[int]]:
+    """The messages of each turn, by number: one fragment's; all that there are with one fragment.
+
+    >>> one = Messages(np.zeros(2), np.ones(2), np.ones(2))
+    >>> turns_of(CoCoD(momentum="average"), one), turns_of(CoCoD(fragments=2), one)
+    ([[0, 1]], [[0], [1]])
+    """
+    numbers = list(range(len(sent.seconds)))
+    if method.fragments == 1:
+        return [numbers]
+    return [[number] for number in numbers] or [[] for _ in range(method.fragments)]
+
+
+def overlapped_messages(
+    method: MergedGradient, profile: ModelProfile, comm: CommModel
+) -> tuple[Pass, list[TimedMessage]]:
+    """What a worker computes under ``overlap="forward"``, and its messages in the link's order.
+
+    Each layer is updated just before its forward pass. The profile has the time of all updates,
+    which is divided among the layers by their bytes. The messages are those of `plan_overlap`, or
+    of the plan or the bucket size that the method names.
+
+    The profile of a running job (`choice.profile_of`) has one number for the whole forward pass.
+    Forward is then assumed to be spread over the parameters as backward is, in reverse order.
+    """
+    names, work, plan = profile.gradient_order(), _work(profile), method.load_plan()
+    if plan is not None:
+        _planned(plan, profile, comm)  # raises where the plan is another model's
+    elif method == MergedGradient(overlap="forward"):
+        plan = plan_overlap(names, work, comm)
+    else:
+        ends = np.cumsum(_merged_sizes(method, work.ready_s, work.bytes, comm)).tolist()
+        buckets = [names[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+        plan = Plan(tuple(buckets), str(method.plan))
+    if plan.order is None:
+        plan = in_order(plan, names, work)
+    assert plan.order is not None
+    index = {name: i for i, name in enumerate(names)}
+    groups = [[index[name] for name in bucket] for bucket in plan.buckets]
+    pieces = [plan.order.count(number) for number in range(len(groups))]
+    of_bucket = {message.bucket: message for message in timed_messages(work, comm, groups, pieces)}
+    return work, [of_bucket[number] for number in plan.order]
+
+
+@dataclass(frozen=True)
+class NodeWork:
+    """Seconds that synchronous training within a node adds to a worker's step.
+
+    Args:
+        exposed_s: what backward does not hide of its messages.
+        busy_s: how long these take.
+    """
+
+    exposed_s: float
+    busy_s: float
+
+
+def node_comm(method: object, network: Network) -> CommModel | None:
+    """All-reduce time within one machine, where a method is synchronous there, else None.
+
+    Example:
+        >>> from hvd_pipe.planning.collectives import Link
+        >>> nvlink = Network(Link(1e-5, 1e-9), per_node=4, inside=Link(1e-6, 1e-11))
+        >>> node_comm(CoCoD(within="node"), nvlink) == allreduce(4, 1e-6, 1e-11)
+        True
+    """
+    if not isinstance(method, CoCoD) or method.within == "none" or network.per_node == 1:
+        return None
+    if network.inside is None:
+        raise ValueError(
+            "within=node needs the link within a machine: give the cluster's network one (inside)"
+        )
+    link = network.inside
+    return allreduce(network.per_node, link.alpha, link.beta, network.gamma, network.algorithm)
+
+
+def within_node(profile: ModelProfile, node: CommModel) -> NodeWork:
+    """What merged-gradient's messages within a node cost a step."""
+    sent = gradient_messages(MergedGradient(), profile, node)
+    return NodeWork(max(0.0, sent.arrival_s - profile.backward_s), float(sent.seconds.sum()))
+
+
+def _merged_sizes(
     method: MergedGradient, ready: FloatArray, bytes: FloatArray, comm: CommModel
 ) -> IntArray:
     """How many gradients each bucket has, where no plan is given."""
@@ -212,72 +214,26 @@ def _planned(plan: Plan, profile: ModelProfile, comm: CommModel) -> Messages:
     return Messages(ready_s, carried, comm(carried), comm.delay, comm.blocking)
 
 
-@overload
-def least_seconds(comm: CommModel, bytes: float) -> float: ...
-@overload
-def least_seconds(comm: CommModel, bytes: FloatArray) -> FloatArray: ...
-def least_seconds(comm: CommModel, bytes: float | FloatArray) -> float | FloatArray:
-    """A lower bound of the time that one link needs for X bytes, in messages of any sizes.
-
-    ``X * min over 0 < x <= X of T(x) / x``: messages of x_1 + ... + x_n = X bytes are none longer
-    than X, so each takes at least x_i times that rate. For ``T(x) = a + b x`` it is T(X), as one
-    message is best; where T jumps, several short ones may be cheaper, and the bound allows that.
-
-    Args:
-        comm: all-reduce time of a message.
-        bytes: X, a number or an array of any shape; positive.
-
-    Returns:
-        Seconds; a float for a number, float64 of the same shape for an array.
-
-    Example:
-        >>> least_seconds(CommModel.linear(1.0, 0.5), 8.0)
-        5.0
-        >>> jump = CommModel((0, 10), (1.0, 100.0), (0.0, 0.0))
-        >>> least_seconds(jump, 20.0)  # two messages of 10 bytes less a hair, at 1 s each
-        2.0
-    """
-    # T / x is monotone within a segment: its lowest values are at X and where segments end.
-    ends, k = np.array(comm.starts[1:]), np.arange(len(comm.starts) - 1)
-    before = (np.array(comm.intercepts)[k] + np.array(comm.slopes)[k] * ends) / ends
-    rates = np.minimum.accumulate(np.concatenate(([np.inf], before)))
-    sizes = np.asarray(bytes, dtype=np.float64)
-    passed = np.searchsorted(ends, sizes, side="right")
-    best = np.minimum(comm(sizes), rates[passed] * sizes)
-    return best if isinstance(bytes, np.ndarray) else float(best)
+def _work(profile: ModelProfile) -> Pass:
+    bytes = profile.gradient_bytes().astype(np.float64)
+    update_s = {
+        name: profile.update_s * size / bytes.sum()
+        for name, size in zip(profile.gradient_order(), bytes.tolist(), strict=True)
+    }
+    needed_s, now = [], 0.0
+    for layer, forward_s in zip(profile.layers, _forward_s(profile), strict=True):
+        if layer.gradient_bytes:
+            needed_s.append(now)
+        now += forward_s + update_s.get(layer.name, 0.0)
+    return Pass(profile.ready_times(), np.array(needed_s[::-1]), bytes, now, profile.backward_s)
 
 
-def least_busy_s(profile: ModelProfile, comm: CommModel) -> float:
-    """A lower bound of the seconds in which the link carries a step's gradients."""
-    total = float(profile.gradient_bytes().sum())
-    return least_seconds(comm, total) if total else 0.0
-
-
-def synchronous_limit(profile: ModelProfile, comm: CommModel) -> float:
-    """A lower bound of a step of synchronous SGD in which all gradients cross one link.
-
-    The gradients that become ready at R_j or later cross the link after R_j (seconds after
-    backward starts), whatever they share a message with, and T never decreases, so what travels
-    after R_j takes at least ``least_seconds`` of their bytes. So the last message ends no earlier
-    than ``max over j of R_j + least_seconds(P_L - P_{j-1})``; forward comes before, the
-    update after.
-
-    Args:
-        profile: the model.
-        comm: all-reduce time of a message, codec included.
-
-    Returns:
-        Seconds per step.
-
-    Example:
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> layers = (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0))
-        >>> synchronous_limit(ModelProfile(layers), CommModel.linear(0.5, 1.0))
-        15.5
-    """
-    finish, sizes = profile.backward_s, profile.gradient_bytes()
-    if sizes.size:
-        behind = np.cumsum(sizes[::-1].astype(np.float64))[::-1]
-        bound = profile.ready_times() + least_seconds(comm, behind)
-        finish = max(finish, float(bound.max()))
-    return profile.forward_s + finish + profile.update_s
+def _forward_s(profile: ModelProfile) -> list[float]:
+    """Seconds of each layer's forward pass; a running job's are assumed."""
+    seconds = [layer.forward_s for layer in profile.layers]
+    if profile.layers[0].name != FORWARD:
+        return seconds
+    parts = [layer.backward_s for layer in profile.layers]
+    if not any(parts):
+        parts = [float(layer.gradient_bytes > 0) for layer in profile.layers]
+    return [sum(seconds) * part / sum(parts) for part in parts]

@@ -16,15 +16,16 @@ written                                what it is
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import ClassVar
 
 from hvd_pipe import strategy, units
-from hvd_pipe.errors import require_int
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.errors import nearest, require_int
+from hvd_pipe.planning.codec import NONE, CodecCost
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD, parse_options
 
 __all__ = [
     "BASELINES",
@@ -78,8 +79,8 @@ class HorovodFusion:
     """
 
     name: ClassVar[str] = "horovod"
-    threshold_bytes: int = 128 * 2**20
-    cycle_s: float = 1e-3
+    threshold_bytes: int = field(default=128 * 2**20, metadata={"option": "threshold"})
+    cycle_s: float = field(default=1e-3, metadata={"option": "cycle"})
 
     def __post_init__(self) -> None:
         require_int(self, "threshold_bytes", 0)
@@ -165,7 +166,6 @@ _CLASSES: dict[str, type[Baseline]] = {
     cls.name: cls for cls in (Conventional, HorovodFusion, LocalSGD, WidePipeSGD)
 }
 _OWN = (MergedGradient.name, PipeSGD.name, CoCoD.name)
-_FIELDS = {"threshold": "threshold_bytes", "cycle": "cycle_s"}
 
 
 def parse(text: str | Method) -> Method:
@@ -192,7 +192,8 @@ def parse(text: str | Method) -> Method:
     if name in _SHORT and not tail.strip():
         return _SHORT[name]
     if name in _CLASSES:
-        return _baseline(_CLASSES[name], text, tail)
+        cls, said = _CLASSES[name], repr(text)
+        return cls(**parse_options(cls, said, tail, partial(_value, said)))  # type: ignore[arg-type]
     if name in _OWN:
         found = strategy.parse(text)
         assert isinstance(found, MergedGradient | PipeSGD | CoCoD)
@@ -202,10 +203,8 @@ def parse(text: str | Method) -> Method:
         raise ValueError(
             f"{text!r}: {name!r} takes no options: write 'merged-gradient:plan={name}'"
         )
-    near = difflib.get_close_matches(name, known, 1, 0.6)
     raise ValueError(
-        f"{text!r}: unknown method{f' (did you mean {near[0]!r}?)' if near else ''}: use one of "
-        f"{', '.join(map(repr, known))}"
+        f"{text!r}: unknown method{nearest(name, known)}: use one of {', '.join(map(repr, known))}"
     )
 
 
@@ -234,35 +233,17 @@ def spell(method: Method) -> str:
         'cocod:period=2,weights=3/1'
     """
     options = []
-    for field in dataclasses.fields(method):
-        value = getattr(method, field.name)
-        if value == field.default:
+    for option in fields(method):
+        value = getattr(method, option.name)
+        if value == option.default:
             continue
-        key = next((key for key, name in _FIELDS.items() if name == field.name), field.name)
+        key = option.metadata.get("option", option.name)
         if isinstance(value, tuple):
             value = "/".join(str(int(part) if part == int(part) else part) for part in value)
-        elif field.name == "cycle_s":
+        elif option.name == "cycle_s":
             value = f"{value!r}s"
         options.append(f"{key}={value}")
     return f"{method.name}:{','.join(options)}" if options else method.name
-
-
-def _baseline(cls: type[Baseline], text: str, tail: str) -> Baseline:
-    names = {
-        next((key for key, field in _FIELDS.items() if field == f.name), f.name): f.name
-        for f in dataclasses.fields(cls)
-    }
-    options: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in tail.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        field = names.get(key)
-        if field is None or not equals or field in options:
-            raise ValueError(
-                f"{text!r}: {part!r} is not an option of {cls.name}: write OPTION=VALUE, once "
-                f"each, with OPTION one of {', '.join(names) or '(it has none)'}"
-            )
-        options[field] = _value(text, field, value)
-    return cls(**options)  # type: ignore[arg-type]
 
 
 def _value(text: str, field: str, value: str) -> float:
@@ -273,4 +254,56 @@ def _value(text: str, field: str, value: str) -> float:
             return units.parse_seconds(value)
         return int(value)
     except ValueError as error:
-        raise ValueError(f"{text!r}: {field}: {error}") from error
+        raise ValueError(f"{text}: {field}: {error}") from error
+
+
+def memory_bytes(
+    method: Method, profile: ModelProfile, codec: CodecCost = NONE, optimizer_ratio: float = 1.0
+) -> int:
+    """Weights, gradients, optimizer state and the method's buffers on one worker.
+
+    In copies of the model, besides weights and the optimizer's state::
+
+        merged-gradient, conventional   1    gradients, which are views into the buckets
+        horovod                         1    and the fusion buffer, as large as the threshold
+        pipe-sgd                        2    two sets of buckets; prediction=previous: 3, of the
+                                             true weights; local: 5, of own gradients as well
+        wide-pipe-sgd                   K    a set of buckets for each step in flight
+        local-sgd                       2    gradients, and the vector that travels
+        cocod                           3    gradients, the vector, the models of the round's start
+                                             (pull_back: no start, but 2 for the anchor where it
+                                             has momentum; outer: 2 more; a codec: 1 for the last
+                                             mean; averaged momentum: the vector and start of
+                                             momenta, too)
+
+    Example:
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> model = ModelProfile((LayerProfile("fc", 1000, 0.1),))
+        >>> memory_bytes(PipeSGD(), model), memory_bytes(CoCoD(), model, optimizer_ratio=2.0)
+        (4000, 6000)
+    """
+    if not optimizer_ratio >= 0.0:
+        raise ValueError(
+            "the optimizer's bytes a byte of weights must be at least 0 (0 plain SGD, 1 momentum, "
+            f"2 Adam), got {optimizer_ratio}"
+        )
+    copies, extra = 1.0, 0
+    if isinstance(method, PipeSGD):
+        copies = {"none": 2.0, "previous": 3.0, "local": 5.0}[method.prediction]
+    elif isinstance(method, WidePipeSGD):
+        copies = float(method.width)
+    elif isinstance(method, LocalSGD):
+        copies = 2.0
+    elif isinstance(method, CoCoD):
+        averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
+        copies += averaged + (codec.ratio != 1.0) + _slow_copies(method)
+        copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
+    elif isinstance(method, HorovodFusion):
+        extra = method.threshold_bytes
+    model = int(profile.gradient_bytes().sum())
+    return round(model * (1.0 + optimizer_ratio + copies)) + extra
+
+
+def _slow_copies(method: CoCoD) -> float:
+    """An anchor that has momentum, or an outer model, and its velocity."""
+    return 2.0 if method.anchor_momentum or method.outer != "none" else 0.0

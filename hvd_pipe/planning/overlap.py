@@ -18,7 +18,6 @@ Peng et al., "ByteScheduler" (SOSP 2019). The partition that follows from simula
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -26,24 +25,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.messages import Messages, gradient_messages, merged_sizes
+from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.profile import FORWARD, ModelProfile
-from hvd_pipe.planning.samples import fit_line
-from hvd_pipe.strategy import MergedGradient
-
-__all__ = [
-    "Pass",
-    "TimedMessage",
-    "fitted",
-    "in_order",
-    "overlapped_messages",
-    "overlapped_s",
-    "overlapped_step",
-    "plan_overlap",
-    "send_order",
-]
+from hvd_pipe.planning.trials import HIDDEN, Gradients, Trial, fitted_to_waits
 
 PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
 """Into about how many messages of one size the gradients are divided, to see which is best."""
@@ -66,9 +50,6 @@ class Pass:
         bytes: By gradient, as it is sent.
         forward_s: Seconds from the end of a step to the start of the next backward pass.
         backward_s: Seconds from there to the end of the step; no gradient is ready later.
-
-    Raises:
-        ValueError: Arrays of different lengths, none, or a time or size that is negative.
     """
 
     ready_s: FloatArray
@@ -122,17 +103,6 @@ def plan_overlap(
     a bucket that is larger than a part is cut into pieces. For each number of parts the order is
     `send_order`'s, and the step `overlapped_s`.
 
-    Args:
-        names: Of the gradients.
-        work: Their times and sizes, in the same order.
-        comm: All-reduce time of a message that is sent alone.
-        dtypes: By gradient, what those of one bucket have alike; None: all are.
-        parts: Which numbers of parts to try.
-
-    Returns:
-        A plan whose ``order`` has a number for each message, whose ``predicted_s`` is the step,
-        and whose ``exposed_s`` is what of it is no computation.
-
     Example:
         >>> work = Pass(
         ...     np.array([0.0, 1.0, 2.0]), np.array([2.0, 1.0, 0.0]), np.array([6.0, 2.0, 1.0]),
@@ -146,7 +116,7 @@ def plan_overlap(
     best: tuple[float, Plan] | None = None
     for count in sorted(set(parts)):
         buckets, pieces = _partition(work, kinds, count)
-        messages = _messages(work, comm, buckets, pieces)
+        messages = timed_messages(work, comm, buckets, pieces)
         sent = [messages[i] for i in _order(messages)]
         seconds = overlapped_s(work, sent)
         if best is None or seconds < (1.0 - WORTH) * best[0]:
@@ -167,9 +137,6 @@ def plan_overlap(
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
     """The line through what messages have taken in training, by least squares.
 
-    Args:
-        seconds: Bytes and seconds of each message, of two sizes at least.
-
     Example:
         >>> fitted([(100, 3.0), (200, 5.0), (300, 7.0)])(50)
         2.0
@@ -180,114 +147,17 @@ def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
     return CommModel.linear(*fit_line(bytes, times, np.ones(len(bytes))))
 
 
-def overlapped_step(
-    method: MergedGradient, profile: ModelProfile, comm: CommModel
-) -> tuple[float, Messages]:
-    """Seconds of a step of a model, and its messages in the order in which the link carries them.
-
-    Each layer is updated just before its forward pass. The profile has the time of all updates,
-    which is divided among the layers by their bytes. The messages are those of `plan_overlap`, or
-    of the plan or the bucket size that the method names.
-
-    The profile of a running job (`choice.profile_of`) has one number for the whole forward pass.
-    Forward is then assumed to be spread over the parameters as backward is, in reverse order.
-
-    Args:
-        method: With ``overlap="forward"``.
-        profile: A worker's own work.
-        comm: All-reduce time of a message, codec included.
-
-    Raises:
-        ValueError: A given plan is not about this profile's gradients.
-
-    Example:
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((LayerProfile("a", 1, 1.0, 1.0), LayerProfile("b", 7, 1.0, 1.0)))
-        >>> for plan in ("wfbp", "auto"):
-        ...     method = MergedGradient(plan=plan, overlap="forward")
-        ...     step, sent = overlapped_step(method, model, CommModel.linear(0.0, 0.5))
-        ...     print(step, sent.bytes.tolist())
-        7.0 [7.0, 1.0]
-        6.0 [3.5, 1.0, 3.5]
-    """
-    if not profile.gradient_order():
-        return profile.compute_s, gradient_messages(method, profile, comm)
-    work, sent = overlapped_messages(method, profile, comm)
-    bytes = np.array([each.bytes for each in sent])
-    ready = np.maximum.accumulate([each.ready_s for each in sent])
-    return float(overlapped_s(work, sent)), Messages(ready, bytes, comm(bytes), comm.delay)
-
-
-def overlapped_messages(
-    method: MergedGradient, profile: ModelProfile, comm: CommModel
-) -> tuple[Pass, list[TimedMessage]]:
-    """What a worker computes, and its messages in the order in which the link carries them.
-
-    Args:
-        method, profile, comm: As for `overlapped_step`.
-
-    Raises:
-        ValueError: A given plan is not about this profile's gradients, or it has none.
-    """
-    names, work, plan = profile.gradient_order(), _work(profile), method.load_plan()
-    if plan is not None:
-        gradient_messages(method, profile, comm)  # raises where the plan is another model's
-    elif method == MergedGradient(overlap="forward"):
-        plan = plan_overlap(names, work, comm)
-    else:
-        ends = np.cumsum(merged_sizes(method, work.ready_s, work.bytes, comm)).tolist()
-        buckets = [names[begin:end] for begin, end in itertools.pairwise([0, *ends])]
-        plan = Plan(tuple(buckets), str(method.plan))
-    if plan.order is None:
-        plan = in_order(plan, names, work)
-    assert plan.order is not None
-    index = {name: i for i, name in enumerate(names)}
-    groups = [[index[name] for name in bucket] for bucket in plan.buckets]
-    pieces = [plan.order.count(number) for number in range(len(groups))]
-    of_bucket = {each.bucket: each for each in _messages(work, comm, groups, pieces)}
-    return work, [of_bucket[number] for number in plan.order]
-
-
-def _work(profile: ModelProfile) -> Pass:
-    bytes = profile.gradient_bytes().astype(np.float64)
-    update_s = {
-        name: profile.update_s * size / bytes.sum()
-        for name, size in zip(profile.gradient_order(), bytes.tolist(), strict=True)
-    }
-    needed_s, now = [], 0.0
-    for layer, forward_s in zip(profile.layers, _forward_s(profile), strict=True):
-        if layer.gradient_bytes:
-            needed_s.append(now)
-        now += forward_s + update_s.get(layer.name, 0.0)
-    return Pass(profile.ready_times(), np.array(needed_s[::-1]), bytes, now, profile.backward_s)
-
-
-def _forward_s(profile: ModelProfile) -> list[float]:
-    """Seconds of each layer's forward pass; a running job's are assumed."""
-    seconds = [layer.forward_s for layer in profile.layers]
-    if profile.layers[0].name != FORWARD:
-        return seconds
-    parts = [layer.backward_s for layer in profile.layers]
-    if not any(parts):
-        parts = [float(layer.gradient_bytes > 0) for layer in profile.layers]
-    return [sum(seconds) * part / sum(parts) for part in parts]
-
-
 def in_order(plan: Plan, names: Sequence[str], work: Pass) -> Plan:
     """The buckets of a plan, each in one message, in the order in which they are best sent.
 
     The link is taken to be busy for as long as the worker. What the plan predicts is left out: it
     counts on a barrier.
-
-    Args:
-        plan: Whose buckets.
-        names, work: As for `plan_overlap`.
     """
     index = {name: i for i, name in enumerate(names)}
     buckets = [[index[name] for name in bucket] for bucket in plan.buckets]
     total = max(float(work.bytes.sum()), 1.0)
     comm = CommModel.linear(0.0, (work.forward_s + work.backward_s) / total)
-    messages = _messages(work, comm, buckets, [1] * len(buckets))
+    messages = timed_messages(work, comm, buckets, [1] * len(buckets))
     order = tuple(messages[i].bucket for i in _order(messages))
     return replace(plan, predicted_s=None, exposed_s=None, order=order)
 
@@ -298,11 +168,6 @@ def send_order(
     """The order of messages on one link that always sends what is needed first of what is ready.
 
     A message is not interrupted. Of two that are needed at the same time, the earlier one goes.
-
-    Args:
-        ready_s: By message, when it can leave.
-        needed_s: By message, when it is needed.
-        seconds: By message, how long the link is busy with it.
 
     Example:
         >>> send_order([0.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.5, 1.5, 1.5])
@@ -363,7 +228,7 @@ def _partition(
     return buckets, [max(1, math.ceil(size / part - 1e-6)) for size in sizes]
 
 
-def _messages(
+def timed_messages(
     work: Pass, comm: CommModel, buckets: Sequence[Sequence[int]], pieces: Sequence[int]
 ) -> list[TimedMessage]:
     found = []
@@ -385,3 +250,44 @@ def _order(messages: Sequence[TimedMessage]) -> list[int]:
         [each.needed_s for each in messages],
         [each.seconds for each in messages],
     )
+
+
+def first_deferred(plan: Plan) -> int:
+    """How many messages of a plan's order must have arrived when the next forward pass begins.
+
+    Buckets stand in the order in which they are ready, so the last one has what is needed first.
+    All that is sent up to its last message arrives before that one, in any case.
+
+    Example:
+        >>> first_deferred(Plan((("c",), ("b",), ("a",)), "overlap", order=(0, 1, 0, 2, 1, 0)))
+        4
+    """
+    assert plan.order is not None
+    return len(plan.order) - plan.order[::-1].index(len(plan.buckets) - 1)
+
+
+def deferring_plan(tried: Sequence[Trial], gradients: Gradients) -> Plan | None:
+    """The plan without the barrier that follows from plans with it, tried in training.
+
+    A message costs what their waits show. Forward is taken to be all of a step that is no backward
+    and no wait, spread over the parameters as backward is, in reverse order.
+
+    Example:
+        >>> import numpy as np
+        >>> ready, sizes = np.array([0.0, 1.0, 2.0]), np.array([6.0, 2.0, 1.0])
+        >>> gradients = Gradients("cba", ready, sizes)
+        >>> tried = [Trial(Plan((("c",), ("b",), ("a",)), "wfbp"), 7.5, 2.5)]
+        >>> plan = deferring_plan(tried, gradients)
+        >>> plan.buckets, plan.order[first_deferred(plan):]
+        ((('c',), ('b',), ('a',)), (1, 0, 0))
+    """
+    best, backward_s = min(tried, key=lambda each: each.step_s), float(gradients.ready_s.max())
+    if best.wait_s <= HIDDEN * best.step_s:
+        return None
+    forward_s = max(0.0, best.step_s - best.wait_s - backward_s)
+    needed_s = forward_s * (1.0 - gradients.ready_s / max(backward_s, 1e-9))
+    work = Pass(gradients.ready_s, needed_s, gradients.bytes, forward_s, backward_s)
+    comm = fitted_to_waits(tried, gradients)
+    plan = plan_overlap(gradients.names, work, comm, gradients.kinds)
+    assert plan.order is not None
+    return plan if first_deferred(plan) < len(plan.order) else None

@@ -17,15 +17,22 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from hvd_pipe.planning._cuts import Cuts, find_cuts
-from hvd_pipe.planning._search import GivenSearch, Leaf, Level, Memory, Rule, Search
+from hvd_pipe.planning._search import (
+    Cuts,
+    GivenSearch,
+    Leaf,
+    Level,
+    Memory,
+    Search,
+    find_cuts,
+    replicated,
+)
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, Stage
 
-__all__ = ["CONVENTIONS", "MAX_STATES", "VERSIONS", "partition"]
+__all__ = ["MAX_STATES", "VERSIONS", "partition"]
 
-CONVENTIONS = ("paper", "original")
 VERSIONS = ("stash", "2bw", "flush")
 MAX_STATES = 2000
 
@@ -36,11 +43,9 @@ def partition(
     profile: ModelProfile,
     levels: Sequence[tuple[int, float]] | Cluster,
     *,
-    convention: str = "paper",
     latency: float | None = None,
     memory_bytes: float | None = None,
     straight: bool = False,
-    compression_ratio: float | None = None,
     versions: str = "stash",
     optimizer_bytes_per_parameter_byte: float = 1.0,
     use_fewer: bool = False,
@@ -51,20 +56,13 @@ def partition(
 
     A stage of m replicas, each of which takes A seconds for its layers (on one worker: the sum of
     their computation; on a part of a network: the best division of them there), with parameters w
-    and outputs a, over links of bandwidth B and latency l:
+    and outputs a, over links of bandwidth B and latency l::
 
-    =============== ====================================== ========================================
-    convention      stage                                  transfer of a
-    =============== ====================================== ========================================
-    paper           ``max(A, 2 (m-1)/m w/B) / m``          ``2 a/B``
-    original        ``(A + 4 (m-1)/m w/(B n)) / m``        ``2 a/(B m compression_ratio)``
-    =============== ====================================== ========================================
+    stage           ``max(A, 2 (m-1)/m w/B + 2 (m-1) l) / m``
+    transfer of a   ``2 (a/B + l)``
 
-    "paper" charges what a ring all-reduce sends, a round of m minibatches: the paper prints
-    ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``. The latency adds ``2 (m-1) l`` to the
-    all-reduce and 2 l to a transfer. "original" is what the published code computes: n is the
-    components of the level below where a stage is first, and 1 elsewhere; a stage after the first
-    pays for its input and its output; without ``compression_ratio`` transfers are free.
+    That charges what a ring all-reduce sends, a round of m minibatches: the paper prints
+    ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``.
 
     Memory of a worker: parameters times versions, gradients, optimizer state, and for each
     minibatch in flight its stage's input and what its layers keep: their ``saved_bytes``, which
@@ -77,12 +75,9 @@ def partition(
         levels: (components, bandwidth in bytes/s) of each level of the network, the innermost
             first; [(4, 1e10), (2, 1e9)] is 2 machines of 4 workers. Or a cluster, whose latency
             and memory are then taken, too; its workers must be of one speed.
-        convention: one of :data:`CONVENTIONS`.
         latency: seconds per message; None for the cluster's, or 0.
         memory_bytes: bytes that a worker may hold; None for the cluster's, or no limit.
         straight: every stage on one worker, so as many stages as workers.
-        compression_ratio: "original" only: activations shrink by this, 1 for not at all; None
-            for transfers that take no time.
         versions: of the weights: "stash" keeps one for each minibatch in flight (PipeDream), "2bw"
             two (PipeDream-2BW), "flush" one.
         optimizer_bytes_per_parameter_byte: state of the optimizer; 1 for momentum, 2 for Adam.
@@ -116,39 +111,31 @@ def partition(
         >>> partition(model, [(4, 1e9)], replicas=(2, 2)).period_s
         0.05
 
-    Source: PipeDream, SOSP 2019, section 3.1; "original": ``optimizer_graph_hierarchical.py``.
+    Source: PipeDream, SOSP 2019, section 3.1.
     """
     if not isinstance(profile, ModelProfile):
         raise TypeError(f"profile must be a ModelProfile, got {type(profile).__name__}")
-    _choice("convention", convention, CONVENTIONS)
-    _choice("versions", versions, VERSIONS)
-    if compression_ratio is not None and convention != "original":
-        raise ValueError(
-            f"compression_ratio belongs to convention='original', got {convention!r}; scale "
-            "activation_bytes of the profile in its place"
-        )
+    if versions not in VERSIONS:
+        raise ValueError(f"versions must be one of {', '.join(VERSIONS)}; got {versions!r}")
     network = _levels(levels, latency)
     if memory_bytes is None and isinstance(levels, Cluster):
         memory_bytes = levels.memory_bytes
     if memory_bytes is not None:
         _number("memory_bytes", memory_bytes, positive=True)
-    if compression_ratio is not None:
-        _number("compression_ratio", compression_ratio, positive=True)
     _number("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
     _count("max_states", max_states, 2)
 
     if replicas is not None:
         replicas = _given(replicas, network, straight, use_fewer)
     cuts = find_cuts(profile, max_states)
-    rule = Rule(convention, compression_ratio)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
     searches: list[Search]
     if replicas is not None:
-        searches = [GivenSearch(cuts, network[0], rule, memory, memory_bytes, replicas)]
+        searches = [GivenSearch(cuts, network[0], memory, memory_bytes, replicas)]
     else:
         _affordable(len(cuts.compute), network)
         parts = _smaller(network) if use_fewer else [network]
-        searches = [Search(cuts, part, rule, memory, memory_bytes, straight) for part in parts]
+        searches = [Search(cuts, part, memory, memory_bytes, straight) for part in parts]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
         _refuse(searches, profile)
@@ -158,8 +145,8 @@ def partition(
         workers=math.prod(level.components for level in network),
         period_s=search.best,
         single_s=float(cuts.compute[-1]),
-        data_parallel_s=_data_parallel(cuts, network, rule),
-        convention=convention,
+        data_parallel_s=_data_parallel(cuts, network),
+        convention="paper",
         in_flight=in_flight,
         exact=cuts.exact,
     )
@@ -196,14 +183,11 @@ def _stages(
     return tuple(stages), tuple(in_flight)
 
 
-def _data_parallel(cuts: Cuts, network: Sequence[Level], rule: Rule) -> float:
+def _data_parallel(cuts: Cuts, network: Sequence[Level]) -> float:
     """Seconds per minibatch with the whole model on every worker, level by level."""
-    time, below = float(cuts.compute[-1]), 1
+    time = float(cuts.compute[-1])
     for level in network:
-        parameters = cuts.parameters[-1]
-        replicas = level.components
-        time = float(rule.replicated(level, below, replicas, time, parameters, whole=True))
-        below = level.components
+        time = float(replicated(level, level.components, time, cuts.parameters[-1]))
     return time
 
 
@@ -323,11 +307,6 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
             _number(f"the bandwidth of levels[{number}]", pair[1], positive=True)
         found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
     return found
-
-
-def _choice(name: str, value: object, among: Sequence[str]) -> None:
-    if value not in among:
-        raise ValueError(f"{name} must be one of {', '.join(among)}; got {value!r}")
 
 
 def _count(name: str, value: object, least: int) -> None:

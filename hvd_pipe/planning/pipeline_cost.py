@@ -14,21 +14,10 @@ from dataclasses import dataclass, replace
 
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.instructions import Backward, Forward, Instruction, Schedule, Update, Worker
-from hvd_pipe.planning.modes import mode_named
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.schedule import schedule, warm_up
+from hvd_pipe.planning.schedule import mode_named, schedule, warm_up
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, Stage
-
-__all__ = [
-    "Held",
-    "PipelineCost",
-    "coalesced",
-    "fewest_microbatches",
-    "held",
-    "pipeline_cost",
-    "steady_minibatches",
-]
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ class PipelineCost:
     """What a partition costs in a mode; tuples have an entry a stage.
 
     Args:
-        mode: of :data:`hvd_pipe.planning.modes.MODES`.
+        mode: of :data:`hvd_pipe.planning.schedule.MODES`.
         microbatches: of a minibatch; 1 where the mode has none.
         held: by the worker of a stage that holds the most.
         memory_bytes: of that worker: weights, gradients, optimizer state, activations.
@@ -217,21 +206,6 @@ def pipeline_cost(
     ``2 (n-1)/n w`` bytes per minibatch leave all workers together.
 
     The period is simulated (:mod:`hvd_pipe.planning.simulate_pipeline`).
-
-    Args:
-        partition: of :func:`hvd_pipe.planning.partition.partition`.
-        profile: the model that it divides; a minibatch is what its times are for.
-        cluster: network, speeds, jitter; at least as many workers as the partition has.
-        mode: of :data:`hvd_pipe.planning.modes.MODES`.
-        microbatches: of a minibatch; None for the fewest that the mode can have.
-        optimizer_bytes_per_parameter_byte: its state; 1 for momentum, 2 for Adam.
-        recompute: backward runs forward again, and only inputs of stages are kept till then. The
-            input of the first stage, the samples, is not in a profile and not counted.
-        period_s: what a simulation of the same has found before; None to simulate it.
-
-    Raises:
-        ValueError: an unknown mode, microbatches that it cannot have, another model, too few
-            workers, or a negative number.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network

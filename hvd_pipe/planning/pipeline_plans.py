@@ -16,14 +16,116 @@ from functools import partial
 from typing import Any
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.in_transit import REACHED, scheduled
-from hvd_pipe.planning.modes import mode_named
 from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_cost import PipelineCost, coalesced, fewest_microbatches
+from hvd_pipe.planning.pipeline_cost import (
+    PipelineCost,
+    coalesced,
+    fewest_microbatches,
+    pipeline_cost,
+    steady_minibatches,
+)
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import mode_named
+from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition
 
-__all__ = ["Offer", "best_plan", "divider", "fastest", "offer_of", "plans_of", "slack_of"]
+REACHED = 0.98
+"""The part of a plan's speed at which its schedule has reached it.
+
+Not less: a real message takes longer than a planned one, and where too few are in transit, all
+stages wait for that.
+"""
+
+MOST_IN_TRANSIT = 3
+"""One hides messages; more make up for bursts of replicas, at a price in every stage."""
+
+
+def scheduled(
+    plan: Partition,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    mode: str = "stash",
+    microbatches: int | None = None,
+    optimizer_bytes_per_parameter_byte: float = 1.0,
+    recompute: bool = False,
+    in_transit: int | None = None,
+) -> tuple[Partition, PipelineCost]:
+    """The plan with as many minibatches in transit as it needs, and what it then costs.
+
+    Modes that cut a minibatch keep the plan's number: their minibatch would have to grow.
+
+    Example:
+        >>> from hvd_pipe.planning.cluster import Link, Network
+        >>> from hvd_pipe.planning.partition import partition
+        >>> from hvd_pipe.planning.profile import LayerProfile
+        >>> layer = LayerProfile("layer", 800, 2.0, 1.0, 10**9)
+        >>> model = ModelProfile(tuple(replace(layer, name=name) for name in "abc"))
+        >>> cluster = Cluster(3, Network(Link.of(1e9, 0.0)))
+        >>> plan = partition(model, cluster, straight=True)
+        >>> found, _ = scheduled(plan, model, cluster)
+        >>> found.period_s, scheduled(plan, model, cluster, in_transit=0)[0].simulated_s
+        (3.0, 4.333333333333333)
+        >>> found.in_transit, found.simulated_s, found.in_flight
+        (1, 3.0, (5, 3, 1))
+    """
+    periods: list[float] = []
+
+    def costs(count: int) -> PipelineCost:
+        return pipeline_cost(
+            plan.with_in_transit(count),
+            profile,
+            cluster,
+            mode=mode,
+            microbatches=microbatches,
+            optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
+            recompute=recompute,
+            period_s=periods[count] if count < len(periods) else None,
+        )
+
+    if in_transit is None and not mode_named(mode).coalesces:
+        periods = _periods(plan, profile, cluster, mode_named(mode).method, recompute)
+        count = _fewest(plan, periods)
+    else:
+        count = plan.in_transit if in_transit is None else in_transit
+    cost = costs(count)
+    while in_transit is None and count and _exceeds(cluster, cost):
+        count -= 1
+        cost = costs(count)
+    stages = tuple(
+        replace(stage, memory_bytes=memory)
+        for stage, memory in zip(plan.stages, cost.memory_bytes, strict=True)
+    )
+    found = plan.with_in_transit(count)
+    return replace(found, stages=stages, simulated_s=cost.period_s), cost
+
+
+def _periods(
+    plan: Partition, profile: ModelProfile, cluster: Cluster, method: str, recompute: bool
+) -> list[float]:
+    """Simulated periods by the minibatches in transit, up to what reaches the plan's period."""
+    periods: list[float] = []
+    for count in range(MOST_IN_TRANSIT + 1 if len(plan.stages) > 1 else 1):
+        tried = plan.with_in_transit(count)
+        steady = steady_minibatches(tried)
+        run = simulate_partition(
+            tried, profile, cluster, method=method, minibatches=steady, recompute=recompute
+        )
+        periods.append(run.period_s)
+        if run.period_s <= plan.period_s / REACHED:
+            break
+    return periods
+
+
+def _fewest(plan: Partition, periods: list[float]) -> int:
+    """The fewest minibatches in transit that reach the plan's period, or what can be reached."""
+    enough_s = max(plan.period_s, min(periods)) / REACHED
+    return next(count for count, period_s in enumerate(periods) if period_s <= enough_s)
+
+
+def _exceeds(cluster: Cluster, cost: PipelineCost) -> bool:
+    return cluster.memory_bytes is not None and max(cost.memory_bytes) > cluster.memory_bytes
+
 
 _SLOWER = (0.7, 0.6, 0.5)  # links, for plans with slack
 _DEEPEST = 16  # stages of equally many replicas
@@ -56,20 +158,6 @@ def best_plan(
     """The stages with which a pipeline, or data parallelism as one of one stage, is fastest.
 
     What counts is the period that the schedule reaches in a simulation (``simulated_s``).
-
-    Args:
-        profile: the model on one worker; a microbatch of it, where the mode has them.
-        cluster: workers and network; its memory is kept to.
-        mode: of :data:`hvd_pipe.planning.modes.MODES`.
-        optimizer_ratio: bytes of the optimizer's state a byte of parameters.
-        in_transit: minibatches between two stages; None for as many as each plan needs.
-        replicas: workers of each stage, where they are settled: the fastest cuts for them.
-        offer: simulates a plan, as :func:`offer_of` does with the arguments above; None for that.
-            One that remembers spares plans that the caller has asked for, too.
-        how: more arguments of :func:`hvd_pipe.planning.partition.partition`.
-
-    Raises:
-        ValueError: nothing fits; says what would.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network

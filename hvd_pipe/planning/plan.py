@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from hvd_pipe.planning._checks import load_text, read_object
+from hvd_pipe.planning._checks import Document, read_fields, read_object
 
 __all__ = ["Plan"]
 
 SCHEMA = "hvd_pipe.plan/1"
 
 
+_WORDS = {
+    "buckets": "a list of lists of tensor names",
+    "order": "a list of bucket numbers",
+    "tried": "a list of pairs, messages and seconds",
+    "tried_forward": "a list of pairs, messages and seconds",
+}
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Document):
     """The buckets of one backward pass.
 
     Args:
@@ -43,6 +49,8 @@ class Plan:
              0        1  fc
              1        2  conv2 .. conv1
     """
+
+    _BINARY = "this is no plan, but binary data"
 
     buckets: tuple[tuple[str, ...], ...]
     method: str
@@ -102,7 +110,6 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """A JSON document; :meth:`from_json` reads it back exactly."""
         data = {"schema": SCHEMA, **asdict(self)}
         if self.order is None:  # as plans were written before there was one
             del data["order"]
@@ -122,43 +129,4 @@ class Plan:
         """
         keys = {"buckets", "method", "predicted_s", "exposed_s"}
         data = read_object(text, SCHEMA, keys, optional={"order", "tried", "tried_forward"})
-        buckets, method = data["buckets"], data["method"]
-        if not (
-            isinstance(buckets, list)
-            and all(isinstance(bucket, list) for bucket in buckets)
-            and all(isinstance(name, str) for bucket in buckets for name in bucket)
-        ):
-            raise ValueError('"buckets" is a list of lists of tensor names')
-        if not isinstance(method, str):
-            raise ValueError(f'"method" is a string, got {method!r}')
-        for key in ("predicted_s", "exposed_s"):
-            if not (data[key] is None or isinstance(data[key], int | float)):
-                raise ValueError(f'"{key}" is a number of seconds or null, got {data[key]!r}')
-        order = data.get("order")
-        if order is not None:
-            if not (isinstance(order, list) and all(type(number) is int for number in order)):
-                raise ValueError(f'"order" is a list of bucket numbers or null, got {order!r}')
-            order = tuple(order)
-        times = data["predicted_s"], data["exposed_s"]
-        tried = [_tried(key, data.get(key)) for key in ("tried", "tried_forward")]
-        return cls(tuple(map(tuple, buckets)), method, *times, order, *tried)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan in a file that :meth:`save` wrote; ValueError names the file."""
-        return load_text(path, cls.from_json, "this is no plan, but binary data")
-
-
-def _tried(key: str, data: object) -> tuple[tuple[int, float], ...]:
-    found = [] if data is None else data
-    if not (
-        isinstance(found, list)
-        and all(isinstance(each, list) and len(each) == 2 for each in found)
-        and all(type(count) is int and isinstance(s, int | float) for count, s in found)
-    ):
-        raise ValueError(f'"{key}" is a list of pairs, messages and seconds, got {data!r}')
-    return tuple((count, float(s)) for count, s in found)
+        return read_fields(cls, data, _WORDS)

@@ -27,28 +27,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hvd_pipe.planning.instructions import (
     Instruction,
     Passes,
     Schedule,
     Worker,
-    brief,
     instructions_of,
 )
 
-__all__ = [
-    "METHODS",
-    "Schedule",
-    "brief",
-    "gpipe",
-    "one_f_one_b",
-    "one_f_one_b_flush",
-    "program",
-    "schedule",
-    "two_bw",
-    "warm_up",
-]
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a pipeline.
+
+    Args:
+        name: The user's word for it.
+        method: Its schedule, one of :data:`hvd_pipe.planning.schedule.METHODS`.
+        versions: What the planner counts, one of :data:`hvd_pipe.planning.partition.VERSIONS`.
+        coalesces: Whether an update takes a minibatch of several microbatches.
+        synchronous: Whether all stages end a minibatch before the next begins.
+    """
+
+    name: str
+    method: str
+    versions: str
+    coalesces: bool
+    synchronous: bool = False
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("stash", "1f1b", "stash", coalesces=False),
+        Mode("vertical-sync", "1f1b-vertical-sync", "stash", coalesces=False),
+        Mode("2bw", "2bw", "2bw", coalesces=True),
+        Mode("flush", "1f1b-flush", "flush", coalesces=True, synchronous=True),
+        Mode("gpipe", "gpipe", "flush", coalesces=True, synchronous=True),
+    )
+}
+
+
+def mode_named(name: str) -> Mode:
+    """Return a mode by its name.
+
+    Example:
+        >>> mode_named("2bw").versions
+        '2bw'
+    """
+    if name not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {name!r}")
+    return MODES[name]
+
 
 METHODS = ("1f1b", "1f1b-vertical-sync", "1f1b-flush", "gpipe", "2bw")
 _ONE_MINIBATCH = ("1f1b", "1f1b-vertical-sync")  # an update takes one of each replica
@@ -63,15 +94,6 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     NOAM counts a minibatch in each worker, and none between two stages. Messages of 2c seconds
     there and back take ``2c / period`` minibatches of their own (Little's law), so k = 1 hides
     them where links are not busy all of the time.
-
-    Args:
-        stage: 0 for the input stage.
-        replicas: R, workers of each stage.
-        in_transit: k, minibatches between each two neighbouring stages.
-
-    Raises:
-        TypeError, ValueError: No such stage, or replicas that are not positive integers, or a
-            negative number in transit.
 
     Example:
         >>> [warm_up(stage, [1, 1, 1, 1]) for stage in range(4)]
@@ -108,18 +130,6 @@ def one_f_one_b(
     Each round of R_s minibatches ends in one update. If R_s does not divide the minibatches, the
     last round has fewer contributors, and the others bring zeros: all replicas make equally many
     updates, and all minibatches are used.
-
-    Args:
-        stage, replicas, in_transit: As :func:`warm_up`.
-        replica: Which of the stage's workers, from 0.
-        minibatches: Of all workers together, at least 1.
-        versions: "stash" or "vertical-sync".
-
-    Returns:
-        The instructions of this worker, made as they are asked for.
-
-    Raises:
-        TypeError, ValueError: No such worker, too few minibatches, or unknown versions.
 
     Example:
         >>> for instruction in one_f_one_b(1, [1, 1], 0, minibatches=1):
@@ -167,12 +177,6 @@ def one_f_one_b_flush(
     ``w[t+1] = w[t] - lr * grad f(w[t])``, as GPipe, but with no more microbatches in flight than
     the pipeline is deep, and those in transit.
 
-    Args:
-        stage, replicas, replica, minibatches, in_transit: As :func:`one_f_one_b`.
-        microbatches: Of one minibatch, a multiple of every R_s: all replicas then do equal work.
-
-    Returns, Raises: As :func:`one_f_one_b`.
-
     Example:
         >>> print(brief(one_f_one_b_flush(0, [1, 1], 0, 1, microbatches=3)))
         F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 U1
@@ -195,11 +199,6 @@ def gpipe(
     stage: int, replicas: Sequence[int], replica: int, minibatches: int, microbatches: int
 ) -> Iterator[Instruction]:
     """GPipe: all forward passes of a minibatch, its backward passes last to first, one update.
-
-    Args:
-        stage, replicas, replica, minibatches, microbatches: As :func:`one_f_one_b_flush`.
-
-    Returns, Raises: As :func:`one_f_one_b`.
 
     Example:
         >>> print(brief(gpipe(0, [1, 1], 0, 1, microbatches=3)))
@@ -231,12 +230,6 @@ def two_bw(
     ``w[t+1] = w[t] - lr * grad f(w[t-1])`` at every stage. A worker's share of the microbatches
     must cover what it has in flight, or a third version would be needed: m >= depth for stages of
     equally many replicas, each pipeline having its own m.
-
-    Args:
-        stage, replicas, replica, minibatches, in_transit: As :func:`one_f_one_b`.
-        microbatches: Of one minibatch, a multiple of every R_s, at least R_s (warm-up + 1).
-
-    Returns, Raises: As :func:`one_f_one_b`.
 
     Example:
         >>> print(brief(two_bw(0, [1, 1], 0, minibatches=2, microbatches=2)))
@@ -271,16 +264,6 @@ def schedule(
 ) -> Schedule:
     """The schedule of a method for all workers.
 
-    Args:
-        method: One of :data:`METHODS`; "1f1b" and "1f1b-vertical-sync" have no microbatches.
-        replicas: R, workers of each stage, the input stage first; all 1 is a straight pipeline.
-        minibatches: Of all workers together, at least 1.
-        microbatches: Of a minibatch.
-        in_transit: As :func:`warm_up`; "gpipe" has all microbatches in flight in any case.
-
-    Raises:
-        TypeError, ValueError: An unknown method, or numbers that it cannot do with.
-
     Example:
         >>> print(schedule("1f1b", [2, 1], minibatches=4))
         stage 0 replica 0: F0 F2 B0 A1 U1 B2 A2 U2
@@ -306,12 +289,6 @@ def program(
     in_transit: int = 0,
 ) -> Iterator[Instruction]:
     """One worker's part of a :func:`schedule`, without making those of all others.
-
-    Args:
-        worker: Whose.
-        method, replicas, minibatches, microbatches, in_transit: As :func:`schedule`.
-
-    Raises: As :func:`schedule`.
 
     Example:
         >>> print(brief(program("1f1b", [2, 1], Worker(0, 1), minibatches=4)))

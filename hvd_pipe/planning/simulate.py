@@ -13,8 +13,7 @@ straggler delays all; whom it delays, and when, is the method's::
                   link    one message a round
 
 A worker's step takes its profile's time, times its share of the batch, over its speed, times a
-lognormal of mean 1 that is drawn anew each step. Without such jitter, what comes out is
-:func:`hvd_pipe.planning.timing.step_time`, which computes it another way.
+lognormal of mean 1 that is drawn anew each step.
 """
 
 from __future__ import annotations
@@ -22,20 +21,27 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning._overlap_run import run_overlapped
-from hvd_pipe.planning._recorder import MAX_EVENTS, Recorder
-from hvd_pipe.planning._training_run import TrainingRun, latest
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import NONE, CodecCost
 from hvd_pipe.planning.comm import CommModel, blocked_ends
-from hvd_pipe.planning.messages import Messages, gradient_messages, model_messages
+from hvd_pipe.planning.messages import (
+    Messages,
+    NodeWork,
+    gradient_messages,
+    model_messages,
+    node_comm,
+    overlapped_messages,
+    turns_of,
+    within_node,
+)
 from hvd_pipe.planning.methods import (
+    DEFAULT_BUCKET_BYTES,
     Conventional,
     HorovodFusion,
     LocalSGD,
@@ -44,16 +50,25 @@ from hvd_pipe.planning.methods import (
     label,
     parse,
 )
-from hvd_pipe.planning.overlap import overlapped_messages
+from hvd_pipe.planning.overlap import Pass, TimedMessage
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.timing import TICK
-from hvd_pipe.planning.turns import NodeWork, node_comm, turns_of, within_node
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
-from hvd_pipe.timeline import Timeline
+from hvd_pipe.timeline import Event, Timeline
 
 __all__ = ["MAX_EVENTS", "Simulation", "simulate"]
 
 FloatArray = npt.NDArray[np.float64]
+
+MAX_EVENTS = 20_000
+"""A timeline has the first steps, as many as fit."""
+
+TICK = 1e-9
+"""A gradient that comes this part of a cycle after Horovod's tick is still seen by it."""
+
+MARGIN = 0.005
+"""Pipe-SGD's buckets are as fast as any where a step takes no larger a part longer."""
+
+_RACED_STEPS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +86,7 @@ class Simulation:
         exposed_s: what a step takes longer: waiting for the network, or for slower workers.
         comm_s: seconds per step in which the link is busy.
         timeline: the first steps of the workers that were asked for.
+        messages: how many a step.
     """
 
     method: str
@@ -81,6 +97,7 @@ class Simulation:
     exposed_s: float
     comm_s: float
     timeline: Timeline
+    messages: float = 0.0
 
 
 def simulate(
@@ -98,6 +115,7 @@ def simulate(
         profile: the model on a worker of speed 1.
         cluster: workers, their speeds and jitter, and the network.
         method: a method or its string; CoCoD's ``weights`` are taken for the workers' batches.
+            Pipe-SGD without ``bucket_bytes`` has those that trials in a job keep.
         codec: compression of what travels.
         iterations: steps, rounded up to two whole rounds or more where there are rounds.
         seed: of the stragglers; methods with one seed meet the same ones.
@@ -120,34 +138,62 @@ def simulate(
     method = parse(method)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations must be an int of at least 1, got {iterations!r}")
+    links = Links(cluster.comm(), node_comm(method, cluster.network), cluster.network.per_node)
+    random = np.random.default_rng(seed)
+    workers = Workers(_pace(cluster, method), cluster.jitter, random)
+    trace = _Recorder(_checked(trace_workers, cluster.workers))
+    return simulate_workers(profile, links, workers, method, codec, iterations, trace)
+
+
+class Links(NamedTuple):
+    """What carries messages: between all workers, and within a node, if a method uses that."""
+
+    comm: CommModel
+    node: CommModel | None = None
+    per_node: int = 1
+
+
+class Workers(NamedTuple):
+    """How much longer than its profile each worker takes, and what makes it vary."""
+
+    pace: FloatArray
+    jitter: float
+    random: np.random.Generator
+
+
+def simulate_workers(
+    profile: ModelProfile,
+    links: Links,
+    workers: Workers,
+    method: Method,
+    codec: CodecCost,
+    iterations: int,
+    trace: _Recorder | None = None,
+) -> Simulation:
+    """Simulate workers whose all-reduce takes what a model says; see :func:`simulate`."""
     period = method.period if isinstance(method, LocalSGD | CoCoD) else 1
     if period > 1:
         iterations = max(2, math.ceil(iterations / period)) * period
-    trace = Recorder(_checked(trace_workers, cluster.workers))
-    run = TrainingRun(
-        profile,
-        _pace(cluster, method),
-        cluster.jitter,
-        np.random.default_rng(seed),
-        iterations,
-        trace,
-    )
-    net = cluster.comm().compressed(codec)
+    run = _Run(profile, workers, iterations, trace or _Recorder(()))
+    net = links.comm.compressed(codec)
     sends = bool(profile.gradient_order())
     if isinstance(method, LocalSGD | CoCoD):
-        sent = model_messages(method, profile, cluster.comm(), codec)
+        sent = model_messages(method, profile, links.comm, codec)
         if isinstance(method, LocalSGD):
             _models(run, sent, [list(range(len(sent.seconds)))], method.period, behind=False)
         else:
-            work = within_node(profile, node_comm(method, cluster.network))
-            each = cluster.network.per_node if work else 1
-            _models(run, sent, turns_of(method, sent), method.turn, work=work, per_node=each)
+            work = None if links.node is None else within_node(profile, links.node)
+            per_node = links.per_node if work else 1
+            _models(run, sent, turns_of(method, sent), method.turn, work=work, per_node=per_node)
     elif isinstance(method, MergedGradient) and method.overlaps_forward and sends:
-        run_overlapped(run, *overlapped_messages(method, profile, net), net)
+        _overlapped(run, *overlapped_messages(method, profile, net), net)
     elif isinstance(method, HorovodFusion):
         _gradients(run, _fusion(profile, net, method), net.delay_behind)
     else:
-        sent = gradient_messages(method, profile, net)
+        sized = method
+        if isinstance(method, PipeSGD) and method.bucket_bytes is None:
+            sized = as_raced(method, profile, net)
+        sent = gradient_messages(sized, profile, net)
         wide = method.width if isinstance(method, WidePipeSGD) else None
         lag = 1 if isinstance(method, PipeSGD) else (wide or 1) - 1
         twice = isinstance(method, PipeSGD) and method.prediction != "none"
@@ -157,8 +203,31 @@ def simulate(
     return _result(run, label(method), period)
 
 
-def _result(run: TrainingRun, method: str, period: int) -> Simulation:
-    workers = len(run.pace)
+def as_raced(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> PipeSGD:
+    """Pipe-SGD with the buckets that trials in a job keep: the largest that are as fast as any.
+
+    Messages have the whole next step to travel in, so little is lost by sending fewer.
+    """
+    sizes, total = [DEFAULT_BUCKET_BYTES], int(profile.gradient_bytes().sum())
+    while sizes[-1] < total:
+        sizes.append(2 * sizes[-1])
+    options = [replace(method, bucket_bytes=size) for size in sizes]
+    if len(options) == 1:
+        return options[0]
+    alone = Workers(np.ones(1), 0.0, np.random.default_rng(0))
+    steps_s = [
+        simulate_workers(profile, Links(comm), alone, option, NONE, _RACED_STEPS).step_s
+        for option in options
+    ]
+    fast = (1.0 + MARGIN) * min(steps_s)
+    return max(
+        (option for option, step_s in zip(options, steps_s, strict=True) if step_s <= fast),
+        key=lambda option: option.bucket_bytes or 0,
+    )
+
+
+def _result(run: _Run, method: str, period: int) -> Simulation:
+    workers = len(run.workers.pace)
     steps = min(run.iterations, math.ceil(run.iterations / (2 * period)) * period)
     half = run.iterations - steps
 
@@ -179,7 +248,121 @@ def _result(run: TrainingRun, method: str, period: int) -> Simulation:
         exposed_s=max(0.0, step - float(compute)),
         comm_s=float(run.busy[half:].mean()),
         timeline=Timeline(tuple(run.trace.events), title),
+        messages=float(run.sent[half:].mean()),
     )
+
+
+class _Run:
+    """The state that all methods share: the clock of each worker and of the link."""
+
+    def __init__(
+        self, profile: ModelProfile, workers: Workers, iterations: int, trace: _Recorder
+    ) -> None:
+        self.profile, self.workers = profile, workers
+        self.iterations, self.trace = iterations, trace
+        self.forward_s, self.backward_s = profile.forward_s, profile.backward_s
+        self.update_s = profile.update_s
+        self.begin = np.zeros(len(workers.pace))
+        self.free = 0.0  # when the link is
+        self.busy = np.zeros(iterations)
+        self.sent = np.zeros(iterations)
+        self.ends = np.zeros(iterations)
+        self.mean_ends = np.zeros(iterations)
+        self.link_ends = np.zeros(iterations)
+        self.work = np.zeros(iterations)
+
+    def factors(self) -> FloatArray:
+        """How much longer than its profile each worker takes for the coming step."""
+        pace, jitter, random = self.workers
+        if not jitter:
+            return pace
+        variance = math.log1p(jitter**2)
+        noise = random.normal(-variance / 2, math.sqrt(variance), len(pace))
+        return np.asarray(pace * np.exp(noise), dtype=np.float64)
+
+    def send(self, step: int, name: str, bytes: float, start: float, end: float) -> None:
+        """Record a message, which is on the link of every worker at once."""
+        self.busy[step] += end - start
+        self.sent[step] += 1
+        self.free = end
+        for worker in self.trace.now:
+            self.trace.note(
+                name, "allreduce", worker, "network", start, end, bytes=int(bytes), step=step
+            )
+
+    def finished(self, step: int, end: FloatArray) -> None:
+        """Every worker is done with a step."""
+        self.begin = end
+        self.ends[step] = end.max()
+        self.mean_ends[step] = end.mean()
+        self.link_ends[step] = self.free
+
+
+def _latest(begin: FloatArray, factors: FloatArray, offset: FloatArray) -> FloatArray:
+    """``max over workers of begin + offset * factor``, for each offset."""
+    order = np.lexsort((-begin, -factors))
+    begin, factors = begin[order], factors[order]
+    ahead = np.concatenate(([-np.inf], np.maximum.accumulate(begin)[:-1]))
+    last = begin > ahead
+    times = begin[last, None] + factors[last, None] * offset
+    return np.asarray(times.max(axis=0), dtype=np.float64)
+
+
+@dataclass
+class _Recorder:
+    """Events of some workers, until there are enough."""
+
+    workers: tuple[int, ...]
+    events: list[Event] = field(default_factory=list)
+    steps: int = 0
+    open: bool = True
+
+    def begin(self, messages: int, gates: int = 0) -> None:
+        """Close where a step with so many messages does not fit any more."""
+        count = len(self.workers) * (4 + 2 * messages + 2 * gates)
+        if self.open and len(self.events) + count > MAX_EVENTS:
+            if not self.events:
+                raise ValueError(
+                    f"a step of {len(self.workers)} workers with {messages} messages has {count} "
+                    f"events, a timeline at most {MAX_EVENTS}: ask for fewer trace_workers"
+                )
+            self.open = False
+        self.open = self.open and bool(self.workers)
+        self.steps += self.open
+
+    def add(
+        self,
+        name: str,
+        category: str,
+        lane: str,
+        start: FloatArray,
+        end: FloatArray,
+        **args: object,
+    ) -> None:
+        """An event of each traced worker; ``start`` and ``end`` have one entry a worker."""
+        for worker in self.now:
+            self.note(
+                name, category, worker, lane, float(start[worker]), float(end[worker]), **args
+            )
+
+    def note(
+        self,
+        name: str,
+        category: str,
+        worker: int,
+        lane: str,
+        start: float,
+        end: float,
+        **args: object,
+    ) -> None:
+        """One event; one that takes no time only where that is its nature."""
+        if end > start or category == "ready":
+            self.events.append(Event(name, category, worker, lane, start, end - start, args))
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The workers whose events are wanted at present."""
+        return self.workers if self.open else ()
 
 
 class _Message(NamedTuple):
@@ -194,9 +377,7 @@ _Network = Callable[[FloatArray, FloatArray, FloatArray, float], list[_Message]]
 """From begin, factors and end of backward of each worker, and the link's end, what it carries."""
 
 
-def _gradients(
-    run: TrainingRun, network: _Network, delay: float, lag: int = 0, updates: int = 1
-) -> None:
+def _gradients(run: _Run, network: _Network, delay: float, lag: int = 0, updates: int = 1) -> None:
     """Steps that end with an update, for which the average of ``lag`` steps before is needed."""
     arrived, update_s = np.zeros(run.iterations), updates * run.update_s
     for step in range(run.iterations):
@@ -222,7 +403,7 @@ def _gradients(
 
 
 def _models(
-    run: TrainingRun,
+    run: _Run,
     sent: Messages,
     turns: Sequence[Sequence[int]],
     steps: int,
@@ -277,7 +458,7 @@ def _buckets(profile: ModelProfile, sent: Messages, after: bool) -> _Network:
         if not names:
             return []
         all_done = np.full(len(offset), backward.max())
-        release = all_done if after else latest(begin, factors, offset)
+        release = all_done if after else _latest(begin, factors, offset)
         if sent.blocking:
             seconds = sent.seconds.tolist()
             ends = blocked_ends(release.tolist(), seconds, sent.network_delay_s, free)
@@ -305,7 +486,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
     ) -> list[_Message]:
         messages: list[_Message] = []
         origin = float(begin.max())
-        ready = latest(begin - origin, factors, offset)  # since then, so that ticks stay exact
+        ready = _latest(begin - origin, factors, offset)  # since then, so that ticks stay exact
         now, sent = 0.0, 0
         while sent < len(bytes):
             late = float(ready[sent]) - now
@@ -351,7 +532,7 @@ def _checked(trace_workers: Sequence[int], workers: int) -> tuple[int, ...]:
 
 
 def _trace_step(
-    trace: Recorder,
+    trace: _Recorder,
     step: int,
     begin: FloatArray,
     forward: FloatArray,
@@ -363,3 +544,83 @@ def _trace_step(
     trace.add(f"backward {step}", "backward", "compute", forward, backward, step=step)
     trace.add("wait for the average", "wait", "compute", backward, start, step=step)
     trace.add(f"update {step}", "update", "compute", start, end, step=step)
+
+
+def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommModel) -> None:
+    """Steps in which every worker waits at each gate for messages of the step before."""
+    ready = np.array([each.ready_s for each in sent])
+    carried = [comm(each.bytes) for each in sent]
+    names = _names(sent)
+    gates = _gates(sent)
+    arrived = [0.0] * len(sent)
+    for step in range(run.iterations):
+        run.trace.begin(len(sent), len(gates))
+        factors, begin = run.factors(), run.begin
+        late = np.zeros(len(begin))
+        for message in gates:
+            late = np.maximum(late, arrived[message] - (begin + factors * sent[message].needed_s))
+        forward = begin + work.forward_s * factors + late
+        for worker in run.trace.now:
+            times = [(sent[i].needed_s, arrived[i], f"bucket {sent[i].bucket}") for i in gates]
+            _trace_forward(run, step, worker, float(factors[worker]), times, work.forward_s)
+        link = run.free
+        for i, leaves in enumerate(_latest(forward, factors, ready).tolist()):
+            start = max(link, leaves)
+            run.send(step, names[i], sent[i].bytes, start, start + carried[i])
+            link = arrived[i] = start + sent[i].seconds
+        backward = forward + work.backward_s * factors
+        run.work[step] = (work.forward_s + work.backward_s) * float(factors.mean())
+        _trace_backward(run, step, forward, backward, factors, [sent[i] for i in gates])
+        run.finished(step, backward)
+
+
+def _gates(sent: Sequence[TimedMessage]) -> list[int]:
+    """The last message of each bucket, in the order of need."""
+    last = {each.bucket: i for i, each in enumerate(sent)}
+    return sorted(last.values(), key=lambda i: sent[i].needed_s)
+
+
+def _names(sent: Sequence[TimedMessage]) -> list[str]:
+    """What messages are called: the bucket, and the piece's number where it travels in pieces."""
+    buckets = [each.bucket for each in sent]
+    return [
+        f"bucket {bucket}" + (f"-{buckets[:i].count(bucket)}" if buckets.count(bucket) > 1 else "")
+        for i, bucket in enumerate(buckets)
+    ]
+
+
+def _trace_forward(
+    run: _Run,
+    step: int,
+    worker: int,
+    factor: float,
+    gates: Sequence[tuple[float, float, str]],
+    forward_s: float,
+) -> None:
+    """Note a worker's forward pass, cut where it waits for what has not arrived at a gate."""
+    begin = since = float(run.begin[worker])
+    late = 0.0
+    name = f"forward {step}"
+    for needed_s, arrived, bucket in gates:
+        at = begin + factor * needed_s + late
+        if arrived > at:
+            run.trace.note(name, "forward", worker, "compute", since, at, step=step)
+            wait = f"wait for {bucket}"
+            run.trace.note(wait, "wait", worker, "compute", at, arrived, step=step)
+            since, late = arrived, late + arrived - at
+    end = begin + factor * forward_s + late
+    run.trace.note(name, "forward", worker, "compute", since, end, step=step)
+
+
+def _trace_backward(
+    run: _Run,
+    step: int,
+    forward: FloatArray,
+    backward: FloatArray,
+    factors: FloatArray,
+    buckets: Sequence[TimedMessage],
+) -> None:
+    run.trace.add(f"backward {step}", "backward", "compute", forward, backward, step=step)
+    for each in buckets:
+        at = forward + factors * each.ready_s
+        run.trace.add(f"bucket {each.bucket}", "ready", "compute", at, at, step=step)

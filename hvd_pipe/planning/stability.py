@@ -10,8 +10,6 @@ import numpy.typing as npt
 from hvd_pipe.planning.methods import Method, WidePipeSGD
 from hvd_pipe.strategy import CoCoD, PipeSGD
 
-__all__ = ["delayed_rate", "stable_rate"]
-
 FloatArray = npt.NDArray[np.float64]
 
 _RATES = [0.02 * count for count in range(1, 201)]
@@ -113,17 +111,7 @@ def _largest(matrix: Callable[[float], FloatArray]) -> float:
 
 
 def _round(method: CoCoD, rate: float, momentum: float) -> tuple[FloatArray, FloatArray]:
-    """A round on the (weights, velocity) that a replica differs by, and on those of the mean.
-
-    With A the steps until the mean is taken in (k, or k / fragments; the others follow) and P what
-    is averaged (the weights; under ``momentum=average`` all)::
-
-        deviation  d' = (A - P) d               with pull_back  d' = (1 - alpha P) A d
-        mean       m' = A m                     with pull_back  m' = (1 - alpha P) A m + alpha z'
-                                                u' = beta u + P (m - z),  z' = P (z + u')
-        with outer, of the weights W            m' = (A - W) m + W g',  u' = mu u + W (g - m)
-                                                g' = g - lr (W (g - m) + mu u')
-    """
+    """A round on the (weights, velocity) that a replica differs by, and on those of the mean."""
     step = np.array([[1.0 - rate, -momentum], [rate, momentum]])
     steps = np.linalg.matrix_power(step, method.turn)
     rest = np.linalg.matrix_power(step, method.period - method.turn)
@@ -170,11 +158,7 @@ def _delayed(rate: float, momentum: float, delay: int) -> FloatArray:
 
 
 def _previous(rate: float, momentum: float) -> FloatArray:
-    """A step on (lr v, w, lr g, lr g one step ago), gradients g taken at predicted weights.
-
-    ``v' = mu v + g[t-1]``, ``w' = w - lr v'``, and ``g' = L (w' - lr (mu v' + g[t-1]))``: the
-    prediction repeats the update with the average that came last.
-    """
+    """A step on (lr v, w, lr g, lr g one step ago), gradients g taken at predicted weights."""
     velocity = np.array([momentum, 0.0, 0.0, 1.0])
     weights = np.array([0.0, 1.0, 0.0, 0.0]) - velocity
     ahead = weights - momentum * velocity - np.array([0.0, 0.0, 0.0, 1.0])

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any
 
-from hvd_pipe.planning._checks import check_keys, load_text, read_object
+from hvd_pipe.planning._checks import Document, check_keys, read_fields, read_object
 from hvd_pipe.planning.schedule import warm_up
 
 __all__ = ["STRAIGHT", "Partition", "Stage", "parse_replicas"]
@@ -46,7 +43,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Document):
     """A model divided into the stages of a pipeline.
 
     Args:
@@ -55,7 +52,8 @@ class Partition:
         period_s: seconds per minibatch once the pipeline is full: the slowest stage's ``time_s``.
         single_s: seconds per minibatch on one worker, for comparison.
         data_parallel_s: seconds per minibatch with the whole model on every worker, likewise.
-        convention: the objective that it minimises, ``"paper"`` or ``"original"``.
+        convention: the objective that it minimises, ``"paper"``; ``"original"``, that of
+            PipeDream's published code, in documents of older versions.
         in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
             first is PipeDream's NOAM, the minibatches that each of its workers admits.
         exact: all cuts of the model were tried; else those that were are a part of them.
@@ -67,6 +65,8 @@ class Partition:
     Raises:
         ValueError: no stages, not one number in flight a stage, or a negative number in transit.
     """
+
+    _BINARY = "this is no partition, but binary data"
 
     stages: tuple[Stage, ...]
     workers: int
@@ -165,45 +165,16 @@ class Partition:
         """
         required = {field.name for field in fields(cls)} - _ADDED
         data = read_object(text, SCHEMA, required, _ADDED)
-        del data["schema"]
         if not isinstance(data["stages"], list) or not isinstance(data["in_flight"], list):
             raise ValueError('"stages" and "in_flight" are lists')
         stages = []
         for number, stage in enumerate(data["stages"]):
             check_keys(stage, {field.name for field in fields(Stage)}, f"stage {number}")
-            if not (
-                isinstance(stage["layers"], list)
-                and stage["layers"]
-                and all(isinstance(name, str) for name in stage["layers"])
-            ):
+            words = {"layers": "a list of names and not empty"}
+            stages.append(read_fields(Stage, stage, words, f"stage {number}: "))
+            if not stages[-1].layers:
                 raise ValueError(f'stage {number}: "layers" is a list of names and not empty')
-            numbers = {key: value for key, value in stage.items() if key != "layers"}
-            _check_numbers(numbers, f"stage {number}: ")
-            stages.append(Stage(layers=tuple(stage["layers"]), **numbers))
-        times = ("workers", "period_s", "single_s", "data_parallel_s")
-        _check_numbers({key: data[key] for key in times}, "")
-        added = {key: data[key] for key in sorted(_ADDED & data.keys())}
-        if added.get("simulated_s", 0.0) is None:
-            del added["simulated_s"]
-        _check_numbers(added, "")
-        return cls(**{**data, "stages": tuple(stages)})
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :meth:`to_json` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Partition:
-        """The partition in a file that :meth:`save` wrote; ValueError names the file."""
-        return load_text(path, cls.from_json, "this is no partition, but binary data")
-
-
-def _check_numbers(values: dict[str, Any], where: str) -> None:
-    for key, value in values.items():
-        whole = not key.endswith("_s")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            kind = "an integer" if whole else "a number of seconds"
-            raise ValueError(f'{where}"{key}" is {kind}, got {value!r}')
+        return read_fields(cls, {**data, "stages": tuple(stages)}, {})
 
 
 STRAIGHT = "straight"

@@ -32,18 +32,6 @@ import numpy.typing as npt
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
 
-__all__ = [
-    "HIDDEN",
-    "SETTLE_STEPS",
-    "TRIAL_STEPS",
-    "Gradients",
-    "Race",
-    "Trial",
-    "error_of",
-    "fitted_to_waits",
-    "next_plan",
-]
-
 SETTLE_STEPS = 1
 """Steps of a new plan that do not count: its buffers are new."""
 TRIAL_STEPS = 5
@@ -124,18 +112,6 @@ def next_plan(
 ) -> tuple[Plan, bool]:
     """The plan of the next steps, and whether it stays.
 
-    Args:
-        tried: What was seen so far, of one plan at least.
-        gradients: What messages are made of.
-        find: Makes plans.
-        method: How the best plan is made. With "exact" the fastest plan stays; any other is what
-            the user wants, and needs nothing but the cost of messages.
-        most: How many plans may be tried in a race, three at least.
-
-    Returns:
-        A plan that was not tried, and False; or the one to keep, and True. That one says what was
-        tried, and its times are those that were seen.
-
     Example:
         >>> from hvd_pipe.planning import merge
         >>> names, ready, sizes = "cba", np.array([0.0, 1.0, 2.0]), np.array([4.0, 4.0, 4.0])
@@ -178,10 +154,6 @@ def next_plan(
 class Race:
     """Plans that are tried one after the other; the clock and the ranks' agreement are given.
 
-    Args:
-        plans: In the order of their trials; training has begun with the first.
-        begin: The first step whose end counts; see `begin`.
-
     Example:
         >>> race = Race([Plan((("a",), ("b",)), "bytes"), Plan((("a", "b"),), "bytes")], begin=1)
         >>> ends = iter(range(100))
@@ -222,12 +194,7 @@ class Race:
         return median(steps), error_of(steps)
 
     def next(self, step_s: float, error_s: float) -> Plan:
-        """Return the plan of the next steps, by what all ranks have agreed on for the last one.
-
-        Args:
-            step_s: Seconds of a step, on the slowest rank.
-            error_s: By how much that may be wrong.
-        """
+        """Return the plan of the next steps, by what all ranks have agreed on for the last one."""
         self._tried.append(Trial(self._left.pop(0), step_s, 0.0, error_s))
         if self._left:
             return self._left[0]
@@ -260,10 +227,6 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
     max(finish, R) + T(bytes)`` over its messages. For each a there is one b with which the first
     plan waits as it did. Of these lines, the result is closest to the other waits, by their
     relative errors squared. One trial alone says nothing about a, which is then 0.
-
-    Args:
-        tried: What was seen; of one plan at least.
-        gradients: What messages are made of.
 
     Example:
         >>> gradients = Gradients("ab", np.array([0.0, 0.0]), np.array([100.0, 100.0]))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.dtype_groups import plan_dtype_groups
+from hvd_pipe.planning.merge import plan_dtype_groups
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.planning import advise_pipeline as module
+from hvd_pipe.planning import advise as module
 from hvd_pipe.planning import stability
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network

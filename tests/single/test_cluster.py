@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,6 @@ def test_a_link_is_estimated_from_real_measurements() -> None:
         assert 5e-6 < link.alpha < 1e-4
 
 
-def test_a_free_network_has_free_links() -> None:
-    free = Network(None, measured=CommModel((0, 10), (0, 0), (0, 0)), measured_workers=2)
-    assert free.link_time == Link(0.0, 0.0)
-
-
 CLUSTERS = [
     Cluster(1, ETHERNET),
     Cluster(32, DEEP, memory_bytes=16 * 2**30, jitter=0.1, name="deep"),
@@ -138,20 +132,6 @@ def test_json_comes_back_exactly(cluster: Cluster, tmp_path: Path) -> None:
     if cluster.network.measured is not None:
         assert back.network.measured is not None
         assert back.network.measured.error == cluster.network.measured.error
-
-
-def test_where_it_was_measured_is_written_only_if_known() -> None:
-    assert "measured_per_node" not in Cluster(8, MEASURED).to_json()
-    known = replace(MEASURED, measured_per_node=4)
-    assert json.loads(Cluster(8, known).to_json())["network"]["measured_per_node"] == 4
-    assert known.comm(64) == MEASURED.comm(64)
-
-
-def test_a_file_that_is_no_text_is_no_cluster(tmp_path: Path) -> None:
-    path = tmp_path / "picture.json"
-    path.write_bytes(b"\x89PNG\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match=r"picture\.json: this is no text file, so no cluster"):
-        Cluster.load(path)
 
 
 def test_people_write_clusters_in_words() -> None:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import comm_models
 
-from hvd_pipe.planning import dtype_groups as module
 from hvd_pipe.planning import merge
+from hvd_pipe.planning import merge as module
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.dtype_groups import plan_dtype_groups
+from hvd_pipe.planning.merge import plan_dtype_groups
 from hvd_pipe.planning.plan import Plan
 
 FloatArray = npt.NDArray[np.float64]
@@ -160,12 +160,6 @@ def test_too_many_for_the_programme_lose_little(
         longest = max(longest, float((own[ends - 1] - own[starts]).max()))
     assert longest <= 0.02
     assert coarse <= best + 0.03
-
-
-def test_a_large_model_of_two_groups() -> None:
-    case, comm = mixed(900), CommModel.linear(3e-4, 1e-9)
-    plan = plan_dtype_groups(*case, comm)
-    assert finish(plan, case, comm) <= finish(each_alone(case, comm), case, comm) * (1 + 1e-12)
 
 
 def test_margin_and_bad_arguments() -> None:

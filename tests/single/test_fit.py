@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from hvd_pipe.planning import comm
 from hvd_pipe.planning import fit as fit_module
 from hvd_pipe.planning.collectives import allreduce, rescale
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.fit import fit, fit_error, fit_segments, measured
-from hvd_pipe.planning.samples import fit_line
 
 DATA = Path(__file__).parent.parent / "data"
 FloatArray = npt.NDArray[np.float64]
@@ -57,13 +56,6 @@ def test_any_samples_give_models_that_never_drop(pairs: list[tuple[int, float]])
         assert (np.diff(values) >= -ROUNDING).all()
         assert CommModel.from_json(json.loads(json.dumps(model.to_json()))) == model
         assert model.error is not None
-
-
-def test_median_of_each_size() -> None:
-    x = [100, 100, 100, 1000, 1000, 1000]
-    t = [1.0, 1.1, 90.0, 10.0, 0.1, 10.1]
-    assert fit(x, t)(np.array([100, 1000])) == pytest.approx([1.1, 10.0])
-    assert CommModel.table(x, t)(np.array([100, 1000])).tolist() == pytest.approx([1.1, 10.0])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -124,22 +116,6 @@ def test_real_networks_jump(nodes: int, line_error: float, segments_error: float
     assert measured(x, t, tolerance=1e-3) == table
 
 
-def test_segments_beat_ranges_cut_by_eye() -> None:
-    """For 8 nodes: 0-8 KiB, 12-200 KB and 200 KB-1 MB, a least squares line for each."""
-    x, t = osu(8)
-    by_eye = [(8.0e-5, 1.5e-8), (9.0e-4, 3.08e-9), (7.6e-4, 3.43e-9)]
-    which = np.searchsorted([12288, 200_000], x, side="right")
-    times = np.array(
-        [by_eye[k][0] + by_eye[k][1] * size for k, size in zip(which, x, strict=True)]
-    )
-    error = float(np.mean(np.abs(times - t) / t))
-    three = fit_segments(x, t, max_segments=3)
-    assert three.starts == (0.0, 12288.0, 524288.0)  # the second cut lies at a jump of 0.9 ms
-    assert three.error is not None
-    assert error == pytest.approx(0.0676, abs=1e-3)
-    assert three.error == pytest.approx(0.0236, abs=1e-3)
-
-
 def by_hand(x: FloatArray, t: FloatArray, cuts: tuple[int, ...]) -> tuple[float, bool]:
     """Cost of runs that begin at the cuts, and whether they may be."""
     edges, cost, lines = (0, *cuts, len(x)), 0.0, []
@@ -196,16 +172,6 @@ def test_segments_are_found_again_under_noise_and_outliers(seed: int) -> None:
     assert model.error < 0.03
 
 
-def test_a_line_stays_a_line() -> None:
-    x = 2.0 ** np.arange(10, 27)
-    t = 1e-3 + 1e-9 * x
-    assert len(fit_segments(x, t).starts) == 1
-    noise = np.random.default_rng(0).lognormal(0, 0.03, x.size)
-    assert len(fit_segments(x, t * noise).starts) == 1
-    assert len(fit_segments([1, 2], [1.0, 5.0]).starts) == 1
-    assert fit_segments([1, 2], [5.0, 1.0]).slopes == (0.0,)
-
-
 def test_the_last_line_is_no_accident_of_the_last_samples() -> None:
     """On 8 nodes the last 5 of 266 sizes rise steeply: 17 ns a byte, which 64 MiB do not take."""
     model = fit_segments(*osu(8))
@@ -223,29 +189,6 @@ def test_fitted_models_scale_to_other_clusters(workers: int) -> None:
     line = fit(np.arange(1, 9) * 1e5, allreduce(8, 1e-5, 1e-9)(np.arange(1, 9) * 1e5))
     expected = allreduce(workers, 1e-5, 1e-9)(x)
     np.testing.assert_allclose(rescale(line, 8, workers)(x), expected, rtol=1e-9)
-
-
-def test_segments_carry_further_than_lines() -> None:
-    """From 2 nodes to 8 and back, as a ring that jumps at a size of chunks: 22% and 19% off."""
-    for source, target in ((2, 8), (8, 2)):
-        x, t = osu(source)
-        found = osu(target)
-        line, segments = (
-            fit_error(rescale(estimate(x, t), source, target), *found)
-            for estimate in (fit, fit_segments)
-        )
-        assert segments < 0.25
-        assert line > 1.5 * segments
-
-
-def test_the_usual_line_is_far_off_on_eight_nodes() -> None:
-    """Least squares on absolute errors: 40% off on average, 942% at worst (common practice)."""
-    x, t = osu(8)
-    beta, alpha = np.polyfit(x, t, 1)
-    usual = CommModel.linear(float(alpha), float(beta))
-    assert fit_error(usual, x, t) == pytest.approx(0.40, abs=0.01)
-    assert np.max(np.abs(usual(x) - t) / t) == pytest.approx(9.42, abs=0.01)
-    assert fit_error(fit(x, t), x, t) < 0.5 * fit_error(usual, x, t)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_pipe.cli.main import main
-from hvd_pipe.planning import in_transit, pipeline_plans
+from hvd_pipe.planning import pipeline_plans
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.in_transit import MOST_IN_TRANSIT, REACHED, scheduled
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import pipeline_cost
-from hvd_pipe.planning.pipeline_plans import best_plan
+from hvd_pipe.planning.pipeline_plans import MOST_IN_TRANSIT, REACHED, best_plan, scheduled
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate_pipeline import PipelineSimulation, simulate_partition
 from hvd_pipe.planning.stages import Partition
@@ -51,7 +50,7 @@ def period(plan: Partition, model: ModelProfile, many: Cluster, count: int) -> f
 
 
 def test_doctests() -> None:
-    for each in (in_transit, pipeline_plans):
+    for each in (pipeline_plans,):
         result = doctest.testmod(each)
         assert result.failed == 0
         assert result.attempted > 0
@@ -114,7 +113,7 @@ class Simulations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[object] = Counter()
-        for module in (in_transit, pipeline_cost_module):
+        for module in (pipeline_plans, pipeline_cost_module):
             monkeypatch.setattr(module, "simulate_partition", self.simulate)
 
     def simulate(self, plan: Partition, *others: Any, **options: Any) -> PipelineSimulation:

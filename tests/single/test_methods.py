@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from planning_cases import ALL, methods
+from planning_cases import methods
 
-from hvd_pipe.planning import _advice, stability
 from hvd_pipe.planning import methods as module
-from hvd_pipe.planning._advice import memory_bytes
+from hvd_pipe.planning import stability
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import (
     Conventional,
@@ -21,6 +20,7 @@ from hvd_pipe.planning.methods import (
     Method,
     WidePipeSGD,
     label,
+    memory_bytes,
     parse,
     spell,
 )
@@ -31,7 +31,7 @@ from hvd_pipe.strategy import parse as parse_strategy
 
 
 def test_doctests() -> None:
-    for one in (module, stability, _advice):
+    for one in (module, stability):
         result = doctest.testmod(one)
         assert result.failed == 0
         assert result.attempted > 0
@@ -76,7 +76,7 @@ def test_parse(text: str, method: Method) -> None:
         ("horovood", ValueError, r"unknown method \(did you mean 'horovod'\?\)"),
         ("wfbp:period=2", ValueError, r"takes no options: write 'merged-gradient:plan=wfbp'"),
         ("horovod:size=1MB", ValueError, r"OPTION one of threshold, cycle"),
-        ("horovod:threshold", ValueError, r"'threshold' is not an option of horovod"),
+        ("horovod:threshold", ValueError, r"'threshold' has no value: write OPTION=VALUE"),
         ("horovod:cycle=1ms,cycle=2ms", ValueError, r"once each"),
         ("horovod:threshold=64 lightyears", ValueError, r"threshold_bytes: .*lightyears"),
         ("horovod:cycle=5", ValueError, r"cycle_s: "),
@@ -141,12 +141,6 @@ def test_memory(method: str, codec: str, copies: int) -> None:
     assert adam == (3 + copies + 2 * ("average" in method)) * 1000
 
 
-@pytest.mark.parametrize("ratio", [-1.0, float("nan")])
-def test_bad_ratio(ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"must be at least 0"):
-        memory_bytes(PipeSGD(), MODEL, optimizer_ratio=ratio)
-
-
 @pytest.mark.parametrize(
     ("momentum", "synchronous", "none", "previous", "local"),
     [(0, 2, 1, 0.618, 1), (0.5, 3, 0.5, 0.522, 1), (0.9, 3.8, 0.1, 0.5, 1)],
@@ -171,23 +165,6 @@ def test_stability_of_wider_pipes(momentum: float, limits: tuple[float, ...]) ->
     """Delays of 0, 1, 2, 3 and 7 steps."""
     for width, limit in zip((1, 2, 3, 4, 8), limits, strict=True):
         assert stable_rate(WidePipeSGD(width), momentum) == pytest.approx(limit, abs=6e-4)
-
-
-def simulated(rate: float, momentum: float, delay: int) -> float:
-    """The size of w after many steps of the recurrence as it is written."""
-    weights, velocity = [1.0] * (delay + 1), 0.0
-    for _ in range(4000):
-        velocity = momentum * velocity + weights[-1 - delay]
-        weights.append(weights[-1] - rate * velocity)
-    return max(map(abs, weights[-50:]))
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_below_the_limit_it_settles_and_above_it_does_not(momentum: float, width: int) -> None:
-    limit = stable_rate(WidePipeSGD(width), momentum)
-    assert simulated(0.97 * limit, momentum, width - 1) < 1e-3
-    assert simulated(1.03 * limit, momentum, width - 1) > 1e3
 
 
 def replicas_of_cocod(method: CoCoD, rate: float, momentum: float) -> float:
@@ -261,14 +238,6 @@ def test_replicas_of_cocod_stay_together_below_the_limit(method: CoCoD, momentum
         assert replicas_of_cocod(method, 1.05 * limit, momentum) > 1e3
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("period", [1, 4, 8])
-def test_an_outer_rate_of_1_without_momentum_changes_nothing(period: int, momentum: float) -> None:
-    plain = CoCoD(period=period)
-    outer = CoCoD(period=period, outer="nesterov", outer_lr=1.0, outer_momentum=0.0)
-    assert stable_rate(outer, momentum) == pytest.approx(stable_rate(plain, momentum), rel=1e-6)
-
-
 def test_limits_of_cocod() -> None:
     assert stable_rate(CoCoD(period=1)) == pytest.approx(1.0)  # pipe-sgd:prediction=local
     found = [stable_rate(CoCoD(period=k), 0.9) for k in (1, 2, 4, 8)]
@@ -326,7 +295,3 @@ def test_curvature_that_couples_fragments_can_lower_their_limit_a_little(
 def test_bad_momentum(momentum: float) -> None:
     with pytest.raises(ValueError, match=r"from 0 to below 1"):
         stable_rate(PipeSGD(), momentum)
-
-
-def test_all_have_labels_of_their_own() -> None:
-    assert len({label(method) for method in ALL}) == len(ALL)

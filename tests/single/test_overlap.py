@@ -19,13 +19,15 @@ from hvd_pipe.planning import overlap
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.overlap import (
     Pass,
-    fitted,
+    deferring_plan,
+    first_deferred,
     in_order,
     overlapped_s,
     plan_overlap,
     send_order,
 )
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.trials import Gradients, Trial
 
 WORST = 1.6  # a planned order's step over that of the best of all orders, in random cases
 
@@ -130,7 +132,7 @@ def test_what_is_needed_first_beats_first_in_first_out() -> None:
     """With as much communication as computation."""
     names, work, comm = layers(12, 1.0)
     plan = plan_overlap(names, work, comm, parts=[12])
-    sent = overlap._messages(work, comm, [[i] for i in range(12)], [1] * 12)
+    sent = overlap.timed_messages(work, comm, [[i] for i in range(12)], [1] * 12)
     first_in_first_out = overlapped_s(work, sent)
     assert plan.predicted_s is not None
     assert plan.predicted_s < 0.9 * first_in_first_out
@@ -189,7 +191,7 @@ def test_the_last_bucket_leaves_at_the_end_of_the_step() -> None:
     """It carries the control flags, which are known then."""
     _, work, comm = layers(3, 1.0)
     work = dataclasses.replace(work, backward_s=50.0)
-    found = overlap._messages(work, comm, [[0], [1, 2]], [2, 1])
+    found = overlap.timed_messages(work, comm, [[0], [1, 2]], [2, 1])
     assert [(m.bucket, m.ready_s, m.needed_s) for m in found] == [
         (0, 1.0, 2.0),
         (0, 1.0, 2.0),
@@ -217,15 +219,6 @@ ONE = np.array([1.0])
 def test_bad_passes(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Pass(*arguments)
-
-
-def test_fitted() -> None:
-    line = fitted([(100, 3.0), (200, 5.0), (300, 7.0), (300, 7.0)])
-    assert line(50) == pytest.approx(2.0)
-    assert line(1000) == pytest.approx(21.0)
-    same = fitted([(100, 3.0), (100, 4.0), (100, 50.0)])  # of one size: no start is known
-    assert same(200) == pytest.approx(8.0)
-    assert fitted([(0, 3.0)])(0) == pytest.approx(0.0)
 
 
 def test_in_order_keeps_the_buckets() -> None:
@@ -274,3 +267,42 @@ def test_bad_orders_in_json(order: Any) -> None:
     text = json.dumps(json.loads(ORDERED.to_json()) | {"order": order})
     with pytest.raises(ValueError, match='"order" is a list of bucket numbers or null'):
         Plan.from_json(text)
+
+
+def test_what_may_arrive_after_the_next_forward_pass_has_begun() -> None:
+    def late(count: int, *order: int) -> tuple[int, ...]:
+        plan = Plan(tuple((str(i),) for i in range(count)), "given", order=order)
+        return order[first_deferred(plan) :]
+
+    assert late(3, 0, 1, 2) == ()
+    assert late(3, 2, 1, 0) == (1, 0)
+    assert late(3, 0, 1, 0, 2, 1, 2, 1, 0) == (1, 0)
+    assert late(1, 0, 0, 0) == ()
+
+
+def trials_of(forward_s: float, wait_s: float) -> tuple[list[Trial], Gradients]:
+    names = [f"layer {i}" for i in reversed(range(8))]
+    gradients = Gradients(names, np.arange(8.0), np.arange(8.0, 0.0, -1.0))
+    single = Plan((tuple(names),), "single")
+    backward_s = 7.0
+    return [Trial(single, forward_s + backward_s + wait_s, wait_s)], gradients
+
+
+def test_a_deferring_plan_follows_from_what_trials_have_shown() -> None:
+    """One message that is sent when all is ready waits for as long as it takes."""
+    tried, gradients = trials_of(forward_s=6.0, wait_s=24.0)
+    plan = deferring_plan(tried, gradients)
+    assert plan is not None
+    assert plan.order is not None
+    assert sorted(plan.names) == sorted(gradients.names)
+    assert plan.predicted_s is not None
+    assert plan.predicted_s < tried[0].step_s
+    late = {plan.buckets[i] for i in plan.order[first_deferred(plan) :]}
+    first_needed = max(zip(gradients.ready_s, gradients.names, strict=True))[1]
+    assert late
+    assert not any(first_needed in bucket for bucket in late)
+
+
+def test_no_plan_defers_where_little_waits_or_no_forward_is_left() -> None:
+    assert deferring_plan(*trials_of(forward_s=6.0, wait_s=0.1)) is None
+    assert deferring_plan(*trials_of(forward_s=0.0, wait_s=7.0)) is None

@@ -17,7 +17,7 @@ import pipeline
 import pipeline_models
 from rich.console import Console
 
-from hvd_pipe.planning._cuts import find_cuts
+from hvd_pipe.planning._search import find_cuts
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch.pipedream.graph import trace

@@ -21,11 +21,10 @@ from hvd_pipe.planning.instructions import (
     SendGradient,
     Update,
 )
-from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_cost import fewest_microbatches, held, pipeline_cost
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.schedule import schedule
+from hvd_pipe.planning.schedule import MODES, schedule
 
 DATA = Path(__file__).parent.parent / "data"
 MODE_NAMES = tuple(MODES)

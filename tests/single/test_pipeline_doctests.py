@@ -13,8 +13,6 @@ MODULES = (
     "pipeline.plans",
     "pipeline.stage",
     "pipeline.transport",
-    "planning.advise_pipeline",
-    "planning.modes",
     "tensorflow.pipedream.cut",
     "tensorflow.pipedream.graph",
     "tensorflow.pipedream.build",

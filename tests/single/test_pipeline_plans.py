@@ -6,8 +6,8 @@ import pytest
 
 from hvd_pipe.pipeline.plans import Request, choose
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.schedule import MODES
 
 LAYERS = 4
 MODEL = ModelProfile(

@@ -158,18 +158,6 @@ def test_where_nothing_waits_nothing_is_tried() -> None:
     assert plan.exposed_s == tried[0].wait_s
 
 
-def test_one_gradient_leaves_nothing_to_try() -> None:
-    job = Job([0.0], [1e6], CommModel.linear(0.5, 1e-6))
-    tried, plan = job.run(job.find(job.link, "single", None))
-    assert (len(tried), plan.buckets) == (1, (("g0",),))
-
-
-def test_no_gradient_has_a_byte() -> None:
-    job = Job([0.0, 0.5], [0.0, 0.0], CommModel.linear(0.5, 0.0))
-    _, plan = job.run(job.find(job.link, "wfbp", None))
-    assert set(plan.names) == {"g0", "g1"}
-
-
 def test_a_plan_that_the_user_wants_needs_two_trials_and_stays() -> None:
     job = resnet(LINKS[4])
     tried, plan = job.run(job.find(job.link, "bytes", 2_000_000), method="greedy")

@@ -19,8 +19,8 @@ from hvd_pipe.pipeline.plans import Options, assign, plan_together
 from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
-from hvd_pipe.planning.modes import MODES
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import MODES
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.tensorflow.agree import Description, agreement
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables

@@ -31,7 +31,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 from tensorflow.python.framework import ops
 
-from hvd_pipe.planning.deferral import first_deferred
+from hvd_pipe.planning.overlap import first_deferred
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient

@@ -36,8 +36,8 @@ import numpy as np
 from horovod.tensorflow import mpi_ops
 
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.deferral import deferring_plan
 from hvd_pipe.planning.methods import spell
+from hvd_pipe.planning.overlap import deferring_plan
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.trials import (
     SETTLE_STEPS,
