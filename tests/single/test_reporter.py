@@ -246,6 +246,15 @@ def test_a_rank_that_is_killed_is_known_at_once_and_leaves_nothing(rank: Rank) -
         os.kill(forked, signal.SIGKILL)
 
 
+def test_a_terminal_that_takes_nothing_does_not_hold_up_the_small_process(rank: Rank) -> None:
+    """A job whose output was paused would have called the rank silent."""
+    rank.do("os.write(2, b'x' * 65536)")  # as much as a pipe holds
+    time.sleep(LIMIT_S)  # it hears nothing, and has to say so
+    for _ in range(10):
+        rank.hear(lambda one: "status" in one)
+    assert rank.process.poll() is None
+
+
 def test_a_rank_whose_small_process_is_killed_is_not_taken_for_a_lost_one(rank: Rank) -> None:
     os.kill(rank.child, signal.SIGKILL)
     rank.hear(lambda one: one.get("left") == 1)

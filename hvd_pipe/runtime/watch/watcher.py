@@ -24,6 +24,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ MOST_SILENT = 16  # so many silent ranks are named, and told to the others: the 
 WARN = 0.25  # of the limit: who has been silent for so long is named
 MISSED = 3  # beats without a report: the rank runs no Python
 LONGEST = 1 << 16  # bytes of a message
+SAY_S = 1.0
 
 _ASLEEP_TICKS = 1  # of 10 ms, that a sleeping thread takes in a beat to ask for Python's lock
 _CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -209,10 +211,10 @@ class Rank:
         return replace(self._status, waits=asleep, since_s=now - since, joined=False)
 
     def say(self, text: str) -> None:
-        """Tell the user."""
-        with suppress(OSError, ValueError):  # nobody may be reading any more
-            sys.stderr.write(f"hvd_pipe: {text}\n")
-            sys.stderr.flush()
+        """Tell the user; not for longer than a moment, where a terminal is paused."""
+        writer = threading.Thread(target=_write, args=(f"hvd_pipe: {text}\n",), daemon=True)
+        writer.start()
+        writer.join(SAY_S)
 
     def end(self, text: str) -> None:
         """Have the rank end itself; end it from here where it runs no Python."""
@@ -236,6 +238,12 @@ class Rank:
 
     def _reports(self) -> bool:
         return time.monotonic() - self._reported <= MISSED * self.beat_s
+
+
+def _write(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody may be reading any more
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 class Watcher:
