@@ -165,6 +165,7 @@ def test_only_a_rank_that_waits_is_ended(job: Job) -> None:
     job.wait(2)
     job.kill(1)
     soon(lambda: job.processes[2].ended)
+    job.goes_on(1.0, 0)
     assert job.processes[0].ended == []
     assert "rank 1 on h1" in job.processes[2].ended[0]
 
