@@ -4,7 +4,7 @@
 
 Rank 0 is real: its watch (`hvd_pipe.runtime.watch.watchdog`), its small process and one connection
 to every other rank. The others are threads of one more process, each with its own connection and
-its own `Heartbeat`, and no small process. What they would ask each other by Horovod's collectives
+its own `Watcher`, and no small process. What they would ask each other by Horovod's collectives
 goes over a pipe. All share this machine's cores, so times are upper bounds.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -30,9 +31,8 @@ from scale import markdown
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.watch import watchdog
-from hvd_pipe.runtime.watch.heartbeat import Heartbeat, beat_s
-from hvd_pipe.runtime.watch.link import Peer, Status
 from hvd_pipe.runtime.watch.rendezvous import connect
+from hvd_pipe.runtime.watch.watcher import Link, Peer, Status, Watcher, beat_s, encode
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LIMIT_S = 120.0
@@ -64,7 +64,16 @@ class Ranks:
 
 
 class Seen:
-    """A rank's process as its heartbeat sees it."""
+    """A rank as the process beside it sees it, by a socket of this process."""
+
+    beat_s = 1.0
+
+    def __init__(self, rank: int) -> None:
+        self.there, control = socket.socketpair()
+        self.control = Link(rank, control)
+
+    def is_gone(self) -> bool:
+        return False
 
     def is_stopped(self) -> bool:
         return False
@@ -79,13 +88,36 @@ class Seen:
         """Live on."""
 
 
+class Heart(Watcher):
+    """The process beside a rank, as a thread of this one."""
+
+    def __init__(self, peers: list[Peer], rank: int, link: socket.socket, limit_s: float) -> None:
+        self._seen: Any = Seen(rank)
+        super().__init__(peers, {0: link}, limit_s, self._seen)
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def cause(self, patience_s: float) -> str | None:
+        """Return what has become of another rank."""
+        self._seen.there.sendall(encode({"cause": patience_s}))
+        answer: str | None = json.loads(self._seen.there.makefile().readline())["cause"]
+        return answer
+
+    def leave(self) -> None:
+        """Tell the others that this rank goes."""
+        self._seen.there.sendall(encode({"left": True}))
+
+    def stop(self) -> None:
+        """End without a word."""
+        self._seen.there.shutdown(socket.SHUT_RDWR)
+
+
 class Others:
     """Ranks 1 to n - 1, as threads; rank 0's process tells them what to do."""
 
     def __init__(self, ranks: int, limit_s: float) -> None:
         self.count, self.limit_s = ranks, limit_s
         self.links: dict[int, Any] = {}
-        self.hearts: dict[int, Heartbeat] = {}
+        self.hearts: dict[int, Heart] = {}
 
     def offer(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         """Connect all at once; say who has got through."""
@@ -109,9 +141,7 @@ class Others:
         peers = [Peer(rank, one["host"], one["pid"]) for rank, one in enumerate(told)]
         for rank, link in self.links.items():
             if link is not None:
-                heart = Heartbeat(peers, rank, {0: link}, self.limit_s, Seen())
-                self.hearts[rank] = heart
-                heart.start()
+                self.hearts[rank] = Heart(peers, rank, link, self.limit_s)
 
     def lose(self, rank: int) -> float:
         """End one without a word; return when every other one has named it."""
@@ -222,8 +252,8 @@ def measure_watch(ranks: int, limit_s: float = LIMIT_S) -> Watch:
         found.join_s = time.monotonic() - begun
         reporter = watchdog._reporter
         assert reporter is not None
-        assert reporter._child is not None
-        child = reporter._child.pid
+        assert reporter.child is not None
+        child = reporter.child.pid
         found.missed = ranks - 1 - len(reporter.links)
         found.files, found.child_files = _files(os.getpid()), _files(child)
         found.threads = threading.active_count()

@@ -26,7 +26,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class PendingOperation:
     message: str
     nbytes: int
     start: Any
-    recorder: TraceRecorder | None = None
+    recorder: Recorder | None = None
     launched_s: float = 0.0
     slot: int = 0
     end_s: float | None = None
@@ -82,82 +82,22 @@ NOT_SHOWN = PendingOperation("", 0, None)
 
 
 class Recorder:
-    """Notes nothing: stands where no timeline is asked for, so that callers need not ask."""
-
-    is_on = False
-
-    def now(self) -> float:
-        """Return the host's seconds since zero."""
-        return 0.0
-
-    def moment(self) -> Any:
-        """Return this moment, as `span` takes it."""
-        return 0.0
-
-    def ready(self, message: str) -> None:
-        """Note that what a message carries is complete."""
-
-    def launched(
-        self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
-    ) -> PendingOperation:
-        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
-
-        It ends when it is completed or, where it has a handle, when Horovod says so.
-        """
-        return NOT_SHOWN
-
-    def waited(self, begun: float, message: str) -> None:
-        """Note that the host was blocked from ``begun`` until now."""
-
-    def begin_backward(self) -> None:
-        """Note that gradients are computed from here on."""
-
-    def gradient(self) -> None:
-        """Note that a gradient is complete."""
-
-    def end_backward(self) -> None:
-        """Note that the last gradient was the last one of the pass."""
-
-    def update(self, begun: Any) -> None:
-        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-
-    def codec(self, begun: float, message: str) -> None:
-        """Note that a message was worked on, from ``begun`` until now."""
-
-    def end_step(self) -> None:
-        """Close a step that an optimizer has made, and bring it to the disk."""
-
-    def telling(self) -> AbstractContextManager[object]:
-        """Return a context in which passes, waits and updates are noted by `told` alone.
-
-        A pipeline tells them itself. The hooks of the distributed optimizer of a stage's replicas
-        would note the same passes once more.
-        """
-        return nullcontext()
-
-    def told(self, category: str, name: str, start: float) -> None:
-        """Note what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
-
-
-OFF = Recorder()
-"""Notes nothing."""
-
-
-class TraceRecorder(Recorder):
     """Writes what this process does to a file; there is one a process, for all its optimizers.
+
+    Without a path it notes nothing: so it stands where no timeline is asked for.
 
     Where nobody hears of an arrival without asking, a thread asks: every 0.2 ms for a new message,
     every fiftieth of its age for an old one.
     """
 
-    is_on = True
     wait_lane = COMPUTE
 
-    def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
-        self.file = TraceFile(path, max_bytes, self._marker)
+    def __init__(self, path: Path | None = None, max_bytes: int = 0, worker: int = 0) -> None:
+        self.is_on = path is not None
         self.worker = worker
         self.is_told = False
         self.steps = 0
+        self._file = None if path is None else TraceFile(path, max_bytes, self._marker)
         self._zero: float | None = None
         self._lanes: set[int] = set()
         self._texts: dict[str, tuple[str, str]] = {}
@@ -178,54 +118,83 @@ class TraceRecorder(Recorder):
         self._metadata(CLOCK, 0, **about)
 
     def now(self) -> float:
+        """Return the host's seconds since zero."""
         return time.perf_counter() - (self._zero or 0.0)
 
     def moment(self) -> Any:
+        """Return this moment, as `span` takes it."""
         return self.now()
 
     def ready(self, message: str) -> None:
-        self.span("ready", message, self.moment(), None)
+        """Note that what a message carries is complete."""
+        if self.is_on:
+            self.span("ready", message, self.moment(), None)
 
     def waited(self, begun: float, message: str) -> None:
+        """Note that the host was blocked from ``begun`` until now."""
         if not self.is_told:
             self.span("wait", message, begun, self.now(), self.wait_lane)
 
+    def begin_backward(self) -> None:
+        """Note that gradients are computed from here on."""
+
+    def gradient(self) -> None:
+        """Note that a gradient is complete."""
+
+    def end_backward(self) -> None:
+        """Note that the last gradient was the last one of the pass."""
+
     def update(self, begun: Any) -> None:
-        if not self.is_told:
+        """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
+        if self.is_on and not self.is_told:
             self.span("update", "update", begun, self.moment())
 
     def codec(self, begun: float, message: str) -> None:
+        """Note that a message was worked on, from ``begun`` until now."""
         self.span("codec", message, begun, self.now(), CODEC)
 
     def end_step(self) -> None:
-        if not self.is_told:
+        """Close a step that an optimizer has made, and bring it to the disk."""
+        if self.is_on and not self.is_told:
             self.next_step()
+
+    def next_step(self) -> None:
+        """Close a step, whoever tells of it."""
+        self.steps += 1
+        self.flush()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        self.is_told = True
+        """Return a context in which passes, waits and updates are noted by `told` alone.
+
+        A pipeline tells them itself. The hooks of the distributed optimizer of a stage's replicas
+        would note the same passes once more.
+        """
+        self.is_told = self.is_on
         try:
             yield
         finally:
             self.is_told = False
-            self.file.flush()
+            self.flush()
 
     def told(self, category: str, name: str, start: float) -> None:
+        """Note what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
         lane = {"send": SENDS, "wait": self.wait_lane}.get(category, COMPUTE)
         self.span(category, name, start - (self._zero or 0.0), self.now(), lane)
         if category == "update":
             self.next_step()
-
-    def next_step(self) -> None:
-        """Close a step, and bring it to the disk."""
-        self.steps += 1
-        self.file.flush()
 
     # Messages.
 
     def launched(
         self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
     ) -> PendingOperation:
+        """Note that a message leaves, or was given to Horovod at the moment ``begun``.
+
+        It ends when it is completed or, where it has a handle, when Horovod says so.
+        """
+        if not self.is_on:
+            return NOT_SHOWN
         start = self.moment() if begun is None else begun
         with self._changed:
             slot = self._used.index(False) if False in self._used else len(self._used)
@@ -292,11 +261,22 @@ class TraceRecorder(Recorder):
 
     # The file.
 
+    def flush(self) -> None:
+        """Bring all to the disk."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what waits and close the file."""
+        if self._file is not None:
+            self._file.close()
+
     def span(
         self, category: str, name: str, start: Any, end: Any, lane: int = COMPUTE, more: str = ""
     ) -> None:
         """Write an event; one without an end is an instant."""
-        self.write(category, name, lane, self.steps, more, start, end)
+        if self.is_on:
+            self.write(category, name, lane, self.steps, more, start, end)
 
     def write(
         self,
@@ -309,7 +289,7 @@ class TraceRecorder(Recorder):
         end: float | None,
     ) -> None:
         """Write an event of a step, whose moments are the host's seconds."""
-        if self.file.full:
+        if self._file is None or self._file.full:
             return
         if lane not in self._lanes:
             self._lanes.add(lane)
@@ -318,7 +298,7 @@ class TraceRecorder(Recorder):
             self._metadata("thread_sort_index", lane, sort_index=lane)
         short, whole = self._text(name)
         kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
-        self.file.add(
+        self._file.add(
             f'{{"name":{short},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{lane},'
             f'"ts":{start * 1e6:.3f},"args":{{"step":{step}{whole}{more}}}}}'
         )
@@ -333,7 +313,8 @@ class TraceRecorder(Recorder):
 
     def _metadata(self, what: str, lane: int, **args: object) -> None:
         event = {"name": what, "ph": "M", "pid": self.worker, "tid": lane, "args": args}
-        self.file.add(json.dumps(event))
+        if self._file is not None:
+            self._file.add(json.dumps(event))
 
     def _marker(self) -> str:
         name = f"the trace ends here: raise {MEGABYTES}"
@@ -435,6 +416,10 @@ def _write(file: int, text: str, offset: int) -> None:
     while data:  # one turn, unless a disk is full or a signal has come
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
+
+
+OFF = Recorder()
+"""Notes nothing."""
 
 
 def open_recorder(

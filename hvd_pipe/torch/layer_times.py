@@ -13,8 +13,9 @@ included. Nothing waits for the device: on CUDA the moments are events, read whe
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Self
@@ -31,17 +32,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.measuring.clock import Stopwatch
-from hvd_pipe.torch.measuring.layer_intervals import (
-    LOSS,
-    UNUSED,
-    LayerSeconds,
-    Mark,
-    medians,
-    read_step,
-)
+from hvd_pipe.torch.measuring.clock import Moment, Stopwatch
 
 __all__ = ["LayerTimes", "measure_profile"]
+
+LOSS = "(loss)"
+"""What lies between the model's forward pass and the gradient of its output."""
+UNUSED = "(unused)"
+"""Parameters that got no gradient: `DistributedOptimizer` sends zeros for them, at the end."""
 
 
 def measure_profile(
@@ -97,7 +95,7 @@ class _Layer:
 class _Call:
     """A forward pass of a module that is under way."""
 
-    mark: Mark
+    mark: _Mark
     muted: bool
     inputs: list[tuple[torch.Tensor, Any]]
     leaf: bool = True
@@ -134,9 +132,9 @@ class LayerTimes:
         self._owners: dict[int, str] = {}
         self._had_gradient: set[int] = set()
         self._calls: list[_Call] = []
-        self._marks: list[Mark] = []
-        self._pending: list[list[Mark]] = []
-        self._seconds: list[LayerSeconds] = []
+        self._marks: list[_Mark] = []
+        self._pending: list[list[_Mark]] = []
+        self._seconds: list[_LayerSeconds] = []
         self._handles: list[RemovableHandle] = []
         self._outputs: list[RemovableHandle] = []
         """Hooks on outputs of this step."""
@@ -223,8 +221,8 @@ class LayerTimes:
                 f"backward pass of this {type(self._model).__name__}: call the model itself, with "
                 "gradients enabled, then backward(), and step() after each training step."
             )
-        forward = medians([seconds.forward for seconds in self._seconds])
-        backward = medians([seconds.backward for seconds in self._seconds])
+        forward = _medians([seconds.forward for seconds in self._seconds])
+        backward = _medians([seconds.backward for seconds in self._seconds])
         sizes: dict[str, int] = {}
         for number, parameter in self._parameters.items():
             owner = self._owners.get(number, LOSS) if number in self._had_gradient else UNUSED
@@ -260,8 +258,8 @@ class LayerTimes:
             )
         )
 
-    def _mark(self, kind: str, who: str = "", parameter: int = 0) -> Mark:
-        mark = Mark(self._stopwatch.now(), kind, who, parameter)
+    def _mark(self, kind: str, who: str = "", parameter: int = 0) -> _Mark:
+        mark = _Mark(self._stopwatch.now(), kind, who, parameter)
         self._marks.append(mark)
         return mark
 
@@ -271,7 +269,7 @@ class LayerTimes:
         else:
             # Evaluation, or a checkpoint that recomputes within backward.
             muted = not torch.is_grad_enabled() or _in_backward()
-        mark = Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
+        mark = _Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
         tensors = [(t, t.grad_fn) for t in inputs if isinstance(t, torch.Tensor)]
         self._calls.append(_Call(mark, muted, tensors))
 
@@ -325,8 +323,8 @@ class LayerTimes:
 
         return hook
 
-    def _read(self, marks: list[Mark]) -> None:
-        seconds = read_step(marks, self._owners)
+    def _read(self, marks: list[_Mark]) -> None:
+        seconds = _read_step(marks, self._owners)
         self._had_gradient |= seconds.had_gradient
         if seconds.forward and seconds.ran_backward:
             self._seconds.append(seconds)
@@ -377,3 +375,76 @@ _DESCRIPTIONS = {
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+# Whose the time between two moments of a step is.
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
+
+    moment: Moment
+    kind: str
+    who: str = ""
+    parameter: int = 0
+
+
+@dataclass
+class _LayerSeconds:
+    """What a step took, by layer."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+    update: float = 0.0
+    ran_backward: bool = False
+    had_gradient: set[int] = field(default_factory=set)
+    """Identities of the parameters whose gradient was computed."""
+
+
+def _read_step(marks: Sequence[_Mark], owners: dict[int, str]) -> _LayerSeconds:
+    """Return what a step took; all of its moments have passed."""
+    seconds = _LayerSeconds()
+    for mark, spent, after in _intervals(marks, owners):
+        if mark.kind == "ready":
+            seconds.had_gradient.add(mark.parameter)
+            owner = owners.setdefault(mark.parameter, after.who or LOSS)
+            seconds.backward[owner] = seconds.backward.get(owner, 0.0) + spent
+        elif after.kind in ("forward", "leave"):
+            seconds.forward[after.who] = seconds.forward.get(after.who, 0.0) + spent
+        elif after.kind == "backward":
+            seconds.backward[after.who] = seconds.backward.get(after.who, 0.0) + spent
+        elif after.kind == "update":
+            seconds.update += spent
+        seconds.ran_backward |= mark.kind in ("ready", "backward")
+    return seconds
+
+
+def _intervals(
+    marks: Sequence[_Mark], owners: dict[int, str]
+) -> Iterator[tuple[_Mark, float, _Mark]]:
+    """Yield each mark, the seconds since the one before it, and whose they are."""
+    idle = after = _Mark(0.0, "idle")
+    for before, mark in itertools.pairwise(marks):
+        if before.kind == "ready":
+            after = _Mark(0.0, "backward", owners.get(before.parameter, after.who))
+        elif before.kind == "start":  # what comes before the first layer is the first layer's
+            after = _Mark(0.0, "forward", mark.who)
+        elif before.kind in ("updated", "end"):
+            after = idle
+        elif before.kind != "inside":
+            after = before
+        elif after.kind == "leave":
+            after = idle
+        # Backward has ended where something else begins: the time until then is nobody's.
+        ended = after.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
+        yield mark, Stopwatch.seconds(before.moment, mark.moment), idle if ended else after
+
+
+def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return each layer's median, scaled to add up to the median of the sums."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    middle = {name: median(step.get(name, 0.0) for step in steps) for name in names}
+    total, added = median(sum(step.values()) for step in steps), sum(middle.values())
+    scale = total / added if added > 0.0 else 1.0
+    return {name: max(0.0, seconds * scale) for name, seconds in middle.items()}

@@ -18,7 +18,7 @@ from on_ranks import gather, on_ranks, place
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
-from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF, TraceRecorder
+from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF
 from hvd_pipe.tensorflow import tape
 from hvd_pipe.tensorflow.measuring import timeline as recording
 from hvd_pipe.timeline import Event, Timeline
@@ -37,8 +37,7 @@ EAGER = {"run_eagerly": True}
 
 def begin(**environment: str) -> None:
     """Be as a new process with this environment; what was written is on the disk."""
-    if isinstance(recording.active, TraceRecorder):
-        recording.active.file.close()
+    recording.active.close()
     recording.active = OFF
     tape._kept.clear()
     for name in (DIRECTORY, MEGABYTES):

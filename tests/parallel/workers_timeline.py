@@ -15,7 +15,7 @@ from cases import Raised, run_cases
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF, TraceRecorder
+from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF
 from hvd_pipe.torch.measuring import timeline
 
 WIDTH = 256
@@ -59,8 +59,7 @@ def wrap(model: nn.Module, strategy: str, compression: str = "none") -> torch.op
 
 def _begin(**environment: str) -> None:
     """Be as a new process with this environment; what was written is on the disk."""
-    if isinstance(timeline.active, TraceRecorder):
-        timeline.active.file.close()
+    timeline.active.close()
     timeline.active = OFF
     for name in (DIRECTORY, MEGABYTES):
         os.environ.pop(name, None)

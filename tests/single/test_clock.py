@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.runtime import timeline
-from hvd_pipe.runtime.timeline import TraceRecorder, bound_offset
+from hvd_pipe.runtime.timeline import Recorder, bound_offset
 
 DELAYS = st.integers(0, 1000)
 
 
 def test_a_halted_recorder_asks_no_more(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    recorder = TraceRecorder(tmp_path / "rank0.json", 10_000, 0)
+    recorder = Recorder(tmp_path / "rank0.json", 10_000, 0)
     recorder.launched("a message", 4, handle=0)
     (thread,) = set(threading.enumerate()) - before
     recorder.halt()
-    recorder.file.close()
+    recorder.close()
     assert not thread.is_alive()
 
 

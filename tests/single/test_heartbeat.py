@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import threading
 import time
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 
 from hvd_pipe.runtime.watch import rendezvous
-from hvd_pipe.runtime.watch.heartbeat import AwakeClock, Heartbeat
-from hvd_pipe.runtime.watch.link import Peer, Status, encode
 from hvd_pipe.runtime.watch.rendezvous import Listener, connect
+from hvd_pipe.runtime.watch.watcher import AwakeClock, Link, Peer, Status, Watcher, encode
 
 pytestmark = pytest.mark.slow
 
@@ -25,13 +25,20 @@ SOON_S = 20.0  # for what takes a second or two on a quiet machine
 
 
 class Process:
-    """Stands for a rank's process; ``look`` is what it does."""
+    """Stands for a rank as the process beside it sees it; ``doing`` is what it does."""
 
-    def __init__(self) -> None:
+    beat_s = 1.0
+
+    def __init__(self, rank: int) -> None:
+        self.there, control = socket.socketpair()
+        self.control = Link(rank, control)
         self.doing = Status(where="train.py:3")
         self.said: list[str] = []
         self.ended: list[str] = []
         self.sockets: list[socket.socket] = []
+
+    def is_gone(self) -> bool:
+        return False
 
     def is_stopped(self) -> bool:
         return False
@@ -51,40 +58,60 @@ class Process:
             one.shutdown(socket.SHUT_RDWR)  # as the kernel does when it has ended
 
 
+class Heart(Watcher):
+    """The process beside a rank, as a thread of this one."""
+
+    def __init__(self, peers: list[Peer], rank: int, links: dict[int, socket.socket]) -> None:
+        self.process: Any = Process(rank)
+        super().__init__(peers, links, LIMIT_S, self.process)
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def tell(self, **message: Any) -> None:
+        self.process.there.sendall(encode(message))
+
+    def cause(self, patience_s: float) -> str | None:
+        self.tell(cause=patience_s)
+        answer = self.process.there.makefile().readline()
+        found: str | None = json.loads(answer)["cause"]
+        return found
+
+    def stop(self) -> None:
+        self.process.there.shutdown(socket.SHUT_RDWR)
+        if self.thread.is_alive():
+            self.thread.join(SOON_S)
+        self.process.there.close()
+        self.process.control.socket.close()
+
+
 class Job:
     """Ranks that are connected as those of a job are."""
 
     def __init__(self, size: int) -> None:
-        self.processes = [Process() for _ in range(size)]
-        self.peers = [Peer(rank, f"h{rank}", 100 + rank) for rank in range(size)]
+        peers = [Peer(rank, f"h{rank}", 100 + rank) for rank in range(size)]
         pairs = {rank: socket.socketpair() for rank in range(1, size)}
         links = [{rank: here for rank, (here, _) in pairs.items()}]
         links += [{0: there} for _, there in pairs.values()]
         self.sockets = links
-        self.hearts = [
-            Heartbeat(self.peers, rank, links[rank], LIMIT_S, self.processes[rank])
-            for rank in range(size)
-        ]
+        self.hearts = [Heart(peers, rank, links[rank]) for rank in range(size)]
+        self.processes = [heart.process for heart in self.hearts]
 
     def start(self, *but: int) -> None:
         """Start all, but for those ranks that are silent."""
         for rank, heart in enumerate(self.hearts):
             if rank not in but:
-                heart.start()
+                heart.thread.start()
 
     def stop(self) -> None:
         for heart, links in zip(self.hearts, self.sockets, strict=True):
             heart.stop()
-            if heart._thread.is_alive():
-                heart._thread.join(SOON_S)
             for one in links.values():
                 one.close()
 
     def goes_on(self, seconds: float, *ranks: int) -> None:
         """Wait until ranks, or all of them, have watched for so long; they may run seldom."""
         hearts = [self.hearts[rank] for rank in ranks] or self.hearts
-        ends = [heart._clock.now + seconds for heart in hearts]
-        soon(lambda: all(heart._clock.now > end for heart, end in zip(hearts, ends, strict=True)))
+        ends = [heart.clock.now + seconds for heart in hearts]
+        soon(lambda: all(heart.clock.now > end for heart, end in zip(hearts, ends, strict=True)))
 
     def kill(self, rank: int) -> None:
         """Close the connections of a rank, as the kernel does."""
@@ -138,6 +165,7 @@ def test_only_a_rank_that_waits_is_ended(job: Job) -> None:
     job.wait(2)
     job.kill(1)
     soon(lambda: job.processes[2].ended)
+    job.goes_on(1.0, 0)
     assert job.processes[0].ended == []
     assert "rank 1 on h1" in job.processes[2].ended[0]
 
@@ -173,7 +201,7 @@ def test_who_ends_for_a_lost_rank_is_not_taken_for_the_lost_one(first: int) -> N
     for rank in others:
         soon(lambda rank=rank: job.processes[rank].ended)
         assert "rank 2 on h2 (pid 102) has been silent" in job.processes[rank].ended[0]
-    job.hearts[2].start()  # goes on after all, and is told
+    job.hearts[2].thread.start()  # goes on after all, and is told
     assert "given this rank up: rank 2 on" in str(job.hearts[2].cause(SOON_S))
     job.stop()
 
@@ -210,8 +238,9 @@ def test_an_error_that_sending_has_met_first_is_not_lost(job: Job) -> None:
 
 def test_an_exception_is_known_with_its_text(job: Job) -> None:
     job.start()
-    job.hearts[2].raised("ValueError: bad sample (data.py:7)")
-    job.hearts[2].leave()
+    job.hearts[2].tell(raised="ValueError: bad sample (data.py:7)")
+    job.hearts[2].tell(left=True)
+    soon(lambda: 2 in job.hearts[2]._left)
     job.kill(2)
     for rank in (0, 1):
         cause = job.hearts[rank].cause(SOON_S)
@@ -222,8 +251,9 @@ def test_an_exception_is_known_with_its_text(job: Job) -> None:
 def test_a_rank_that_leaves_is_no_loss(job: Job) -> None:
     job.start()
     job.wait(0)
-    job.hearts[1].leave()
-    job.hearts[1].stop()
+    job.hearts[1].tell(left=True)
+    soon(lambda: 1 in job.hearts[1]._left)
+    job.kill(1)
     assert "has ended without an exception" in str(job.hearts[2].cause(SOON_S))
     job.goes_on(2 * LIMIT_S, 0, 2)
     assert [process.ended for process in job.processes] == [[], [], []]
@@ -425,7 +455,7 @@ def test_the_door_is_where_horovods_own_connections_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [snic("127.0.0.1")]})
     listener = Listener()
     assert listener.address["addresses"] == [("127.0.0.1", port_of(listener))]
-    assert listener._listeners[0].getsockname()[0] == "127.0.0.1"
+    assert listener.listening[0].getsockname()[0] == "127.0.0.1"
     link = connect(listener.address, 1)
     met = listener.close()
     assert link is not None
@@ -433,7 +463,7 @@ def test_the_door_is_where_horovods_own_connections_are(monkeypatch: pytest.Monk
     met[1].close()
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "no-such-interface")
     listener = Listener()
-    assert listener._listeners[0].getsockname()[0] in ("::", "0.0.0.0")
+    assert listener.listening[0].getsockname()[0] in ("::", "0.0.0.0")
     assert listener.close() == {}
 
 
@@ -547,7 +577,7 @@ def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
     soon(lambda: job.hearts[2].cause(0.0))
     longer = [f"for {seconds} s" for seconds in range(int(LIMIT_S) + 1, 60)]
     soon(lambda: any(each in str(job.hearts[2].cause(0.0)) for each in longer))
-    job.hearts[1].start()
+    job.hearts[1].thread.start()
     soon(lambda: job.hearts[2].cause(0.0) is None)
     job.wait(2)
     job.goes_on(LIMIT_S)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.runtime.watch import child
-from hvd_pipe.runtime.watch.link import Peer, Status
-from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch import watcher
 from hvd_pipe.runtime.watch.waits import activity
+from hvd_pipe.runtime.watch.watchdog import Reporter
+from hvd_pipe.runtime.watch.watcher import Peer, Status
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +32,8 @@ LIMIT_S = 4.0
 
 RANK = """
 import ctypes, os, socket, sys, time
-from hvd_pipe.runtime.watch.link import Status, Peer
-from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch.watchdog import Reporter
+from hvd_pipe.runtime.watch.watcher import Peer, Status
 
 class Process:
     def status(self):
@@ -247,6 +246,15 @@ def test_a_rank_that_is_killed_is_known_at_once_and_leaves_nothing(rank: Rank) -
         os.kill(forked, signal.SIGKILL)
 
 
+def test_a_terminal_that_takes_nothing_does_not_hold_up_the_small_process(rank: Rank) -> None:
+    """A job whose output was paused would have called the rank silent."""
+    rank.do("os.write(2, b'x' * 65536)")  # as much as a pipe holds
+    time.sleep(LIMIT_S)  # it hears nothing, and has to say so
+    for _ in range(10):
+        rank.hear(lambda one: "status" in one)
+    assert rank.process.poll() is None
+
+
 def test_a_rank_whose_small_process_is_killed_is_not_taken_for_a_lost_one(rank: Rank) -> None:
     os.kill(rank.child, signal.SIGKILL)
     rank.hear(lambda one: one.get("left") == 1)
@@ -277,9 +285,9 @@ def started_with(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (folder / "small.py").write_text(
         f"import socket, sys, time\nfolder = {str(folder)!r}\n{script}"
     )
-    monkeypatch.setattr(child, "__file__", str(folder / "small.py"))
+    monkeypatch.setattr(watcher, "__file__", str(folder / "small.py"))
     said: list[str] = []
-    process = SimpleNamespace(status=Status, say=said.append, end=said.append)
+    process: Any = SimpleNamespace(status=Status, say=said.append, end=said.append)
     other, link = socket.socketpair()
     with other:
         reporter = Reporter([Peer(0, "h0", 1), Peer(1, "h1", 2)], 1, {0: link}, LIMIT_S, process)
@@ -312,64 +320,6 @@ def test_a_rank_goes_without_a_small_process_that_does_not_start(
     said, told = started_with("", tmp_path, monkeypatch)
     assert "can no longer hear of others" in said
     assert json.loads(told) == {"left": 1}
-
-
-class Slow(socket.socket):
-    """A connection that takes its time to shut down: others may act meanwhile.
-
-    That is until the heartbeat ends, or says something to rank 2.
-    """
-
-    seen_by_2: socket.socket
-
-    def shutdown(self, how: int) -> None:
-        super().shutdown(how)
-        soon(lambda: not _beats() or _lost(_peeked(Slow.seen_by_2)))
-
-
-def test_the_first_rank_that_ends_calls_no_other_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It closed one connection after the other, and took each for a rank that was killed.
-
-    It told those whose connections were still open, and they blamed a rank that lives.
-    """
-    control, its = socket.socketpair()
-    pairs = {number: socket.socketpair() for number in (1, 2, 3)}
-    ends = [end for _, end in pairs.values()]
-    Slow.seen_by_2 = pairs[2][1]
-    words = {
-        "me": 0,
-        "pid": os.getppid(),
-        "main": os.getppid(),
-        "limit_s": 120.0,
-        "links": {number: link.detach() for number, (link, _) in pairs.items()},
-        "peers": [(number, f"h{number}", 100 + number) for number in range(4)],
-    }
-    mine = SimpleNamespace(socket=Slow, SHUT_RDWR=socket.SHUT_RDWR)
-    monkeypatch.setattr(child, "socket", mine)
-    monkeypatch.setattr(child.signal, "signal", lambda *_: None)
-    with control, its:
-        control.sendall(json.dumps(words).encode() + b"\n")
-        control.shutdown(socket.SHUT_WR)  # the rank is gone
-        child.main(its)
-    for end in ends:
-        assert not _lost(end.makefile("rb").read())
-        end.close()
-
-
-def _beats() -> bool:
-    return any(each.name == "hvd_pipe heartbeat" for each in threading.enumerate())
-
-
-def _peeked(link: socket.socket) -> bytes:
-    with suppress(BlockingIOError):
-        return link.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    return b""
-
-
-def _lost(text: bytes) -> list[int]:
-    """Return the ranks that complete messages call lost."""
-    messages = [json.loads(line) for line in text.split(b"\n")[:-1] if line]
-    return [message["lost"] for message in messages if "lost" in message]
 
 
 def soon(true: Callable[[], object]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import doctest
-import errno
 import json
 import resource
-import selectors
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +18,8 @@ import pytest
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime import consensus
 from hvd_pipe.runtime.consensus import Agreement, Description
-from hvd_pipe.runtime.watch import heartbeat, watchdog
-from hvd_pipe.runtime.watch.heartbeat import Heartbeat
-from hvd_pipe.runtime.watch.link import Peer, Status
-from hvd_pipe.runtime.watch.rendezvous import Listener, files_lacking
+from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.watch.watcher import MOST_SILENT, Link, Peer, Status, Watcher
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import scale
@@ -96,14 +91,15 @@ def test_where_all_ranks_differ_some_say_how() -> None:
 
 
 @pytest.fixture
-def first() -> Iterator[tuple[Heartbeat, list[socket.socket]]]:
+def first() -> Iterator[tuple[Watcher, list[socket.socket]]]:
     """The first of forty ranks, whose thread does not run, and what the others hold of it."""
     pairs = [socket.socketpair() for _ in range(39)]
-    process: Any = SimpleNamespace(status=Status, is_stopped=lambda: False)
+    control, own = socket.socketpair()
+    process: Any = SimpleNamespace(status=Status, control=Link(0, control))
     peers = [Peer(rank, f"h{rank}", 100 + rank) for rank in range(40)]
     links = {rank: here for rank, (here, _) in enumerate(pairs, 1)}
-    yield Heartbeat(peers, 0, links, 120.0, process), [there for _, there in pairs]
-    for pair in pairs:
+    yield Watcher(peers, links, 120.0, process), [there for _, there in pairs]
+    for pair in [*pairs, (control, own)]:
         for one in pair:
             one.close()
 
@@ -113,12 +109,12 @@ def _heard(link: socket.socket) -> list[dict[str, Any]]:
 
 
 def test_news_that_come_together_are_passed_on_in_one_sending(
-    first: tuple[Heartbeat, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+    first: tuple[Watcher, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where n ranks left, the first one sent n times n messages."""
     heart, others = first
     sendings: list[bytes] = []
-    monkeypatch.setattr(heart, "_send_all", sendings.append)
+    monkeypatch.setattr(heart, "_send", sendings.append)
     for rank, other in enumerate(others, 1):
         other.send(json.dumps({"left": rank}).encode() + b"\n")
     for link in list(heart._links.values()):
@@ -129,7 +125,7 @@ def test_news_that_come_together_are_passed_on_in_one_sending(
     assert [json.loads(line)["left"] for line in sendings[0].splitlines()] == [*range(1, 40)]
 
 
-def test_news_reach_every_rank(first: tuple[Heartbeat, list[socket.socket]]) -> None:
+def test_news_reach_every_rank(first: tuple[Watcher, list[socket.socket]]) -> None:
     heart, others = first
     heart._note({"lost": 7, "how": "it is gone"})
     heart._pass_on()
@@ -137,55 +133,32 @@ def test_news_reach_every_rank(first: tuple[Heartbeat, list[socket.socket]]) -> 
 
 
 def test_of_many_silent_ranks_the_longest_silent_are_told(
-    first: tuple[Heartbeat, list[socket.socket]],
+    first: tuple[Watcher, list[socket.socket]],
 ) -> None:
     heart, others = first
-    heart._clock.now = 1000.0
+    heart.clock.now = 1000.0
     for rank, link in heart._links.items():
         link.heard = float(rank)
     heart._beat()
     (message,) = _heard(others[0])
-    assert [rank for rank, _ in message["silent"]] == [*range(1, heartbeat.MOST_SILENT + 1)]
+    assert [rank for rank, _ in message["silent"]] == [*range(1, MOST_SILENT + 1)]
     assert len(heart._silent) == 39  # the first one itself knows of all
 
 
 def test_of_many_silent_ranks_some_are_named(
-    first: tuple[Heartbeat, list[socket.socket]],
+    first: tuple[Watcher, list[socket.socket]],
 ) -> None:
     """A switch that fails was a line a rank behind it."""
     heart, _ = first
     said: list[str] = []
-    heart._process.say = said.append  # type: ignore[method-assign]
-    heart._clock.now = 1000.0
+    heart._rank.say = said.append  # type: ignore[method-assign]
+    heart.clock.now = 1000.0
     heart._beat()
     heart._judge()
     heart._judge()
-    assert len(said) == heartbeat.MOST_SILENT + 1
+    assert len(said) == MOST_SILENT + 1
     assert said[0].startswith("rank 1 on h1 (pid 101) has been silent for 1000 s")
-    assert said[-1] == f"{39 - heartbeat.MOST_SILENT} more ranks are as silent."
-
-
-class Full:
-    """A listener whose connections this process may not open."""
-
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("", 0))
-        self.fileno, self.close = self._socket.fileno, self._socket.close
-
-    def accept(self) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-
-def test_a_port_is_left_alone_where_no_file_can_be_opened() -> None:
-    """It stayed ready, and the thread asked it again and again for ten seconds."""
-    listener = Listener()
-    with closing(Full()) as full:
-        listener._selector.register(full, selectors.EVENT_READ, lambda _: None)
-        listener._accept(full)  # type: ignore[arg-type]
-        left = [key.fileobj for key in listener._selector.get_map().values()]
-        assert full not in left
-        assert left
-    assert listener.close() == {}
+    assert said[-1] == f"{39 - MOST_SILENT} more ranks are as silent."
 
 
 def _allow(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
@@ -193,12 +166,9 @@ def _allow(monkeypatch: pytest.MonkeyPatch, files: int) -> None:
 
 
 def test_what_lacks_for_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    _allow(monkeypatch, 100_000)
-    assert files_lacking(2047) == 0
-    _allow(monkeypatch, 1024)
-    assert 2047 - 1024 < files_lacking(2047) < 2047
-    _allow(monkeypatch, resource.RLIM_INFINITY)
-    assert files_lacking(2047) == 0
+    for files in (100_000, resource.RLIM_INFINITY):
+        _allow(monkeypatch, files)
+        assert not watchdog._short_of_files(2048)
 
 
 def test_a_job_of_too_many_ranks_for_its_files_is_told_so(

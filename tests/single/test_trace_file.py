@@ -158,7 +158,7 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path: Path) -> None:
     file.add(number(0))
     child = os.fork()
     if child == 0:
-        file.add(number(1))
+        file.add(json.dumps("longer than what the parent writes there"))
         file.close()
         os._exit(0)
     os.waitpid(child, 0)

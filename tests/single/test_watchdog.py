@@ -21,11 +21,11 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
-from hvd_pipe.runtime.watch import heartbeat, waits, watchdog
-from hvd_pipe.runtime.watch.link import Peer, Status
+from hvd_pipe.runtime.watch import waits, watchdog, watcher
 from hvd_pipe.runtime.watch.rendezvous import connect
-from hvd_pipe.runtime.watch.reporter import Reporter
 from hvd_pipe.runtime.watch.waits import OtherThreads, waiting_for
+from hvd_pipe.runtime.watch.watchdog import Reporter
+from hvd_pipe.runtime.watch.watcher import Peer, Status
 from hvd_pipe.torch import workers
 from hvd_pipe.torch.compression import Compression
 from hvd_pipe.torch.messages import compressed_allreduce, pending
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_doctests() -> None:
-    assert sum(doctest.testmod(each).failed for each in (heartbeat, waits, watchdog)) == 0
+    assert sum(doctest.testmod(each).failed for each in (watcher, waits, watchdog)) == 0
 
 
 @pytest.mark.parametrize("text", ["-1", "inf", "nan", "two minutes"])

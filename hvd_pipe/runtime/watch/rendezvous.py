@@ -8,37 +8,22 @@ so for about a second.
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import hmac
 import os
-import resource
 import secrets
-import selectors
 import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
-
-__all__ = ["Listener", "connect", "files_lacking"]
 
 AUTH_TIMEOUT_S = 3.0  # close connections that do not authenticate
 CONNECT_S = 10.0  # in all: a firewall lets connections neither in nor fail
 LONGEST_LINE = 100
 BACKLOG = 8192  # connections that wait to be accepted; the kernel lowers it to net.core.somaxconn
-SPARE_FILES = 64  # that the rank opens beside: its data and checkpoints
-
-
-@dataclass
-class _Connection:
-    """A connection that has not shown the secret yet."""
-
-    socket: socket.socket
-    deadline: float
-    received: bytes = b""
 
 
 class Listener:
@@ -49,109 +34,59 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-        addresses = _addresses_of(interface)
-        self._listeners = [_listen(address) for address in addresses] or [_listen_to_all()]
+        own = _addresses_of(os.environ.get("HOROVOD_GLOO_IFACE", ""))
+        self.listening = [_listen(address) for address in own] or [_listen_to_all()]
+        port = self.listening[0].getsockname()[1]
         self._question, self._answer = secrets.token_hex(16), secrets.token_hex(16)
-        self._connected: dict[int, socket.socket] = {}
-        self._pending: dict[int, _Connection] = {}
-        self._closing, self._wake = socket.socketpair()
-        port = self._listeners[0].getsockname()[1]
         self.address = {
             "host": socket.gethostname(),
-            "addresses": [(one.getsockname()[0], one.getsockname()[1]) for one in self._listeners]
-            if addresses
+            "addresses": [one.getsockname()[:2] for one in self.listening]
+            if own
             else [(address, port) for address in _all_addresses()],
             "question": self._question,
             "answer": self._answer,
         }
         """What `connect` needs; for ranks of the same job only."""
-        self._selector = selectors.DefaultSelector()
-        for listener in self._listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._connected: dict[int, socket.socket] = {}
+        self._loop = asyncio.SelectorEventLoop()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="hvd_pipe listener", daemon=True)
         self._thread.start()
 
     def close(self) -> dict[int, socket.socket]:
         """Return the connections that were accepted, by rank; wait for no others."""
-        self._closing.close()  # which wakes the thread up
+        self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
         return self._connected
 
     def _run(self) -> None:
-        """Serve all connections at once: none can hold up the others."""
-        while True:
-            first = min(
-                (connection.deadline for connection in self._pending.values()), default=None
-            )
-            wait_s = None if first is None else max(first - time.monotonic(), 0.0)
-            ready = [key for key, _ in self._selector.select(wait_s)]
-            if any(key.fileobj is self._wake for key in ready):
-                break
-            for key in ready:
-                key.data(key.fileobj)
-            for connection in list(self._pending.values()):
-                if time.monotonic() >= connection.deadline:
-                    self._refuse(connection)
-        for connection in list(self._pending.values()):
-            self._refuse(connection)
-        for one in (*self._listeners, self._wake):
-            one.close()
-        self._selector.close()
+        self._loop.set_exception_handler(lambda *_: None)  # too many open files: it tries again
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
 
-    def _accept(self, listener: socket.socket) -> None:
+    async def _serve(self) -> None:
+        servers = [
+            await asyncio.start_server(self._greet, sock=one, limit=LONGEST_LINE, backlog=BACKLOG)
+            for one in self.listening
+        ]
+        await self._closing.wait()
+        for server in servers:
+            server.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            accepted, _ = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it would stay ready for ever
-                self._selector.unregister(listener)
-            return  # else it has gone again
-        accepted.setblocking(False)
-        connection = _Connection(accepted, time.monotonic() + AUTH_TIMEOUT_S)
-        self._pending[accepted.fileno()] = connection
-        self._selector.register(accepted, selectors.EVENT_READ, lambda _: self._read(connection))
-
-    def _read(self, connection: _Connection) -> None:
-        try:
-            data = connection.socket.recv(LONGEST_LINE)
-            connection.received += data
-            line, end, _ = connection.received.partition(b"\n")
-            if not end:
-                if not data or len(connection.received) >= LONGEST_LINE:
-                    raise ValueError
-                return
-            question, rank = line.split()
-            if not hmac.compare_digest(question, self._question.encode()):
-                raise ValueError
-            number = int(rank)
-            connection.socket.sendall(f"{self._answer}\n".encode())
-        except BlockingIOError:
-            return
-        except (OSError, ValueError):  # not a rank of this job
-            self._refuse(connection)
-            return
-        self._forget(connection)
-        if number in self._connected:
-            self._connected.pop(number).close()  # it had given that one up
-        self._connected[number] = connection.socket
-
-    def _forget(self, connection: _Connection) -> None:
-        self._selector.unregister(connection.socket)
-        del self._pending[connection.socket.fileno()]
-
-    def _refuse(self, connection: _Connection) -> None:
-        self._forget(connection)
-        connection.socket.close()
-
-
-def files_lacking(connections: int) -> int:
-    """Return how many files more this process must be allowed to open for so many connections."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY:
-        return 0
-    return max(0, int(psutil.Process().num_fds()) + connections + SPARE_FILES - allowed)
+            async with asyncio.timeout(AUTH_TIMEOUT_S):
+                question, rank = (await reader.readuntil(b"\n")).split()
+            if hmac.compare_digest(question, self._question.encode()):
+                number = int(rank)
+                writer.write(f"{self._answer}\n".encode())
+                if number in self._connected:
+                    self._connected.pop(number).close()  # it had given that one up
+                self._connected[number] = writer.get_extra_info("socket").dup()
+        except (EOFError, OSError, ValueError, asyncio.LimitOverrunError):
+            pass  # not a rank of this job
+        finally:
+            writer.close()
 
 
 def connect(address: dict[str, Any], rank: int) -> socket.socket | None:
@@ -163,9 +98,8 @@ def connect(address: dict[str, Any], rank: int) -> socket.socket | None:
     if addresses:
         addresses.append((address["host"], addresses[0][1]))
     here = address["host"] == socket.gethostname()
-    addresses.sort(
-        key=lambda one: _is_loopback(one[0]) != here
-    )  # elsewhere it is another's, so last
+    # A loopback address is another host's elsewhere, so it comes last there.
+    addresses.sort(key=lambda one: _is_loopback(one[0]) != here)
     deadline = time.monotonic() + CONNECT_S
     for tried, one in enumerate(addresses):
         now = time.monotonic()
@@ -176,25 +110,14 @@ def connect(address: dict[str, Any], rank: int) -> socket.socket | None:
             link = socket.create_connection(one, share)
             with suppress(OSError, ValueError):
                 link.sendall(f"{address['question']} {rank}\n".encode())
-                # Another program may answer slowly, and with any bytes.
-                answer = _line(link, now + share)
-                if hmac.compare_digest(answer, address["answer"].encode()):
+                link.settimeout(max(now + share - time.monotonic(), 1e-3))
+                # The answer is in one packet. Another program may send any bytes.
+                answer = link.recv(LONGEST_LINE)
+                if hmac.compare_digest(answer, f"{address['answer']}\n".encode()):
                     link.settimeout(None)
                     return link
             link.close()
     return None
-
-
-def _line(link: socket.socket, deadline: float) -> bytes:
-    """Return a line, however slowly it comes; TimeoutError at the deadline."""
-    received = b""
-    while b"\n" not in received:
-        link.settimeout(max(deadline - time.monotonic(), 1e-3))
-        data = link.recv(LONGEST_LINE - len(received))
-        if not data or time.monotonic() >= deadline:
-            raise TimeoutError
-        received += data
-    return received.partition(b"\n")[0]
 
 
 def _listen(address: str) -> socket.socket:
@@ -216,20 +139,16 @@ def _addresses_of(interface: str) -> list[str]:
     return [
         one.address
         for one in psutil.net_if_addrs().get(interface, [])
-        if one.family in (socket.AF_INET, socket.AF_INET6) and not _is_local_to_link(one.address)
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+        and not one.address.lower().startswith("fe80:")  # needs an interface of the other host's
     ]
 
 
 def _all_addresses() -> list[str]:
     """Return all addresses of this host, IPv4 first, and loopback for its own ranks."""
-    found = [one for name in psutil.net_if_addrs() for one in _addresses_of(name)]
-    return sorted(found, key=lambda one: ":" in one)
+    addresses = [one for name in psutil.net_if_addrs() for one in _addresses_of(name)]
+    return sorted(addresses, key=lambda one: ":" in one)
 
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _is_local_to_link(address: str) -> bool:
-    """Whether an address needs an interface of the other host's beside it."""
-    return address.lower().startswith("fe80:")

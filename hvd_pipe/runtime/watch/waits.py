@@ -20,29 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "Activity",
-    "OtherThreads",
-    "Wait",
-    "activity",
-    "of_thread",
-    "sleep_between_polls",
-    "threads",
-    "waiting_for",
-]
-
 _PROC = Path("/proc")  # other systems have none
 QUIET_S = 5.0  # a thread that has not run for so long is idle: one of a pool, say
-_AT_WORK = "RD"  # runs or is about to, and waits for a disk
-_OURS = "hvd_pipe"  # what our own threads' names begin with: they wait for other ranks
 
 
 class Wait(NamedTuple):
-    """One wait of one thread.
+    """One wait of one thread; no two waits have equal messages.
 
-    Args:
-        message: What for; no two waits have equal ones.
-        joined: Whether other ranks get on meanwhile, as they do during ``hvd.join()``.
+    ``joined`` says that other ranks get on meanwhile, as they do during ``hvd.join()``.
     """
 
     message: tuple[object, ...]
@@ -55,11 +40,7 @@ _waits: dict[int, list[Wait]] = {}  # by thread; each changes its own entry alon
 
 @contextmanager
 def waiting_for(what: str, joined: bool = False) -> Iterator[None]:
-    """Register that this thread waits for other ranks.
-
-    Args:
-        what: The message, say.
-        joined: Whether other ranks get on meanwhile.
+    """Register that this thread waits for other ranks, and what for.
 
     Example:
         >>> with waiting_for("an all-reduce"):
@@ -92,18 +73,20 @@ def sleep_between_polls(begun: float) -> None:
 
 
 class Activity(NamedTuple):
-    """What a thread does, and what changes whenever it has run.
+    """What a thread does, its processor time, and how often it has gone to sleep.
 
-    Args:
-        state: One letter: R runs or is about to, D waits for a disk, S sleeps, T is stopped by a
-            signal, t by a debugger.
-        ticks: The processor time that it has had.
-        pauses: How often it has gone to sleep.
+    The state is a letter: R runs or is about to, D waits for a disk, S sleeps, T is stopped by a
+    signal, t by a debugger.
     """
 
     state: str
     ticks: int
     pauses: int
+
+    @property
+    def works(self) -> bool:
+        """Whether it runs, or would."""
+        return self.state in "RD"
 
 
 def activity(pid: int, thread: int) -> Activity | None:
@@ -129,31 +112,27 @@ class OtherThreads:
     """Threads that Python would wait for at its end, such as one that writes a checkpoint."""
 
     def __init__(self) -> None:
-        self._seen: dict[threading.Thread, tuple[Activity, float]] = {}
+        self._last: dict[threading.Thread, tuple[Activity, float]] = {}
 
     def are_busy(self) -> bool:
         """Return whether one of them has run of late; where nobody knows, whether there is one."""
-        now, seen, busy = time.monotonic(), self._seen, False
-        self._seen = {}
+        now, before, busy = time.monotonic(), self._last, False
+        self._last = {}
         for thread in threading.enumerate():
-            if not _counts(thread):
+            if (
+                thread.daemon
+                or thread is threading.main_thread()
+                or thread.name.startswith("hvd_pipe")  # ours wait for other ranks
+                or of_thread(thread.ident or 0) is not None
+            ):
                 continue
-            found = activity(os.getpid(), thread.native_id or 0)
-            if found is None:
+            seen = activity(os.getpid(), thread.native_id or 0)
+            if seen is None:
                 busy = True
                 continue
-            last, ran = seen.get(thread, (None, now))
-            if found != last or found.state in _AT_WORK:
+            last, ran = before.get(thread, (None, now))
+            if seen != last or seen.works:
                 ran = now
-            self._seen[thread] = found, ran
+            self._last[thread] = seen, ran
             busy = busy or now - ran < QUIET_S
         return busy
-
-
-def _counts(thread: threading.Thread) -> bool:
-    return not (
-        thread.daemon
-        or thread is threading.main_thread()
-        or thread.name.startswith(_OURS)
-        or of_thread(thread.ident or 0) is not None
-    )

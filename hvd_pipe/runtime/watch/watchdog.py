@@ -1,10 +1,10 @@
 """No rank waits for ever for one that is gone: it ends, and says who is gone and why.
 
 Open MPI waits for a stopped rank, and behind a cut link, for ever; Gloo gives up after half a
-minute with an error that names nobody. So the ranks keep a
-`hvd_pipe.runtime.watch.heartbeat` of their
-own, beside Horovod, until ``hvd.shutdown()``. A rank ends itself only when another is known to be
-lost *and* it has itself done nothing but wait for a while. Launchers then end the rest of the job.
+minute with an error that names nobody. So a small process beside each rank
+(`hvd_pipe.runtime.watch.watcher`) watches the others until ``hvd.shutdown()``. A rank ends only
+when another is lost *and* it has itself done nothing but wait for a while. Launchers then end the
+rest of the job.
 
 ``HVD_PIPE_TIMEOUT`` is how many seconds a rank may be silent (120; 0 switches all of this off).
 Elastic jobs recover by themselves and have none of it.
@@ -13,11 +13,14 @@ Elastic jobs recover by themselves and have none of it.
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 import re
 import resource
+import selectors
 import socket
+import subprocess
 import sys
 import sysconfig
 import threading
@@ -26,27 +29,28 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # Horovod needs it, too
 from horovod.common.process_sets import ProcessSet
 
 import hvd_pipe
 from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.runtime.watch.heartbeat import FIRST
-from hvd_pipe.runtime.watch.link import Peer, Status
-from hvd_pipe.runtime.watch.rendezvous import Listener, connect, files_lacking
-from hvd_pipe.runtime.watch.reporter import Reporter
+from hvd_pipe.runtime.watch import watcher
+from hvd_pipe.runtime.watch.rendezvous import Listener, connect
 from hvd_pipe.runtime.watch.waits import OtherThreads, Wait
-
-__all__ = ["Frames", "Job", "horovod_call", "is_library", "leave", "module_of", "start", "stop"]
+from hvd_pipe.runtime.watch.watcher import FIRST, Peer, Status, beat_s, encode
 
 ENVIRONMENT_VARIABLE = "HVD_PIPE_TIMEOUT"
 DEFAULT_S = 120.0
 NEWS_S = 2.0  # how long news of a rank may take to come after Horovod's own error
+START_S = 60.0  # for a process to start, on a machine that is very busy
+ANSWER_S = 5.0  # for an answer, or to take a message, of a process that does little else
+SPARE_FILES = 64  # that rank 0 opens beside its connections: its data and checkpoints
 
 Frames = Mapping[int, FrameType]
 """What each thread of this process is doing, by the thread's number."""
@@ -59,11 +63,11 @@ class Job:
     Args:
         ranks: All of them.
         agreement: How they ask each other.
-        waits_for: Returns what the main thread waits for, or others that it waits for, when that
-            is other ranks; None when it is not.
+        waits_for: Returns what the main thread, or one that it waits for, waits for, when that is
+            other ranks.
         failed_elsewhere: Whether an exception says that Horovod's communication has failed.
-        is_sure: Whether `waits_for` can tell a wait from a computation that takes long; where it
-            cannot, only what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
+        is_sure: Whether `waits_for` can tell a wait from a long computation; where it cannot, only
+            what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
     """
 
     ranks: ProcessSet
@@ -80,16 +84,13 @@ _job: Job | None = None
 def start(job: Job) -> None:
     """Begin to watch the other ranks, and to be watched; all ranks do this at the same time.
 
-    Args:
-        job: This process's view of it.
-
     Raises:
         ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
             decides for all (`HvdPipeError` elsewhere).
     """
-    global _reporter, _job  # noqa: PLW0603 - one a process, as Horovod is
+    global _reporter, _job
     stop()
-    ranks, agreement = job.ranks, job.agreement
+    ranks, agreement, name = job.ranks, job.agreement, "hvd_pipe.watchdog"
     if ranks.size() == 1 or is_elastic():
         return
     rank: int = ranks.rank()
@@ -106,7 +107,6 @@ def start(job: Job) -> None:
             listener = None if why else Listener()
         return {"limit_s": limit_s, "listener": None if listener is None else listener.address}
 
-    name = "hvd_pipe.watchdog"
     link: socket.socket | None = None
     told: list[dict[str, Any]] = []
     try:
@@ -133,22 +133,21 @@ def start(job: Job) -> None:
     if links:
         limit_s = offered["limit_s"]
         process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
-        _reporter = Reporter(peers, rank, links, limit_s, process)
-        _job = job
+        _reporter, _job = Reporter(peers, rank, links, limit_s, process), job
         _reporter.start()
         _install()
 
 
 def _short_of_files(ranks: int) -> str:
     """Return what to do where this process may not open a connection to every other rank."""
-    lacking = files_lacking(ranks - 1)
-    if not lacking:
-        return ""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = int(psutil.Process().num_fds()) + ranks - 1 + SPARE_FILES
+    if needed <= allowed or allowed == resource.RLIM_INFINITY:
+        return ""
     return (
         f"rank {FIRST} may open {allowed} files, too few for a connection to each of {ranks - 1} "
         "other ranks: where one of them is stopped or its link is cut, nobody notices. Raise the "
-        f"limit where the job starts (ulimit -n {allowed + lacking}, or more), or set "
+        f"limit where the job starts (ulimit -n {needed}, or more), or set "
         f"{ENVIRONMENT_VARIABLE}=0 to go without."
     )
 
@@ -176,8 +175,158 @@ def stop() -> None:
     _reporter = None
 
 
+class Reporter:
+    """Starts the process beside this rank, and a thread that tells it what the rank does.
+
+    Args:
+        peers: All ranks, in their order.
+        me: This rank.
+        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
+        limit_s: How long a rank may be silent.
+        process: What this rank does.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        me: int,
+        links: Mapping[int, socket.socket],
+        limit_s: float,
+        process: _Process,
+    ) -> None:
+        self.peers, self.me, self.limit_s, self.links = peers, me, limit_s, links
+        self.child: subprocess.Popen[bytes] | None = None
+        self._process = process
+        self._control, self._its = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="hvd_pipe reporter", daemon=True)
+        self._sending = threading.Lock()
+        self._answered = threading.Event()
+        self._answer: str | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin to report, and to hear of the others."""
+        try:
+            self._start_child()
+        except OSError as error:
+            self._give_up(repr(error))
+        else:
+            self._thread.start()
+
+    def _start_child(self) -> None:
+        numbers = {rank: link.fileno() for rank, link in self.links.items()}
+        with self._its:
+            # Not a fork of this process: that has threads, and MPI's memory.
+            self.child = subprocess.Popen(
+                [sys.executable, "-S", watcher.__file__, str(self._its.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                cwd="/",
+                pass_fds=(self._its.fileno(), *numbers.values()),
+                start_new_session=True,  # Ctrl-Z stops the rank alone
+            )
+        words = {
+            "me": self.me,
+            "pid": os.getpid(),
+            "main": threading.main_thread().native_id,
+            "limit_s": self.limit_s,
+            "links": numbers,
+            "peers": [(peer.rank, peer.host, peer.pid) for peer in self.peers],
+        }
+        self._control.settimeout(START_S)
+        self._control.sendall(encode(words))
+        # Training waits for this, or a rank would look silent while its process starts.
+        if self._control.recv(len(watcher.READY)) != watcher.READY:
+            raise ConnectionResetError("its process for that has ended at its start")
+        self._control.settimeout(ANSWER_S)
+
+    def stop(self) -> None:
+        """Report nothing more; the others take it that this rank has left, or is lost."""
+        self._stopped = True
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # which ends the child and the thread
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_S)
+        if self.child is not None:
+            try:
+                self.child.wait(ANSWER_S)
+            except subprocess.TimeoutExpired:  # it is stopped, say
+                self.child.kill()
+                self.child.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets of this process: a forked child must not keep a dead rank's open."""
+        for one in (self._control, self._its, *self.links.values()):
+            one.close()
+
+    def leave(self) -> None:
+        """Tell the others that this rank goes, and that nothing is wrong."""
+        self._send({"left": True})
+
+    def raised(self, what: str) -> None:
+        """Tell the others that this rank ends by an exception."""
+        self._send({"raised": what})
+
+    def cause(self, patience_s: float) -> str | None:
+        """Return what has become of another rank, when communication has failed; None: nothing."""
+        self._answered.clear()
+        if self._send({"cause": patience_s}) and self._answered.wait(patience_s + ANSWER_S):
+            return self._answer
+        return None
+
+    def _send(self, message: Mapping[str, Any]) -> bool:
+        with self._sending, suppress(OSError):
+            self._control.sendall(encode(message))
+            return True
+        return False
+
+    def _give_up(self, why: str) -> None:
+        """Go without: that must not look like a rank that is lost."""
+        for link in self.links.values():
+            with suppress(OSError):
+                link.send(b"\n" + encode({"left": self.me}))
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._process.say(f"{self.peers[self.me]} can no longer hear of others: {why}")
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+            why = "its process for that has ended"
+        except Exception as error:  # a mistake in here must not look like a rank that is lost
+            why = repr(error)
+        if not self._stopped:
+            self._give_up(why)
+
+    def _loop(self) -> None:
+        rest, due = b"", 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while not self._stopped:
+                now = time.monotonic()
+                if now >= due:
+                    due = now + beat_s(len(self.peers), self.limit_s)
+                    self._send({"status": asdict(self._process.status())})
+                if not selector.select(max(due - now, 0.0)):
+                    continue
+                data = self._control.recv(1 << 16)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for message in map(json.loads, lines):
+                    if "cause" in message:
+                        self._answer = message["cause"]
+                        self._answered.set()
+                    elif "end" in message:
+                        # Beside the reports, which show that this process runs.
+                        end, text = self._process.end, message["end"]
+                        name = "hvd_pipe end"
+                        threading.Thread(target=end, args=(text,), name=name, daemon=True).start()
+
+
 class _Process:
-    """What the heartbeat knows of this process; it asks from a thread of its own."""
+    """What this process does; the reporter asks from a thread of its own."""
 
     def __init__(
         self,

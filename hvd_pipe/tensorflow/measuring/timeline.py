@@ -24,7 +24,6 @@ from horovod.tensorflow.mpi_ops import ProcessSet, Sum, rank, size
 from hvd_pipe.runtime.timeline import (
     OFF,
     Recorder,
-    TraceRecorder,
     agree_on_clock,
     open_recorder,
     own_clock,
@@ -42,13 +41,13 @@ _has_warned = False
 def describe() -> Description:
     """Open this rank's file if that is asked for, and return what all ranks must have alike."""
     global active
-    active, alike = open_recorder(active, TraceRecorder, rank(), size())
+    active, alike = open_recorder(active, Recorder, rank(), size())
     return alike
 
 
 def start(process_set: ProcessSet) -> None:
     """Take an optimizer or tape in, where a timeline is asked for; all its ranks do this."""
-    if not isinstance(active, TraceRecorder):
+    if not active.is_on:
         return
     if not process_set.included():
         active.set_clock(own_clock())
@@ -80,7 +79,7 @@ def backward() -> Iterator[None]:
     """Show what is done within this as the backward pass of an eager step."""
     begun = active.now()
     yield
-    if isinstance(active, TraceRecorder) and tf.executing_eagerly():
+    if tf.executing_eagerly():
         active.span("backward", "backward", begun, active.now())
 
 

@@ -32,7 +32,6 @@ from hvd_pipe.runtime.timeline import (
     HOST,
     OFF,
     Recorder,
-    TraceRecorder,
     open_recorder,
     own_clock,
 )
@@ -44,7 +43,7 @@ from hvd_pipe.torch.parameters import ModelFinder
 _LOOK_STEPS = 20
 
 
-class TorchRecorder(TraceRecorder):
+class TorchRecorder(Recorder):
     """Notes the host's moments, and those of a CUDA stream."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
@@ -113,7 +112,7 @@ class TorchRecorder(TraceRecorder):
         write = partial(self.write, category, name, lane, self.steps, more)
         if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
             write(start, end)
-        elif self._device is not None and not self.file.full:
+        elif self._device is not None:
             self._device.take(start, end, write)
 
     # Forward passes of the models of the optimizers' parameters.
