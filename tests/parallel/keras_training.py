@@ -13,9 +13,10 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from keras_problem import BATCH, STEPS, batch
+from keras_problem import BATCH, STEPS, batch, loss_of, make_model, sample, weights_of
 from on_ranks import gather
 
+import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
@@ -62,6 +63,77 @@ def fit(model: Any, x: Any, y: Any, *callbacks: Any, **options: Any) -> Any:
     callbacks = (hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks)
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0, **options}
     return model.fit(x, y, callbacks=list(callbacks), **options)
+
+
+INT8 = hvd.Int8(chunk=64, error_feedback=True)
+METHODS: dict[str, dict[str, Any]] = {
+    "merged-gradient": {"strategy": "merged-gradient"},
+    "pipe-sgd, int8": {"strategy": "pipe-sgd", "compression": INT8},
+    "pipe-sgd, local": {"strategy": "pipe-sgd:prediction=local"},
+    "pipe-sgd, passes": {"strategy": "pipe-sgd", "backward_passes_per_step": 3},
+    "cocod": {"strategy": "cocod:period=3"},
+    "cocod, int8": {"strategy": "cocod:period=3", "compression": INT8},
+    "cocod, outer": {"strategy": "cocod:period=4,fragments=2,outer=nesterov"},
+}
+"""Options of a `Trainer`."""
+
+
+class Trainer:
+    """A model, an optimizer, and a step of both, traced once.
+
+    Args:
+        make: Makes the model.
+        tape: Whether a tape is distributed, in place of the optimizer.
+        options: How to distribute.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any] = make_model, tape: bool = False, **options: Any
+    ) -> None:
+        self.model = make()
+        plain = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.optimizer: Any = plain if tape else hvd.DistributedOptimizer(plain, **options)
+        self.optimizer.build(self.model.trainable_variables)
+        self.saver = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer)
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as recorded:
+                loss = loss_of(self.model, x, y)
+            if tape:
+                recorded = hvd_tf.DistributedGradientTape(recorded, **options)
+            variables = self.model.trainable_variables
+            gradients = recorded.gradient(loss, [each.value for each in variables])
+            self.optimizer.apply(gradients, variables)
+
+        self._step = step
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self._step(*map(tf.constant, sample(hvd.rank(), step)))
+
+    def finish(self) -> Any:
+        """Return the weights when nothing is pending any more."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        return weights_of(self.model)
+
+    @property
+    def variables(self) -> list[Any]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def all(self) -> dict[str, Any]:
+        """Everything there is: weights, slots, counters and what is in flight."""
+        arrays = {f"variable {i}": each.numpy() for i, each in enumerate(self.variables)}
+        for number, state in self.optimizer._hvd_pipe.states().items():
+            arrays |= {f"flight {number} {name}": array for name, array in state.items()}
+        return arrays
+
+
+def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 def optimizer_of(model: Any) -> Any:

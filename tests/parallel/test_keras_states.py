@@ -12,9 +12,8 @@ import pytest
 import tensorflow as tf
 from keras_problem import weights_of
 from keras_small import Small
-from keras_training import left_of
+from keras_training import METHODS, Trainer, left_of
 from on_ranks import gather, on_ranks
-from workers_keras_elastic import METHODS, Trainer
 
 import hvd_pipe.tensorflow.keras as hvd
 
