@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from codec_reference import emulated
 from keras_problem import BATCH, OPTIMIZERS, STEPS, batch, loss_of, make_model, weights_of
-from keras_training import OVERFLOWING, assert_alike, data, overflow_on_one_rank, small_model
+from keras_training import Trainer, assert_alike, data, small_model
 from on_ranks import gather, on_ranks
 
 import hvd_pipe
@@ -86,15 +86,11 @@ class OwnStep(keras.Model):  # type: ignore[misc]
 @two
 @pytest.mark.parametrize(
     ("way", "strategy"),
-    [
-        # nightly: the other pairs, as engines do not know who calls `apply`
-        pytest.param(way, strategy, marks=() if often else pytest.mark.nightly)
-        for strategy in EXACT
-        for way, often in (
-            ("several steps", strategy != "merged-gradient"),
-            ("custom step", strategy == "pipe-sgd"),
-            ("eagerly", strategy == "cocod:period=3"),
-        )
+    [  # engines do not know who calls `apply`
+        ("several steps", "pipe-sgd"),
+        ("several steps", "cocod:period=3"),
+        ("custom step", "pipe-sgd"),
+        ("eagerly", "cocod:period=3"),
     ],
 )
 def test_fit_trains_alike_however_it_runs(way: str, strategy: str) -> None:
@@ -150,22 +146,6 @@ def test_xla_is_never_chosen_for_a_distributed_optimizer() -> None:
     model = make_model()
     model.compile(hvd.DistributedOptimizer(sgd(0.1)), "mse", jit_compile="auto")
     assert not model.jit_compile
-
-
-@two
-@pytest.mark.parametrize(
-    "strategy",
-    # nightly: test_keras_unlike_ranks has it with a prediction
-    ["merged-gradient", pytest.param("pipe-sgd", marks=pytest.mark.nightly)],
-)
-def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(strategy: str) -> None:
-    """Keras' LossScaleOptimizer looks at local gradients: one rank would go its own way."""
-    model = overflow_on_one_rank(strategy)
-    assert_alike(weights_of(model))
-    scaler = model.optimizer
-    assert type(scaler).__name__ == "LossScaleOptimizer"
-    assert float(scaler.dynamic_scale) == 2.0**14
-    assert int(scaler.inner_optimizer.iterations) == OVERFLOWING - 1
 
 
 @two
@@ -274,22 +254,17 @@ CODECS = {
     "int8 and feedback": hvd.Int8(chunk=16, error_feedback=True),
     "a user's own": MaxScaled,
 }
-OFTEN = {  # every codec, and every strategy
-    ("fp16", "pipe-sgd"),
-    ("bf16", "merged-gradient"),
-    ("int8", "pipe-sgd"),
-    ("int8 and feedback", "cocod:period=3"),
-    ("a user's own", "merged-gradient"),
-}
 
 
 @two
 @pytest.mark.parametrize(
     ("codec", "strategy"),
-    [
-        # nightly: the other pairs, as strategies hand their messages to one `Reduction`
-        pytest.param(*pair, marks=() if pair in OFTEN else pytest.mark.nightly)
-        for pair in ((codec, strategy) for codec in CODECS for strategy in EXACT)
+    [  # every codec, and every strategy, as strategies hand their messages to one `Reduction`
+        ("fp16", "pipe-sgd"),
+        ("bf16", "merged-gradient"),
+        ("int8", "pipe-sgd"),
+        ("int8 and feedback", "cocod:period=3"),
+        ("a user's own", "merged-gradient"),
     ],
 )
 def test_compression_loses_little(codec: str, strategy: str) -> None:
@@ -327,46 +302,35 @@ def test_coded_averages_are_those_of_two_phases() -> None:
         assert np.mean(np.abs(coded - wanted) > 1e-5) < 0.01
 
 
-UPDATES: dict[str, dict[str, Any]] = {
-    "average": {},
-    "sum": {"op": hvd.Sum},
-    "predivide": {"gradient_predivide_factor": 2.0},
-    "passes": {"backward_passes_per_step": 3},
-    "averaged passes": {"backward_passes_per_step": 3, "average_aggregated_gradients": True},
-}
-
-
 @two
 @pytest.mark.parametrize(
-    ("case", "factor", "passes"),
+    ("arguments", "factor", "passes"),
     [
-        ("average", MEAN, 1),
-        ("sum", N * MEAN, 1),
-        ("predivide", MEAN, 1),
-        ("passes", 3 * MEAN + 3, 3),
-        ("averaged passes", MEAN + 1, 3),
+        pytest.param({}, MEAN, 1, id="average"),
+        pytest.param({"op": hvd.Sum}, N * MEAN, 1, id="sum"),
+        pytest.param({"gradient_predivide_factor": 2.0}, MEAN, 1, id="predivide"),
+        pytest.param({"backward_passes_per_step": 3}, 3 * MEAN + 3, 3, id="passes"),
+        pytest.param(
+            {"backward_passes_per_step": 3, "average_aggregated_gradients": True},
+            *(MEAN + 1, 3),
+            id="averaged passes",
+        ),
     ],
 )
-def test_arguments_mean_what_they_mean_to_horovod(case: str, factor: float, passes: int) -> None:
-    """What gradients of rank + 1 do to a weight of 0, with a learning rate of 1."""
-    weight = keras.Variable(np.zeros(3), name="weight")
-    optimizer = hvd.DistributedOptimizer(sgd(1.0), **UPDATES[case])
+def test_arguments_mean_what_they_mean_to_horovod(
+    arguments: dict[str, Any], factor: float, passes: int
+) -> None:
+    """What gradients of rank + 1 do to weights of 0, with a learning rate of 1."""
+    weight, local = (keras.Variable(np.zeros(3), name=name) for name in ("weight", "local"))
+    optimizer = hvd.DistributedOptimizer(sgd(1.0), **arguments)
+    optimizer.register_local_var(local)
     for number in range(passes):
         gradient = tf.constant([1.0, 2.0, 3.0], tf.float64) * (hvd.rank() + 1 + number)
-        optimizer.apply([gradient], [weight])
+        optimizer.apply([gradient, gradient], [weight, local])
     np.testing.assert_allclose(weight, -factor * np.array([1.0, 2.0, 3.0]))
+    if not arguments:
+        np.testing.assert_allclose(local, -(hvd.rank() + 1) / N * np.array([1.0, 2.0, 3.0]))
     assert int(optimizer.iterations) == passes
-
-
-@two
-def test_a_local_variable_keeps_its_gradient() -> None:
-    mine, shared = (keras.Variable(np.zeros(2), name=name) for name in ("mine", "shared"))
-    optimizer = hvd.DistributedOptimizer(sgd(1.0))
-    optimizer.register_local_var(mine)
-    gradient = tf.ones(2, tf.float64) * (hvd.rank() + 1)
-    optimizer.apply([gradient, gradient], [mine, shared])
-    np.testing.assert_allclose(mine, -(hvd.rank() + 1) / N)
-    np.testing.assert_allclose(shared, -MEAN)
 
 
 @two
@@ -443,13 +407,7 @@ def test_the_warm_up_callback_raises_the_learning_rate() -> None:
 @two
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [
-        ("merged-gradient", "function"),
-        ("pipe-sgd", "function"),
-        ("pipe-sgd", "eager"),
-        # nightly: nothing is kept from step to step
-        pytest.param("merged-gradient", "eager", marks=pytest.mark.nightly),
-    ],
+    [("merged-gradient", "function"), ("pipe-sgd", "function"), ("pipe-sgd", "eager")],
 )
 def test_a_tape_trains_as_the_optimizer_does(strategy: str, mode: str) -> None:
     # Without weight decay: a tape returns zeros in Pipe-SGD's first step, and decay goes on.
@@ -520,50 +478,19 @@ def test_tapes_of_all_kinds() -> None:
 
 
 @two
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "merged-gradient",
-        "pipe-sgd",
-        MOMENTA,
-        # nightly: MOMENTA keeps as much, and more
-        pytest.param("cocod:period=3", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", MOMENTA])
 def test_a_checkpoint_goes_on_bit_for_bit(strategy: str, tmp_path: Path) -> None:
     """Of each rank's own. A plain optimizer reads it, too."""
-
-    def made() -> tuple[Any, Any, Callable[[int, int], None]]:
-        model = small_model()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(0.05, momentum=0.9),
-            strategy=strategy,
-            compression=hvd.Int8(chunk=16, error_feedback=True),
-        )
-        optimizer.build(model.trainable_variables)
-
-        @tf.function(autograph=False)
-        def step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as tape:
-                loss = loss_of(model, x, y)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply(gradients, model.trainable_variables)
-
-        def train(first: int, last: int) -> None:
-            for number in range(first, last):
-                step(*map(tf.constant, batch(hvd.rank(), number)))
-
-        return model, optimizer, train
-
-    model, optimizer, train = made()
-    train(0, SAVED)
-    path = tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(tmp_path / "own"))
-    other, resumed, again = made()
-    tf.train.Checkpoint(model=other, optimizer=resumed).read(path)
-    for goes_on, its in ((train, optimizer), (again, resumed)):
-        goes_on(SAVED, STEPS)
-        its.synchronize()
-    np.testing.assert_array_equal(weights_of(other), weights_of(model))
+    compression = hvd.Int8(chunk=16, error_feedback=True)
+    whole, resumed = (
+        Trainer(small_model, strategy=strategy, compression=compression) for _ in range(2)
+    )
+    whole.train(0, SAVED)
+    path = whole.saver.write(str(tmp_path / "own"))
+    resumed.saver.read(path)
+    whole.train(SAVED, STEPS)
+    resumed.train(SAVED, STEPS)
+    np.testing.assert_array_equal(resumed.finish(), whole.finish())
     plain_model, plain = small_model(), sgd(0.05, momentum=0.9)
     plain.build(plain_model.trainable_variables)
     tf.train.Checkpoint(model=plain_model, optimizer=plain).read(path)
@@ -571,34 +498,13 @@ def test_a_checkpoint_goes_on_bit_for_bit(strategy: str, tmp_path: Path) -> None
     assert int(plain.iterations) == SAVED - (strategy == "pipe-sgd")
 
 
-def of_unlike_strategies(last: bool) -> None:
-    hvd.DistributedOptimizer(sgd(0.1), strategy="pipe-sgd" if last else "merged-gradient")
-
-
-def of_unlike_models(last: bool) -> None:
-    weight = keras.Variable(np.zeros(4 if last else 3), name="weight")
-    hvd.DistributedOptimizer(sgd(0.1)).apply([tf.zeros(weight.shape, tf.float64)], [weight])
-
-
-def of_unlike_momenta(last: bool) -> None:
-    weight = keras.Variable(np.zeros(3), name="weight")
-    plain = sgd(0.1, momentum=0.0 if last else 0.9)
-    optimizer = hvd.DistributedOptimizer(plain, strategy=MOMENTA)
-    optimizer.apply([tf.zeros(3, tf.float64)], [weight])
-
-
 @two
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (of_unlike_strategies, "rank 0 has MergedGradient.*rank 1 has PipeSGD"),
-        (of_unlike_models, "the variable weight"),
-        (of_unlike_momenta, r"weight\.momentums"),
-    ],
-)
-def test_ranks_that_differ_are_all_told(call: Callable[[bool], None], words: str) -> None:
-    with pytest.raises(RanksDisagreeError, match=f"(?s){words}"):
-        call(hvd.rank() == N - 1)
+def test_ranks_with_unlike_momenta_are_told() -> None:
+    weight = keras.Variable(np.zeros(3), name="weight")
+    plain = sgd(0.1, momentum=0.9 if hvd.rank() == 0 else 0.0)
+    optimizer = hvd.DistributedOptimizer(plain, strategy=MOMENTA)
+    with pytest.raises(RanksDisagreeError, match=r"(?s)weight\.momentums"):
+        optimizer.apply([tf.zeros(3, tf.float64)], [weight])
 
 
 @two
