@@ -27,27 +27,16 @@ RANKS_A_NODE = 2
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer of Keras; see `keras_problem.OPTIMIZERS`.
+    """An optimizer of Keras, by the names of its arguments; see `keras_problem.OPTIMIZERS`."""
 
-    Args:
-        rate: The learning rate of an update, by how many there were.
-        momentum: Of SGD.
-        decay: Of the weights.
-        norm: What gradients are clipped to, if anything.
-        betas: Of Adam, if it is Adam.
-        epsilon: Of Adam.
-        average_every: How often weights become their moving averages, if there are any.
-        passes: How many gradients make an update.
-    """
-
-    rate: Callable[[int], float]
+    rate: Callable[[int], float]  # by the number of updates before
     momentum: float = 0.0
     decay: float = 0.0
     norm: float = np.inf
     betas: tuple[float, float] | None = None
     epsilon: float = 1e-7
-    average_every: int | None = None
-    passes: int = 1
+    average_every: int | None = None  # how often weights become their moving averages
+    passes: int = 1  # how many gradients make an update
 
 
 def rounded(value: float) -> float:
@@ -74,12 +63,7 @@ COLUMNS = np.cumsum([each.size for each in TENSORS])[:-1]  # where the next tens
 
 
 class Workers:
-    """n models with their optimizers.
-
-    Args:
-        n: How many.
-        rule: The optimizer.
-    """
+    """n models with their optimizers."""
 
     def __init__(self, n: int, rule: Rule) -> None:
         self.rule, self.updates = rule, 0
@@ -157,14 +141,7 @@ def within_nodes(gradients: Matrix, method: CoCoD) -> Matrix:
 
 
 class Rounds:
-    """What a round of CoCoD's ends with, by its docstring; of all tensors, or of a fragment.
-
-    Args:
-        method: The rule.
-        workers: Those that it averages.
-        weights: The columns of the weights that it averages.
-        momenta: The optimizers' attributes that it averages with them.
-    """
+    """What a round of CoCoD's ends with, of some columns of the weights, and of some momenta."""
 
     def __init__(
         self, method: CoCoD, workers: Any, weights: list[int], momenta: list[str]
