@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import BATCH, batch, loss_of, weights_of
+from keras_problem import BATCH, batch, weights_of
 from keras_training import (
     OVERFLOWING,
     Trainer,
@@ -32,17 +31,7 @@ from hvd_pipe.tensorflow.measuring.ready_times import _Sender
 N = 2
 two = on_ranks(N, init=hvd.init)
 
-TURNS = "cocod:period=4,fragments=2"
 BEGUN, STEPS = 5, 12  # steps before a checkpoint, and in all
-
-
-def often(*strategies: str, nightly: tuple[str, ...]) -> pytest.MarkDecorator:
-    """nightly: those of which another keeps as much, and more."""
-    rare = [pytest.param(each, marks=pytest.mark.nightly) for each in nightly]
-    return pytest.mark.parametrize("strategy", [*strategies, *rare])
-
-
-in_flight = often("pipe-sgd:prediction=local", TURNS, nightly=("pipe-sgd", "cocod:period=3"))
 
 
 def is_last() -> bool:
@@ -59,11 +48,8 @@ def alone(model: Any, x: Any, y: Any) -> Any:
 
 
 @two
-@often(
-    "merged-gradient",
-    "pipe-sgd:prediction=local",
-    TURNS,
-    nightly=("pipe-sgd", "pipe-sgd:prediction=previous", "cocod:period=4"),
+@pytest.mark.parametrize(
+    "strategy", ["merged-gradient", "pipe-sgd:prediction=local", "cocod:period=4,fragments=2"]
 )
 def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(strategy: str) -> None:
     """Keras' LossScaleOptimizer looks at local gradients: one rank would go its own way.
@@ -76,7 +62,7 @@ def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(strategy: str) -> 
     assert type(scaler).__name__ == "LossScaleOptimizer"
     assert_alike(scaler.dynamic_scale)
     assert_alike(scaler.inner_optimizer.iterations)
-    if strategy in ("merged-gradient", "pipe-sgd"):
+    if strategy == "merged-gradient":
         assert float(scaler.dynamic_scale) == 2.0**14
         assert int(scaler.inner_optimizer.iterations) == OVERFLOWING - 1
 
@@ -92,43 +78,18 @@ def test_an_overflow_of_a_local_gradient_is_one_for_all() -> None:
     assert (float(shared), float(scaler.dynamic_scale), int(inner.iterations)) == (0.0, 2.0, 0)
 
 
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return by strategy this rank's checkpoint in mid-training, with something in flight."""
-
-    @functools.cache
-    def path_of(strategy: str) -> str:
-        trainer = Trainer(small_model, strategy=strategy)
-        trainer.train(0, BEGUN)
-        return str(trainer.saver.write(str(tmp_path_factory.mktemp("begun") / "own")))
-
-    return path_of
-
-
 @two
-@in_flight
-def test_ranks_start_alike_when_the_first_alone_has_loaded(strategy: str, begun: Any) -> None:
-    """Horovod's recipe: rank 0 loads, and all get its variables."""
-    path = begun(strategy)
-    trainer = Trainer(small_model, strategy=strategy)
+@pytest.mark.parametrize("strategy", ["pipe-sgd:prediction=local", "cocod:period=4,fragments=2"])
+def test_ranks_start_alike_when_the_first_alone_has_loaded(strategy: str, tmp_path: Path) -> None:
+    """Horovod's recipe: rank 0 loads, and all get its variables, with something in flight."""
+    begun, trainer = (Trainer(small_model, strategy=strategy) for _ in range(2))
+    begun.train(0, BEGUN)
     if hvd.rank() == 0:
-        trainer.saver.read(path)
+        trainer.saver.read(begun.saver.write(str(tmp_path / "own")))
     trainer.model.compile(trainer.optimizer, "mse")
     fit(trainer.model, *data(0, STEPS))
     assert_alike(weights_of(trainer.model))
     assert_alike(trainer.optimizer.iterations)
-
-
-@two
-@in_flight
-def test_what_was_read_is_written_again(strategy: str, begun: Any, tmp_path: Path) -> None:
-    """A checkpoint that is read and written again holds as much, before any step."""
-    first, second = (Trainer(small_model, strategy=strategy) for _ in range(2))
-    first.saver.read(begun(strategy))
-    second.saver.read(first.saver.write(str(tmp_path / "again")))
-    for trainer in (first, second):
-        trainer.train(BEGUN, STEPS)
-    np.testing.assert_array_equal(second.finish(), first.finish())
 
 
 @two
@@ -315,41 +276,6 @@ def test_statistics_are_averaged_with_the_weights(way: str) -> None:
         x = np.concatenate([batch(rank, number)[0] for rank in range(N)])
         mean = 0.99 * mean + 0.01 * x.mean(axis=0)
     np.testing.assert_allclose(trainer.model.non_trainable_variables[0], mean, rtol=0, atol=1e-10)
-
-
-class Pair(keras.Model):  # type: ignore[misc]
-    """A model that trains its parts by optimizers of its own, as GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [small_model(), small_model()]
-        self.first, self.second = (
-            hvd.DistributedOptimizer(sgd(momentum=0.9), strategy=name)
-            for name in ("pipe-sgd", "cocod:period=4")
-        )
-        for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
-            optimizer.build(part.trainable_variables)
-        self.built = True
-
-    def train_step(self, pair: Any) -> dict[str, Any]:
-        x, y = pair
-        for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
-            with tf.GradientTape() as tape:
-                loss = loss_of(part, x, y)
-            gradients = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply(gradients, part.trainable_variables)
-        return {"loss": loss}
-
-
-@two
-def test_a_model_may_have_optimizers_of_its_own() -> None:
-    """They are broadcast, and finished at the end of ``fit``, as the compiled one is."""
-    model = Pair()
-    model.compile(jit_compile=False)
-    fit(model, *data(0, 7))
-    assert (int(model.first.iterations), int(model.second.iterations)) == (7, 7)
-    for part in model.parts:
-        assert_alike(weights_of(part))
 
 
 @two
