@@ -6,21 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import keras_nodes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorflow as tf
 from keras_problem import make_model, weights_of
-from keras_small import Small
-from keras_training import Trainer, assert_alike, assert_same, overflow_on_one_rank, small_model
+from keras_training import (
+    Small,
+    Trainer,
+    assert_alike,
+    assert_same,
+    init_nodes,
+    overflow_on_one_rank,
+    small_model,
+)
 from on_ranks import gather, on_ranks
 
-import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 
 two = on_ranks(2, init=hvd.init)
-on_nodes = on_ranks(4, init=keras_nodes.init)
+on_nodes = on_ranks(4, init=init_nodes)
 
 PERIOD, TOTAL = 6, 14
 FRAGMENTED: dict[str, dict[str, Any]] = {
@@ -129,13 +134,6 @@ def test_ranks_with_unlike_variables_are_told() -> None:
         trainer.train(0, 1)
 
 
-@two
-def test_ranks_with_unlike_fragments_are_told() -> None:
-    count = 2 if is_last() else 4
-    with pytest.raises(hvd.RanksDisagreeError, match=r"(?s)ranks disagree on .*fragments="):
-        Small(strategy=f"cocod:period=4,fragments={count}")
-
-
 @on_nodes
 def test_a_rank_that_can_add_no_process_set_is_told_of_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
@@ -175,21 +173,6 @@ def test_an_overflow_on_one_rank_of_one_node_is_one_for_all() -> None:
 
 
 @on_nodes
-def test_a_node_is_synchronous() -> None:
-    model = Small(strategy=WITHIN)
-    rows = []
-    for step in range(PERIOD):
-        model.train(step, step + 1)
-        rows.append(model.values())
-    a, b, c, d = gather(np.array(rows))
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(c, d)
-    assert not np.isclose(a, c).all(axis=1).any()
-    model.optimizer.synchronize()
-    assert_alike(model.values())
-
-
-@on_nodes
 def test_weights_are_as_exact_as_the_model() -> None:
     """Factors of a float64 mean were rounded to float32.
 
@@ -209,17 +192,8 @@ def test_weights_are_as_exact_as_the_model() -> None:
     everyone = np.average(gradients, weights=shares)
     nodes = [np.average(gradients[i : i + 2], weights=shares[i : i + 2]) for i in (0, 2)]
     ended = everyone + np.average(np.repeat(nodes, 2), weights=shares)
-    wanted = [-everyone, -everyone - nodes[hvd.rank() // keras_nodes.RANKS_A_NODE], -ended]
+    wanted = [-everyone, -everyone - nodes[hvd.rank() // 2], -ended]
     np.testing.assert_allclose([*rows, weight.numpy()[0]], wanted, rtol=1e-14)
-
-
-@on_nodes
-def test_no_rank_joins() -> None:
-    model = Small(strategy=WITHIN)
-    model.train(0, 1)
-    with pytest.raises(hvd.HvdPipeError, match="CoCoD would average these"):
-        hvd_tf.join()
-    model.optimizer.synchronize()
 
 
 @on_nodes
