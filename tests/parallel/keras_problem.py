@@ -42,6 +42,12 @@ def batch(rank: int, step: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np
     return generator.standard_normal((BATCH, 6)), generator.standard_normal((BATCH, 3))
 
 
+def sample(rank: int, step: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """A batch whose targets can be learnt."""
+    x, _ = batch(rank, step)
+    return x, np.stack([x[:, 0], np.tanh(x[:, 1] - x[:, 2]), 0.5 * x[:, 3]], axis=1)
+
+
 def loss_of(model: Any, x: Any, y: Any) -> Any:
     return tf.reduce_mean(tf.square(model(x, training=True) - y))
 

@@ -27,27 +27,16 @@ RANKS_A_NODE = 2
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer of Keras; see `keras_problem.OPTIMIZERS`.
+    """An optimizer of Keras, by the names of its arguments; see `keras_problem.OPTIMIZERS`."""
 
-    Args:
-        rate: The learning rate of an update, by how many there were.
-        momentum: Of SGD.
-        decay: Of the weights.
-        norm: What gradients are clipped to, if anything.
-        betas: Of Adam, if it is Adam.
-        epsilon: Of Adam.
-        average_every: How often weights become their moving averages, if there are any.
-        passes: How many gradients make an update.
-    """
-
-    rate: Callable[[int], float]
+    rate: Callable[[int], float]  # by the number of updates before
     momentum: float = 0.0
     decay: float = 0.0
     norm: float = np.inf
     betas: tuple[float, float] | None = None
     epsilon: float = 1e-7
-    average_every: int | None = None
-    passes: int = 1
+    average_every: int | None = None  # how often weights become their moving averages
+    passes: int = 1  # how many gradients make an update
 
 
 def rounded(value: float) -> float:
@@ -74,15 +63,11 @@ COLUMNS = np.cumsum([each.size for each in TENSORS])[:-1]  # where the next tens
 
 
 class Workers:
-    """n models with their optimizers.
-
-    Args:
-        n: How many.
-        rule: The optimizer.
-    """
+    """n models with their optimizers."""
 
     def __init__(self, n: int, rule: Rule) -> None:
         self.rule, self.updates = rule, 0
+        self.sizes = [each.size for each in TENSORS]
         self.weights = np.tile(np.concatenate([each.ravel() for each in TENSORS]), (n, 1))
         self.momenta, self.squares, self.averages = np.zeros((3, *self.weights.shape))
 
@@ -156,17 +141,10 @@ def within_nodes(gradients: Matrix, method: CoCoD) -> Matrix:
 
 
 class Rounds:
-    """What a round of CoCoD's ends with, by its docstring; of all tensors, or of a fragment.
-
-    Args:
-        method: The rule.
-        workers: Those that it averages.
-        weights: The columns of the weights that it averages.
-        momenta: The optimizers' attributes that it averages with them.
-    """
+    """What a round of CoCoD's ends with, of some columns of the weights, and of some momenta."""
 
     def __init__(
-        self, method: CoCoD, workers: Workers, weights: list[int], momenta: list[str]
+        self, method: CoCoD, workers: Any, weights: list[int], momenta: list[str]
     ) -> None:
         self.method, self.workers, self.columns, self.momenta = method, workers, weights, momenta
         self.anchor: Matrix | None = None
@@ -186,8 +164,9 @@ class Rounds:
         ends = [
             self._end(*each) for each in zip(self.starts, self._positions(), averages, strict=True)
         ]
-        self.workers.weights = self.workers.weights.copy()
-        self.workers.weights[:, self.columns] = ends[0]
+        weights = self.workers.weights.copy()
+        weights[:, self.columns] = ends[0]
+        self.workers.weights = weights
         for name, value in zip(self.momenta, ends[1:], strict=True):
             least = 0.0 if name == "squares" else -np.inf  # a root is taken of squares
             self.clamped += int((value < least).sum())
@@ -214,17 +193,69 @@ class Rounds:
         return self.anchor
 
 
-def rounds_of(method: CoCoD, workers: Workers) -> list[Rounds]:
+def rounds_of(method: CoCoD, workers: Any) -> list[Rounds]:
     """The rounds of all fragments, in the order in which they end."""
-    columns = np.split(np.arange(workers.weights.shape[1]), COLUMNS)
+    columns = np.split(np.arange(workers.weights.shape[1]), np.cumsum(workers.sizes)[:-1])
     momenta = []
     if method.momentum == "average":
         momenta = ["momenta", "squares"] if workers.rule.betas else ["momenta"]
-    parts = fragments_of([each.nbytes for each in TENSORS], method.fragments)
+    parts = fragments_of([8 * size for size in workers.sizes], method.fragments)
     return [
         Rounds(method, workers, [int(i) for number in own for i in columns[number]], momenta)
         for own in parts
     ]
+
+
+class Equation:
+    """What a strategy makes of all workers' steps.
+
+    Args:
+        strategy: Its name and options; None averages nothing.
+        workers: `Workers`, or others with ``weights``, ``sizes``, ``gradients`` and ``update``.
+    """
+
+    def __init__(self, strategy: str | None, workers: Any) -> None:
+        self.method = None if strategy is None else parse(strategy)
+        self.workers = workers
+        self.shares = getattr(self.method, "weights", None)
+        self.rounds = rounds_of(self.method, workers) if isinstance(self.method, CoCoD) else []
+        self._pending: Matrix | None = None
+        self._true: Matrix | None = None
+        self._steps = 0
+
+    def step(self, data: Any) -> None:
+        """A step of all workers; ``data`` is what they compute their gradients of."""
+        method, workers = self.method, self.workers
+        mine = workers.gradients(data)
+        since_warmup = self._steps - getattr(method, "warmup_steps", 0)
+        self._steps += 1
+        if isinstance(method, PipeSGD) and since_warmup >= 0:
+            self._update_late()
+            guess = {"local": mine, "previous": self._pending}.get(method.prediction)
+            self._pending = mean(mine, self.shares)
+            if guess is not None:
+                self._true = workers.lead(guess)
+        elif isinstance(method, CoCoD) and since_warmup >= 0:
+            if since_warmup == 0:
+                self.rounds[0].start()
+            workers.update(within_nodes(mine, method))
+            turn, rest = divmod(since_warmup + 1, method.period // method.fragments)
+            if rest == 0:
+                self.rounds[(turn - 1) % len(self.rounds)].end()
+                self.rounds[turn % len(self.rounds)].start()
+        else:
+            workers.update(mine if method is None else mean(mine, self.shares))
+
+    def _update_late(self) -> None:
+        if self._true is not None:
+            self.workers.weights = self._true
+        if self._pending is not None:
+            self.workers.update(self._pending)
+
+    def synchronize(self) -> None:
+        self._update_late()
+        if self.rounds:
+            self.workers.weights = mean(self.workers.weights, self.shares)
 
 
 def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:
@@ -239,42 +270,16 @@ def values_clamped(n: int, strategy: str, optimizer: str) -> int:
 
 @functools.cache
 def _trained(n: int, strategy: str, optimizer: str) -> tuple[npt.NDArray[Any], int]:
-    method, rule = parse(strategy), RULES[optimizer]
+    rule = RULES[optimizer]
     workers = Workers(n, rule)
-    turns = rounds_of(method, workers) if isinstance(method, CoCoD) else []
-    shares = getattr(method, "weights", None)
+    equation = Equation(strategy, workers)
     records: list[Matrix] = []
-    pending: Matrix | None = None
-    true: Matrix | None = None
-    local = 0
     for step in range(STEPS // rule.passes):
-        mine = workers.gradients(step)
         records += [workers.weights] * (rule.passes - 1)
-        if isinstance(method, PipeSGD) and step >= method.warmup_steps:
-            workers.weights = workers.weights if true is None else true
-            if pending is not None:
-                workers.update(pending)
-            guess = {"local": mine, "previous": pending}.get(method.prediction)
-            pending = mean(mine, shares)
-            if guess is not None:
-                true = workers.lead(guess)
-        elif isinstance(method, CoCoD) and step >= method.warmup_steps:
-            if local == 0:
-                turns[0].start()
-            workers.update(within_nodes(mine, method))
-            local += 1
-            turn, rest = divmod(local, method.period // method.fragments)
-            if rest == 0:
-                turns[(turn - 1) % len(turns)].end()
-                turns[turn % len(turns)].start()
-        else:
-            workers.update(mean(mine, shares))
+        equation.step(step)
         records.append(workers.weights)
-    workers.weights = workers.weights if true is None else true
-    if pending is not None:
-        workers.update(pending)
-    if turns:
-        workers.weights = mean(workers.weights, shares)
+    equation.synchronize()
+    if equation.rounds:
         workers.averages = mean(workers.averages, None)
     records.append(workers.averages if rule.average_every else workers.weights)
-    return np.array(records).swapaxes(0, 1), sum(each.clamped for each in turns)
+    return np.array(records).swapaxes(0, 1), sum(each.clamped for each in equation.rounds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +15,10 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from keras_problem import BATCH, STEPS, batch
+from keras_problem import BATCH, STEPS, batch, loss_of, make_model, sample, weights_of
 from on_ranks import gather
 
+import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
@@ -64,6 +67,98 @@ def fit(model: Any, x: Any, y: Any, *callbacks: Any, **options: Any) -> Any:
     return model.fit(x, y, callbacks=list(callbacks), **options)
 
 
+INT8 = hvd.Int8(chunk=64, error_feedback=True)
+METHODS: dict[str, dict[str, Any]] = {
+    "merged-gradient": {"strategy": "merged-gradient"},
+    "pipe-sgd, int8": {"strategy": "pipe-sgd", "compression": INT8},
+    "pipe-sgd, local": {"strategy": "pipe-sgd:prediction=local"},
+    "pipe-sgd, passes": {"strategy": "pipe-sgd", "backward_passes_per_step": 3},
+    "cocod": {"strategy": "cocod:period=3"},
+    "cocod, int8": {"strategy": "cocod:period=3", "compression": INT8},
+    "cocod, outer": {"strategy": "cocod:period=4,fragments=2,outer=nesterov"},
+}
+"""Options of a `Trainer`."""
+
+
+class Trainer:
+    """A model, an optimizer, and a step of both, traced once.
+
+    Args:
+        make: Makes the model.
+        tape: Whether a tape is distributed, in place of the optimizer.
+        options: How to distribute.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any] = make_model, tape: bool = False, **options: Any
+    ) -> None:
+        self.model = make()
+        plain = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.optimizer: Any = plain if tape else hvd.DistributedOptimizer(plain, **options)
+        self.optimizer.build(self.model.trainable_variables)
+        self.saver = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer)
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as recorded:
+                loss = loss_of(self.model, x, y)
+            if tape:
+                recorded = hvd_tf.DistributedGradientTape(recorded, **options)
+            variables = self.model.trainable_variables
+            gradients = recorded.gradient(loss, [each.value for each in variables])
+            self.optimizer.apply(gradients, variables)
+
+        self._step = step
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self._step(*map(tf.constant, sample(hvd.rank(), step)))
+
+    def finish(self) -> Any:
+        """Return the weights when nothing is pending any more."""
+        if hasattr(self.optimizer, "synchronize"):
+            self.optimizer.synchronize()
+        return weights_of(self.model)
+
+    @property
+    def variables(self) -> list[Any]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def all(self) -> dict[str, Any]:
+        """Everything there is: weights, slots, counters and what is in flight."""
+        arrays = {f"variable {i}": each.numpy() for i, each in enumerate(self.variables)}
+        for number, state in self.optimizer._hvd_pipe.states().items():
+            arrays |= {f"flight {number} {name}": array for name, array in state.items()}
+        return arrays
+
+
+class Small:
+    """Six weights of 16 to 56 bytes; ranks have other gradients."""
+
+    def __init__(self, **options: Any) -> None:
+        self.weights = [keras.Variable(np.ones(2 + i), name=f"w{i}") for i in range(6)]
+        plain = keras.optimizers.SGD(0.05, momentum=0.9)
+        self.optimizer = hvd.DistributedOptimizer(plain, **options)
+        self.optimizer.build(self.weights)
+        self.saver = tf.train.Checkpoint(weights=self.weights, optimizer=self.optimizer)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            own = float((1 + hvd.rank()) * (1 + step))
+            gradients = [each * (i + 1.0) + own for i, each in enumerate(self.weights)]
+            self.optimizer.apply(gradients, self.weights)
+
+    def values(self) -> Any:
+        """Return all weights in one vector."""
+        return np.concatenate([each.numpy() for each in self.weights])
+
+
+def assert_same(actual: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
+
+
 def optimizer_of(model: Any) -> Any:
     """Return a model's optimizer, without the LossScaleOptimizer around it."""
     return getattr(model.optimizer, "inner_optimizer", model.optimizer)
@@ -87,18 +182,22 @@ def forward(model: Any) -> MergedGradient:
 
 
 @contextmanager
-def seen(seconds: Callable[[int], float]) -> Iterator[list[int]]:
+def seen(
+    seconds: Callable[[int], Any], waits: Sequence[float] = (6.0,) * 5
+) -> Iterator[list[int]]:
     """Give what each rank sees of trials; the result takes the batches after which they end.
 
     Args:
-        seconds: Of a step of a trial, by how many have ended before.
+        seconds: Of the five steps of a trial, by how many have ended before.
+        waits: For messages, in these steps.
     """
     ends: list[int] = []
     recorded = Replan._recorded
 
     def seen(self: Any, engine: Any) -> Any:
         if engine.times is not None:
-            engine.times.waits, engine.times.step_s = [6.0] * 5, [seconds(len(ends))] * 5
+            engine.times.waits = list(waits)
+            engine.times.step_s = (np.zeros(5) + seconds(len(ends))).tolist()
         ends.append(self._batches)
         return recorded(self, engine)
 
@@ -149,6 +248,26 @@ def small_model() -> Any:
     return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3)])
 
 
+def embedding_model() -> Any:
+    """For `embedding_data`: rows of its first layer have sparse gradients."""
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((2,), dtype="int32"),
+            layers.Embedding(12, 3),
+            layers.Flatten(),
+            layers.Dense(3),
+            layers.Dense(1),
+        ]
+    )
+
+
+def embedding_data() -> tuple[Any, Any]:
+    numbers = np.random.default_rng(hvd.rank()).integers(0, 12, (STEPS * BATCH, 2))
+    return numbers, numbers.sum(axis=1, keepdims=True) / 12.0
+
+
 def overflow_on_one_rank(strategy: str) -> Any:
     """Train under mixed_float16, where Keras puts a LossScaleOptimizer around ours."""
     keras.config.set_dtype_policy("mixed_float16")
@@ -175,3 +294,10 @@ def left_of(dropped: Sequence[weakref.ref[Any]]) -> int:
         gc.collect()
         time.sleep(0.05)
     return sum(each() is not None for each in dropped)
+
+
+def init_nodes() -> None:
+    """Initialise Horovod with ranks on emulated nodes of two, as launchers say it."""
+    importlib.import_module("mpi4py.MPI")  # it finalises MPI, so that Horovod can start again
+    hvd.init(process_sets="dynamic")
+    os.environ["HOROVOD_HOSTNAME"] = f"node{hvd.rank() // 2}"

@@ -24,24 +24,14 @@ keras.config.set_floatx("float64")
 
 @dataclass(frozen=True)
 class Case:
-    """One run, which is saved, and what it came to some steps later.
-
-    Args:
-        strategy: Of the optimizer.
-        optimizer: "momentum" or "adam".
-        codec: One of `CODECS`.
-        passes: Passes a step; a checkpoint may then be in the middle of a step.
-        saved: Steps before the checkpoint.
-        whole: Whether a ``.keras`` file is written, after ``synchronize()``; in place of a
-            ``tf.train.Checkpoint``.
-    """
+    """One run, which is saved, and what it came to some steps later."""
 
     strategy: str
-    optimizer: str = "momentum"
-    codec: str = "none"
-    passes: int = 1
-    saved: int = SAVED
-    whole: bool = False
+    optimizer: str = "momentum"  # or "adam"
+    codec: str = "none"  # of `CODECS`
+    passes: int = 1  # a step; a checkpoint may then be in the middle of one
+    saved: int = SAVED  # steps before the checkpoint
+    whole: bool = False  # a .keras file after synchronize(), not a tf.train.Checkpoint
 
     def __str__(self) -> str:
         text = f"{self.strategy} {self.optimizer} {self.codec} {self.passes} {self.saved}"
@@ -171,15 +161,10 @@ def go_on(case: Case, folder: Path, rank: int) -> Array:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's run of an epoch, which is saved, and of one more.
+    """A pipeline's run of an epoch, which is saved, and of one more."""
 
-    Args:
-        mode: Of the versions of the weights.
-        replicas: Workers of each stage.
-    """
-
-    mode: str
-    replicas: tuple[int, ...]
+    mode: str  # of the versions of the weights
+    replicas: tuple[int, ...]  # workers of each stage
 
     def __str__(self) -> str:
         return f"pipedream-{self.mode}-{'-'.join(map(str, self.replicas))}"

@@ -16,8 +16,18 @@ import keras_reference
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import BATCH, OPTIMIZERS, STEPS, Weights, make_model, weights_of
-from keras_training import Record, assert_alike, data, fit, optimizer_of, small_model
+from keras_problem import OPTIMIZERS, STEPS, make_model, weights_of
+from keras_training import (
+    Record,
+    assert_alike,
+    data,
+    embedding_data,
+    embedding_model,
+    fit,
+    optimizer_of,
+    seen,
+    small_model,
+)
 from logged import Lines
 from on_ranks import gather, on_ranks
 
@@ -25,7 +35,6 @@ import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.plan import Plan
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
 from hvd_pipe.tensorflow.strategies import auto_choice, replan
 
@@ -39,7 +48,7 @@ FREE, SOME, DEAR = 1e-6, 3.0, 19.0
 """Seconds of an all-reduce, where the slowest worker computes for 4."""
 SLEEP = 0.02
 WAIT = 0.9
-"""Seconds for messages, by which the best plan has two: see `race`."""
+"""Seconds for messages, by which the best plan has two."""
 TWICE = ["merged-gradient", "anew", "merged-gradient"]  # as usual, then with what measures
 
 
@@ -128,34 +137,24 @@ def assert_trajectory(model: Any, record: Record, strategy: str) -> None:
 
 @two
 @pytest.mark.parametrize(
-    ("strategy", "seconds", "others", "chosen", "equal_to", "calls"),
+    ("seconds", "others", "chosen", "equal_to", "calls"),
     [
         # Steps count over all calls of fit: each has its own callbacks, which once began to
         # measure anew.
-        (ALL, FREE, DEAR, "merged-gradient", "merged-gradient", (4, 10)),
-        (ALL, SOME, DEAR, "pipe-sgd", f"pipe-sgd:warmup_steps={SWITCH}", (4,)),
-        (ALL, DEAR, FREE, "cocod:period=5", f"cocod:period=5,warmup_steps={SWITCH}", ()),
-        # nightly: the choice of the first, as there is no other
-        pytest.param(
-            *(f"auto:steps={MEASURED}", DEAR, None, "merged-gradient", "merged-gradient", ()),
-            marks=pytest.mark.nightly,
-        ),
+        (FREE, DEAR, "merged-gradient", "merged-gradient", (4, 10)),
+        (SOME, DEAR, "pipe-sgd", f"pipe-sgd:warmup_steps={SWITCH}", (4,)),
+        (DEAR, FREE, "cocod:period=5", f"cocod:period=5,warmup_steps={SWITCH}", ()),
     ],
-    ids=["merged-gradient", "pipe-sgd", "cocod", "default"],
+    ids=["merged-gradient", "pipe-sgd", "cocod"],
 )
 def test_all_ranks_go_on_with_rank_0s_choice(
-    strategy: str,
-    seconds: float,
-    others: float | None,
-    chosen: str,
-    equal_to: str,
-    calls: tuple[int, ...],
+    seconds: float, others: float, chosen: str, equal_to: str, calls: tuple[int, ...]
 ) -> None:
     """Rank 0 computes fast, the last rank slowly, and each sees another network.
 
     With its own times alone, rank 0 would take CoCoD even where Pipe-SGD hides everything.
     """
-    model, record, heard = compiled(strategy, make_model), Record(), Lines()
+    model, record, heard = compiled(ALL, make_model), Record(), Lines()
     with forced(seconds, others), traces() as traced:
         for first, last in zip((0, *calls), (*calls, STEPS), strict=True):
             fit(model, *data(first, last), record)
@@ -164,8 +163,8 @@ def test_all_ranks_go_on_with_rank_0s_choice(
     assert traced == [*TWICE, "anew", method]
     assert_trajectory(model, record, equal_to)
     assert len(lines) == (1 if hvd.rank() == 0 else 0)
-    predicted = r"predicted [\d.]+ ms a step" + (r" \(.*, .*\)" if strategy == ALL else ".*")
-    assert all(re.fullmatch(rf"auto: chose {method}\S*: {predicted}", line) for line in lines)
+    predicted = rf"auto: chose {method}\S*: predicted [\d.]+ ms a step \(.*, .*\)"
+    assert all(re.fullmatch(predicted, line) for line in lines)
 
 
 @two
@@ -182,65 +181,34 @@ def test_merged_gradient_is_planned_from_the_slowest_ranks_times() -> None:
     assert_trajectory(model, record, "merged-gradient")
 
 
-@functools.cache
-def race(third_s: float) -> tuple[Plan, Any]:
-    """Train while three plans are tried; what each rank sees of them is given.
+@two
+def test_the_plan_that_the_slowest_rank_is_fastest_with_stays() -> None:
+    """Rank 0, which decides, is fastest with the third of the plans that are tried.
 
-    Args:
-        third_s: A step of the third plan on the last rank. On rank 0 it is the fastest.
-
-    Returns:
-        The plan that stays; and on rank 0, which decides, what was seen of the three.
+    A wait is the median of what the last rank waits in each step: each rank waits for long in most
+    steps, and in each step but one, one of them waits for as little as messages take.
     """
     model, record = compiled("merged-gradient", make_model), Record()
     is_first = hvd.rank() == 0
-    # In each step but one, one of the ranks waits for as little as messages take.
     waits = [WAIT, WAIT, 9.0, 9.0, 9.0] if is_first else [9.0, 9.0, WAIT, WAIT, 9.0]
     noise = np.zeros(5) if is_first else np.array([-0.2, -0.1, 0.0, 0.1, 0.2])
-    steps = iter([3.0 + noise, 2.0 + 0 * noise, (1.0 if is_first else third_s) + 0 * noise])
-    recorded, planned = replan.Replan._recorded, mock.Mock(wraps=replan.next_plan)
-
-    def seen(self: Any, engine: Any) -> Any:
-        engine.times.waits, engine.times.step_s = waits, next(steps).tolist()
-        return recorded(self, engine)
-
-    def ready(times: ReadyTimes) -> list[float]:
-        return [0.4 * (5 - index) for index in range(6)]
-
+    steps = [3.0 + noise, 2.0, 1.0 if is_first else 4.0]
+    planned = mock.Mock(wraps=replan.next_plan)
     with (
-        mock.patch.object(replan.Replan, "_recorded", seen),
-        mock.patch.object(ReadyTimes, "seconds", ready),
+        seen(steps.__getitem__, waits),
         mock.patch.object(replan, "next_plan", planned),
         traces() as traced,
     ):
         fit(model, *data(), record)
     assert traced == [*TWICE, *3 * ["anew", "merged-gradient"]]
     assert_trajectory(model, record, "merged-gradient")
-    return model.optimizer.plan, planned.call_args.args[0] if is_first else None
-
-
-@two
-@pytest.mark.parametrize(
-    ("third_s", "buckets"),
-    # nightly: that a third plan may win is in single/test_trials, too
-    [(4.0, 6), pytest.param(1.5, 2, marks=pytest.mark.nightly)],
-)
-def test_the_plan_that_the_slowest_rank_is_fastest_with_stays(
-    third_s: float, buckets: int
-) -> None:
-    """Rank 0, which decides, is fastest with the third plan in both cases."""
-    plan, _ = race(third_s)
+    plan = model.optimizer.plan
     assert gather(plan) == [plan] * N
-    assert plan.tried == ((1, 3.0), (6, 2.0), (2, third_s))
-    assert len(plan.buckets) == buckets
+    assert plan.tried == ((1, 3.0), (6, 2.0), (2, 4.0))
+    assert len(plan.buckets) == 6
     assert "tried" in str(plan)
-
-
-@two
-def test_a_wait_is_the_median_of_what_the_last_rank_waits_in_each_step() -> None:
-    """Each rank waits for long in most steps, and the last one in each step but one does not."""
-    _, trials = race(4.0)
-    if hvd.rank() == 0:
+    if is_first:
+        trials = planned.call_args.args[0]
         assert [each.wait_s for each in trials] == [WAIT] * 3
         error, *others = (each.error_s for each in trials)
         assert error == pytest.approx(1.253 * 1.4826 * 0.1 / 5**0.5)
@@ -256,56 +224,30 @@ def test_a_given_plan_is_kept() -> None:
     assert len(model.optimizer.plan.buckets) == 2
 
 
-# nightly: trajectories show that it learns, and the slowest rank's times are measured as they are
-@pytest.mark.nightly
-@two
-@pytest.mark.parametrize("executed", [1, 4])
-def test_whatever_is_chosen_it_learns_and_ranks_end_equal(executed: int) -> None:
-    """All is measured as it is."""
-    model = compiled(ALL)
-    x, _ = data(0, 40)
-    y = x @ np.linspace(-1.0, 1.0, 18).reshape(6, 3)
-    model.compile(model.optimizer, "mse", steps_per_execution=executed)
-    losses = fit(model, x, y, epochs=2).history["loss"]
-    assert losses[-1] < 0.5 * losses[0]
-    assert_alike(weights_of(model))
-    chosen = chosen_of(model)
-    assert chosen is not None
-    assert gather(chosen) == [chosen] * N
-
-
-def accumulated(strategy: str) -> Any:
-    """The choice is made between two passes of a step."""
-    model = compiled(strategy, backward_passes_per_step=2)
-    with forced(SOME):
-        fit(model, *data())
-    return model
-
-
-def embedded(strategy: str) -> Any:
-    """Rows of an embedding travel sparse while auto measures, and dense under what it chooses."""
-    keras.utils.set_random_seed(5)
-    model = keras.Sequential(
-        [keras.layers.Input((2,), dtype="int32"), keras.layers.Embedding(12, 3),
-         keras.layers.Flatten(), keras.layers.Dense(1)]
-    )  # fmt: skip
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), strategy=strategy), "mse")
-    rows = np.random.default_rng(hvd.rank()).integers(0, 12, (STEPS * BATCH, 2))
-    with forced(SOME):
-        fit(model, rows, rows.sum(axis=1, keepdims=True) / 12.0)
-    return model
-
-
 @two
 @pytest.mark.parametrize(
-    ("trained", "auto", "wanted"),
+    ("kind", "auto", "wanted"),
     [
-        (accumulated, ALL, "pipe-sgd:warmup_steps=5"),
-        (embedded, f"auto:allow=pipe-sgd,steps={MEASURED}", f"pipe-sgd:warmup_steps={SWITCH}"),
+        # The choice is made between two passes of a step.
+        ("accumulating", ALL, "pipe-sgd:warmup_steps=5"),
+        # Rows travel sparse while auto measures, and dense under what it chooses.
+        (
+            "embedding",
+            f"auto:allow=pipe-sgd,steps={MEASURED}",
+            f"pipe-sgd:warmup_steps={SWITCH}",
+        ),
     ],
-    ids=["accumulating", "embedding"],
 )
-def test_it_is_what_the_chosen_strategy_is(trained: Any, auto: str, wanted: str) -> None:
+def test_it_is_what_the_chosen_strategy_is(kind: str, auto: str, wanted: str) -> None:
+    def trained(strategy: str) -> Any:
+        if kind == "embedding":
+            model = compiled(strategy, embedding_model)
+        else:
+            model = compiled(strategy, backward_passes_per_step=2)
+        with forced(SOME):
+            fit(model, *(embedding_data() if kind == "embedding" else data()))
+        return model
+
     model = trained(auto)
     assert chosen_of(model) == "pipe-sgd"
     assert_alike(weights_of(model))
@@ -327,71 +269,61 @@ def test_it_works_within_a_loss_scale_optimizer() -> None:
     assert_alike(weights_of(model))
 
 
-class Unbroken:
-    """A run that goes on after a checkpoint before the choice, and one after it.
-
-    Args:
-        folder: Of the checkpoints, a rank's own.
-    """
-
-    before, behind = 4, SWITCH + 3
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, record = folder, Record()
-        model = compiled(ALL)
-        saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-        saves = [
-            Record(at, lambda at=at: saver.write(str(folder / str(at))))  # type: ignore[misc]
-            for at in (self.before, self.behind)
-        ]
-        with forced(SOME):
-            fit(model, *data(), record, *saves)
-        self._records = np.array([*record.weights, weights_of(model)])
-
-    def resumed(self, saved: int, loads: bool = True) -> tuple[str | None, str | None, Any]:
-        """Go on from a checkpoint.
-
-        Returns:
-            What was chosen before and after; and the weights of both runs, batch by batch.
-        """
-        model, record = compiled(ALL), Record()
-        model.optimizer.build(model.trainable_variables)
-        if loads:
-            loader = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-            loader.read(str(self._folder / str(saved))).expect_partial()
-        loaded = chosen_of(model)
-        with forced(SOME):
-            fit(model, *data(saved), record)
-        weights: tuple[Weights, Weights]
-        weights = np.array([*record.weights, weights_of(model)]), self._records[saved:]
-        return loaded, chosen_of(model), weights
+BEFORE, BEHIND = 4, SWITCH + 3
+"""Steps of checkpoints before the choice, and after it."""
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    return Unbroken(tmp_path_factory.mktemp("own"))
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return a rank's own checkpoints, and the weights of the run that wrote them."""
+    folder, record = tmp_path_factory.mktemp("own"), Record()
+    model = compiled(ALL)
+    saver = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    saves = [
+        Record(at, functools.partial(saver.write, str(folder / str(at))))
+        for at in (BEFORE, BEHIND)
+    ]
+    with forced(SOME):
+        fit(model, *data(), record, *saves)
+    return folder, np.array([*record.weights, weights_of(model)])
 
 
 @two
-def test_a_resumed_run_goes_on_with_the_choice(unbroken: Unbroken) -> None:
-    loaded, chosen, (resumed, whole) = unbroken.resumed(unbroken.behind)
-    assert (loaded, chosen) == ("pipe-sgd", "pipe-sgd")
-    assert np.array_equal(resumed, whole)
+@pytest.mark.parametrize(
+    ("saved", "chosen", "same"),
+    # The unbroken run is Pipe-SGD from the choice on, which is still to make.
+    [(BEHIND, "pipe-sgd", None), (BEFORE, None, SWITCH - BEFORE)],
+    ids=["after the choice", "before it"],
+)
+def test_a_resumed_run_goes_on_with_the_choice(
+    saved: int, chosen: str | None, same: int | None, unbroken: tuple[Path, Any]
+) -> None:
+    folder, whole = unbroken
+    model, record = loaded(folder / str(saved)), Record()
+    assert chosen_of(model) == chosen
+    with forced(SOME):
+        fit(model, *data(saved), record)
+    assert chosen_of(model) == "pipe-sgd"
+    resumed = np.array([*record.weights, weights_of(model)])
+    assert np.array_equal(resumed[:same], whole[saved:][:same])
+
+
+def loaded(path: Path | None) -> Any:
+    """Return a model, into which a checkpoint is read."""
+    model = compiled(ALL)
+    model.optimizer.build(model.trainable_variables)
+    if path:
+        loader = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        loader.read(str(path)).expect_partial()
+    return model
 
 
 @two
-def test_saved_before_the_choice_it_is_still_to_choose(unbroken: Unbroken) -> None:
-    loaded, chosen, (resumed, whole) = unbroken.resumed(unbroken.before)
-    assert (loaded, chosen) == (None, "pipe-sgd")
-    same = SWITCH - unbroken.before  # the unbroken run is Pipe-SGD from there on
-    assert np.array_equal(resumed[:same], whole[:same])
-
-
-@two
-def test_a_choice_that_only_one_rank_loads_is_told(unbroken: Unbroken) -> None:
+def test_a_choice_that_only_one_rank_loads_is_told(unbroken: tuple[Path, Any]) -> None:
+    model = loaded(unbroken[0] / str(BEHIND) if hvd.rank() == 0 else None)
     words = "ranks disagree on what auto has chosen: rank 0 has pipe-sgd.*rank 1 has nothing yet"
-    with pytest.raises(hvd.RanksDisagreeError, match=words):
-        unbroken.resumed(unbroken.behind, loads=hvd.rank() == 0)
+    with forced(SOME), pytest.raises(hvd.RanksDisagreeError, match=words):
+        fit(model, *data(BEHIND))
 
 
 @two
@@ -445,20 +377,15 @@ class SlowSGD(keras.optimizers.SGD):  # type: ignore[misc]
 
 
 @two
-@pytest.mark.parametrize(
-    "executed",
-    # nightly: two steps are measured by what measures one
-    [2, pytest.param(1, marks=pytest.mark.nightly)],
-)
-def test_the_slowest_ranks_times_count(executed: int) -> None:
+def test_the_slowest_ranks_times_count() -> None:
     """Rank 0 predicts from them: the last rank is slow. Steps of an execution count one by one."""
     layers = keras.layers
     model = keras.Sequential([layers.Input((6,)), layers.Dense(5), Slow(), layers.Dense(3)])
     optimizer = hvd.DistributedOptimizer(SlowSGD(0.01), strategy=ALL)
-    model.compile(optimizer, "mse", steps_per_execution=executed)
+    model.compile(optimizer, "mse", steps_per_execution=2)
     predicted = mock.Mock(wraps=auto_choice.predict)
     with mock.patch.object(auto_choice, "predict", predicted):
-        fit(model, *data(0, SWITCH * executed))
+        fit(model, *data(0, SWITCH * 2))
     assert_alike(weights_of(model))
     assert predicted.called == (hvd.rank() == 0)
     if predicted.called:

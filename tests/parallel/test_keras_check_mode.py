@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import BATCH, OPTIMIZERS, Weights, batch, loss_of, make_model, weights_of
-from keras_training import assert_alike, checks, data, small_model
+from keras_problem import BATCH, Weights, make_model, weights_of
+from keras_training import Trainer, assert_alike, checks, data, small_model
 from on_ranks import gather, on_ranks
 
 import hvd_pipe.tensorflow as hvd_tf
@@ -27,98 +27,65 @@ two = on_ranks(2, init=hvd.init)
 STEPS = 6
 FAULTY = 3  # the batch after which a fault is planted
 
-Then = Callable[[Any, int], None]
+Then = Callable[[Any, int], object]
 
 
-def nothing(model: Any, number: int) -> None:
-    """Is what happens after a batch where nothing else does."""
+class Run:
+    """Training by ``fit``, or with a tape; returns the weights after every batch, and at the end.
 
-
-class Fit:
-    """Training by ``fit``; returns the weights after every batch, and after the end."""
+    Args:
+        strategy: That of ``fit``; with "tape" before it, that of the tape.
+        make: Makes the model.
+    """
 
     def __init__(self, strategy: str, make: Callable[[], Any] = small_model) -> None:
-        self.model = make()
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](), strategy=strategy)
-        optimizer.build(self.model.trainable_variables)
-        self.model.compile(optimizer, "mse")
-        self.variables = [*self.model.variables, *optimizer.variables]
+        self._is_tape = strategy.startswith("tape ")
+        self._trainer = Trainer(make, tape=self._is_tape, strategy=strategy.removeprefix("tape "))
+        self.model, self.variables = self._trainer.model, self._trainer.variables
+        if not self._is_tape:
+            self.model.compile(self._trainer.optimizer, "mse")
 
-    def __call__(self, steps: int, then: Then = nothing) -> Weights:
+    def __call__(self, steps: int, then: Then = lambda *_: None) -> Weights:
         records = []
 
-        def after(number: int, logs: object) -> None:
+        def after(number: int, logs: object = None) -> None:
             records.append(weights_of(self.model))
             then(self.model, number)
 
-        x, y = data(0, steps)
-        options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        callback = keras.callbacks.LambdaCallback(on_train_batch_end=after)
-        self.model.fit(x, y, callbacks=[callback], **options)
-        return np.array([*records, weights_of(self.model)])
-
-
-class Tape:
-    """The same in a loop with a tape."""
-
-    def __init__(self, strategy: str, make: Callable[[], Any] = small_model) -> None:
-        self.model, self._optimizer = make(), OPTIMIZERS["sgd"]()
-        self._optimizer.build(self.model.trainable_variables)
-        self.variables = [*self.model.variables, *self._optimizer.variables]
-
-        @tf.function  # type: ignore[untyped-decorator]
-        def step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as plain:
-                loss = loss_of(self.model, x, y)
-            mine = hvd_tf.DistributedGradientTape(plain, strategy=strategy)
-            self._apply(mine.gradient(loss, self.model.trainable_variables))
-
-        self._step = step
-
-    def _apply(self, gradients: Any) -> None:
-        pairs = zip(gradients, self.model.trainable_variables, strict=True)
-        self._optimizer.apply_gradients(pairs)
-
-    def __call__(self, steps: int, then: Then = nothing) -> Weights:
-        records = []
-        for number in range(steps):
-            self._step(*map(tf.constant, batch(hvd.rank(), number)))
-            records.append(weights_of(self.model))
-            then(self.model, number)
-        last = hvd_tf.drain_gradients(self.model.trainable_variables)
-        if last is not None:
-            self._apply(last)
+        if self._is_tape:
+            for number in range(steps):
+                self._trainer.train(number, number + 1)
+                after(number)
+            last = hvd_tf.drain_gradients(self.model.trainable_variables)
+            if last is not None:
+                self._trainer.optimizer.apply(last, self.model.trainable_variables)
+        else:
+            callback = keras.callbacks.LambdaCallback(on_train_batch_end=after)
+            options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+            self.model.fit(*data(0, steps), callbacks=[callback], **options)
         return np.array([*records, weights_of(self.model)])
 
 
 @two
 @pytest.mark.parametrize(
-    ("run", "strategy"),
+    "strategy",
     [
-        (Fit, "merged-gradient:bucket_bytes=64"),
-        (Fit, "pipe-sgd"),
-        # nightly: its fragments take turns in the next one
-        pytest.param(Fit, "cocod:period=2", marks=pytest.mark.nightly),
-        (Fit, "cocod:period=2,fragments=2"),
-        (Tape, "pipe-sgd:bucket_bytes=64"),
+        "merged-gradient:bucket_bytes=64",
+        "pipe-sgd",
+        "cocod:period=2,fragments=2",
+        "tape pipe-sgd:bucket_bytes=64",
     ],
 )
-@pytest.mark.parametrize(
-    "seeds",
-    # nightly: more of the same
-    [range(6), pytest.param(range(6, 20), marks=pytest.mark.nightly)],
-    ids=["few seeds", "more seeds"],
-)
-def test_delays_change_no_bit(run: type[Fit | Tape], strategy: str, seeds: range) -> None:
+def test_delays_change_no_bit(strategy: str) -> None:
     """One model for all seeds, as tracing its step costs seconds: put back before each run."""
     with checks(None):
-        plain = run(strategy, make_model)(STEPS)
+        plain = Run(strategy, make_model)(STEPS)
     assert np.isfinite(plain).all()
     assert not np.array_equal(plain[0], plain[-1])  # it did learn something
     with checks(0):
-        checked = run(strategy, make_model)
+        checked = Run(strategy, make_model)
         start = [np.array(each) for each in checked.variables]
-        for seed in seeds:
+        for seed in range(6):
             check_mode.active = check_mode.Check(seed, hvd.rank())
             for each, value in zip(checked.variables, start, strict=True):
                 each.assign(value)
@@ -139,7 +106,7 @@ def test_ranks_compare_in_the_same_steps_after_a_join(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Replicas, "_check", check)
     with checks(0):
-        run = Tape("merged-gradient")
+        run = Run("tape merged-gradient")
         run(7 if hvd.rank() else check_mode.COMPARE_STEPS + 2)
         last = int(hvd_tf.join())
         hvd_tf.broadcast_variables(run.variables, root_rank=last)
@@ -155,7 +122,7 @@ def nudge(model: Any, number: int) -> None:
         bias.assign(np.add(bias.numpy(), [0.0, 1e-14, 0.0]))
 
 
-def assert_told(run: Fit | Tape, what: str, then: Then = nothing) -> None:
+def assert_told(run: Run, what: str, then: Then = lambda *_: None) -> None:
     """Training ends as weights differ."""
     words = f"disagree on the weight of .*{what}.*: rank 0 has checksum .*; rank 1 has checksum "
     with pytest.raises((hvd.HvdPipeError, tf.errors.OpError), match=f"(?s)ranks {words}"):
@@ -163,14 +130,11 @@ def assert_told(run: Fit | Tape, what: str, then: Then = nothing) -> None:
 
 
 @two
-@pytest.mark.parametrize(
-    ("run", "strategy"),
-    [(Fit, "merged-gradient"), (Fit, "pipe-sgd"), (Tape, "merged-gradient")],
-)
-def test_replicas_that_differ(run: type[Fit | Tape], strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "tape merged-gradient"])
+def test_replicas_that_differ(strategy: str) -> None:
     """One rank's weight was changed by hand, in its last bits: training went on with it."""
     with checks(0):
-        assert_told(run(strategy), "bias", nudge)
+        assert_told(Run(strategy), "bias", nudge)
 
 
 @two
@@ -183,4 +147,4 @@ def test_averages_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ModelAverage, "average_now", average_now)
     with checks(0):
-        assert_told(Fit("cocod:period=2"), "")
+        assert_told(Run("cocod:period=2"), "")

@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import keras_nodes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorflow as tf
-from keras_problem import weights_of
-from keras_small import Small
-from keras_training import overflow_on_one_rank
+from keras_problem import make_model, weights_of
+from keras_training import (
+    Small,
+    Trainer,
+    assert_alike,
+    assert_same,
+    init_nodes,
+    overflow_on_one_rank,
+    small_model,
+)
 from on_ranks import gather, on_ranks
-from workers_keras_elastic import Trainer
 
-import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 
 two = on_ranks(2, init=hvd.init)
-on_nodes = on_ranks(4, init=keras_nodes.init)
+on_nodes = on_ranks(4, init=init_nodes)
 
 PERIOD, TOTAL = 6, 14
 FRAGMENTED: dict[str, dict[str, Any]] = {
@@ -40,23 +44,6 @@ def is_last() -> bool:
     return bool(hvd.rank() == hvd.size() - 1)
 
 
-def saver(trainer: Trainer) -> Any:
-    return tf.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer)
-
-
-def assert_same(actual: Arrays, wanted: Arrays) -> None:
-    assert actual.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(actual[name], array, err_msg=name)
-
-
-def assert_equal_on_ranks(array: Any) -> None:
-    first, *others = gather(np.array(array))
-    assert np.isfinite(first).all()
-    for other in others:
-        np.testing.assert_array_equal(other, first)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -73,12 +60,11 @@ def test_training_goes_on_from_every_moment_of_a_round(
     for step in range(1, TOTAL + 1):
         whole.train(step - 1, step)
         if step <= PERIOD + 1:
-            paths[step] = saver(whole).write(str(tmp_path / str(step)))
+            paths[step] = whole.saver.write(str(tmp_path / str(step)))
     wanted = whole.all()
     assert any("sent" in name for name in wanted)
-    other.optimizer.build(other.model.trainable_variables)
     for step, path in paths.items():
-        saver(other).read(path)
+        other.saver.read(path)
         other.train(step, TOTAL)
         assert_same(other.all(), wanted)
 
@@ -123,7 +109,7 @@ def test_a_model_in_other_fragments_keeps_its_anchors(
     other.train(9, TOTAL)
     assert engine_of(other).is_ahead()
     other.optimizer.synchronize()
-    assert_equal_on_ranks(other.values())
+    assert_alike(other.values())
 
 
 @two
@@ -135,26 +121,17 @@ def test_more_fragments_than_variables_are_refused_on_every_rank() -> None:
     good = Small(strategy="cocod:period=6,fragments=6")
     good.train(0, 8)
     good.optimizer.synchronize()
-    assert_equal_on_ranks(good.values())
+    assert_alike(good.values())
 
 
 @two
 def test_ranks_with_unlike_variables_are_told() -> None:
     """AutoGraph puts an error of a traced step into one of its own."""
-    trainer = Trainer(strategy="cocod:period=4,fragments=2")
-    if is_last():
-        layers = keras.layers
-        trainer.model = keras.Sequential([layers.Input((6,)), layers.Dense(4), layers.Dense(3)])
+    make = small_model if is_last() else make_model
+    trainer = Trainer(make, strategy="cocod:period=4,fragments=2")
     told = r"(?s)RanksDisagreeError: ranks disagree on .*variables that are not local"
     with pytest.raises(Exception, match=told):
         trainer.train(0, 1)
-
-
-@two
-def test_ranks_with_unlike_fragments_are_told() -> None:
-    count = 2 if is_last() else 4
-    with pytest.raises(hvd.RanksDisagreeError, match=r"(?s)ranks disagree on .*fragments="):
-        Small(strategy=f"cocod:period=4,fragments={count}")
 
 
 @on_nodes
@@ -191,23 +168,8 @@ def test_an_overflow_on_one_rank_of_one_node_is_one_for_all() -> None:
     model = overflow_on_one_rank(WITHIN)
     scaler = model.optimizer
     assert float(scaler.dynamic_scale) == 2.0**14
-    assert_equal_on_ranks(int(scaler.inner_optimizer.iterations))
-    assert_equal_on_ranks(weights_of(model))
-
-
-@on_nodes
-def test_a_node_is_synchronous() -> None:
-    model = Small(strategy=WITHIN)
-    rows = []
-    for step in range(PERIOD):
-        model.train(step, step + 1)
-        rows.append(model.values())
-    a, b, c, d = gather(np.array(rows))
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(c, d)
-    assert not np.isclose(a, c).all(axis=1).any()
-    model.optimizer.synchronize()
-    assert_equal_on_ranks(model.values())
+    assert_alike(int(scaler.inner_optimizer.iterations))
+    assert_alike(weights_of(model))
 
 
 @on_nodes
@@ -230,17 +192,8 @@ def test_weights_are_as_exact_as_the_model() -> None:
     everyone = np.average(gradients, weights=shares)
     nodes = [np.average(gradients[i : i + 2], weights=shares[i : i + 2]) for i in (0, 2)]
     ended = everyone + np.average(np.repeat(nodes, 2), weights=shares)
-    wanted = [-everyone, -everyone - nodes[hvd.rank() // keras_nodes.RANKS_A_NODE], -ended]
+    wanted = [-everyone, -everyone - nodes[hvd.rank() // 2], -ended]
     np.testing.assert_allclose([*rows, weight.numpy()[0]], wanted, rtol=1e-14)
-
-
-@on_nodes
-def test_no_rank_joins() -> None:
-    model = Small(strategy=WITHIN)
-    model.train(0, 1)
-    with pytest.raises(hvd.HvdPipeError, match="CoCoD would average these"):
-        hvd_tf.join()
-    model.optimizer.synchronize()
 
 
 @on_nodes

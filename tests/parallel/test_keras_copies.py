@@ -34,6 +34,20 @@ OF_WHAT: dict[str, dict[str, Any]] = {
 }
 
 
+def compiled(strategy: str = "merged-gradient") -> Any:
+    """A model of one weight."""
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    plain = keras.optimizers.SGD(0.1)
+    model.compile(hvd.DistributedOptimizer(plain, strategy=strategy), "mse")
+    return model
+
+
+def fit(model: Any, *callbacks: Any, epochs: int = 1) -> None:
+    x = np.ones((2, 1)) * (1 + hvd.rank())
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(x, x, verbose=0, epochs=epochs, callbacks=[start, *callbacks])
+
+
 def assert_alike(one: Any, other: Any) -> None:
     assert isinstance(one, DistributedMixin)
     assert isinstance(other, DistributedMixin)
@@ -58,7 +72,7 @@ def test_an_optimizer_of_a_configuration(case: str) -> None:
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "in a LossScaleOptimizer"])
 @pytest.mark.parametrize("case", ["pipe-sgd", "codec", "passes"])
 def test_an_optimizer_of_a_file(case: str, scaled: bool, tmp_path: Path) -> None:
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model = compiled()
     optimizer = inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **OF_WHAT[case])
     if scaled:
         optimizer = keras.optimizers.LossScaleOptimizer(inner)
@@ -99,9 +113,7 @@ def test_a_copy_is_distributed(case: str, how: str) -> None:
 def test_a_model_with_a_plain_optimizer_is_told_once(recwarn: pytest.WarningsRecorder) -> None:
     """A copied or loaded model has one, where the script distributes its optimizers."""
     keras_patches.note_distributed()
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)), "mse")
-    copied = copy.deepcopy(model)
+    copied = copy.deepcopy(compiled())
     x = np.ones((2, 1))
     for _ in range(2):
         copied.fit(x, x, verbose=0)
@@ -127,14 +139,12 @@ def test_fit_and_compile_that_others_have_wrapped(monkeypatch: pytest.MonkeyPatc
         owner = wrap[name].owner
         patched = wrap[name].wrap(wrapping(getattr(owner, name)))
         monkeypatch.setattr(owner, name, patched)
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    x = np.ones((2, 1)) * (1 + hvd.rank())
-    model.fit(x, x, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    model = compiled()
+    fit(model)
     assert told == ["compile", "fit"]
     np.testing.assert_array_equal(*gather(model.get_weights()))
     with pytest.raises(TypeError, match="is for Keras 2"):
-        model.fit(x, x, verbose=0, callbacks=[Keras2()])
+        fit(model, Keras2())
 
 
 class Keras2(keras.callbacks.Callback):
@@ -157,13 +167,9 @@ def test_weights_that_callbacks_set_at_the_end_of_fit(
     strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They stayed unlike, as the optimizer had finished before."""
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), strategy=strategy)
-    model.compile(optimizer, "mse")
-    x = np.ones((2, 1))
-    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, x, verbose=0, callbacks=[start])
-    model.fit(x, x, verbose=0, callbacks=[start, SetsWeights()])
+    model = compiled(strategy)
+    fit(model)
+    fit(model, SetsWeights())
     np.testing.assert_array_equal(model.get_weights(), [[[4.0]]])
     told = [each for each in caplog.messages if "a callback has set weights at the end" in each]
     assert len(told) == (hvd.rank() == 0 and strategy != "cocod")
@@ -179,13 +185,10 @@ def test_fit_may_raise_on_one_rank_as_it_ends(rank: int) -> None:
             if hvd.rank() == rank:
                 raise OSError("no space left on device")
 
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    x = np.ones((2, 1)) * (1 + hvd.rank())
-    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model = compiled()
     for _ in range(2):
         with contextlib.suppress(OSError):
-            model.fit(x, x, verbose=0, callbacks=[start, Raises()])
+            fit(model, Raises())
     np.testing.assert_array_equal(*gather(model.get_weights()))
 
 
@@ -206,9 +209,8 @@ def test_what_is_built_before_fit_is_broadcast_before_its_first_batch() -> None:
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             seen.append((start.broadcast_done, self.model.get_weights()[0].item()))
 
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model = compiled()
     model.set_weights([np.full((1, 1), 1.0 + hvd.rank())])
-    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=[start, Looks()])
     assert seen == [(True, 1.0)]
@@ -231,11 +233,9 @@ class OwnStep(keras.Sequential):
 def test_an_optimizer_in_a_dictionary_of_a_model_that_one_rank_has_built() -> None:
     """Ranks waited for each other, one to broadcast before the first step, one after it."""
     model = OwnStep([keras.layers.Dense(1, use_bias=False)])
-    x = np.ones((2, 1)) * (1 + hvd.rank())
     if hvd.rank() == 0:
-        model(x)
+        model(np.ones((2, 1)))
     model.own = {"a": hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))}
     model.compile()
-    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(x, x, verbose=0, epochs=2, callbacks=[start, SetsWeights()])
+    fit(model, SetsWeights(), epochs=2)
     np.testing.assert_array_equal(model.get_weights(), [[[4.0]]])

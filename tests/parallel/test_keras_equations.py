@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import keras_nodes
 import keras_reference
 import numpy as np
 import numpy.typing as npt
 import pytest
 from keras_problem import OPTIMIZERS, trained
+from keras_training import init_nodes
 from on_ranks import on_ranks
 from trajectories import assert_close, compare
 
@@ -82,7 +82,7 @@ NIGHTLY: list[Key] = [
 
 def cell(key: Key) -> Any:
     n, _, strategy, _ = key
-    marks = [on_ranks(n, init=keras_nodes.init if "within=node" in strategy else hvd.init)]
+    marks = [on_ranks(n, init=init_nodes if "within=node" in strategy else hvd.init)]
     if key not in KEYS:
         marks.append(pytest.mark.nightly)
     return pytest.param(*key[1:], id="-".join(map(str, key)), marks=marks)

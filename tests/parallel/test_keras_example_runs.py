@@ -18,9 +18,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "tf_examples"
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1"}
 
 
-def run(script: str, *arguments: str) -> str:
+def run(script: str, *arguments: str, timeout: float = 150.0) -> str:
     """What rank 0 printed, less the tags that mpirun puts into its lines."""
-    output = run_script(2, str(FOLDER / script), *arguments, env=ONE_THREAD)
+    output = run_script(2, str(FOLDER / script), *arguments, env=ONE_THREAD, timeout=timeout)
     return re.sub(r"\[1,\d+\]<std(out|err)>:", "", output)
 
 
@@ -48,3 +48,28 @@ def test_a_loop_of_ones_own(strategy: str) -> None:
     percent = re.search(rf"^{strategy}: test accuracy ([\d.]+)%$", output, re.MULTILINE)
     assert percent
     assert float(percent[1]) > 80
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--strategy", "merged-gradient", "--compression", "bf16"),
+        ("--strategy", "horovod", "--fp16-allreduce"),
+    ],
+    ids=["ours", "stock"],
+)
+def test_the_synthetic_benchmark_adds_up(given: tuple[str, ...]) -> None:
+    sizes = {"--batch-size": "2", "--num-iters": "2", "--num-batches-per-iter": "2"}
+    words = [word for pair in sizes.items() for word in pair]
+    output = run("synthetic_benchmark.py", *words, *given, timeout=300)
+    assert f"Strategy: {given[1]}, batch size 2" in output
+    assert output.count("Iter #") == 2  # rank 0's alone
+    worker = re.search(r"^Img/sec per worker: ([\d.]+) \+-[\d.]+$", output, re.MULTILINE)
+    total = re.search(
+        r"^Total img/sec on 2 worker\(s\): ([\d.]+) \+-[\d.]+$", output, re.MULTILINE
+    )
+    assert worker
+    assert total
+    assert float(total[1]) > 0
+    assert abs(float(total[1]) - 2 * float(worker[1])) <= 0.2  # both are printed to 0.1

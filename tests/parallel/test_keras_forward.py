@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,8 @@ from keras_training import (
     Record,
     checks,
     data,
+    embedding_data,
+    embedding_model,
     fit,
     forward,
     forward_plan,
@@ -48,7 +49,6 @@ BARRIER = "merged-gradient:bucket_bytes=200"
 """A given size: nothing is measured, so that the step is traced once."""
 FIRST_LAYER = 35
 """Weights, which are never late."""
-SYNCHRONIZE = r"call optimizer\.synchronize\(\) on all ranks"
 TWO = hvd.ProcessSet([0, 1])
 
 two = on_ranks(2, init=hvd.init)
@@ -113,6 +113,14 @@ def barrier(
     return run(compiled(BARRIER, optimizer, made, **wrap), steps=steps)
 
 
+def after_batches(call: Callable[[int], object]) -> Any:
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda number, logs: call(number))
+
+
+def at_epoch_ends(call: Callable[[], object]) -> Any:
+    return keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: call())
+
+
 def assert_alike(mine: Run, other: Run) -> None:
     assert np.array_equal(mine.weights, other.weights)
     assert np.array_equal(mine.state, other.state)
@@ -120,36 +128,27 @@ def assert_alike(mine: Run, other: Run) -> None:
     assert mine.history == other.history
 
 
-def trajectory(optimizer: str, workers: int = 2) -> Any:
-    return keras_reference.trajectory(workers, "merged-gradient", optimizer)[hvd.rank()]
-
-
-# nightly: Adam has all that the others have, and "rates" below another rate in each step
-NAMES = [
-    pytest.param(each, marks=pytest.mark.nightly) for each in ("sgd", "momentum", "scheduled")
-]
-NAMES += [pytest.param("adam")]
+def trajectory(optimizer: str) -> Any:
+    return keras_reference.trajectory(2, "merged-gradient", optimizer)[hvd.rank()]
 
 
 @two
-@pytest.mark.parametrize("name", NAMES)
-def test_each_step_is_the_equation(name: str) -> None:
+def test_each_step_is_the_equation() -> None:
     """Between two calls, late layers are one update old in memory, and in no step."""
-    wanted, found = trajectory(name), deferred(name)
-    records, late = found.records, slice(FIRST_LAYER, None)
+    wanted, run = trajectory("adam"), deferred("adam")
+    records, late = run.records, slice(FIRST_LAYER, None)
     assert np.abs(records[:, :FIRST_LAYER] - wanted[:-1, :FIRST_LAYER]).max() < 1e-12
     begun, end = SKIP_STEPS, len(records) - 1
     assert np.abs(records[:begun, late] - wanted[:begun, late]).max() < 1e-12
     old = wanted[begun - 1 : end - 1, late]
     assert np.abs(records[begun:end, late] - old).max() < 1e-12
     assert np.abs(wanted[begun:end, late] - old).max() > 1e-4
-    assert np.abs(found.weights - wanted[-1]).max() < 1e-12
+    assert np.abs(run.weights - wanted[-1]).max() < 1e-12
 
 
 @two
-@pytest.mark.parametrize("name", NAMES)
-def test_it_ends_as_with_the_barrier_bit_for_bit(name: str) -> None:
-    assert_alike(deferred(name), barrier(name))
+def test_it_ends_as_with_the_barrier_bit_for_bit() -> None:
+    assert_alike(deferred("adam"), barrier("adam"))
 
 
 def of_many_kinds() -> Any:
@@ -165,19 +164,18 @@ def of_many_kinds() -> Any:
     return keras.Model(inputs, dense(3, kernel_constraint=limit)(x))
 
 
-class Rates(keras.callbacks.Callback):  # type: ignore[misc]
-    """Sets another learning rate after every batch."""
-
-    def on_train_batch_end(self, number: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = 0.1 / (number + 2)
-
-
 @two
 @pytest.mark.parametrize("name", ["layers, sum, fp16", "rates"])
 def test_what_it_trains_ends_as_with_the_barrier(name: str) -> None:
     def trained(strategy: str) -> Run:
-        if name == "rates":
-            return run(compiled(strategy, "momentum"), Rates())
+        if name == "rates":  # another one after every batch
+            model = compiled(strategy, "momentum")
+            return run(
+                model,
+                after_batches(
+                    lambda number: setattr(model.optimizer, "learning_rate", 0.1 / (number + 2))
+                ),
+            )
         wrap = {"op": hvd.Sum, "compression": hvd.Compression.fp16}
         return run(compiled(strategy, made=of_many_kinds, **wrap))
 
@@ -186,34 +184,18 @@ def test_what_it_trains_ends_as_with_the_barrier(name: str) -> None:
     assert not np.array_equal(mine.records, other.records)  # messages were left for later
 
 
-class EpochEnds(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes the weights at the end of every epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Any] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.weights.append(weights_of(self.model))
+def apply_by_hand(model: Any, number: int) -> None:
+    """A step outside of fit, on the batch of this number."""
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, *batch(hvd.rank(), number))
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
 
 
 def put(weights: Any, model: Any) -> None:
     for each in model.trainable_variables:
         value, weights = np.split(weights, [np.size(each)])
         each.assign(value.reshape(each.shape))
-
-
-@two
-def test_what_validation_and_callbacks_of_one_rank_see_is_whole() -> None:
-    """In three epochs of eight batches, with weights that rank 0 alone reads at their ends."""
-    model, seen, own = compiled(FORWARD), EpochEnds(), batch(0, 99)
-    options: dict[str, Any] = {"epochs": 3, "steps_per_epoch": 8, "validation_data": own}
-    history = fit(model, *data(), *([seen] if hvd.rank() == 0 else []), **options).history
-    whole = barrier().records[7::8]
-    assert hvd.rank() > 0 or np.array_equal(seen.weights, whole)
-    for weights, loss in zip(whole, history["val_loss"], strict=True):
-        put(weights, model)
-        assert model.evaluate(*own, verbose=0) == loss
 
 
 @functools.cache
@@ -226,9 +208,11 @@ def of_epochs(strategy: str, is_length_known: bool) -> Any:
         return by_a_tape(dataset, 8 if is_length_known else 9)
     if is_length_known:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(8))
-    model, seen = compiled(strategy, "momentum"), EpochEnds()
-    fit(model, dataset, None, seen, epochs=3, batch_size=None)
-    return np.array([*seen.weights, weights_of(model)])
+    model = compiled(strategy, "momentum")
+    ends: list[Any] = []
+    look = at_epoch_ends(lambda: ends.append(weights_of(model)))
+    fit(model, dataset, None, look, epochs=3, batch_size=None)
+    return np.array([*ends, weights_of(model)])
 
 
 def by_a_tape(dataset: Any, steps: int) -> Any:
@@ -261,27 +245,25 @@ def test_a_step_whose_data_has_run_out_changes_no_weights(name: str) -> None:
     assert np.array_equal(of_epochs(strategy, False), of_epochs(known, True))
 
 
-class Stop(keras.callbacks.Callback):  # type: ignore[misc]
-    """Ends training after the sixth batch of an epoch."""
-
-    def on_train_batch_end(self, number: int, logs: Any = None) -> None:
-        self.model.stop_training = number == 5
-
-
 @two
 @pytest.mark.parametrize("name", ["ends, executions", "ends, stopped"])
 def test_a_callback_before_ours_reads_whole_weights(name: str) -> None:
     """At the end of epochs of eight batches, three of which are an execution, or of six."""
 
-    def trained(strategy: str, *first: Any, **options: Any) -> tuple[list[Any], Any, Any]:
-        model, seen = compiled(strategy, compile_options=options), EpochEnds()
-        own = [*first, seen, hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    def trained(strategy: str, stops: bool = False, **options: Any) -> tuple[list[Any], Any, Any]:
+        model = compiled(strategy, compile_options=options)
+        ends: list[Any] = []
+        callbacks = [
+            after_batches(lambda number: setattr(model, "stop_training", stops and number == 5)),
+            at_epoch_ends(lambda: ends.append(weights_of(model))),
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        ]
         plain: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
-        history = model.fit(*data(0, 8), epochs=3, callbacks=own, **plain).history
-        return seen.weights, history, weights_of(model)
+        history = model.fit(*data(0, 8), epochs=3, callbacks=callbacks, **plain).history
+        return ends, history, weights_of(model)
 
     if name == "ends, stopped":
-        assert np.array_equal(trained(FORWARD, Stop())[0], barrier().records[5:6])
+        assert np.array_equal(trained(FORWARD, stops=True)[0], barrier().records[5:6])
         return
     mine, other = (trained(each, steps_per_execution=3) for each in (FORWARD, BARRIER))
     assert len(mine[0]) == 3
@@ -322,61 +304,29 @@ class Averaged(keras.Sequential):  # type: ignore[misc]
         return found
 
 
-class Twice(keras.Sequential):  # type: ignore[misc]
-    """Its step applies two gradients."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        for _ in range(2):
-            with tf.GradientTape() as tape:
-                loss = loss_of(self, x, y)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
-def twice() -> Any:
-    return Twice(make_model().layers)
-
-
 @two
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        pytest.param(Averaged, "a step uses", id="second averages-a step uses"),
-        pytest.param(
-            Twice,
-            "a step applies gradients",
-            id="second applies twice-a step applies gradients",
-            marks=pytest.mark.nightly,  # as "twice" below, but for a plan that defers already
-        ),
-    ],
-)
-def test_a_second_model_keeps_the_barrier(kind: type[Any], reason: str) -> None:
+def test_a_second_model_keeps_the_barrier() -> None:
     """It has the layers and the optimizer of one that leaves updates to the next step."""
     model, lines = compiled(FORWARD), Lines()
     fit(model, *data(0, 8))
-    other = kind(model.layers)
+    other = Averaged(model.layers)
     other.compile(model.optimizer, "mse")
     fit(other, *data(8, 16))
     lines.taken()
     if hvd.rank() == 0:
-        assert f"updates stay in their step, as {reason}" in "\n".join(lines.lines)
-    if kind is Averaged:
-        wanted = barrier().records[:16]
-        means = functools.reduce(lambda mean, each: 0.5 * mean + 0.5 * each, wanted[7:])
-        assert np.array_equal(means, np.concatenate([np.ravel(each) for each in other.means]))
-    else:
-        plain = compiled(BARRIER, made=twice)
-        put(barrier().records[7], plain)
-        fit(plain, *data(8, 16))
-        wanted = [weights_of(plain)]
+        assert "updates stay in their step, as a step uses" in "\n".join(lines.lines)
+    wanted = barrier().records[:16]
+    means = functools.reduce(lambda mean, each: 0.5 * mean + 0.5 * each, wanted[7:])
+    assert np.array_equal(means, np.concatenate([np.ravel(each) for each in other.means]))
     assert np.array_equal(weights_of(other), wanted[-1])
 
 
-@functools.cache
-def of_a_layer_that_is_frozen_later() -> tuple[Any, list[str], int]:
-    """The weights, what the step sends at last, and how many tensors of messages engines keep."""
+@two
+def test_variables_that_are_no_longer_trained_send_nothing_more() -> None:
+    """The first step of the new graph finishes what is pending; it is traced anew without.
+
+    Tensors of messages are not kept.
+    """
     model = compiled(TRIED)
     optimizer = model.optimizer
     fit(model, *data(0, 2))
@@ -388,14 +338,8 @@ def of_a_layer_that_is_frozen_later() -> tuple[Any, list[str], int]:
     reduce = Reduction.reduce
     with mock.patch.object(Reduction, "reduce", autospec=True, side_effect=reduce) as reduced:
         fit(model, *data(8, 16))
-    kept = sum(len(session.engine._sent) for session in optimizer._hvd_pipe)
-    return weights_of(model), [each.args[2] for each in reduced.call_args_list], kept
-
-
-@two
-def test_variables_that_are_no_longer_trained_send_nothing_more() -> None:
-    """The first step of the new graph finishes what is pending; it is traced anew without."""
-    weights, sent, _ = of_a_layer_that_is_frozen_later()
+    assert not any(session.engine._sent for session in optimizer._hvd_pipe)
+    sent = [each.args[2] for each in reduced.call_args_list]
     last = max(i for i, name in enumerate(sent) if name.endswith("gradients.0"))
     assert [name for name in sent[:last] if "late" in name]
     assert not [name for name in sent[last - 1 :] if "late" in name]
@@ -404,12 +348,7 @@ def test_variables_that_are_no_longer_trained_send_nothing_more() -> None:
     plain.layers[0].trainable = False
     plain.compile(plain.optimizer, "mse")
     fit(plain, *data(8, 16))
-    assert np.array_equal(weights, weights_of(plain))
-
-
-@two
-def test_tensors_of_messages_are_not_kept() -> None:
-    assert of_a_layer_that_is_frozen_later()[2] == 0
+    assert np.array_equal(weights_of(model), weights_of(plain))
 
 
 @two
@@ -425,20 +364,6 @@ def test_a_commit_has_the_gradients_of_all_ranks() -> None:
     assert np.array_equal(weights_of(model), barrier("adam").weights)
 
 
-class Saved(NamedTuple):
-    """A model that has been trained, and what each rank saved for itself meanwhile.
-
-    ``pending`` was saved after batch 10, ``finished`` after batch 14, where all was synchronized.
-    """
-
-    model: Any
-    checkpoint: Any
-    records: Any
-    whole: Any
-    pending: str
-    finished: str
-
-
 def loader(optimizer: str) -> tuple[Any, Any]:
     """Return a model, and what reads a checkpoint into it."""
     model = compiled(FORWARD, optimizer)
@@ -446,104 +371,76 @@ def loader(optimizer: str) -> tuple[Any, Any]:
     return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
 
 
-def save(folder: Path, optimizer: str, is_finished: bool) -> Saved:
+def save(folder: Path, optimizer: str) -> tuple[Any, Any, Any]:
+    """Return a model that has been trained, what saves it, and its weights in memory.
+
+    "pending" is saved after batch 10, and "finished" after batch 14, where all is synchronized.
+    """
     (model, checkpoint), record = loader(optimizer), Record()
-    pending, finished = str(folder / "pending"), str(folder / "finished")
 
     def finish() -> None:
         model.optimizer.synchronize()
-        checkpoint.write(finished)
+        checkpoint.write(str(folder / "finished"))
 
     def write() -> None:
         with mock.patch.dict(due, clear=True):  # as older versions did, which left it pending
-            checkpoint.write(pending)
+            checkpoint.write(str(folder / "pending"))
 
-    savers = [Record(10, write)]
-    savers += [Record(14, finish)] if is_finished else []
-    fit(model, *data(), record, *savers)
-    records = np.array(record.weights)
-    return Saved(model, checkpoint, records, weights_of(model), pending, finished)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save(tmp_path_factory.mktemp("saved"), "adam", is_finished=True)
+    fit(model, *data(), record, Record(10, write), Record(14, finish))
+    return model, checkpoint, np.array(record.weights)
 
 
 @two
-def test_a_checkpoint_has_what_is_still_to_come(saved: Saved) -> None:
-    """Before it is made, the weights that are read are those of between two calls."""
+def test_a_checkpoint_has_what_is_still_to_come(tmp_path: Path) -> None:
+    """Before it is made, the weights that are read are those of between two calls.
+
+    An optimizer that trains goes back to a checkpoint, too.
+    """
+    saved, saver, records = save(tmp_path, "adam")
+    whole = weights_of(saved)
+    assert np.abs(whole - trajectory("adam")[-1]).max() < 1e-12
     model, checkpoint = loader("adam")
-    checkpoint.read(saved.pending)
+    checkpoint.read(str(tmp_path / "pending"))
     read = weights_of(model)
-    assert np.array_equal(read, saved.records[9])
+    assert np.array_equal(read, records[9])
     assert np.abs(read - trajectory("adam")[9]).max() > 1e-4
-    fit(model, *data(10))
-    assert np.array_equal(weights_of(model), saved.whole)
-
-
-@two
-def test_a_checkpoint_after_synchronize_is_whole(saved: Saved) -> None:
-    model, checkpoint = loader("adam")
-    checkpoint.read(saved.finished)
-    assert np.abs(weights_of(model) - trajectory("adam")[13]).max() < 1e-12
-    saved.checkpoint.read(saved.finished)
-    fit(saved.model, *data(14))
-    assert np.array_equal(weights_of(saved.model), saved.whole)
-
-
-@two
-def test_an_optimizer_that_trains_goes_back_to_a_checkpoint(saved: Saved) -> None:
-    saved.checkpoint.read(saved.pending)
-    fit(saved.model, *data(10))
-    assert np.abs(weights_of(saved.model) - trajectory("adam")[-1]).max() < 1e-12
-
-
-@two
-def test_a_step_without_a_graph_asks_for_what_a_checkpoint_holds(saved: Saved) -> None:
-    """Its gradient was computed before that update."""
-    model, checkpoint = loader("adam")
-    checkpoint.read(saved.pending)
-
-    def step(number: int) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, *batch(hvd.rank(), number))
-        model.optimizer.apply(tape.gradient(loss, model.trainable_variables))
-
-    with pytest.raises(hvd.HvdPipeError, match=SYNCHRONIZE):
-        step(10)
+    # A gradient of a step without a graph was computed before that update.
+    with pytest.raises(hvd.HvdPipeError, match=r"call optimizer\.synchronize\(\) on all ranks"):
+        apply_by_hand(model, 10)
     model.optimizer.synchronize()
     for number in range(10, 12):
-        step(number)
+        apply_by_hand(model, number)
     assert np.array_equal(weights_of(model), barrier("adam").records[11])
-
-
-@two
-def test_a_checkpoint_that_one_rank_alone_loads_between_calls_is_an_error_on_all(
-    saved: Saved,
-) -> None:
-    """The last use of this model."""
+    for its_model, its_checkpoint in ((model, checkpoint), (saved, saver)):
+        its_checkpoint.read(str(tmp_path / "pending"))
+        fit(its_model, *data(10))
+        assert np.array_equal(weights_of(its_model), whole)
+        its_checkpoint.read(str(tmp_path / "finished"))
+        assert np.abs(weights_of(its_model) - trajectory("adam")[13]).max() < 1e-12
+        fit(its_model, *data(14))
+        assert np.array_equal(weights_of(its_model), whole)
+    # One rank alone loads it between two calls: an error on all.
     if hvd.rank() == 0:
-        saved.checkpoint.read(saved.pending)
+        saver.read(str(tmp_path / "pending"))
     with pytest.raises(hvd.RanksDisagreeError, match="load the checkpoint on all ranks"):
-        fit(saved.model, *data(10))
+        fit(saved, *data(10))
 
 
 @two
 def test_under_check_mode_a_read_that_is_too_early_is_nan(tmp_path: Path) -> None:
     """Also in a checkpoint, whose run goes on with the right weights."""
     with checks(0):
-        found = save(tmp_path, "sgd", is_finished=False)
+        saved, _, records = save(tmp_path, "sgd")
         model, checkpoint = loader("sgd")
-        checkpoint.read(found.pending)
+        checkpoint.read(str(tmp_path / "pending"))
         read = weights_of(model)
         fit(model, *data(10))
-    records = found.records[SKIP_STEPS:-1]
+    records = records[SKIP_STEPS:-1]
     assert np.isfinite(records[:, :FIRST_LAYER]).all()
     assert np.isnan(records[:, FIRST_LAYER:]).all()
     assert np.isnan(read[FIRST_LAYER:]).all()
-    for end in (found.whole, weights_of(model)):
-        assert np.abs(end - trajectory("sgd")[-1]).max() < 1e-12
+    for end in (saved, model):
+        assert np.abs(weights_of(end) - trajectory("sgd")[-1]).max() < 1e-12
 
 
 class OwnClipping(keras.optimizers.SGD):  # type: ignore[misc]
@@ -590,17 +487,6 @@ def test_an_optimizer_that_needs_the_barrier_is_known(name: str) -> None:
     assert reason in (callbacks.problem(model, model.optimizer) or "")
 
 
-REASONS = {
-    **{name: reason for name, (_, reason) in KEEPING.items()},
-    "twice": "a step applies gradients more than once",
-    "eager": "the model runs eagerly",
-    "one rank": "as of its own",
-    "used after": "a step uses",
-    "int8": "compressed messages have residuals of their own",
-    "sparse": "is sparse (sparse_as_dense=True sends a dense one)",
-}
-
-
 def rows(strategy: str) -> Run:
     """The rows of an embedding travel by themselves, and a plan of the others is taken."""
 
@@ -608,60 +494,61 @@ def rows(strategy: str) -> Run:
         *others, last = range(len(gradients.names))
         return Plan(tuple((name,) for name in gradients.names), "given", order=(last, *others))
 
-    def embedding() -> Any:
-        keras.utils.set_random_seed(5)
-        layers = keras.layers
-        return keras.Sequential(
-            [layers.Input((2,), dtype="int32"), layers.Embedding(12, 3), layers.Flatten(),
-             layers.Dense(3), layers.Dense(1)]
-        )  # fmt: skip
-
-    numbers = np.random.default_rng(hvd.rank()).integers(0, 12, (STEPS * BATCH, 2))
-    targets = numbers.sum(axis=1, keepdims=True) / 12.0
     with short_trials(), mock.patch.object(replan, "deferring_plan", plan):
-        return run(compiled(strategy, made=embedding), given=(numbers, targets))
+        return run(compiled(strategy, made=embedding_model), given=embedding_data())
 
 
-# nightly: `problem` is asked of them above, and "own clipping" shows what follows from that
-ASKED = {*KEEPING} - {"own clipping"}
+class Twice(keras.Sequential):  # type: ignore[misc]
+    """Its step applies two gradients."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = loss_of(self, x, y)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+# By name: arguments of `compiled`, and why a model that is made so keeps the barrier.
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "own clipping": ({"optimizer": lambda: OwnClipping(0.1)}, KEEPING["own clipping"][1]),
+    "twice": (
+        {"made": lambda: Twice(make_model().layers)},
+        "a step applies gradients more than once",
+    ),
+    "eager": ({"compile_options": {"run_eagerly": True}}, "the model runs eagerly"),
+    "one rank": ({}, "as of its own"),
+    "used after": ({"made": lambda: Norm(make_model().layers)}, "a step uses"),
+    "int8": (
+        {"compression": hvd.Compression.int8},
+        "compressed messages have residuals of their own",
+    ),
+    "sparse": ({}, "is sparse (sparse_as_dense=True sends a dense one)"),
+}
 
 
 @two
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] if name in ASKED else [])
-        for name in sorted(REASONS)
-    ],
-)
-def test_the_barrier_stays_with_the_reason(name: str) -> None:
+@pytest.mark.parametrize("name", REASONS)
+def test_the_barrier_stays_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a rank differs, all keep the barrier."""
-    is_first = hvd.rank() == 0
-    other: Run | None = None
-    match name:
-        case "sparse":
-            found, other = rows(TRIED), rows(BARRIER)
-        case "twice":
-            found, other = run(compiled(FORWARD, made=twice)), barrier(made=twice)
-        case "eager":
-            found = run(compiled(FORWARD, compile_options={"run_eagerly": True}))
-        case "used after":
-            found = run(compiled(FORWARD, made=lambda: Norm(make_model().layers)))
-        case "int8":
-            found = run(compiled(FORWARD, compression=hvd.Compression.int8))
-        case "one rank":
-            problem = None if is_first else "of its own"
-            with mock.patch.object(callbacks, "problem", return_value=problem):
-                found = run(compiled(FORWARD))
-        case _:
-            optimizer, _ = KEEPING[name]
-            found, other = run(compiled(FORWARD, optimizer)), barrier(optimizer)
-    if is_first:
-        assert found.said.count("updates stay in their step") == 1
-        assert REASONS[name] in found.said
+    options, reason = REASONS[name]
+    if name == "one rank":
+        problem = None if hvd.rank() == 0 else "of its own"
+        monkeypatch.setattr(callbacks, "problem", lambda *_: problem)
+    if name == "sparse":
+        mine, other = rows(TRIED), rows(BARRIER)
+    else:
+        mine = run(compiled(FORWARD, **options))
+        others = options if name in ("own clipping", "twice") else {}
+        other = run(compiled(BARRIER, **others)) if others else barrier()
+    if hvd.rank() == 0:
+        assert mine.said.count("updates stay in their step") == 1
+        assert reason in mine.said
     # A sum over all gradients may be in another order, and a code has one scale a message.
     limit = 0.05 if name == "int8" else 1e-14
-    assert np.abs(found.records - (other or barrier()).records).max() < limit
+    assert np.abs(mine.records - other.records).max() < limit
 
 
 @two
@@ -682,13 +569,7 @@ def test_a_step_outside_of_fit_begins_with_whole_weights() -> None:
 
     def trained(strategy: str) -> Any:
         model = compiled(strategy)
-
-        def step() -> None:
-            with tf.GradientTape() as tape:
-                loss = loss_of(model, *batch(hvd.rank(), 0))
-            variables = model.trainable_variables
-            model.optimizer.apply(tape.gradient(loss, variables), variables)
-
+        step = functools.partial(apply_by_hand, model, 0)
         graph = tf.function(step, autograph=False)
         fit(model, *data(), Record(11, step), Record(13, graph), Record(15, graph))
         return weights_of(model)
@@ -817,103 +698,65 @@ def test_a_layer_waits_for_its_own_messages_alone() -> None:
     assert messages["gradients.3"] - late == {"gradients.3", "gradients.1"}
 
 
-FASTER, SLOWER = "tried, faster", "tried, slower"
-CASES = {FASTER: ([13.0, 12.0, 14.0], 11.0), SLOWER: ([13.0, 12.0], 12.5)}
-"""Seconds of a step with the plans that have the barrier, and without on the slowest rank."""
-
-
-class Tried(NamedTuple):
-    """A run in which plans are tried, and another model's that goes on from there."""
-
-    model: Any
-    plan: Plan
-    run: Run
-    begin: int
-    end: int
-    """Of the trial without the barrier."""
-    resumed: Plan
-    records: Any
-    """Of the other one."""
-    has_raced: bool
-
-
-@functools.cache
-def tried(case: str) -> Tried:
-    """The faster case has trials of the true length, the other one has short ones."""
-    barriers, forward_s = CASES[case]
-    # On the first rank, a step without the barrier is the fastest.
-    steps = [*barriers, 1.0 if hvd.rank() == 0 else forward_s]
-    with contextlib.ExitStack() as stack:
-        if case == SLOWER:
-            stack.enter_context(short_trials())
-        a_plan = replan.SETTLE_STEPS + replan.TRIAL_STEPS
-        begin = SKIP_STEPS + replan.PLANS * a_plan
-        end = begin + a_plan + 3
-        model, other = compiled(TRIED), compiled(TRIED)
-        with seen(steps.__getitem__):
-            found = run(model, steps=end)
-        other.optimizer.build(other.trainable_variables)
-        ours, theirs = (
-            tf.train.Checkpoint(model=each, optimizer=each.optimizer) for each in (model, other)
-        )
-        record, race = Record(), mock.Mock(return_value=True)
-        with tempfile.TemporaryDirectory() as folder:
-            ours.write(f"{folder}/own")
-            theirs.read(f"{folder}/own")
-        with mock.patch.object(Replan, "_take_next", race):
-            fit(other, *data(end, end + a_plan + 6), record)
-    plans = model.optimizer.plan, other.optimizer.plan
-    return Tried(model, plans[0], found, begin, end - 3, plans[1], record.weights, race.called)
-
-
-def _is_barriers(records: Any, first: int) -> Any:
+def is_barriers(records: Any, first: int) -> Any:
     """By step, whether these records, from step ``first`` on, are those with the barrier."""
     wanted = barrier("sgd", STEPS if first + len(records) <= STEPS else 42).records
     return (np.array(records) == wanted[first : first + len(records)]).all(axis=1)
 
 
 @two
-@pytest.mark.parametrize("case", CASES)
-def test_a_plan_that_is_tried_changes_nothing_that_is_computed(case: str) -> None:
-    found = tried(case)
-    same = _is_barriers([*found.run.records[:-1], found.run.weights], 0)
-    assert same[: found.begin].all()
-    assert not same[found.begin : found.end - 1].any()
-    assert same[found.end + 1 : -1].all() == (case != FASTER)
-    assert same[-1]
+@pytest.mark.parametrize(
+    ("is_faster", "barriers", "forward_s"),
+    [(True, [13.0, 12.0, 14.0], 11.0), (False, [13.0, 12.0], 12.5)],
+    ids=["faster", "slower"],
+)
+def test_what_was_faster_on_the_slowest_rank_stays(
+    is_faster: bool, barriers: list[float], forward_s: float, tmp_path: Path
+) -> None:
+    """Steps with the barrier, and without it, take so many seconds on the slowest rank.
 
-
-@two
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_that_is_resumed_goes_on_with_the_plan_that_stayed(case: str) -> None:
-    found = tried(case)
+    The trials change nothing that is computed, and end once. Another model goes on from there with
+    the plan that stayed, and tries none. The faster case has trials of the true length, the other
+    one has short ones.
+    """
+    # On the first rank, a step without the barrier is the fastest.
+    steps = [*barriers, 1.0 if hvd.rank() == 0 else forward_s]
+    with contextlib.nullcontext() if is_faster else short_trials():
+        a_plan = replan.SETTLE_STEPS + replan.TRIAL_STEPS
+        begin = SKIP_STEPS + replan.PLANS * a_plan
+        end = begin + a_plan  # of the trial without the barrier
+        model, other = compiled(TRIED), compiled(TRIED)
+        with seen(steps.__getitem__):
+            trials = run(model, steps=end + 3)
+        plan = model.optimizer.plan
+        assert gather(plan.to_json()) == [plan.to_json()] * 2
+        assert (plan.order is not None) == is_faster
+        assert [seconds for _, seconds in plan.tried] == barriers
+        assert [seconds for _, seconds in plan.tried_forward] == [forward_s]
+        same = is_barriers([*trials.records[:-1], trials.weights], 0)
+        assert same[:begin].all()
+        assert not same[begin : end - 1].any()
+        assert same[end + 1 : -1].all() == (not is_faster)
+        assert same[-1]
+        other.optimizer.build(other.trainable_variables)
+        ours, theirs = (
+            tf.train.Checkpoint(model=each, optimizer=each.optimizer) for each in (model, other)
+        )
+        theirs.read(ours.write(str(tmp_path / "own")))
+        record, race = Record(), mock.Mock(return_value=True)
+        with mock.patch.object(Replan, "_take_next", race):
+            fit(other, *data(end + 3, end + 3 + a_plan + 6), record)
     for key in ("order", "tried", "tried_forward"):  # names are of another model
-        assert getattr(found.resumed, key) == getattr(found.plan, key)
-    assert not found.has_raced
-    same = _is_barriers(found.records, len(found.run.records))
+        assert getattr(other.optimizer.plan, key) == getattr(plan, key)
+    assert not race.called
+    same = is_barriers(record.weights, len(trials.records))
     assert same[:SKIP_STEPS].all()
-    assert same[SKIP_STEPS:-1].all() == (case != FASTER)
+    assert same[SKIP_STEPS:-1].all() == (not is_faster)
     assert same[-1]
-
-
-@two
-@pytest.mark.parametrize("case", CASES)
-def test_what_was_faster_on_the_slowest_rank_stays(case: str) -> None:
-    plan, (barriers, forward_s) = tried(case).plan, CASES[case]
-    assert gather(plan.to_json()) == [plan.to_json()] * 2
-    assert (plan.order is not None) == (case == FASTER)
-    assert [seconds for _, seconds in plan.tried] == barriers
-    assert [seconds for _, seconds in plan.tried_forward] == [forward_s]
-
-
-@two
-def test_a_trial_ends_once() -> None:
-    """A session is done with its trial while another one's goes on."""
-    optimizer = tried(FASTER).model.optimizer
-    before, [session] = optimizer.plan, optimizer._hvd_pipe
-    assert before.order is not None
-    assert optimizer._hvd_pipe.watcher._take_next(session.engine, 0)
-    assert optimizer.plan == before
+    if is_faster:  # a session is done with its trial while another one's goes on
+        [session] = model.optimizer._hvd_pipe
+        assert model.optimizer._hvd_pipe.watcher._take_next(session.engine, 0)
+        assert model.optimizer.plan == plan
 
 
 @two
@@ -926,7 +769,7 @@ def test_a_trial_does_not_go_on_where_updates_must_not_wait_any_more() -> None:
         assert model.optimizer.plan.order is not None
         with mock.patch.object(callbacks, "problem", return_value=problem):
             fit(model, *data(10, 18), record)
-    assert _is_barriers(record.weights, 10).all()
+    assert is_barriers(record.weights, 10).all()
     assert model.optimizer.plan.order is None
 
 
@@ -936,15 +779,15 @@ WARM_UP = 14
 
 def warmed_up(optimizer: str, strategy: str) -> tuple[list[bool], Any]:
     """Return before which batches of two epochs updates were late, and the weights."""
-
-    class Late(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_batch_begin(self, number: int, logs: Any = None) -> None:
-            late.append(any(each.engine.is_ahead() for each in model.optimizer._hvd_pipe))
-
     late: list[bool] = []
     model = compiled(strategy, optimizer)
+
+    def note(number: int, logs: Any) -> None:
+        late.append(any(each.engine.is_ahead() for each in model.optimizer._hvd_pipe))
+
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1)
-    fit(model, *data(0, WARM_UP), warmup, Late(), epochs=2)
+    noting = keras.callbacks.LambdaCallback(on_train_batch_begin=note)
+    fit(model, *data(0, WARM_UP), warmup, noting, epochs=2)
     return late, weights_of(model)
 
 
@@ -974,11 +817,3 @@ def test_a_rank_outside_of_the_process_set_is_not_asked() -> None:
     fit(model, *data(12))
     if hvd.rank() < 2:
         assert np.abs(weights_of(model) - trajectory("sgd")[-1]).max() < 1e-12
-
-
-@three
-@pytest.mark.nightly  # of more ranks, the order of sums alone is new
-def test_three_ranks_end_as_the_equation_does() -> None:
-    wanted = trajectory("adam", 3)[-1]
-    for found in (deferred("adam"), barrier("adam")):
-        assert np.abs(found.weights - wanted).max() < 1e-12

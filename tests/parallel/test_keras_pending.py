@@ -6,7 +6,6 @@ each run is compared with. It runs the same callbacks.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,21 +31,6 @@ pytestmark = on_ranks(2, init=hvd.init)
 TRIED = "merged-gradient:overlap=forward"
 
 
-class Moments(NamedTuple):
-    """When a script looks: from step ``first`` on, every so many steps, ``times`` in one way."""
-
-    first: int
-    every: int
-    times: int = 1
-
-
-MOMENTS = {
-    "every 2nd": Moments(SKIP_STEPS + 1, 2),
-    "every step": Moments(0, 1, 3),
-    "every 7th": Moments(6, 7),
-    "late": Moments(40, 2),
-}
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "SGD": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "AdamW": lambda: keras.optimizers.AdamW(0.01),
@@ -56,27 +40,20 @@ Looks = Mapping[int, str]
 """By step, the way to look after it."""
 
 
-def in_turn(names: Sequence[str], moments: Moments) -> Looks:
-    """All ways, one after the other."""
-    repeated = [name for name in names for _ in range(moments.times)]
-    return {moments.first + moments.every * i: name for i, name in enumerate(repeated)}
+def in_turn(names: Sequence[str], first: int, every: int, times: int = 1) -> Looks:
+    """All ways in turn, ``times`` each: from a step on, every so many steps."""
+    repeated = [name for name in names for _ in range(times)]
+    return {first + every * i: name for i, name in enumerate(repeated)}
 
 
 class Look(keras.callbacks.Callback):  # type: ignore[misc]
-    """Looks at the model after some batches.
-
-    Args:
-        script: What it knows.
-        looks: After which, and how.
-    """
+    """Looks at the model after some batches, and notes whether updates are late then."""
 
     def __init__(self, script: Any, looks: Looks) -> None:
         super().__init__()
         self._script, self._looks = script, looks
         self.before: list[bool] = []
-        """By step, whether updates were left to the next step when it ended."""
         self.after: list[bool] = []
-        """By step, whether they still are when the script has looked."""
 
     def on_train_batch_end(self, number: int, logs: Any = None) -> None:
         self.before.append(self._is_ahead())
@@ -89,16 +66,23 @@ class Look(keras.callbacks.Callback):  # type: ignore[misc]
         return any(session.engine.is_ahead() for session in sessions)
 
 
-class Found(NamedTuple):
-    """What a run came to: what was read, all variables at its end, and what was left to later."""
+class Run(NamedTuple):
+    """What was read, all variables at the end, and by step whether updates were left to later.
+
+    Before the script has looked after the step, and after it.
+    """
 
     log: list[tuple[str, float]]
     values: list[Any]
     before: list[bool]
     after: list[bool]
 
+    @property
+    def weights(self) -> Any:
+        return np.concatenate([each.ravel() for each in self.values[:6]])
 
-def run(model: Any, x: Any, y: Any, size: int, looks: Looks, *first: Any) -> Found:
+
+def run(model: Any, x: Any, y: Any, size: int, looks: Looks, *first: Any) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         script = Script(model, *batch(hvd.rank(), 999), Path(folder))
         looking = Look(script, looks)
@@ -107,10 +91,10 @@ def run(model: Any, x: Any, y: Any, size: int, looks: Looks, *first: Any) -> Fou
     models = [model.optimizer, *script.models]
     values = [each.numpy() for each in model.trainable_variables]
     values += [each.numpy() for one in models for each in one.variables]
-    return Found(script.log, values, looking.before, looking.after)
+    return Run(script.log, values, looking.before, looking.after)
 
 
-def serial(optimizer: str, looks: Looks, steps: int) -> Found:
+def serial(optimizer: str, looks: Looks, steps: int) -> Run:
     """Train as one process does that averages the gradients of two batches."""
 
     def train_step(data: Any) -> Any:
@@ -142,20 +126,19 @@ def compiled(optimizer: str, strategy: str = "forward") -> Any:
     return model
 
 
-def overlapped(optimizer: str, looks: Looks, steps: int, tried: bool = False) -> Found:
+def overlapped(optimizer: str, looks: Looks, steps: int, tried: bool = False) -> Run:
     """Train with a plan that leaves updates to the next step, or by trials, in which it wins."""
     model = compiled(optimizer, TRIED if tried else "forward")
     parts = [batch(hvd.rank(), step) for step in range(steps)]
     x, y = (np.concatenate(column) for column in zip(*parts, strict=True))
-    with contextlib.ExitStack() as stack:
-        if tried:
-            stack.enter_context(short_trials())
-            stack.enter_context(raced())
-        first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    if not tried:
+        return run(model, x, y, BATCH, looks, first)
+    with short_trials(), raced():
         return run(model, x, y, BATCH, looks, first)
 
 
-def assert_exact(mine: Found, plain: Found) -> None:
+def assert_exact(mine: Run, plain: Run) -> None:
     assert [name for name, _ in mine.log] == [name for name, _ in plain.log]
     pairs = zip(mine.log, plain.log, strict=True)
     assert [(a, b[1]) for a, b in pairs if a != b] == []
@@ -163,7 +146,7 @@ def assert_exact(mine: Found, plain: Found) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def assert_deferred(found: Found, looks: Looks, first: int) -> None:
+def assert_deferred(found: Run, looks: Looks, first: int) -> None:
     """All steps from ``first`` on, but the last, leave updates, which stay where nobody looks."""
     steps = range(first, len(found.before) - 1)
     assert [step for step in steps if not found.before[step]] == []
@@ -172,17 +155,17 @@ def assert_deferred(found: Found, looks: Looks, first: int) -> None:
     assert [step for step in quiet if not found.after[step]] == []
 
 
-# nightly: the other moments meet the same code
-CELLS = [
-    pytest.param(when, optimizer, marks=[] if when == "every 2nd" else [pytest.mark.nightly])
-    for when in MOMENTS
-    for optimizer in OPTIMIZERS
-]
-
-
-@pytest.mark.parametrize(("when", "optimizer"), CELLS)
-def test_all_ways_to_look_in_turn_are_exact(when: str, optimizer: str) -> None:
-    looks = in_turn(list(WAYS), MOMENTS[when])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param((SKIP_STEPS + 1, 2), id="every 2nd"),
+        # nightly: it meets the same code
+        pytest.param((0, 1, 3), id="every step", marks=pytest.mark.nightly),
+    ],
+)
+def test_all_ways_to_look_in_turn_are_exact(moments: tuple[int, ...], optimizer: str) -> None:
+    looks = in_turn(list(WAYS), *moments)
     steps = max(looks) + 3
     found = overlapped(optimizer, looks, steps)
     assert_exact(found, serial(optimizer, looks, steps))
@@ -191,7 +174,7 @@ def test_all_ways_to_look_in_turn_are_exact(when: str, optimizer: str) -> None:
 
 def test_all_ways_to_look_while_plans_are_tried_are_exact() -> None:
     """The first ways meet steps that wait for all messages, the trial without, and its end."""
-    looks = in_turn([*[*WAYS][-12:], *WAYS], Moments(0, 2))
+    looks = in_turn([*[*WAYS][-12:], *WAYS], 0, 2)
     steps = max(looks) + 3
     found = overlapped("SGD", looks, steps, tried=True)
     assert_exact(found, serial("SGD", looks, steps))
@@ -202,7 +185,7 @@ def test_all_ways_to_look_while_plans_are_tried_are_exact() -> None:
 def test_what_one_rank_alone_reads_is_exact() -> None:
     """The other one sends its part in its next step."""
     names = list(READS) if hvd.rank() == 0 else []
-    looks = in_turn(names, MOMENTS["every 2nd"])
+    looks = in_turn(names, SKIP_STEPS + 1, 2)
     steps = SKIP_STEPS + 2 * len(READS) + 3
     found = overlapped("SGD", looks, steps)
     assert_exact(found, serial("SGD", looks, steps))
@@ -225,8 +208,7 @@ def test_after_a_message_that_fails_in_a_read_the_update_is_still_due() -> None:
 
     seen: list[Any] = []
     fit(model, *data(), keras.callbacks.LambdaCallback(on_train_batch_end=between))
-    plain = serial("SGD", {}, 12)
-    assert np.array_equal(seen[0], np.concatenate([each.ravel() for each in plain.values[:6]]))
+    assert np.array_equal(seen[0], serial("SGD", {}, 12).weights)
     assert failed.call_count == 2
 
 
@@ -275,16 +257,13 @@ def test_at_the_end_of_an_epoch_of_unknown_length_one_rank_reads_before_our_call
     own = keras.callbacks.LambdaCallback(on_epoch_end=ends)
     ours = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(batches, verbose=0, callbacks=[own, ours])
-    plain = serial("SGD", {}, 12)
-    wanted = np.concatenate([each.ravel() for each in plain.values[:6]])
+    wanted = serial("SGD", {}, 12).weights
     for each in [*seen, weights_of(model)]:
         np.testing.assert_array_equal(each, wanted)
 
 
-def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
-    """Rank 0 alone looks at the second model after a fit of the first has failed on all ranks."""
-    other, model = compiled("SGD"), compiled("SGD")
-    fit(other, *data())
+def fit_fails(model: Any) -> None:
+    """A callback ends fit on all ranks, and leaves an update."""
 
     def fail(number: int, logs: Any) -> None:
         if number == 11:
@@ -292,6 +271,13 @@ def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
 
     with pytest.raises(FailedError):
         fit(model, *data(), keras.callbacks.LambdaCallback(on_train_batch_end=fail))
+
+
+def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
+    """Rank 0 alone looks at the second model after a fit of the first has failed."""
+    other, model = compiled("SGD"), compiled("SGD")
+    fit(other, *data())
+    fit_fails(model)
     assert len(due) == 1
     if hvd.rank() == 0:
         weights_of(other)
@@ -304,13 +290,7 @@ def test_who_looks_at_one_model_waits_for_no_update_of_another() -> None:
 def test_a_variable_whose_update_a_shutdown_has_left_out_is_refused() -> None:
     """The last test of these ranks: MPI cannot be started again."""
     model = compiled("SGD")
-
-    def fail(number: int, logs: Any) -> None:
-        if number == 11:
-            raise FailedError
-
-    with pytest.raises(FailedError):
-        fit(model, *data(), keras.callbacks.LambdaCallback(on_train_batch_end=fail))
+    fit_fails(model)
     hvd.shutdown()
     for read in (lambda: weights_of(model), lambda: model.predict(batch(0, 0)[0], verbose=0)):
         with pytest.raises(hvd.HvdPipeError, match="lacks its last update"):

@@ -22,7 +22,7 @@ NIGHTLY = (
 
 
 FIRST = [case for case in saved_keras.FIRST if case.codec == "none"]
-"""With a codec, b1f2cc3 gave all ranks the residuals of rank 0. `test_keras_own_states` has what
+"""With a codec, b1f2cc3 gave all ranks the residuals of rank 0. `test_keras_states` has what
 becomes of them now."""
 
 

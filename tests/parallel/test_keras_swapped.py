@@ -10,15 +10,14 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import horovod.tensorflow.keras as hvd_keras
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import batch, loss_of, make_model, weights_of
-from on_ranks import gather, on_ranks
+from keras_problem import batch, weights_of
+from keras_training import Trainer, assert_alike
+from on_ranks import on_ranks
 
-from hvd_pipe.tensorflow import DistributedGradientTape, HvdPipeError
-from hvd_pipe.tensorflow.keras import DistributedOptimizer
+from hvd_pipe.tensorflow import HvdPipeError
 
 
 def init() -> None:
@@ -32,62 +31,27 @@ STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=3")
 TAPES = ("merged-gradient", "pipe-sgd")
 
 
-class Trainer:
-    """A model and a step of it, traced once; with an optimizer of ours, or with a tape."""
-
-    def __init__(self, strategy: str, tape: bool = False) -> None:
-        self.model = make_model()
-        plain = keras.optimizers.SGD(0.05, momentum=0.9)
-        self.optimizer: Any = plain if tape else DistributedOptimizer(plain, strategy=strategy)
-        self.optimizer.build(self.model.trainable_variables)
-        variables = self.model.trainable_variables
-
-        @tf.function  # type: ignore[untyped-decorator]
-        def step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as taped:
-                loss = loss_of(self.model, x, y)
-            if tape:
-                taped = DistributedGradientTape(taped, strategy=strategy)
-            gradients = taped.gradient(loss, [each.value for each in variables])
-            self.optimizer.apply(gradients, variables)
-
-        self._step = step
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            self._step(*map(tf.constant, batch(hvd.rank(), step)))
-
-    def everything(self) -> list[tf.Variable]:
-        return [each.value for each in (*self.model.variables, *self.optimizer.variables)]
-
-    def finish(self) -> Any:
-        if hasattr(self.optimizer, "synchronize"):
-            self.optimizer.synchronize()
-        return weights_of(self.model)
-
-
-def assert_equal_on_ranks(values: Any) -> None:
-    first, second = gather(values)
-    np.testing.assert_array_equal(first, second)
+def variables_of(trainer: Trainer) -> list[tf.Variable]:
+    return [each.value for each in trainer.variables]
 
 
 @two
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_0s_state_reaches_all(strategy: str) -> None:
     """It alone has one; all get it by Horovod's functions, and go on."""
-    trainer = Trainer(strategy)
+    trainer = Trainer(strategy=strategy)
     if hvd.rank() == 0:
-        for each in trainer.everything():
+        for each in variables_of(trainer):
             each.assign(each + tf.cast(0.5, each.dtype) if each.dtype.is_floating else each + 3)
     else:
         for each in trainer.model.variables:
             each.assign(each - 1)
     epoch = hvd.broadcast_object(7 if hvd.rank() == 0 else None, root_rank=0)
-    hvd.broadcast_variables(trainer.everything(), root_rank=0)
+    hvd.broadcast_variables(variables_of(trainer), root_rank=0)
     assert epoch == 7
-    assert_equal_on_ranks(np.concatenate([np.ravel(each) for each in trainer.everything()]))
+    assert_alike(np.concatenate([np.ravel(each) for each in variables_of(trainer)]))
     trainer.train(epoch, epoch + 6)
-    assert_equal_on_ranks(trainer.finish())
+    assert_alike(trainer.finish())
 
 
 @two
@@ -96,7 +60,8 @@ def test_horovods_own_shutdown_and_init(strategy: str) -> None:
     """Nobody saw Horovod's own end: the old workers' message names, counts and graphs went on."""
 
     def trained(between: Callable[[], object]) -> Any:
-        trainer = Trainer(strategy.removeprefix("tape "), strategy.startswith("tape "))
+        is_tape = strategy.startswith("tape ")
+        trainer = Trainer(tape=is_tape, strategy=strategy.removeprefix("tape "))
         trainer.train(0, 7)
         between()
         trainer.train(7, 12)
@@ -107,49 +72,28 @@ def test_horovods_own_shutdown_and_init(strategy: str) -> None:
 
 
 @two
-def test_an_optimizer_made_after_horovods_own_init() -> None:
-    """One has been made, Horovod ends and starts, and another one is made."""
-    Trainer("merged-gradient").train(0, 2)
-    hvd.shutdown()
-    hvd.init()
-    trainer = Trainer("pipe-sgd")
-    trainer.train(0, 4)
-    assert_equal_on_ranks(trainer.finish())
-
-
-@two
 def test_a_rank_joins() -> None:
     """Rank 1 has two batches more than rank 0."""
-    trainer = Trainer("merged-gradient")
+    trainer = Trainer(strategy="merged-gradient")
     trainer.train(0, 5 + 2 * hvd.rank())
     last = int(hvd.join())
     assert last == 1
-    hvd.broadcast_variables(trainer.everything(), root_rank=last)
-    assert_equal_on_ranks(trainer.finish())
+    hvd.broadcast_variables(variables_of(trainer), root_rank=last)
+    assert_alike(trainer.finish())
 
 
 @two
 def test_a_rank_does_not_join_under_cocod() -> None:
     """Horovod gave the others zeros for the model of the rank that had left: theirs was halved."""
-    trainer = Trainer("cocod:period=3")
+    trainer = Trainer(strategy="cocod:period=3")
     trainer.train(0, 2)
     with pytest.raises(HvdPipeError, match="CoCoD would average these"):
         hvd.join()
     trainer.finish()
 
 
-@two
-def test_a_copy_by_from_config_is_distributed() -> None:
-    """Scripts copy an optimizer so. Ours came without what distributes it."""
-    first = DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="merged-gradient")
-    second = type(first).from_config(first.get_config())
-    weight = tf.Variable([0.0])
-    second.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
-    assert weight.numpy() == [-0.5]
-
-
 def compiled(strategy: str) -> Trainer:
-    trainer = Trainer(strategy)
+    trainer = Trainer(strategy=strategy)
     trainer.model.compile(trainer.optimizer, "mse")
     return trainer
 
@@ -215,7 +159,7 @@ def test_horovods_elastic_callbacks() -> None:
         trainer.model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks)
     assert state.epoch == 2
     assert state.commits == 2 * (4 // 2 + 1)
-    assert_equal_on_ranks(weights_of(trainer.model))
+    assert_alike(weights_of(trainer.model))
     said = "; ".join(str(each.message) for each in warned)
     assert "pass hvd_pipe.tensorflow.keras.elastic.UpdateBatchStateCallback" in said
 
@@ -223,9 +167,9 @@ def test_horovods_elastic_callbacks() -> None:
 @two
 def test_horovods_state_of_plain_variables() -> None:
     """Its TensorFlowState is saved, restored and synchronised."""
-    trainer = Trainer("pipe-sgd")
+    trainer = Trainer(strategy="pipe-sgd")
     trainer.train(0, 4)
-    state = hvd.elastic.TensorFlowState(trainer.everything(), step=4)
+    state = hvd.elastic.TensorFlowState(variables_of(trainer), step=4)
     state.save()
     saved = weights_of(trainer.model)
     trainer.train(4, 7)

@@ -66,18 +66,22 @@ def test_sources_may_be_tensors(strategy: str, mode: str) -> None:
         np.testing.assert_allclose(gradient["variable"], [2 * mean, 3 * mean], rtol=1e-6)
 
 
-def of_two_losses(strategy: str, mode: str, persistent: bool) -> tuple[Any, float]:
-    """Two gradients of the same variables in each step, one a hundred times the other.
+@two
+@modes
+@strategies
+@pytest.mark.parametrize("persistent", [True, False], ids=["persistent", "two tapes"])
+def test_several_gradients_of_a_step_lose_nothing(
+    persistent: bool, strategy: str, mode: str
+) -> None:
+    """Of the same variables, one a hundred times the other.
 
-    Returns them, step by step, and what was in flight in the end.
+    Under pipe-sgd, a persistent tape returned the gradient of one loss for the other's. Each of
+    two tapes is a step of Pipe-SGD; in one graph, their messages had the same names at once.
     """
     w = tf.Variable(tf.ones(3), name="w")
 
     def step(factor: Any) -> Any:
-        with (
-            tf.GradientTape(persistent=persistent) as recorded,
-            tf.GradientTape() as second,
-        ):
+        with tf.GradientTape(persistent=persistent) as recorded, tf.GradientTape() as second:
             one, other = factor * tf.reduce_sum(w), 100.0 * factor * tf.reduce_sum(w)
         tape = again = hvd_tf.DistributedGradientTape(recorded, strategy=strategy)
         if not persistent:
@@ -87,29 +91,9 @@ def of_two_losses(strategy: str, mode: str, persistent: bool) -> tuple[Any, floa
     run = taken(step, mode)
     pairs = [[each.numpy()[0] for each in run(factor_of(number))] for number in range(STEPS)]
     last = hvd_tf.drain_gradients([w])
-    return np.array(pairs), 0.0 if last is None else float(last[0][0])
-
-
-@two
-@modes
-@strategies
-def test_a_persistent_tape_has_several_gradients_a_step(strategy: str, mode: str) -> None:
-    """Under pipe-sgd, the gradient of one loss was returned for the other's."""
-    pairs, drained = of_two_losses(strategy, mode, persistent=True)
+    drained = 0.0 if last is None else float(last[0][0])
     due = DUE[strategy]
-    np.testing.assert_allclose(pairs, np.stack([due, 100 * due], 1), rtol=1e-6)
-    left = 101 * MEAN * STEPS * (strategy == "pipe-sgd")
-    np.testing.assert_allclose(drained, left, rtol=1e-6)
-
-
-@two
-@modes
-@strategies
-def test_two_tapes_in_a_step_lose_nothing(strategy: str, mode: str) -> None:
-    """Each is a step of Pipe-SGD; in one graph, their messages had the same names at once."""
-    pairs, drained = of_two_losses(strategy, mode, persistent=False)
-    if strategy == "merged-gradient":
-        due = DUE[strategy]
+    if persistent or strategy == "merged-gradient":
         np.testing.assert_allclose(pairs, np.stack([due, 100 * due], 1), rtol=1e-6)
     total = np.sum(pairs) + drained
     np.testing.assert_allclose(total, 101 * MEAN * sum(range(1, STEPS + 1)), rtol=1e-6)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import horovod.tensorflow.keras as stock_keras
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_problem import BATCH, batch, loss_of, weights_of
-from keras_training import assert_alike, data, fit, overflow_on_one_rank, small_model
-from on_ranks import gather, on_ranks
+from keras_problem import BATCH, batch, weights_of
+from keras_training import (
+    OVERFLOWING,
+    Trainer,
+    assert_alike,
+    data,
+    fit,
+    overflow_on_one_rank,
+    small_model,
+)
+from on_ranks import on_ranks
 
 import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
@@ -25,17 +31,7 @@ from hvd_pipe.tensorflow.measuring.ready_times import _Sender
 N = 2
 two = on_ranks(N, init=hvd.init)
 
-TURNS = "cocod:period=4,fragments=2"
 BEGUN, STEPS = 5, 12  # steps before a checkpoint, and in all
-
-
-def often(*strategies: str, nightly: tuple[str, ...]) -> pytest.MarkDecorator:
-    """nightly: those of which another keeps as much, and more."""
-    rare = [pytest.param(each, marks=pytest.mark.nightly) for each in nightly]
-    return pytest.mark.parametrize("strategy", [*strategies, *rare])
-
-
-in_flight = often("pipe-sgd:prediction=local", TURNS, nightly=("pipe-sgd", "cocod:period=3"))
 
 
 def is_last() -> bool:
@@ -46,38 +42,29 @@ def sgd(rate: float = 0.05, **options: Any) -> Any:
     return keras.optimizers.SGD(rate, **options)
 
 
-def train(model: Any, optimizer: Any, first: int, last: int) -> None:
-    """Train in a loop of one's own."""
-
-    @tf.function(autograph=False)
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, x, y)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    for number in range(first, last):
-        step(*map(tf.constant, batch(hvd.rank(), number)))
-
-
 def alone(model: Any, x: Any, y: Any) -> Any:
     """Train by ``fit`` without the broadcast callback."""
     return model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
 
 
 @two
-@often(
-    "pipe-sgd:prediction=local",
-    TURNS,
-    nightly=("pipe-sgd:prediction=previous", "cocod:period=4"),
+@pytest.mark.parametrize(
+    "strategy", ["merged-gradient", "pipe-sgd:prediction=local", "cocod:period=4,fragments=2"]
 )
-def test_an_overflow_on_one_rank_is_one_for_all(strategy: str) -> None:
-    """Also where each rank steps by itself, and where a guess would carry it on for ever."""
+def test_an_overflow_on_one_rank_leaves_the_update_out_on_all(strategy: str) -> None:
+    """Keras' LossScaleOptimizer looks at local gradients: one rank would go its own way.
+
+    Also where each rank steps by itself, and where a guess would carry it on for ever.
+    """
     model = overflow_on_one_rank(strategy)
     assert_alike(weights_of(model))
     scaler = model.optimizer
+    assert type(scaler).__name__ == "LossScaleOptimizer"
     assert_alike(scaler.dynamic_scale)
     assert_alike(scaler.inner_optimizer.iterations)
+    if strategy == "merged-gradient":
+        assert float(scaler.dynamic_scale) == 2.0**14
+        assert int(scaler.inner_optimizer.iterations) == OVERFLOWING - 1
 
 
 @two
@@ -91,52 +78,18 @@ def test_an_overflow_of_a_local_gradient_is_one_for_all() -> None:
     assert (float(shared), float(scaler.dynamic_scale), int(inner.iterations)) == (0.0, 2.0, 0)
 
 
-def stepped(strategy: str) -> tuple[Any, Any, Any]:
-    """A model and its optimizer, and what saves them."""
-    model = small_model()
-    optimizer = hvd.DistributedOptimizer(sgd(momentum=0.9), strategy=strategy)
-    optimizer.build(model.trainable_variables)
-    return model, optimizer, tf.train.Checkpoint(model=model, optimizer=optimizer)
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return by strategy this rank's checkpoint in mid-training, with something in flight."""
-
-    @functools.cache
-    def path_of(strategy: str) -> str:
-        model, optimizer, saver = stepped(strategy)
-        train(model, optimizer, 0, BEGUN)
-        return str(saver.write(str(tmp_path_factory.mktemp("begun") / "own")))
-
-    return path_of
-
-
 @two
-@in_flight
-def test_ranks_start_alike_when_the_first_alone_has_loaded(strategy: str, begun: Any) -> None:
-    """Horovod's recipe: rank 0 loads, and all get its variables."""
-    path = begun(strategy)
-    model, optimizer, saver = stepped(strategy)
+@pytest.mark.parametrize("strategy", ["pipe-sgd:prediction=local", "cocod:period=4,fragments=2"])
+def test_ranks_start_alike_when_the_first_alone_has_loaded(strategy: str, tmp_path: Path) -> None:
+    """Horovod's recipe: rank 0 loads, and all get its variables, with something in flight."""
+    begun, trainer = (Trainer(small_model, strategy=strategy) for _ in range(2))
+    begun.train(0, BEGUN)
     if hvd.rank() == 0:
-        saver.read(path)
-    model.compile(optimizer, "mse")
-    fit(model, *data(0, STEPS))
-    assert_alike(weights_of(model))
-    assert_alike(optimizer.iterations)
-
-
-@two
-@in_flight
-def test_what_was_read_is_written_again(strategy: str, begun: Any, tmp_path: Path) -> None:
-    """A checkpoint that is read and written again holds as much, before any step."""
-    first, second = stepped(strategy), stepped(strategy)
-    first[2].read(begun(strategy))
-    second[2].read(first[2].write(str(tmp_path / "again")))
-    for model, optimizer, _ in (first, second):
-        train(model, optimizer, BEGUN, STEPS)
-        optimizer.synchronize()
-    np.testing.assert_array_equal(weights_of(second[0]), weights_of(first[0]))
+        trainer.saver.read(begun.saver.write(str(tmp_path / "own")))
+    trainer.model.compile(trainer.optimizer, "mse")
+    fit(trainer.model, *data(0, STEPS))
+    assert_alike(weights_of(trainer.model))
+    assert_alike(trainer.optimizer.iterations)
 
 
 @two
@@ -194,39 +147,21 @@ def test_each_list_of_variables_has_passes_of_its_own() -> None:
 def test_what_a_codec_has_lost_stays_with_its_bucket(tmp_path: Path) -> None:
     """It must not be added to another bucket's gradients."""
 
-    def made(bucket_bytes: int, steps: int) -> tuple[Any, Any]:
-        model = small_model()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(),
-            strategy=hvd.MergedGradient(bucket_bytes=bucket_bytes),
-            compression=hvd.Int8(chunk=16, error_feedback=True),
-        )
-        optimizer.build(model.trainable_variables)
-        train(model, optimizer, 0, steps)
-        return optimizer, tf.train.Checkpoint(model=model, optimizer=optimizer)
+    def made(bucket_bytes: int, steps: int) -> Trainer:
+        strategy = hvd.MergedGradient(bucket_bytes=bucket_bytes)
+        compression = hvd.Int8(chunk=16, error_feedback=True)
+        trainer = Trainer(small_model, strategy=strategy, compression=compression)
+        trainer.train(0, steps)
+        return trainer
 
-    def lost(optimizer: Any) -> float:
-        (session,) = optimizer._hvd_pipe
+    def lost(trainer: Trainer) -> float:
+        (session,) = trainer.optimizer._hvd_pipe
         return sum(float(np.abs(each).sum()) for each in session.engine.state().values())
 
-    (optimizer, saver), (resumed, loader) = made(100, 3), made(300, 1)
-    loader.read(saver.write(str(tmp_path / "own")))
-    assert lost(optimizer) > 0
+    trained, resumed = made(100, 3), made(300, 1)
+    resumed.saver.read(trained.saver.write(str(tmp_path / "own")))
+    assert lost(trained) > 0
     assert lost(resumed) == 0
-
-
-@two
-def test_stock_horovod_averages_nothing_under_fit() -> None:
-    """Why hvd_pipe wraps ``apply``: Keras 3 calls nothing else, and Horovod does not know it.
-
-    Nobody is told. This is Horovod 0.28.1's own optimizer.
-    """
-    model = small_model()
-    model.compile(stock_keras.DistributedOptimizer(sgd()), "mse")
-    assert_alike(weights_of(model))
-    alone(model, *data(0, 4))
-    first, second = gather(weights_of(model))
-    assert not np.allclose(first, second)
 
 
 @two
@@ -260,10 +195,13 @@ class OwnStep(keras.Sequential):  # type: ignore[misc]
         return super().train_step(data)
 
 
-def traces(cls: type[Any]) -> int:
-    """How often ``fit`` traces a step, where the last rank has built its optimizer before.
+@two
+@pytest.mark.parametrize("cls", [OwnStep, keras.Sequential])
+def test_a_rank_may_have_built_its_optimizer_before(cls: type[Any]) -> None:
+    """Names of messages counted traces; that rank had fewer, and all ranks waited for ever.
 
-    A function that creates variables is traced twice; where they exist already, once.
+    A function that creates variables is traced twice; where they exist already, once. Under
+    ``fit`` of Keras' own step the optimizer is built by then.
     """
     calls = []
 
@@ -280,19 +218,7 @@ def traces(cls: type[Any]) -> int:
         optimizer.build(model.trainable_variables)
     alone(model, *data(0, 3))
     assert_alike(weights_of(model))
-    return len(calls)
-
-
-@two
-def test_a_rank_may_have_built_its_optimizer_before() -> None:
-    """Names of messages counted traces; that rank had fewer, and all ranks waited for ever."""
-    assert traces(OwnStep) == (1 if is_last() else 2)
-
-
-@two
-def test_fit_traces_a_step_of_keras_once() -> None:
-    """It has built the optimizer by then, on each rank that has not."""
-    assert traces(keras.Sequential) == 1
+    assert len(calls) == (2 if cls is OwnStep and not is_last() else 1)
 
 
 @two
@@ -329,59 +255,27 @@ def test_statistics_are_averaged_with_the_weights(way: str) -> None:
     BatchNormalization's, which local steps leave unequal.
     """
     steps, inputs = 4, 6
-    keras.utils.set_random_seed(7)
-    norm = keras.layers.BatchNormalization(center=False, scale=False)
-    model = keras.Sequential([keras.layers.Input((inputs,)), norm, keras.layers.Dense(3)])
-    optimizer = hvd.DistributedOptimizer(sgd(), strategy="cocod:period=2")
-    optimizer.build(model.trainable_variables)  # else the callback broadcasts after a step
+    layers = keras.layers
+
+    def make() -> Any:
+        norm = layers.BatchNormalization(center=False, scale=False)
+        return keras.Sequential([layers.Input((inputs,)), norm, layers.Dense(3)])
+
+    # Its optimizer is built: else the callback broadcasts after a step.
+    trainer = Trainer(make, strategy="cocod:period=2")
     if way == "own loop":
-        train(model, optimizer, 0, steps)
-        optimizer.synchronize()
+        trainer.train(0, steps)
+        trainer.finish()
     else:
-        model.compile(optimizer, "mse")
-        (fit if way == "callback" else alone)(model, *data(0, steps))
-    for each in model.non_trainable_variables:
+        trainer.model.compile(trainer.optimizer, "mse")
+        (fit if way == "callback" else alone)(trainer.model, *data(0, steps))
+    for each in trainer.model.non_trainable_variables:
         assert_alike(each)
     mean = np.zeros(inputs)
     for number in range(steps):
         x = np.concatenate([batch(rank, number)[0] for rank in range(N)])
         mean = 0.99 * mean + 0.01 * x.mean(axis=0)
-    np.testing.assert_allclose(model.non_trainable_variables[0], mean, rtol=0, atol=1e-10)
-
-
-class Pair(keras.Model):  # type: ignore[misc]
-    """A model that trains its parts by optimizers of its own, as GANs do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [small_model(), small_model()]
-        self.first, self.second = (
-            hvd.DistributedOptimizer(sgd(momentum=0.9), strategy=name)
-            for name in ("pipe-sgd", "cocod:period=4")
-        )
-        for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
-            optimizer.build(part.trainable_variables)
-        self.built = True
-
-    def train_step(self, pair: Any) -> dict[str, Any]:
-        x, y = pair
-        for part, optimizer in zip(self.parts, (self.first, self.second), strict=True):
-            with tf.GradientTape() as tape:
-                loss = loss_of(part, x, y)
-            gradients = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply(gradients, part.trainable_variables)
-        return {"loss": loss}
-
-
-@two
-def test_a_model_may_have_optimizers_of_its_own() -> None:
-    """They are broadcast, and finished at the end of ``fit``, as the compiled one is."""
-    model = Pair()
-    model.compile(jit_compile=False)
-    fit(model, *data(0, 7))
-    assert (int(model.first.iterations), int(model.second.iterations)) == (7, 7)
-    for part in model.parts:
-        assert_alike(weights_of(part))
+    np.testing.assert_allclose(trainer.model.non_trainable_variables[0], mean, rtol=0, atol=1e-10)
 
 
 @two

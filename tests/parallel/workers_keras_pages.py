@@ -33,14 +33,23 @@ def _data() -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def _fit(text: str) -> Arrays:
-    """The script's own `fit`: it trains, and replicas are equal at its end."""
+def _trained(text: str, **names: Any) -> Arrays:
+    """A block trains a model, and replicas are equal at its end."""
     model = _model()
     before = model.get_weights()
-    names = {"keras": keras, "hvd": hvd, "model": model, "loss": "mse", **_data()}
-    execute(text, names)
+    execute(text, {"model": model, **names})
     assert not all(map(np.array_equal, before, model.get_weights()))
     return model.get_weights()
+
+
+def _fit(text: str) -> Arrays:
+    return _trained(text, keras=keras, hvd=hvd, loss="mse", **_data())
+
+
+def _tape(text: str) -> Arrays:
+    data, loss = _data(), keras.losses.MeanSquaredError()
+    batches = [(data["x"], data["y"])] * STEPS
+    return _trained(text, tf=tf, loss=loss, optimizer=keras.optimizers.SGD(0.01), batches=batches)
 
 
 def _import(text: str) -> Arrays:
@@ -57,22 +66,6 @@ def _class_alone(text: str) -> Arrays:
     optimizer = names["DistributedOptimizer"](keras.optimizers.SGD(0.01), strategy="pipe-sgd")
     model.compile(optimizer, "mse")
     model.fit(**_data(), batch_size=2, verbose=0)
-    return model.get_weights()
-
-
-def _tape(text: str) -> Arrays:
-    """A loop with a tape: it trains, and replicas are equal at its end."""
-    model, data = _model(), _data()
-    before = model.get_weights()
-    names = {
-        "tf": tf,
-        "model": model,
-        "loss": keras.losses.MeanSquaredError(),
-        "optimizer": keras.optimizers.SGD(0.01),
-        "batches": [(data["x"], data["y"])] * STEPS,
-    }
-    execute(text, names)
-    assert not all(map(np.array_equal, before, model.get_weights()))
     return model.get_weights()
 
 

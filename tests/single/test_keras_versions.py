@@ -1,9 +1,10 @@
-"""`import hvd_pipe.tensorflow` says no to what it is not for, with what to install or set."""
+"""What `import hvd_pipe.tensorflow` refuses and patches, and files of it without hvd_pipe."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import pytest
@@ -62,7 +63,60 @@ def test_importing_patches_nothing_in_keras() -> None:
         "assert all(each.reason for each in PATCHES)\n"
         "print(len(before))\n"
     )
+    assert run(script).split() == ["6"]
+
+
+def run(script: str, *arguments: str) -> str:
+    """Return what a new interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
-    assert done.stdout.split() == ["6"], done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SAVE = """
+import sys
+import keras, numpy as np
+import hvd_pipe.tensorflow.keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), strategy="pipe-sgd")
+model.compile(optimizer, keras.losses.MeanSquaredError())
+x = np.arange(64.0).reshape(16, 4) / 64
+model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+model.save(sys.argv[1])
+print(int(model.optimizer.iterations), model.optimizer.variables[2].numpy().sum())
+"""
+LOAD = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hvd_pipe", "horovod"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+import keras, numpy as np
+
+model = keras.models.load_model(sys.argv[1])
+print(int(model.optimizer.iterations), model.optimizer.variables[2].numpy().sum())
+x = np.arange(64.0).reshape(16, 4) / 64
+model.fit(x, x[:, :1], batch_size=4, verbose=0)
+assert int(model.optimizer.iterations) == 12
+assert type(model.optimizer) is keras.optimizers.Adam
+assert not any(name.startswith(("hvd_pipe", "horovod")) for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_file_loads_where_hvd_pipe_is_not_installed(tmp_path: Path) -> None:
+    file = str(tmp_path / "model.keras")
+    saved = run(SAVE, file)
+    assert saved == run(LOAD, file)
+    assert saved.startswith("8 ")
