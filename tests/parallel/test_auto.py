@@ -86,13 +86,7 @@ def serial(steps: int, optimizer: str = "momentum") -> Weights:
     """Pipe-SGD from the switch on; a drain at the end."""
     strategy = f"pipe-sgd:warmup_steps={SWITCH}"
     workers = make_workers(strategy, hvd.size(), make_model, OPTIMIZERS[optimizer])
-    for step in range(steps):
-        workers.backward(loss_of, step)
-        workers.step()
-        workers.record()
-    workers.synchronize()
-    workers.record()
-    return workers.trajectory[hvd.rank()]
+    return workers.train(steps, drains={steps - 1})[hvd.rank()]
 
 
 def assert_equal_on_ranks(model: nn.Module) -> None:

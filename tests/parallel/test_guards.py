@@ -12,7 +12,7 @@ import pytest
 import torch
 from cells import Cell
 from on_ranks import on_ranks
-from problem import OPTIMIZERS, loss_of, make_model, train, weights_of
+from problem import OPTIMIZERS, make_model, train
 from serial import make_workers
 from torch import nn
 
@@ -112,30 +112,6 @@ def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) ->
     assert [*updates, updates_of(model)] == GOES_ON[strategy, saved][hvd.rank()]
 
 
-def test_grad_scaler_with_merged_gradients() -> None:
-    """Scales are powers of two, so the numbers are those of a run without a scaler."""
-    model, alone = make_model(torch.float32), make_model(torch.float32)
-    optimizer: Any = hvd.DistributedOptimizer(
-        OPTIMIZERS["momentum"](model), model.named_parameters()
-    )
-    plain = OPTIMIZERS["momentum"](alone)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for number in range(4):
-        optimizer.zero_grad()
-        x = torch.full((2, 6), 1.0 + hvd.rank() + number)
-        scaler.scale(model(x).pow(2).mean()).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        plain.zero_grad()
-        for rank in range(2):
-            (alone(torch.full((2, 6), 1.0 + rank + number)).pow(2).mean() / 2).backward()
-        plain.step()
-    np.testing.assert_allclose(weights_of(model), weights_of(alone), rtol=1e-5, atol=1e-6)
-
-
 class Old(torch.optim.SGD):
     """As people wrote optimizers before zero_grad() had an argument."""
 
@@ -156,11 +132,7 @@ def test_an_optimizer_whose_zero_grad_takes_nothing(strategy: str) -> None:
     workers = make_workers(
         strategy, 2, make_model, lambda m: torch.optim.SGD(m.parameters(), 0.05)
     )
-    for step in range(6):
-        workers.backward(loss_of, step)
-        workers.step()
-        workers.record()
-    np.testing.assert_allclose(weights, workers.trajectory[hvd.rank()], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(weights, workers.train(6)[hvd.rank()], rtol=0, atol=1e-12)
 
 
 def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:

@@ -11,7 +11,6 @@ import torch
 from cells import Cell
 from on_ranks import on_ranks
 from problem import OPTIMIZERS, STEPS, loss_of, make_model, train, weights_of
-from serial import Synchronous
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -58,23 +57,6 @@ def test_a_scheduler_follows(strategy: str, before: bool) -> None:
         "cocod:period=4": (hvd.rank() + 1) * rates,
     }
     assert_close(-np.diff(weights), wanted[strategy])
-
-
-def test_momentum_from_before_survives() -> None:
-    """Momentum from some steps on rank 0's data, which all ranks make; then they wrap."""
-    model = make_model()
-    plain = OPTIMIZERS["momentum"](model)
-    train(model, plain, rank=0, steps=5)
-    weights = train(model, wrap(model, plain), hvd.rank())
-    workers = Synchronous(2, make_model, OPTIMIZERS["momentum"])
-    for step in range(5):
-        workers.backward(lambda model, _, step: loss_of(model, 0, step), step)
-        workers.step()
-    for step in range(STEPS):
-        workers.backward(loss_of, step)
-        workers.step()
-        workers.record()
-    assert_close(weights, workers.trajectory[hvd.rank()])
 
 
 def test_it_is_what_the_user_made() -> None:
@@ -157,24 +139,3 @@ def test_each_way_to_give_a_strategy(
     optimizer = wrap(model, OPTIMIZERS["momentum"](model), given)
     weights = train(model, optimizer, hvd.rank(), drains={STEPS - 1})
     assert_close(weights, Cell(strategy, "momentum").expected(2)[hvd.rank()])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_closure(strategy: str) -> None:
-    model = make_model()
-    optimizer = wrap(model, OPTIMIZERS["momentum"](model), strategy)
-    for step in range(STEPS):
-        losses: list[torch.Tensor] = []
-
-        def closure(step: int = step, losses: list[torch.Tensor] = losses) -> torch.Tensor:
-            optimizer.zero_grad()
-            losses.append(loss_of(model, hvd.rank(), step))
-            losses[-1].backward()
-            return losses[-1]
-
-        loss = optimizer.step(closure)
-        assert len(losses) == 1
-        assert loss is losses[0]
-    optimizer.synchronize()
-    expected = Cell(strategy, "momentum").expected(2)
-    assert_close(weights_of(model), expected[hvd.rank(), -1])
