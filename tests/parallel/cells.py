@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import horovod.torch as stock
 from problem import OPTIMIZERS, STEPS, Weights, make_model, train
-from reference import Trajectory, cocod, pipe_sgd, synchronous
+from serial import make_workers
 
 import hvd_pipe.torch as hvd
 
 STOCK = "stock horovod"
 
-EQUATIONS: dict[str, Callable[..., Trajectory]] = {
-    STOCK: synchronous,  # shows that the reference, too, is right
-    "merged-gradient": synchronous,
-    "merged-gradient:plan=wfbp": synchronous,
-    "merged-gradient:plan=single": synchronous,
-    "merged-gradient:plan=greedy": synchronous,
-    "merged-gradient:bucket_bytes=64": synchronous,
-    "pipe-sgd": partial(pipe_sgd, warmup=0),
-    "pipe-sgd:warmup_steps=5": partial(pipe_sgd, warmup=5),
-    "pipe-sgd:bucket_bytes=64": partial(pipe_sgd, warmup=0),
-    "cocod:period=1": partial(cocod, period=1, warmup=0),
-    "cocod:period=4": partial(cocod, period=4, warmup=0),
-    "cocod:period=3,warmup_steps=4": partial(cocod, period=3, warmup=4),
-}
+STRATEGIES = (
+    STOCK,  # shows that the reference, too, is right
+    "merged-gradient",
+    "merged-gradient:plan=wfbp",
+    "merged-gradient:plan=single",
+    "merged-gradient:plan=greedy",
+    "merged-gradient:bucket_bytes=64",
+    "pipe-sgd",
+    "pipe-sgd:warmup_steps=5",
+    "pipe-sgd:bucket_bytes=64",
+    "cocod:period=1",
+    "cocod:period=4",
+    "cocod:period=3,warmup_steps=4",
+)
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,20 @@ class Cell:
         drains = {*self.drains, STEPS - 1}
         return train(model, optimizer, hvd.rank(), passes=self.passes, drains=drains)
 
-    def expected(self, n: int) -> Trajectory:
+    def expected(self, n: int) -> Weights:
         """Of all workers."""
         return _expected(self, n)
 
 
 @cache
-def _expected(cell: Cell, n: int) -> Trajectory:
-    return EQUATIONS[cell.strategy](n, OPTIMIZERS[cell.optimizer], cell.passes, cell.drains)
+def _expected(cell: Cell, n: int) -> Weights:
+    strategy = "merged-gradient" if cell.strategy == STOCK else cell.strategy
+    workers = make_workers(strategy, n, make_model, OPTIMIZERS[cell.optimizer])
+    return workers.train(STEPS, passes=cell.passes, drains={*cell.drains, STEPS - 1})
 
 
 CELLS = [
-    *(Cell(strategy, optimizer) for strategy in EQUATIONS for optimizer in OPTIMIZERS),
+    *(Cell(strategy, optimizer) for strategy in STRATEGIES for optimizer in OPTIMIZERS),
     Cell("merged-gradient", "momentum", passes=2),
     Cell("pipe-sgd:warmup_steps=5", "momentum", passes=2),
     Cell("cocod:period=4", "momentum", passes=2),

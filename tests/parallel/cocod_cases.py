@@ -1,4 +1,4 @@
-"""CoCoD's options: runs by case, and their equations, carried out for n workers in one process."""
+"""CoCoD's options: runs by case, on a rank and for n workers in one process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from fragments_reference import fragments_of
 from problem import OPTIMIZERS as COMMON
 from problem import STEPS, Weights, loss_of, make_model
-from reference import Trajectory, Vectors, Workers
+from serial import CoCoD as CoCoDWorkers
+from serial import make_workers
 from torch import nn
 from torch.optim import Adam, Optimizer
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.compression import Compression, Int8
-
-PER_NODE = 2
-"""Ranks of a node, of which the last may have fewer."""
 
 
 def _hasty_adam(model: nn.Module) -> Optimizer:
@@ -150,170 +147,20 @@ def trajectory(case: Case) -> Weights:
     return torch.stack(records).numpy()
 
 
-# The reference -----------------------------------------------------------------------------------
-
-NONNEGATIVE = ("exp_avg_sq",)
-Named = dict[str, torch.Tensor]  # one tensor a parameter and, with momentum="average", a moment
-
-
-class Reference:
-    """The strategy's docstring, with Python loops in the place of messages."""
-
-    def __init__(self, case: Case, n: int, leaves_after: int | None = None) -> None:
-        self.case, self.options = case, case.strategy(n)
-        self.workers = Workers(n, OPTIMIZERS[case.optimizer])
-        self.weights = self.options.weights or (1.0,) * n
-        self.rounds = case.compression == "fp16" and n > 1
-        self.leaves_after = leaves_after
-        self.base: Named = {}
-        self.anchor: Named = {}
-        self.velocity: Named = {}
-        self.clamped = 0
-        sizes = [p.numel() for p in self.workers.models[0].parameters()]
-        self.fragments = fragments_of(sizes, self.options.fragments)
-
-    def run(self, steps: int = STEPS) -> Trajectory:
-        options, workers = self.options, self.workers
-        local_steps, fragment, start, mean = 0, 0, [], {}
-        for step in range(steps):
-            gradients = workers.gradients(step)
-            if step < options.warmup_steps:
-                average = self._rounded if self.rounds else self._weighted
-                workers.update([average(gradients, step) for _ in gradients])
-            else:
-                if local_steps == 0:
-                    start = self._values(fragment)
-                    mean = self._mean(start, step)
-                workers.update(self._within_nodes(gradients))
-                local_steps += 1
-                if local_steps == options.period // options.fragments:
-                    self._finish(start, mean, fragment)
-                    local_steps, fragment = 0, (fragment + 1) % options.fragments
-            workers.record()
-            if step in self.case.drains or step == steps - 1:
-                values = self._values()
-                self.base = self._exact_mean(values, step)
-                self._set([self.base for _ in values])
-                local_steps, fragment = 0, 0
-                workers.record()
-        return workers.trajectory
-
-    def _within_nodes(self, gradients: list[Vectors]) -> list[Vectors]:
-        """What each worker applies: its own gradient, or the mean of those of its node."""
-        if self.options.within == "none":
-            return gradients
-        found = []
-        for worker in range(len(gradients)):
-            node = [i for i in range(len(gradients)) if i // PER_NODE == worker // PER_NODE]
-            total = sum(self.weights[i] for i in node)
-            columns = zip(*(gradients[i] for i in node), strict=True)
-            found.append(
-                [
-                    torch.stack(
-                        [self.weights[i] / total * x for i, x in zip(node, column, strict=True)]
-                    ).sum(0)
-                    for column in columns
-                ]
-            )
-        return found
-
-    def _outer_model(self, mean: Named) -> Named:
-        """The outer model after DiLoCo's outer step; momenta keep their mean."""
-        lr, mu = self.options.outer_lr, self.options.outer_momentum
-        weights = {name: m for name, m in mean.items() if "." not in name}
-        for name, m in weights.items():
-            change = self.anchor.get(name, m) - m
-            self.velocity[name] = mu * self.velocity.get(name, torch.zeros_like(m)) + change
-            self.anchor[name] = m + change - lr * (change + mu * self.velocity[name])
-        return {**mean, **{name: self.anchor[name] for name in weights}}
-
-    def _finish(self, start: list[Named], mean: Named, fragment: int) -> None:
-        alpha, beta = self.options.pull_back, self.options.anchor_momentum
-        if self.options.outer != "none":
-            mean = self._outer_model(mean)
-        self.base |= mean
-        z = dict(mean)
-        if beta:
-            for name, m in ((name, m) for name, m in mean.items() if "." not in name):
-                moved_by = beta * self.velocity.get(name, torch.zeros_like(m))
-                self.velocity[name] = moved_by + (m - self.anchor.get(name, m))
-                z[name] = self.anchor[name] = self.anchor.get(name, m) + self.velocity[name]
-        moved = []
-        for end, begin in zip(self._values(fragment), start, strict=True):
-            new = {}
-            for name in begin:
-                x, progress = end[name], end[name] - begin[name]
-                x = mean[name] + progress if alpha is None else x - alpha * (x - z[name])
-                if name.endswith(NONNEGATIVE):
-                    self.clamped += int((x < 0).sum())
-                    x = x.clamp(min=0)
-                new[name] = x
-            moved.append(new)
-        self._set(moved)
-
-    def _mean(self, values: list[Named], step: int) -> Named:
-        exact = self._exact_mean(values, step)
-        if not self.rounds or not {name for name in exact if "." not in name} <= set(self.base):
-            return exact
-        for name in (name for name in exact if "." not in name):  # momenta travel uncompressed
-            differences = [[value[name] - self.base[name]] for value in values]
-            exact[name] = self.base[name] + self._rounded(differences, step)[0]
-        return exact
-
-    def _exact_mean(self, values: list[Named], step: int) -> Named:
-        return {
-            name: self._weighted([[value[name]] for value in values], step)[0]
-            for name in values[0]
-        }
-
-    def _weighted(self, vectors: list[Vectors], step: int) -> Vectors:
-        present = range(len(vectors))
-        if self.leaves_after is not None and step >= self.leaves_after:
-            present = range(len(vectors) - 1)
-        total = sum(self.weights[i] for i in present)
-        columns = [[self.weights[i] / total * x for x in vectors[i]] for i in present]
-        return [torch.stack(column).sum(0) for column in zip(*columns, strict=True)]
-
-    def _rounded(self, vectors: list[Vectors], _: int) -> Vectors:
-        """As `_weighted`, with numbers that are float16 on their way."""
-        size, total = len(vectors), sum(self.weights)
-        result = []
-        for column in zip(*vectors, strict=True):
-            whole = torch.zeros_like(column[0], dtype=torch.float16)
-            for x, weight in zip(column, self.weights, strict=True):
-                whole += (x * (weight * size / total)).to(torch.float16)
-            result.append((whole / size).double())
-        return result
-
-    def _live(self, worker: int) -> Named:
-        model, optimizer = self.workers.models[worker], self.workers.optimizers[worker]
-        found: Named = {}
-        for number, p in enumerate(model.parameters()):
-            found[str(number)] = p.data
-            if self.options.momentum == "average":
-                for key, value in optimizer.state[p].items():
-                    if isinstance(value, torch.Tensor) and value.shape == p.shape:
-                        found[f"{number}.{key}"] = value
-        return found
-
-    def _values(self, fragment: int | None = None) -> list[Named]:
-        """What is averaged, of all fragments or of one; momenta belong to the only one."""
-        return [
-            {
-                name: tensor.clone()
-                for name, tensor in self._live(i).items()
-                if fragment is None or int(name.split(".")[0]) in self.fragments[fragment]
-            }
-            for i in range(len(self.workers.models))
-        ]
-
-    def _set(self, values: list[Named]) -> None:
-        for worker, own in enumerate(values):
-            live = self._live(worker)
-            for name, value in own.items():
-                live[name].copy_(value)
+def make_reference(case: Case, n: int, leaves_after: int | None = None) -> CoCoDWorkers:
+    """Workers in one process that do as ranks do."""
+    workers = make_workers(
+        case.strategy(n),
+        n,
+        make_model,
+        OPTIMIZERS[case.optimizer],
+        rounds=case.compression == "fp16" and n > 1,
+        leaves_after=leaves_after,
+    )
+    assert isinstance(workers, CoCoDWorkers)
+    return workers
 
 
 @cache
-def expected(case: Case, n: int) -> Trajectory:
-    return Reference(case, n).run()
+def expected(case: Case, n: int) -> Weights:
+    return make_reference(case, n).train(STEPS, drains={*case.drains, STEPS - 1})

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
+from on_ranks import gather
 from torch import nn
+
+import hvd_pipe.torch as hvd
+from hvd_pipe.strategy import MergedGradient, PipeSGD
 
 RANKS, STEPS, LR = 2, 8, 0.1
 
@@ -73,3 +79,79 @@ def trained_alone(
             change(model, step)
         optimizer.step()
     return weights_of(model)
+
+
+# On ranks.
+
+EXACT = {
+    "merged-gradient": MergedGradient(bucket_bytes=400),
+    "overlap": MergedGradient(bucket_bytes=400, overlap="forward"),
+}
+PIPE = {"pipe-sgd": PipeSGD(bucket_bytes=400)}
+SENDING = pytest.mark.parametrize("name", [*EXACT, *PIPE])
+
+
+def distributed(model: nn.Module, name: str, **arguments: Any) -> Any:
+    strategy = {**EXACT, **PIPE}[name]
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), strategy=strategy, **arguments
+    )
+    if name == "overlap":  # updates are deferred after the first step, which changes nothing
+        for _ in range(optimizer._hvd_pipe.passes):
+            torch.stack(
+                [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
+            ).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: Any, steps: range, change: Change = leave) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, hvd.rank()).backward()
+        change(model, step)
+        optimizer.step()
+
+
+def check(model: nn.Module, optimizer: Any, change: Change, name: str) -> None:
+    """Drain, and compare with one process."""
+    optimizer.synchronize()
+    wanted = trained_alone(change, late=name in PIPE)
+    torch.testing.assert_close(weights_of(model), wanted, rtol=0, atol=1e-15)
+
+
+def assert_equal_on_ranks(model: nn.Module) -> None:
+    first, second = gather(weights_of(model).tolist())
+    assert first == second
+
+
+def clip(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@contextlib.contextmanager
+def raises_on_all(kind: type[Exception], match: str) -> Iterator[None]:
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert len(set(gather(str(caught.value)))) == 1
+
+
+@contextlib.contextmanager
+def out_of_memory_at(parameter: torch.Tensor, ranks: tuple[int, ...] = (1,)) -> Iterator[None]:
+    """A backward pass raises where it comes to a parameter, on some ranks."""
+    if hvd.rank() not in ranks:
+        yield
+        return
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError("out of memory")
+
+    hook = parameter.register_hook(fail)
+    with pytest.raises(MemoryError):
+        yield
+    hook.remove()

@@ -2,330 +2,878 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import importlib
+import io
 import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import horovod.torch as stock
 import numpy as np
 import pytest
-import workers_auto
-from cases import of_case
-from ranks import once, run_ranks
+import torch
+from logged import Lines
+from on_ranks import gather, on_ranks, place
+from overlap_models import Clipping, Sparse, pending, read_all
+from pipe_sgd_race import DEFAULT_BYTES, race
+from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weights_of
+from serial import make_workers
+from torch import nn
 
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+from hvd_pipe.planning import choice
+from hvd_pipe.planning.choice import OwnTimes, predict
+from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import parse
 from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
+from hvd_pipe.runtime import bucket_planner
+from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
+from hvd_pipe.torch import auto_choice, overlap_start
+from hvd_pipe.torch.measuring import step_times
+from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
+
+STEPS = 4  # measured
+SWITCH = 3 + STEPS  # the step after which the choice is made
+LONG = SWITCH + 30  # long enough for the report of what was reached
+SLEEP = 0.02
+FORWARD = "merged-gradient:overlap=forward"
+EXACT = f"merged-gradient/{FORWARD}"
+ALL_BUT_COCOD = f"{EXACT}/pipe-sgd"
+TRIALS = overlap_start.TRIALS  # of plans without the barrier
+TRIAL = overlap_start.SETTLE_STEPS + overlap_start.TIMED_STEPS + 1  # steps; the last one waits
+DEFERS = SWITCH + overlap_start.WATCH_STEPS  # the first step that defers its update
+TRIED = DEFERS + TRIALS * TRIAL  # the first with the plan that stays
+# Steps in which all is tried, however many of merged-gradient's plans, four at most, come before.
+ALL_TRIED = (
+    SKIP_STEPS + 4 * (SETTLE_STEPS + TRIAL_STEPS) + overlap_start.WATCH_STEPS + TRIALS * TRIAL
+)
+
+momentum = OPTIMIZERS["momentum"]
+pytestmark = on_ranks(2, init=hvd.init)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("profile") / "profile.json"
-    ranks = once(lambda: run_ranks(2, workers_auto.run, str(path), timeout=280))
-    return path, ranks
+def wrap(
+    model: nn.Module, allow: str, make_optimizer: Callable[..., Any] = momentum, **arguments: Any
+) -> Any:
+    return hvd.DistributedOptimizer(
+        make_optimizer(model),
+        model.named_parameters(),
+        **{"strategy": f"auto:allow={allow},steps={STEPS}", **arguments},
+    )
 
 
-def of(results: Any, case: str) -> list[Any]:
-    return of_case(results[1](), case)
+def chosen_of(optimizer: Any) -> Any:
+    return optimizer.state_dict()["hvd_pipe"].get("chosen")
 
 
-@pytest.mark.parametrize("case", ["as merged-gradient", "as merged-gradient, a slow rank"])
-def test_by_default_it_is_merged_gradient_bit_for_bit(results: Any, case: str) -> None:
-    for run in of(results, case):
-        assert np.array_equal(run.weights, run.expected)
-        assert run.chosen == "merged-gradient"
+def slow(model: nn.Module, rank: int | None) -> None:
+    """One rank computes for longer than the others."""
+    if hvd.rank() == rank:
+        for p in model.parameters():
+            p.register_hook(lambda _: time.sleep(0.002))
+
+
+def serial(steps: int, optimizer: str = "momentum") -> Weights:
+    """Pipe-SGD from the switch on; a drain at the end."""
+    strategy = f"pipe-sgd:warmup_steps={SWITCH}"
+    workers = make_workers(strategy, hvd.size(), make_model, OPTIMIZERS[optimizer])
+    return workers.train(steps, drains={steps - 1})[hvd.rank()]
+
+
+def assert_equal_on_ranks(model: nn.Module) -> None:
+    first, *others = gather(weights_of(model))
+    for other in others:
+        assert np.array_equal(first, other)
+
+
+@pytest.fixture
+def heard() -> Iterator[Lines]:
+    lines = Lines()
+    yield lines
+    lines.taken()
+
+
+@pytest.mark.parametrize("slow_rank", [None, 1])
+def test_by_default_it_is_merged_gradient_bit_for_bit(slow_rank: int | None) -> None:
+    runs = []
+    for strategy in ("merged-gradient", "auto"):
+        model = make_model(torch.float32)
+        optimizer = wrap(model, "", strategy=strategy)
+        slow(model, slow_rank)
+        runs.append(train(model, optimizer, hvd.rank()))
+    assert np.array_equal(*runs)
+    assert chosen_of(optimizer) == "merged-gradient"
 
 
 @pytest.mark.parametrize(
-    "case", ["pipe-sgd, momentum", "pipe-sgd, adam, a slow rank", "feedback", "groups", "scaler"]
+    ("optimizer", "slow_rank", "arguments"),
+    [("momentum", None, {}), ("adam", 0, {}), ("momentum", None, {"groups": 2})],
+    ids=["momentum", "adam, a slow rank", "groups"],
 )
-def test_from_the_switch_on_it_is_pipe_sgd(results: Any, case: str) -> None:
-    """Each gradient is applied once: the last one by the ``synchronize()`` at the end."""
-    for run in of(results, case):
-        np.testing.assert_allclose(run.weights, run.expected, rtol=0, atol=1e-12)
-        assert run.chosen == "pipe-sgd"
-
-
-def test_pipe_sgd_that_was_chosen_tries_its_plans(results: Any) -> None:
-    """In which the slowest rank's steps count; what was reached is said of the plan that stays."""
-    for rank, (run, plans, said_after) in enumerate(of(results, "race")):
-        np.testing.assert_allclose(run.weights, run.expected, rtol=0, atol=1e-12)
-        assert run.chosen == "pipe-sgd"
-        assert plans[-1].tried == ((6, 4.0), (4, 3.5), (1, 3.0))
-        assert len(plans[-1].buckets) == 1
-        over = next(i for i, plan in enumerate(plans, 1) if len(plan.tried) == 3)
-        if rank == 0:
-            chose, reached = said_after
-            assert chose == workers_auto.SWITCH < over < reached
-
-
-@pytest.mark.parametrize(
-    ("case", "chosen"),
-    [
-        ("resumed after", "pipe-sgd"),
-        ("resumed after, as pipe-sgd", None),
-        ("copied after", "pipe-sgd"),
-    ],
-)
-def test_a_resumed_run_goes_on_with_the_choice(
-    results: Any, case: str, chosen: str | None
+def test_from_the_switch_on_it_is_pipe_sgd(
+    optimizer: str, slow_rank: int | None, arguments: dict[str, Any]
 ) -> None:
-    for run in of(results, case):
-        assert np.array_equal(run.weights, run.expected)
-        assert run.chosen == chosen
+    """Each gradient is applied once: the last one by the ``synchronize()`` at the end."""
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd", OPTIMIZERS[optimizer], **arguments)
+    slow(model, slow_rank)
+    weights = train(model, wrapped, hvd.rank(), steps=LONG, drains=[LONG - 1])
+    np.testing.assert_allclose(weights, serial(LONG, optimizer), rtol=0, atol=1e-12)
+    assert chosen_of(wrapped) == "pipe-sgd"
 
 
-def test_saved_before_the_choice_it_is_still_to_choose(results: Any) -> None:
-    for run in of(results, "resumed before"):
-        same = workers_auto.SWITCH - 4  # the unbroken run is Pipe-SGD from there on
-        assert np.array_equal(run.weights[:same], run.expected[:same])
-        assert run.chosen is None
+def test_the_residual_of_the_synchronous_steps_goes_along() -> None:
+    runs = []
+    for strategy in (f"pipe-sgd:warmup_steps={SWITCH}", f"auto:allow=pipe-sgd,steps={STEPS}"):
+        model, codec = make_model(torch.float32), hvd.Int8(error_feedback=True)
+        wrapped = wrap(model, "", strategy=strategy, compression=codec)
+        runs.append(train(model, wrapped, hvd.rank(), steps=20, drains=[19]))
+    np.testing.assert_allclose(*runs, rtol=0, atol=1e-12)
+    assert chosen_of(wrapped) == "pipe-sgd"
 
 
-def test_rank_0s_choice_is_broadcast(results: Any) -> None:
-    first, second = of(results, "resumed on rank 0")
-    assert (first[1], second[1]) == ("pipe-sgd", "pipe-sgd")
-    assert np.array_equal(first[0], second[0])
+def test_a_loss_scale_goes_along() -> None:
+    model = make_model()
+    wrapped = wrap(model, "pipe-sgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    records = []
+    for step in range(20):
+        wrapped.zero_grad()
+        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
+        scaler.step(wrapped)
+        scaler.update()
+        records.append(weights_of(model))
+    wrapped.synchronize()
+    records.append(weights_of(model))
+    np.testing.assert_allclose(records, serial(20), rtol=0, atol=1e-12)
+    assert chosen_of(wrapped) == "pipe-sgd"
 
 
-@pytest.mark.parametrize("case", ["any", "any, a slow rank"])
-def test_ranks_make_the_same_choice(results: Any, case: str) -> None:
-    (weights, chosen, lines), (others, other, silent) = of(results, case)
-    assert chosen == other is not None
-    assert np.array_equal(weights, others)
-    assert silent == []  # the first rank speaks
+def test_pipe_sgd_that_was_chosen_tries_its_plans(
+    heard: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slowest rank's steps count; what was reached is said of the plan that stays.
+
+    Larger buckets are predicted to be faster, and each rank by itself would keep others.
+    """
+    model, steps = make_model(), SWITCH + 60
+    plans: list[hvd.Plan] = []
+    said_after: list[int] = []
+
+    def slow_messages(method: Any, profile: Any, *_: object) -> choice.Prediction:
+        return predict(method, profile, CommModel.linear(10.0, 0.0))
+
+    def training(optimizer: Any) -> Weights:
+        def step() -> None:
+            before = len(heard.lines)
+            optimizer.step()
+            plans.append(optimizer.plan)
+            if any(line.startswith("auto") for line in heard.lines[before:]):
+                said_after.append(len(plans))
+
+        watched = mock.Mock(step=step, zero_grad=optimizer.zero_grad)
+        watched.synchronize = optimizer.synchronize
+        return train(model, watched, hvd.rank(), steps=steps, drains=[steps - 1])
+
+    clock = race(1)
+    monkeypatch.setattr(choice, "DEFAULT_BUCKET_BYTES", DEFAULT_BYTES)
+    monkeypatch.setattr(auto_choice, "predict", slow_messages)
+    strategy = f"auto:allow=pipe-sgd,steps={STEPS}"
+    weights = clock.run(training, model, momentum(model), strategy=strategy)
+    np.testing.assert_allclose(weights, serial(steps), rtol=0, atol=1e-12)
+    assert chosen_of(clock.optimizer) == "pipe-sgd"
+    assert plans[-1].tried == ((6, 4.0), (4, 3.5), (1, 3.0))
+    assert len(plans[-1].buckets) == 1
+    over = next(i for i, plan in enumerate(plans, 1) if len(plan.tried) == 3)
+    if hvd.rank() == 0:
+        chose, reached = said_after
+        assert chose == SWITCH < over < reached
+
+
+def saved_and_resumed(saved: int, strategy: str | None) -> tuple[Weights, Weights, Any]:
+    """The weights of a run from a step on, and those of one that goes on there; its choice.
+
+    Without a strategy, that one is a copy, in place of one that loads a file.
+    """
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+
+    def go_on(model: nn.Module, optimizer: Any, steps: range) -> Weights:
+        records = []
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+            records.append(weights_of(model))
+        return np.array(records)
+
+    go_on(model, optimizer, range(saved))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    if strategy is None:
+        other_model, other = copy.deepcopy((model, optimizer))
+    else:
+        file.seek(0)
+        states = torch.load(file)
+        other_model = make_model()
+        other = wrap(other_model, "", strategy=strategy)
+        other_model.load_state_dict(states[0])
+        other.load_state_dict(states[1])
+    unbroken = go_on(model, optimizer, range(saved, 20))
+    return unbroken, go_on(other_model, other, range(saved, 20)), chosen_of(other)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [
+        ("auto:allow=merged-gradient/pipe-sgd", "pipe-sgd"),
+        ("pipe-sgd", None),
+        (None, "pipe-sgd"),
+    ],
+    ids=["resumed", "resumed as pipe-sgd", "copied"],
+)
+def test_a_resumed_run_goes_on_with_the_choice(strategy: str | None, chosen: str | None) -> None:
+    unbroken, resumed, then = saved_and_resumed(SWITCH + 3, strategy)
+    assert np.array_equal(unbroken, resumed)
+    assert then == chosen
+
+
+def test_saved_before_the_choice_it_is_still_to_choose() -> None:
+    unbroken, resumed, chosen = saved_and_resumed(4, "auto:steps=30")
+    same = SWITCH - 4  # the unbroken run is Pipe-SGD from there on
+    assert np.array_equal(unbroken[:same], resumed[:same])
+    assert chosen is None
+
+
+def test_rank_0s_choice_is_broadcast() -> None:
+    """Rank 0 alone has the checkpoint; the others get the choice from it."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 2)
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    if hvd.rank() == 0:
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert chosen_of(optimizer) == "pipe-sgd"
+    train(model, optimizer, hvd.rank(), steps=5)
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+
+
+@pytest.mark.parametrize("slow_rank", [None, 1])
+def test_ranks_make_the_same_choice(slow_rank: int | None, heard: Lines) -> None:
+    """All methods are allowed: whatever is chosen, ranks agree on it and end equal."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd/cocod", OPTIMIZERS["adam"])
+    slow(model, slow_rank)
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 200)
+    optimizer.synchronize()
+    chosen, lines = chosen_of(optimizer), heard.taken()
+    assert gather(chosen) == [chosen] * 2
+    assert chosen is not None
+    assert_equal_on_ranks(model)
+    if hvd.rank() == 1:
+        assert lines == []  # the first rank speaks
+        return
     assert re.fullmatch(rf"auto: chose {chosen}: predicted [\d.]+ ms a step \(.*\)", lines[0])
     assert len(lines) == 2 or chosen.startswith("cocod")  # a round may be long here
     for line in lines[1:]:
         assert re.fullmatch(rf"auto: {chosen} reached .* ms a step \(predicted .* ms\)", line)
 
 
-def test_cocod_is_equal_at_the_end(results: Any) -> None:
-    (apart, end, chosen), (other_apart, other_end, other) = of(results, "cocod")
-    assert not np.array_equal(apart, other_apart)
-    assert np.array_equal(end, other_end)
-    assert chosen == other
-    assert parse(chosen).period >= 2  # "cocod" alone has one of 4
+def test_cocod_is_equal_at_the_end() -> None:
+    """Ranks part after the switch."""
+    model = make_model()
+    optimizer = wrap(model, "cocod")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 1)
+    first, second = gather(weights_of(model))
+    assert not np.array_equal(first, second)
+    train(model, optimizer, hvd.rank(), steps=8)
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+    chosen = chosen_of(optimizer)
+    assert gather(chosen) == [chosen] * 2
+    assert parse(chosen).period >= 2  # type: ignore[union-attr] # "cocod" alone has one of 4
 
 
-@pytest.mark.parametrize(
-    "case", ["joining before", "joining after", "joined before", "joined after"]
-)
-def test_parameters_and_ranks_may_join(results: Any, case: str) -> None:
-    first, second = of(results, case)
-    assert np.array_equal(first[0], second[0])
-    assert (first[1], second[1]) == ("pipe-sgd", "pipe-sgd")
+@pytest.mark.parametrize("at", [5, SWITCH + 3], ids=["before", "after"])
+def test_parameters_may_join(at: int) -> None:
+    """They train from then on."""
+    model = make_model()
+    late, first = model[0], model[2:]
+    optimizer = wrap(first, "pipe-sgd")
+    for step in range(30):
+        if step == at:
+            optimizer.add_param_group({"params": list(late.parameters())})
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        if step < at:
+            late.zero_grad()
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+    assert chosen_of(optimizer) == "pipe-sgd"
 
 
-def test_what_the_arguments_refuse_is_left_out(results: Any) -> None:
-    (lines, raised), (silent, raised_too) = of(results, "lines")
-    assert silent == []
+@pytest.mark.parametrize("before", [5, SWITCH + 5])
+def test_ranks_may_join(before: int) -> None:
+    """Rank 0 has fewer steps, and waits for the others; then all go on together."""
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=before - 2 * (hvd.rank() == 0))
+    hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 8)
+    optimizer.synchronize()
+    assert_equal_on_ranks(model)
+    assert chosen_of(optimizer) == "pipe-sgd"
+
+
+def lbfgs(model: nn.Module) -> Any:
+    return torch.optim.LBFGS(model.parameters())
+
+
+def test_what_the_arguments_refuse_is_left_out(heard: Lines) -> None:
+    model = make_model()
+    train(model, wrap(model, "merged-gradient/cocod", op=hvd.Sum), hvd.rank(), steps=LONG)
+    lines = heard.taken()
+    if hvd.rank() == 1:
+        assert lines == []
+        return
     assert lines[0].startswith("auto: cocod is left out: op=hvd.Sum has no meaning under CoCoD")
     assert lines[1].startswith("auto: chose merged-gradient: predicted")
     assert lines[2].startswith("auto: merged-gradient reached")
-    assert raised == raised_too
-    assert "leaves nothing to choose from. With 'cocod': op=hvd.Sum" in raised[0]
-    assert "leaves nothing to choose from. With 'pipe-sgd': op=hvd.Adasum" in raised[1]
-    assert of(results, "nothing to choose") == [["adasum", "merged-gradient"]] * 2
-
-
-def test_what_was_not_measured_changes_nothing(results: Any) -> None:
-    """With all times 0 stale methods looked twice as fast, and auto changed the mathematics."""
-    for chosen, _ in of(results, "nothing measured"):
-        assert chosen == "merged-gradient"
-    (_, lines), _ = of(results, "nothing measured")
-    assert "auto: no step could be measured: goes on with merged-gradient" in lines
-
-
-def test_a_choice_that_is_not_allowed_is_made_again(results: Any) -> None:
-    assert of(results, "resumed, not allowed") == [("merged-gradient", "pipe-sgd")] * 2
-
-
-@pytest.mark.parametrize("case", ["resumed, other workers", "resumed, another version"])
-def test_a_choice_of_another_job_or_version_is_not_taken(results: Any, case: str) -> None:
-    (*choices, lines), (*others, _) = of(results, case)
-    assert choices == others == [None, "pipe-sgd"]
-    warned = "auto: pipe-sgd was chosen for 3 workers: measures again"
-    assert (warned in lines) == (case == "resumed, other workers")
-
-
-@pytest.mark.parametrize("found", ["choice", "plan"])
-def test_what_rank_0_alone_decides_fails_on_every_rank(results: Any, found: str) -> None:
-    verb = {"choice": "choose", "plan": "plan"}[found]
-    own, told = of(results, f"rank 0 cannot {verb}")
-    assert own == f"ValueError: no {found}"
-    assert told == f"HvdPipeError: rank 0, which decides for all, failed: {own}"
-
-
-def test_memory_that_one_rank_lacks_is_missed_on_every_rank(results: Any) -> None:
-    told, own = of(results, "no memory")
-    assert own == "OutOfMemoryError: too little"
-    assert told.startswith("HvdPipeError: rank 1 could not allocate ")
-    assert "measure smaller messages" in told
-
-
-def test_the_slowest_ranks_times_count(results: Any) -> None:
-    (ready, last), _ = of(results, "seen by rank 0")
-    assert ready == sorted(ready)
-    assert ready[-1] >= workers_auto.SLEEP
-    assert last >= workers_auto.SLEEP
-
-
-def test_an_optimizer_that_is_gone_leaves_no_hooks(results: Any) -> None:
-    assert of(results, "gone") == [0, 0]
-
-
-def test_lbfgs_has_no_profile_and_says_so_once(results: Any) -> None:
-    (said,), silent = of(results, "profile, lbfgs")
-    assert silent == []
-    assert "no profile is written, as LBFGS computes gradients within its steps" in said
-    assert not Path(f"{results[0]}.lbfgs").exists()
-
-
-def test_the_environment_may_ask_for_it(results: Any) -> None:
-    assert of(results, "environment") == ["merged-gradient"] * 2
-
-
-def assert_as_expected(run: workers_auto.Forward) -> None:
-    for found, expected in zip(run.weights, run.expected, strict=True):
-        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
-    "case", ["forward", "forward, adamw in groups", "forward, groups", "forward alone"]
+    ("allow", "make_optimizer", "op", "reason"),
+    [
+        ("cocod", momentum, hvd.Sum, "op=hvd.Sum"),
+        ("pipe-sgd", momentum, hvd.Adasum, "op=hvd.Adasum"),
+        (FORWARD, lbfgs, hvd.Average, "LBFGS"),
+    ],
+)
+def test_nothing_is_left_to_choose_from(
+    allow: str, make_optimizer: Any, op: Any, reason: str
+) -> None:
+    message = f"leaves nothing to choose from. With {allow!r}: {reason}"
+    with pytest.raises(ValueError, match=message):
+        wrap(make_model(), allow, make_optimizer, op=op)
+
+
+def test_adasum_and_lbfgs_go_with_merged_gradient_alone() -> None:
+    model = make_model()
+    adasum = wrap(model, "merged-gradient/pipe-sgd", op=hvd.Adasum)
+    train(model, adasum, hvd.rank(), steps=2)
+    assert adasum.state_dict()["hvd_pipe"]["strategy"] == "adasum"
+    model = make_model()
+    optimizer = wrap(model, "", lbfgs, strategy="auto")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.state_dict()["hvd_pipe"]["strategy"] == "merged-gradient"
+
+
+def test_what_was_not_measured_changes_nothing(heard: Lines) -> None:
+    """With all times 0 stale methods looked twice as fast, and auto changed the mathematics.
+
+    Every measured step overflows. A fused optimizer has its ``step()`` called all the same.
+    """
+    model = make_model()
+    allow = "merged-gradient/pipe-sgd/cocod"
+    optimizer = wrap(model, allow, lambda m: torch.optim.SGD(m.parameters(), lr=0.05, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, backoff_factor=0.999)
+    for step in range(SWITCH + 2):
+        optimizer.zero_grad()
+        (scaler.scale(loss_of(model, hvd.rank(), step)) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert chosen_of(optimizer) == "merged-gradient"
+    said = "auto: no step could be measured: goes on with merged-gradient"
+    assert hvd.rank() == 1 or said in heard.lines
+
+
+def test_a_choice_that_is_not_allowed_is_made_again() -> None:
+    """A plan that comes with a choice that is not allowed must not keep auto from measuring."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient")
+    train(model, optimizer, 0, steps=SWITCH + 3)
+    saved = optimizer.state_dict()
+    assert chosen_of(optimizer) == "merged-gradient"
+    again = wrap(model, "pipe-sgd")
+    again.load_state_dict(saved)
+    train(model, again, 0, steps=SWITCH + 3)
+    assert chosen_of(again) == "pipe-sgd"
+    again.synchronize()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"workers": 3}, {"version": 9, "chosen": 5, "workers": None, "counters": None}],
+    ids=["workers", "version"],
+)
+def test_a_choice_of_another_job_or_version_is_not_taken(
+    changes: dict[str, Any], heard: Lines
+) -> None:
+    model = make_model()
+    optimizer = wrap(model, "pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH + 3)
+    saved = optimizer.state_dict()
+    optimizer.synchronize()
+    saved["hvd_pipe"] = {**saved["hvd_pipe"], **changes}
+    again = wrap(model, "pipe-sgd")
+    heard.lines.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that what is in flight is lost
+        again.load_state_dict(saved)
+    assert chosen_of(again) is None
+    train(model, again, hvd.rank(), steps=SWITCH)
+    again.synchronize()
+    assert chosen_of(again) == "pipe-sgd"
+    warned = "auto: pipe-sgd was chosen for 3 workers: measures again"
+    assert hvd.rank() == 1 or (warned in heard.lines) == (changes == {"workers": 3})
+
+
+@pytest.mark.parametrize(
+    ("where", "rank", "error", "told"),
+    [
+        (
+            "hvd_pipe.torch.auto_choice.predict",
+            0,
+            ValueError("no choice"),
+            "rank 0, which decides for all, failed: ValueError: no choice",
+        ),
+        (
+            "hvd_pipe.runtime.bucket_planner.plan_dtype_groups",
+            0,
+            ValueError("no plan"),
+            "rank 0, which decides for all, failed: ValueError: no plan",
+        ),
+        (
+            "torch.zeros",
+            1,
+            torch.OutOfMemoryError("too little"),
+            "rank 1 could not allocate .*measure smaller messages",
+        ),
+    ],
+    ids=["choose", "plan", "allocate"],
+)
+def test_one_rank_alone_fails_as_all_measure_plan_and_choose(
+    where: str, rank: int, error: Exception, told: str
+) -> None:
+    """Every rank is told."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    train(model, optimizer, hvd.rank(), steps=SWITCH - 1)
+    if hvd.rank() == rank:
+        with mock.patch(where, side_effect=error), pytest.raises(type(error), match=str(error)):
+            train(model, optimizer, hvd.rank(), steps=1)
+    else:
+        with pytest.raises(HvdPipeError, match=f"(?s){told}"):
+            train(model, optimizer, hvd.rank(), steps=1)
+
+
+def test_the_slowest_ranks_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is slow before its last gradient; rank 0 alone plans and predicts."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    if hvd.rank() == 1:
+        model[0].weight.register_hook(lambda _: time.sleep(SLEEP))
+    planned = mock.Mock(wraps=bucket_planner.plan_dtype_groups)
+    predicted = mock.Mock(wraps=auto_choice.predict)
+    monkeypatch.setattr(auto_choice, "predict", predicted)
+    monkeypatch.setattr(bucket_planner, "plan_dtype_groups", planned)
+    train(model, optimizer, hvd.rank(), steps=SWITCH)
+    optimizer.synchronize()
+    if hvd.rank() != 0:
+        assert not planned.called
+        assert not predicted.called
+        return
+    ready = planned.call_args.args[1].tolist()
+    assert ready == sorted(ready)
+    assert ready[-1] >= SLEEP
+    assert predicted.call_args.args[1].ready_times()[-1] >= SLEEP
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hooks() -> None:
+    model = make_model()
+    for _ in range(3):
+        optimizer = wrap(model, "pipe-sgd")
+        train(model, optimizer, hvd.rank(), steps=2)
+        del optimizer
+        gc.collect()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_the_environment_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVD_PIPE_STRATEGY", f"auto:steps={STEPS}")
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+    train(model, optimizer, hvd.rank(), steps=SWITCH)
+    assert chosen_of(optimizer) == "merged-gradient"
+
+
+# overlap=forward among the choices.
+
+
+@contextmanager
+def forced_times(all_reduce_s: float = 4.0) -> Iterator[None]:
+    """Let the last rank compute for 4 s and the others for 0.04 s, and messages take so long.
+
+    With the last rank's times, overlap=forward is faster than plain merged-gradient by far, and
+    pipe-sgd hardly faster: the small gradients are ready last. With the first rank's own times, a
+    step takes as long as its messages under any method.
+    """
+    compute = 4.0 if hvd.rank() == hvd.size() - 1 else 0.04
+    close = step_times.JobTimes.close
+
+    def closed(times: step_times.JobTimes) -> OwnTimes:
+        close(times)
+        last = max(1, times.count - 1)
+        ready = [compute / 2 * index / last for index in range(times.count)]
+        return OwnTimes(compute / 2, ready, 0.0)
+
+    def predicted(method: Any, profile: Any, comm: CommModel, codec: Any) -> Any:
+        total = float(profile.gradient_bytes().sum())
+        return predict(method, profile, CommModel.linear(0.0, all_reduce_s / total), codec)
+
+    with (
+        mock.patch.object(step_times.JobTimes, "close", closed),
+        mock.patch.object(auto_choice, "predict", predicted),
+    ):
+        yield
+
+
+def looped(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    loss: Loss = loss_of,
+    after: Callable[[Any, Any, int], object] = lambda model, optimizer, step: None,
+) -> tuple[list[Weights], list[int]]:
+    """A loop that seldom looks at the weights; also the steps that deferred updates."""
+    weights, deferred = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        loss(model, hvd.rank(), step).backward()
+        optimizer.step()
+        engine = getattr(optimizer, "_hvd_pipe", None)
+        if isinstance(engine, ForwardOverlapEngine) and pending(optimizer):
+            deferred.append(step)
+        after(model, optimizer, step)
+        if step % 10 == 9:
+            weights.append(weights_of(model))
+    return [*weights, weights_of(model)], deferred
+
+
+def assert_same(found: list[Weights], expected: list[Weights]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+
+
+class Forward(NamedTuple):
+    """A run whose choice may be overlap=forward; the steps that deferred, what was said."""
+
+    chosen: str | None
+    deferred: list[int]
+    lines: list[str]
+
+
+def into_forward(
+    heard: Lines,
+    make: Callable[[], nn.Module] = make_model,
+    make_optimizer: Callable[[nn.Module], Any] = momentum,
+    allow: str = ALL_BUT_COCOD,
+    arguments: dict[str, Any] | None = None,
+    against: str | None = None,
+    **script: Any,
+) -> Forward:
+    """Train by auto, and compare with stock Horovod or another strategy in every bit."""
+    runs = []
+    other = (stock, {}) if against is None else (hvd, {"strategy": against})
+    for module, given in ((hvd, {"strategy": f"auto:allow={allow},steps={STEPS}"}), other):
+        torch.manual_seed(1)
+        model = make()
+        optimizer: Any = module.DistributedOptimizer(
+            make_optimizer(model), model.named_parameters(), **given, **(arguments or {})
+        )
+        with forced_times():
+            runs.append(looped(model, optimizer, range(TRIED + 30), **script))
+        if len(runs) == 1:
+            chosen = chosen_of(optimizer)
+    (weights, deferred), (expected, _) = runs
+    assert_same(weights, expected)
+    return Forward(chosen, deferred, heard.taken())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        {},
+        {"make_optimizer": OPTIMIZERS["adamw-groups"]},
+        {"allow": EXACT, "arguments": {"groups": 3}},
+        {"allow": FORWARD},
+    ],
+    ids=["momentum", "adamw in groups", "groups", "alone"],
 )
 def test_all_ranks_choose_overlap_forward_by_the_slowest_ranks_times(
-    results: Any, case: str
+    script: dict[str, Any], heard: Lines
 ) -> None:
-    """And compute what stock Horovod computes, in every bit."""
-    (first, second), end = of(results, case), workers_auto.TRIED + 30
-    for run in (first, second):
-        assert_as_expected(run)
-        assert run.chosen == workers_auto.FORWARD
-        # Uses are watched for plans, and groups are given.
-        begun = workers_auto.SWITCH if "groups" in case.split(", ") else workers_auto.DEFERS
-        assert run.deferred[0] == begun
-        assert set(range(workers_auto.TRIED, end)) <= set(run.deferred)
-    said = rf"auto: chose {workers_auto.FORWARD}: predicted [\d.]+ ms a step( \(.*\))?"
-    assert re.fullmatch(said, first.lines[0])
-    assert ("pipe-sgd" in first.lines[0]) == (case in ("forward", "forward, adamw in groups"))
-    assert first.lines[1].startswith(f"auto: {workers_auto.FORWARD} reached")
-    assert second.lines == []
+    run = into_forward(heard, **script)
+    assert run.chosen == FORWARD
+    # Uses are watched for plans, and groups are given.
+    assert run.deferred[0] == (SWITCH if "arguments" in script else DEFERS)
+    assert set(range(TRIED, TRIED + 30)) <= set(run.deferred)
+    if hvd.rank() == 1:
+        assert run.lines == []
+        return
+    said = rf"auto: chose {FORWARD}: predicted [\d.]+ ms a step( \(.*\))?"
+    assert re.fullmatch(said, run.lines[0])
+    assert ("pipe-sgd" in run.lines[0]) == ("allow" not in script)
+    assert run.lines[1].startswith(f"auto: {FORWARD} reached")
 
 
-def test_weights_that_are_read_after_the_choice_are_new(results: Any) -> None:
-    for run in of(results, "forward, weights that are read"):
-        assert_as_expected(run)
-        assert run.chosen == workers_auto.FORWARD
-        assert run.deferred
+def test_weights_that_are_read_after_the_choice_are_new(heard: Lines) -> None:
+    run = into_forward(heard, after=read_all)
+    assert run.chosen == FORWARD
+    assert run.deferred
 
 
 @pytest.mark.parametrize(
-    ("case", "why"),
+    ("script", "why"),
     [
-        ("forward, sparse", "the gradient of '.*' is sparse .*"),
-        ("forward, not separable", "it is not known whether the optimizer updates each .*"),
+        (
+            {
+                "make": Sparse,
+                "make_optimizer": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+                "against": "merged-gradient",
+            },
+            "the gradient of '.*' is sparse .*",
+        ),
+        (
+            {"make_optimizer": lambda model: Clipping(model.parameters(), lr=0.1)},
+            "it is not known whether the optimizer updates each .*",
+        ),
     ],
+    ids=["sparse", "not separable"],
 )
 def test_overlap_forward_is_left_out_where_it_would_not_defer(
-    results: Any, case: str, why: str
+    script: dict[str, Any], why: str, heard: Lines
 ) -> None:
-    for run in of(results, case):
-        assert_as_expected(run)
-        assert (run.chosen, run.deferred) == ("merged-gradient", [])
-        left_out = f"auto: {workers_auto.FORWARD} is left out: {why}"
-        assert sum(bool(re.fullmatch(left_out, line)) for line in run.lines) == 1
+    run = into_forward(heard, allow=EXACT, **script)
+    assert (run.chosen, run.deferred) == ("merged-gradient", [])
+    left_out = f"auto: {FORWARD} is left out: {why}"
+    assert sum(bool(re.fullmatch(left_out, line)) for line in run.lines) == 1
 
 
-def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(results: Any) -> None:
-    (chosen, deferred, lines), (other, others_deferred, told) = of(
-        results, "forward, refused on one rank"
-    )
-    assert chosen == other == "merged-gradient"
-    assert deferred == others_deferred == []
-    assert re.fullmatch(r"auto: chose merged-gradient: predicted [\d.]+ ms a step", lines[0])
-    assert told == [f"auto: {workers_auto.FORWARD} is left out: of this test"]
+def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(heard: Lines) -> None:
+    model = make_model()
+    optimizer = wrap(model, EXACT)
+    why = "of this test" if hvd.rank() == 1 else None
+    with forced_times(), mock.patch.object(auto_choice, "refusal", return_value=why):
+        _, deferred = looped(model, optimizer, range(SWITCH + 10))
+    assert chosen_of(optimizer) == "merged-gradient"
+    assert deferred == []
+    lines = heard.taken()
+    if hvd.rank() == 1:
+        assert lines == [f"auto: {FORWARD} is left out: of this test"]
+    else:
+        assert re.fullmatch(r"auto: chose merged-gradient: predicted [\d.]+ ms a step", lines[0])
 
 
-@pytest.mark.parametrize("case", ["forward, resumed", "forward, copied"])
-def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(results: Any, case: str) -> None:
-    for run, (plan, *resumed) in of(results, case):
-        assert_as_expected(run)
-        assert run.chosen == workers_auto.FORWARD
-        assert plan.order is not None
-        for later in resumed:
-            assert (later.buckets, later.order) == (plan.buckets, plan.order)
-        begun = workers_auto.TRIED + 5 + 1  # the first step loads, on all ranks
-        assert run.deferred == list(range(begun, workers_auto.TRIED + 5 + 50))
+def forward_resumed(
+    saved: int, copied: bool, steps: int
+) -> tuple[tuple[Any, Any, Any], str | None, list[int]]:
+    """Save after some steps and resume (or copy); compare with a run without a break.
+
+    Returns:
+        The plans when it was saved, after the first step from there, and at the end; the choice;
+        the steps that deferred.
+    """
+    model = make_model()
+    optimizer = wrap(model, ALL_BUT_COCOD)
+    with forced_times():
+        looped(model, optimizer, range(saved))
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        at_save = optimizer.plan
+        if copied:
+            other_model, other = copy.deepcopy((model, optimizer))
+        else:
+            file.seek(0)
+            states = torch.load(file)
+            other_model = make_model()
+            other = wrap(other_model, ALL_BUT_COCOD)
+            other_model.load_state_dict(states[0])
+            other.load_state_dict(states[1])
+        expected, _ = looped(model, optimizer, range(saved, saved + steps))
+    first, _ = looped(other_model, other, range(saved, saved + 1))
+    at_first = other.plan
+    weights, deferred = looped(other_model, other, range(saved + 1, saved + steps))
+    if (saved + 1) % 10 == 0:
+        weights = [*first[:-1], *weights]
+    assert_same(weights, expected)
+    return (at_save, at_first, other.plan), chosen_of(other), deferred
 
 
-def test_a_run_that_was_saved_in_a_trial_tries_again(results: Any) -> None:
+@pytest.mark.parametrize("copied", [False, True], ids=["resumed", "copied"])
+def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(copied: bool) -> None:
+    (plan, *resumed), chosen, deferred = forward_resumed(TRIED + 5, copied, 50)
+    assert chosen == FORWARD
+    assert plan.order is not None
+    for later in resumed:
+        assert (later.buckets, later.order) == (plan.buckets, plan.order)
+    assert deferred == list(range(TRIED + 5 + 1, TRIED + 5 + 50))  # the first step loads
+
+
+def test_a_run_that_was_saved_in_a_trial_tries_again() -> None:
     """Which plan stays is for this machine to say; all but the last step of a trial defer."""
-    for run, (on_trial, resumed, kept) in of(results, "forward, resumed in a trial"):
-        assert_as_expected(run)
-        assert run.chosen == workers_auto.FORWARD
-        assert on_trial.order is not None
-        assert resumed.order is None  # with the barrier, as every run begins
-        assert len(kept.tried_forward) == workers_auto.TRIALS
-        assert len(run.deferred) >= workers_auto.TRIALS * (workers_auto.TRIAL - 1)
+    (on_trial, resumed, kept), chosen, deferred = forward_resumed(
+        SWITCH + 12, False, ALL_TRIED + 10
+    )
+    assert chosen == FORWARD
+    assert on_trial.order is not None
+    assert resumed.order is None  # with the barrier, as every run begins
+    assert len(kept.tried_forward) == TRIALS
+    assert len(deferred) >= TRIALS * (TRIAL - 1)
 
 
 @pytest.mark.parametrize(
-    ("case", "chosen"),
-    [
-        ("forward, loads pipe-sgd", "pipe-sgd"),
-        ("forward, loads merged-gradient", "merged-gradient"),
-        ("pipe-sgd, loads forward", workers_auto.FORWARD),
-    ],
+    ("first", "second"),
+    [(FORWARD, "pipe-sgd"), (FORWARD, "merged-gradient"), ("pipe-sgd", FORWARD)],
 )
 def test_a_state_that_has_chosen_otherwise_is_followed(
-    results: Any, case: str, chosen: str
+    first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for found, weights, expected in of(results, case):
-        assert found == chosen
-        assert np.array_equal(weights, expected)
+    runs = []
+    for allow in (first, second):
+
+        def choose(predictions: Any, allow: str = allow) -> Any:
+            return next(p for p in predictions if auto_choice.kind_of(p.method) == allow)
+
+        monkeypatch.setattr(auto_choice, "choose", choose)
+        model = make_model()
+        optimizer = wrap(model, ALL_BUT_COCOD)
+        with forced_times():
+            looped(model, optimizer, range(TRIED + 5))
+        runs.append((model, optimizer))
+    (model, optimizer), (other_model, other) = runs
+    states = copy.deepcopy((other_model.state_dict(), other.state_dict()))
+    expected, _ = looped(other_model, other, range(100, 120))
+    other.synchronize()
+    optimizer.synchronize()
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    weights, _ = looped(model, optimizer, range(100, 120))
+    assert chosen_of(optimizer) == second
+    assert_same(weights, expected)
+    optimizer.synchronize()
 
 
-def test_a_choice_outlasts_a_shutdown() -> None:
-    first, second = run_ranks(2, workers_auto.forward_shut_down)
-    for run in (first, second):
-        assert_as_expected(run)
-        assert run.chosen == workers_auto.FORWARD
-        begun = workers_auto.TRIED + 5 + 1
-        assert run.deferred == list(range(begun, workers_auto.TRIED + 35))
-    assert f"auto: goes on with {workers_auto.FORWARD}, as chosen before" in first.lines
-    assert not any("reached" in line for line in [*first.lines, *second.lines])
+def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again() -> None:
+    """A choice and its plan are not taken where it is not allowed any more."""
+    model = make_model()
+    with forced_times():
+        optimizer = wrap(model, EXACT)
+        looped(model, optimizer, range(TRIED))
+        assert chosen_of(optimizer) == FORWARD
+        again = wrap(model, "merged-gradient")
+        again.load_state_dict(optimizer.state_dict())
+        assert chosen_of(again) is None
+        looped(model, again, range(SWITCH))
+    assert again.plan.order is None
+    assert chosen_of(again) == "merged-gradient"
 
 
-def test_overlap_forward_that_is_not_allowed_any_more_is_measured_again(results: Any) -> None:
-    found = [(workers_auto.FORWARD, None, "merged-gradient")] * 2
-    assert of(results, "forward, not allowed") == found
-
-
-@pytest.mark.parametrize("when", ["before", "at the choice", "after", "in a trial"])
-def test_ranks_may_join_while_overlap_forward_begins(results: Any, when: str) -> None:
-    first, second = of(results, f"forward, joined {when}")
+@pytest.mark.parametrize(
+    "before",
+    [SWITCH - 1, SWITCH, SWITCH + 1, DEFERS + 6],
+    ids=["before", "at the choice", "after", "in a trial"],
+)
+def test_ranks_may_join_while_overlap_forward_begins(before: int) -> None:
+    """Rank 0 has fewer steps, and joins before the choice, or as overlap=forward begins."""
+    model = make_model()
+    optimizer = wrap(model, EXACT)
+    with forced_times():
+        looped(model, optimizer, range(before + 2 * (hvd.rank() == 1)))
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        _, deferred = looped(model, optimizer, range(TRIED + 10))
+    optimizer.synchronize()
+    assert len(deferred) > 5
+    assert chosen_of(optimizer) == FORWARD
+    first, second = gather(len(deferred))
     assert first == second
-    deferred, chosen = first
-    assert deferred > 5
-    assert chosen == workers_auto.FORWARD
 
 
-def test_what_refuses_overlap_forward_leaves_it_out(results: Any) -> None:
-    (adasum, lbfgs, raised), others = of(results, "forward left out")
-    left_out = f"auto: {workers_auto.FORWARD} is left out: "
-    assert adasum.startswith(left_out + "op=hvd.Adasum does not go with strategy=")
-    assert lbfgs.startswith(left_out + "LBFGS updates all parameters at once")
-    assert f"leaves nothing to choose from. With '{workers_auto.FORWARD}': LBFGS" in raised
-    assert others == [raised]
+@pytest.mark.parametrize(
+    ("make_optimizer", "op", "reason"),
+    [
+        (momentum, hvd.Adasum, "op=hvd.Adasum does not go with strategy="),
+        (lbfgs, hvd.Average, "LBFGS updates all parameters at once"),
+    ],
+    ids=["Adasum", "LBFGS"],
+)
+def test_what_refuses_overlap_forward_leaves_it_out(
+    make_optimizer: Any, op: Any, reason: str, heard: Lines
+) -> None:
+    wrap(make_model(), EXACT, make_optimizer, op=op)
+    lines = heard.taken()
+    assert len(lines) == (hvd.rank() == 0)
+    assert all(line.startswith(f"auto: {FORWARD} is left out: {reason}") for line in lines)
 
 
-def test_one_worker_has_nothing_to_choose() -> None:
-    assert run_ranks(1, workers_auto.alone) == [None]
+def a_newcomer_that_cannot_travel(strange: bool) -> None:
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+    train(model, optimizer, hvd.rank(), steps=2)
+    dtype = torch.complex64 if strange else torch.float32
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
+    train(model, optimizer, hvd.rank(), steps=1)
 
 
-def test_a_running_job_writes_its_profile(results: Any) -> None:
-    for run in of(results, "profile"):
-        assert np.array_equal(run.weights, run.expected)
-    profile = ModelProfile.load(Path(results[0]))
+def test_a_newcomer_that_cannot_travel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Horovod cannot all-reduce.*two parameters"):
+        a_newcomer_that_cannot_travel(True)
+
+
+# A running job's profile.
+
+
+def shared_path(name: str) -> Path:
+    return place()[0] / name
+
+
+def test_a_running_job_writes_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``HVD_PIPE_PROFILE`` changes nothing that is computed."""
+    runs, path = [], shared_path("profile.json")
+    for value in (str(path), ""):
+        monkeypatch.setenv("HVD_PIPE_PROFILE", value)
+        model = make_model()
+        optimizer = wrap(model, "", strategy="pipe-sgd")
+        runs.append(train(model, optimizer, hvd.rank(), steps=20))
+        optimizer.synchronize()
+    assert np.array_equal(*runs)
+    profile = ModelProfile.load(path)
     names = {f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
     assert set(profile.gradient_order()) == names
     assert profile.gradient_bytes().sum() == 8 * (6 * 5 + 5 + 5 * 4 + 4 + 4 * 3 + 3)
@@ -333,10 +881,58 @@ def test_a_running_job_writes_its_profile(results: Any) -> None:
     assert profile.forward_s > 0 < profile.update_s
 
 
-def test_a_newcomer_that_cannot_travel_is_refused_on_every_rank(results: Any) -> None:
-    for said in of(results, "newcomer"):
-        assert said.startswith("ValueError: Horovod cannot all-reduce")
-        assert "two parameters" in said
-    for said in run_ranks(2, workers_auto.one_strange_newcomer):
-        assert said.startswith("RanksDisagreeError: rank 1 was given something wrong")
-        assert "Horovod cannot all-reduce" in said
+def test_lbfgs_has_no_profile_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = shared_path("lbfgs.json")
+    monkeypatch.setattr(step_times, "_started", False)
+    monkeypatch.setenv("HVD_PIPE_PROFILE", str(path))
+    for _ in range(2):
+        wrap(make_model(), "", lbfgs, strategy=None)
+    said = [str(warning.message) for warning in recwarn if warning.filename == __file__]
+    assert len(said) == (hvd.rank() == 0)
+    assert all("no profile is written, as LBFGS computes gradients within" in s for s in said)
+    assert not path.exists()
+
+
+# In launches of their own: what ends Horovod, or leaves ranks apart.
+
+
+@on_ranks(2, init=lambda: importlib.import_module("mpi4py.MPI") and hvd.init())
+def test_a_choice_outlasts_a_shutdown(heard: Lines) -> None:
+    """Horovod ends and begins again (mpi4py finalises MPI); nothing is measured or tried anew."""
+    model = make_model()
+    with forced_times():
+        optimizer = wrap(model, EXACT)
+        looped(model, optimizer, range(TRIED + 5))
+    plan = optimizer.plan
+    hvd.shutdown()
+    hvd.init()
+    weights, deferred = looped(model, optimizer, range(TRIED + 5, TRIED + 35))
+    assert (optimizer.plan.buckets, optimizer.plan.order) == (plan.buckets, plan.order)
+    assert chosen_of(optimizer) == FORWARD
+    assert deferred == list(range(TRIED + 5 + 1, TRIED + 35))
+    lines = heard.taken()
+    goes_on = f"auto: goes on with {FORWARD}, as chosen before"
+    assert hvd.rank() == 1 or goes_on in lines
+    assert not any("reached" in line for line in lines)
+    model = make_model()
+    plain: Any = stock.DistributedOptimizer(momentum(model), model.named_parameters())
+    looped(model, plain, range(TRIED + 5))
+    assert_same(weights, looped(model, plain, range(TRIED + 5, TRIED + 35))[0])
+
+
+@on_ranks(1, init=hvd.init)
+def test_one_worker_has_nothing_to_choose() -> None:
+    """And nothing to wait for."""
+    model = make_model()
+    optimizer = wrap(model, "merged-gradient/pipe-sgd")
+    train(model, optimizer, 0, steps=LONG)
+    assert chosen_of(optimizer) is None
+
+
+def test_a_newcomer_that_cannot_travel_from_one_rank_is_refused_on_every_rank() -> None:
+    """The last of its launch: ranks have gone apart."""
+    said = "rank 1 was given something wrong.*Horovod cannot all-reduce"
+    with pytest.raises(RanksDisagreeError, match=f"(?s){said}"):
+        a_newcomer_that_cannot_travel(hvd.rank() == 1)

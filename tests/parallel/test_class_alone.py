@@ -2,113 +2,163 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import horovod.torch
+import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
-import workers_class_alone as job
-from cases import of_case
-from on_ranks import on_ranks
-from ranks import once, run_ranks
-from workers_resume import Case
+from checkpoints import (
+    FEEDBACK,
+    PLANNED,
+    Case,
+    advance,
+    assert_equal,
+    broadcast_from_rank_0,
+)
+from on_ranks import gather, on_ranks
+from problem import make_model, train, weights_of
+from torch import nn
 
 import hvd_pipe.torch
+from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.torch import DistributedOptimizer
 
-results = once(lambda: run_ranks(2, job.run, timeout=150))
-restarts = once(lambda: run_ranks(2, job.run_restarts, timeout=120))
+LR = 2.0**-6
+EARLY, LATE, MORE = 5, 25, 16  # a plan is due between the first two, and in the last, if none is
+BEFORE, AFTER = 7, 20  # steps before hvd.shutdown(), and after hvd.init()
 
-
-def assert_equal(one: list[job.Array], other: list[job.Array]) -> None:
-    """Bit for bit."""
-    assert len(one) == len(other)
-    wrong = [
-        i for i, (x, y) in enumerate(zip(one, other, strict=True)) if not np.array_equal(x, y)
-    ]
-    assert not wrong, f"rows {wrong} of {len(one)} differ"
+pytestmark = on_ranks(2, init=hvd.init, timeout=60)
 
 
 @pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize("case", job.RESUMED, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            Case(strategy, optimizer)
+            for strategy in ("merged-gradient", "pipe-sgd", "pipe-sgd:prediction=previous")
+            for optimizer in ("momentum", "adam", "adamw-groups", "sgd")
+        ),
+        Case("merged-gradient", saved=PLANNED),
+        Case("cocod:period=4", "sgd", saved=8),
+    ],
+    ids=str,
+)
 def test_a_state_that_rank_0_alone_has_loaded(case: Case, before: int) -> None:
     """Horovod's broadcast made a step on the ranks without a state, and on those only: a hang.
 
     It does not know of a gradient in flight or of a plan either, which rank 0 then had alone.
     """
-    for whole, resumed in of_case([each for _, each in results()], f"{before} before: {case}"):
-        assert_equal(resumed, whole)
+    drain = case.strategy.startswith("cocod")
+    whole, resumed, _ = broadcast_from_rank_0(case, hvd, before, drain)
+    assert_equal(resumed, whole)
 
 
 @pytest.mark.parametrize("name", ["adamw-groups", "sgd"])
 def test_a_broadcast_before_the_first_step(name: str) -> None:
     """Horovod's broadcast called step() for a state, which averaged zeros and decayed weights."""
-    ranks = of_case([each for _, each in results()], ("fresh", name))
-    for before, after, rate, trained in ranks:
-        np.testing.assert_array_equal(before, after)
-        assert rate == 0.125
-        assert not np.array_equal(trained, after)
-        np.testing.assert_array_equal(trained, ranks[0][-1])
+    model, optimizer = Case("merged-gradient", name).start()
+    if hvd.rank() == 0:
+        optimizer.param_groups[0]["lr"] = 0.125
+    before = weights_of(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    np.testing.assert_array_equal(before, weights_of(model))
+    train(model, optimizer, hvd.rank(), steps=2)
+    first, second = gather(weights_of(model))
+    assert not np.array_equal(before, first)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_names_of_parameters() -> None:
     """Scripts read them from ``_parameter_names``, which ours lacked."""
-    first, second = of_case([each for _, each in results()], "names")
-    assert first == second
-    assert len(set(first[0])) == 6
-    assert first[1]
+    model = make_model()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    names = list(optimizer._parameter_names.values())
+    assert gather(names) == [names] * 2
+    assert len(set(names)) == 6
+    assert all(p in optimizer._parameter_names for p in model.parameters())
 
 
 def test_step_after_synchronize_is_told_in_horovods_words() -> None:
     """Scripts look for Horovod's words, which ours did not have."""
-    for texts in of_case([each for _, each in results()], "warned"):
-        assert "optimizer.step() called without optimizer.skip_synchronize()" in texts[0]
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(plain, model.named_parameters())
+    model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    optimizer.synchronize()
+    words = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"
+    with pytest.warns(UserWarning, match=words):
+        optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", job.STRATEGIES)
+def one_weight(strategy: str) -> tuple[nn.Linear, Any]:
+    """A model whose gradient is 1 on both ranks in every step."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    plain = torch.optim.SGD(model.parameters(), lr=LR)
+    return model, DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+
+
+def go_on(model: nn.Linear, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd", "cocod:period=2"])
 def test_ranks_that_join_after_unlike_steps(strategy: str) -> None:
     """Horovod's join left Pipe-SGD's pending gradient to be waited for, and plans out of step."""
-    first, second = (
-        tuple(-w / job.LR for w in weights)
-        for weights in of_case([each for _, each in results()], ("joined", strategy))
-    )
-    alone = (job.LATE - job.EARLY) * (1.0 if strategy.startswith("cocod") else 0.5)
-    more = float(job.MORE)
+    model, optimizer = one_weight(strategy)
+    go_on(model, optimizer, LATE if hvd.rank() else EARLY)
+    hvd.join()
+    before = -model.weight.item() / LR
+    optimizer.synchronize()
+    after = -model.weight.item() / LR
+    go_on(model, optimizer, MORE)
+    optimizer.synchronize()
+    assert -model.weight.item() / LR == after + MORE
     if strategy.startswith("cocod"):
-        assert first[1] == second[1]
+        assert gather(after) == [after] * 2
     else:
-        assert first[:2] == (job.EARLY, job.EARLY)
-        assert second[:2] == (job.EARLY + alone, job.EARLY + alone)
-    assert first[2] == first[1] + more
-    assert second[2] == second[1] + more
+        assert before == after == EARLY + hvd.rank() * (LATE - EARLY) * 0.5
 
 
 def test_messages_of_the_scripts_own() -> None:
-    for total, weight in of_case([each for _, each in results()], "mixed"):
-        assert total == 5 * (1.0 + 1.0)
-        assert -weight / job.LR == 5
+    """Between backward and step, by name, handle and number."""
+    model, optimizer = one_weight("pipe-sgd")
+    total = 0.0
+    for _ in range(5):
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        handle = hvd.allreduce_async(torch.ones(3) * hvd.rank(), op=hvd.Sum)
+        optimizer.step()
+        total += float(hvd.synchronize(handle)[0]) + float(hvd.allreduce(torch.ones(1), name="x"))
+    optimizer.synchronize()
+    assert total == 5 * (1.0 + 1.0)
+    assert -model.weight.item() / LR == 5
 
 
 def test_init_once_more() -> None:
-    assert of_case([each for _, each in results()], "init again") == [-6 * job.LR] * 2
+    """A library calls hvd.init() once more, on one rank only, between two steps."""
+    model, optimizer = one_weight("merged-gradient")
+    go_on(model, optimizer, 3)
+    if hvd.rank() == 1:
+        hvd.init()
+    go_on(model, optimizer, 3)
+    assert model.weight.item() == -6 * LR
 
 
 def test_ranks_watch_each_other_from_the_first_optimizer_on() -> None:
     """hvd_pipe.torch.init() began to watch, which such a script does not call."""
-    assert all(watches for watches, _ in results())
-
-
-@pytest.mark.parametrize("case", job.RESTARTED, ids=str)
-def test_horovod_may_end_and_start_again(case: Case) -> None:
-    """An optimizer went on with messages of a Horovod that had ended."""
-    for whole, rows in of_case(restarts(), str(case)):
-        assert_equal(rows, whole)
-
-
-def test_ranks_watch_each_other_again() -> None:
-    assert all(result["watched"] for result in restarts())
+    one_weight("merged-gradient")
+    assert watchdog._reporter is not None
 
 
 def gradient_of_the_mean(hvd: Any, x: torch.Tensor) -> Any:
@@ -140,23 +190,60 @@ RESULTS = {
 }
 
 
-@on_ranks(2, init=horovod.torch.init, timeout=60)
-@pytest.mark.parametrize("library", [horovod.torch, hvd_pipe.torch], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("library", [hvd, hvd_pipe.torch], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_unnamed_collectives_after_unlike_numbers_of_messages(
     name: str, library: ModuleType
 ) -> None:
     """Horovod named them by a number that counts all messages, ours too: the ranks waited."""
-    hvd: Any = library
     parameter = torch.nn.Parameter(torch.zeros(1))
-    hvd_pipe.torch.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
+    DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
 
     def send() -> int:
-        return int(horovod.torch.allreduce_async(torch.ones(1), name="a message of ours"))
+        return int(hvd.allreduce_async(torch.ones(1), name="a message of ours"))
 
     handle = send() if hvd.rank() == 0 else None
-    result = COLLECTIVES[name](hvd, torch.full((2,), 1.0 + 2 * hvd.rank()))
+    result = COLLECTIVES[name](library, torch.full((2,), 1.0 + 2 * hvd.rank()))
     handle = send() if handle is None else handle
-    assert horovod.torch.synchronize(handle) == 1
+    assert hvd.synchronize(handle) == 1
     values = result[0] if isinstance(result, tuple) else result
     assert values.tolist() == RESULTS.get(name, ([2, 2], [2, 2]))[hvd.rank()]
+
+
+# Horovod can start again over MPI, if somebody else has initialised that. Over Gloo it may find
+# where the other ranks listened the time before, and abort.
+
+
+def init() -> None:
+    importlib.import_module("mpi4py.MPI")
+    hvd.init()
+
+
+@on_ranks(2, init=init)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("merged-gradient"),
+        Case("pipe-sgd", "adam"),
+        Case("cocod:period=3"),
+        Case("pipe-sgd", compression=FEEDBACK),
+    ],
+    ids=str,
+)
+def test_horovod_may_end_and_start_again(case: Case) -> None:
+    """An optimizer went on with messages of a Horovod that had ended."""
+    model, optimizer = case.start()
+    whole = advance(model, optimizer, range(BEFORE + AFTER))
+    optimizer.synchronize()
+    whole.append(weights_of(model))
+    model, optimizer = case.start()
+    rows = advance(model, optimizer, range(BEFORE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hvd.shutdown()
+    optimizer.state_dict()
+    hvd.init()
+    rows += advance(model, optimizer, range(BEFORE, BEFORE + AFTER))
+    optimizer.synchronize()
+    assert_equal([*rows, weights_of(model)], whole)
+    assert watchdog._reporter is not None  # ranks watch each other again

@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import workers_guards
-from cases import of_case
 from cells import Cell
-from problem import OPTIMIZERS, make_model, weights_of
-from ranks import once, run_ranks
-from reference import Workers, mean
-from workers_guards import EARLY, EVALUATED, LATE, LR, MORE, STRATEGIES
+from on_ranks import on_ranks
+from problem import OPTIMIZERS, make_model, train
+from serial import make_workers
+from torch import nn
 
-results = once(lambda: run_ranks(2, workers_guards.run, timeout=150))
+import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
+
+LR = 2.0**-6
+EARLY, LATE = 5, 25  # steps of rank 0 and rank 1; a plan is due in between
+MORE = 16  # after both have joined; a plan is due, if none was made
+
+STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
+
+pytestmark = on_ranks(2, init=hvd.init)
+
+
+def one_weight(strategy: str) -> tuple[nn.Linear, Any]:
+    """A model whose gradient is 1 on both ranks in every step."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    plain = torch.optim.SGD(model.parameters(), lr=LR)
+    return model, hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+
+
+def go_on(model: nn.Linear, optimizer: Any, steps: int, gradient: float = 1.0) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model.weight.sum() * gradient).backward()
+        optimizer.step()
+
+
+def updates_of(model: nn.Linear) -> float:
+    """The sum of all updates so far, in units of the learning rate."""
+    return -model.weight.item() / LR
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_has_joined_is_not_averaged_in_as_a_model(strategy: str) -> None:
     """Uneven data. Gradients of a joined rank count as zero, as in Horovod; its model does not."""
-    updates = [
-        tuple(-w / LR for w in weights) for weights in of_case(results(), ("joined", strategy))
-    ]
-    half = EARLY + (LATE - EARLY) / 2
+    model, optimizer = one_weight(strategy)
+    go_on(model, optimizer, LATE if hvd.rank() else EARLY)
+    hvd.join()
+    updates = [updates_of(model)]
+    optimizer.synchronize()
+    updates.append(updates_of(model))
+    go_on(model, optimizer, MORE)
+    optimizer.synchronize()
+    updates.append(updates_of(model))
     if strategy == "cocod:period=2":
-        together = (EARLY + LATE) / 2
-        assert updates == [(end, together, together + MORE) for end in (EARLY, LATE)]
+        end, together = (EARLY, LATE)[hvd.rank()], (EARLY + LATE) / 2
+        assert updates == [end, together, together + MORE]
     else:
-        assert updates == [(end, end, end + MORE) for end in (EARLY, half)]
+        end = (EARLY, EARLY + (LATE - EARLY) / 2)[hvd.rank()]
+        assert updates == [end, end, end + MORE]
 
 
 # In flight after three steps with gradients of 100 and 200: Pipe-SGD's average of 150, and
@@ -50,85 +86,147 @@ GOES_ON: dict[tuple[str, str], list[list[float]]] = {
 
 @pytest.mark.parametrize(("strategy", "saved"), GOES_ON)
 def test_a_loaded_state_goes_on_with_what_it_holds(strategy: str, saved: str) -> None:
-    """And with nothing of what was in flight when it was loaded."""
-    told = of_case(results(), (f"loaded, {saved}", strategy))
-    assert [updates for updates, _ in told] == GOES_ON[strategy, saved]
-    loses = saved == "plain" and strategy != "merged-gradient"
-    assert [warnings for _, warnings in told] == [int(loses)] * 2
+    """And with nothing of what was in flight when it was loaded.
+
+    Gradients are 100 before saving, 10 in what loading forgets, and 1 after it, twice as much on
+    rank 1, so that each number says what it is made of.
+    """
+    model, optimizer = one_weight(strategy)
+    factor = 1 + hvd.rank()
+    go_on(model, optimizer, 0 if saved == "nothing in flight" else 3, 100.0 * factor)
+    weight, state = model.weight.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    if saved == "plain":
+        del state["hvd_pipe"]
+    go_on(model, optimizer, 3, 10.0 * factor)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state)
+    assert len(caught) == (saved == "plain" and strategy != "merged-gradient")
+    with torch.no_grad():
+        model.weight.copy_(weight)
+    updates = []
+    for _ in range(3):
+        go_on(model, optimizer, 1, 1.0 * factor)
+        updates.append(updates_of(model))
+    optimizer.synchronize()
+    assert [*updates, updates_of(model)] == GOES_ON[strategy, saved][hvd.rank()]
 
 
-def test_grad_scaler_with_merged_gradients() -> None:
-    """Scales are powers of two, so the numbers are those of a run without a scaler."""
-    model = make_model(torch.float32)
-    optimizer = OPTIMIZERS["momentum"](model)
-    for number in range(4):
-        optimizer.zero_grad()
-        for rank in range(2):
-            x = torch.full((2, 6), 1.0 + rank + number)
-            (model(x).pow(2).mean() / 2).backward()
-        optimizer.step()
-    for weights in of_case(results(), "scaled"):
-        np.testing.assert_allclose(weights, weights_of(model), rtol=1e-5, atol=1e-6)
+class Old(torch.optim.SGD):
+    """As people wrote optimizers before zero_grad() had an argument."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_an_optimizer_whose_zero_grad_takes_nothing(strategy: str) -> None:
-    workers = Workers(2, lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
-    expected, pending = [], None
-    for step in range(6):
-        average = mean(workers.gradients(step))
-        due = average if strategy == "merged-gradient" else pending
-        if due is not None:
-            workers.update(due)
-        pending = average
-        expected.append(weights_of(workers.models[0]))
-    for weights in of_case(results(), ("old", strategy)):
-        np.testing.assert_allclose(weights, np.array(expected), rtol=0, atol=1e-12)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        Old(model.parameters(), lr=0.05), model.named_parameters(), strategy=strategy
+    )
+    weights = train(model, optimizer, hvd.rank(), steps=6)
+    workers = make_workers(
+        strategy, 2, make_model, lambda m: torch.optim.SGD(m.parameters(), 0.05)
+    )
+    np.testing.assert_allclose(weights, workers.train(6)[hvd.rank()], rtol=0, atol=1e-12)
 
 
 def test_the_newest_optimizer_of_a_parameter_listens_to_it() -> None:
-    expected: Any = Cell("merged-gradient", "momentum").expected(2)
-    for weights in of_case(results(), "made anew"):
-        np.testing.assert_allclose(weights, expected[0][:6], rtol=0, atol=1e-12)
+    """Another one, still alive, has listened to it before."""
+    model = make_model()
+    first = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model), model.named_parameters())
+    second = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model), model.named_parameters())
+    weights = train(model, second, hvd.rank(), steps=6)
+    del first
+    expected = Cell("merged-gradient", "momentum").expected(2)[0][:6]
+    np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("after", "strategy"), EVALUATED)
+def test_a_rank_without_a_batch_under_the_clipping_pattern() -> None:
+    """It calls synchronize() without a backward pass as well, and is right: it steps after it.
+
+    A rank in turn has an empty batch. After step 6 all ranks give up what they have prepared.
+    """
+    model, optimizer = one_weight("merged-gradient")
+    weights = []
+    for number in range(MORE):
+        optimizer.zero_grad()
+        if number % 3 != 1 + hvd.rank():
+            model.weight.sum().backward()
+        optimizer.synchronize()
+        if number == 6:
+            continue
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        weights.append(updates_of(model))
+        if number % 4 == 0:
+            optimizer.synchronize()  # before an evaluation, on every rank
+    updates = [1.0 if number % 3 == 0 else 0.5 for number in range(MORE) if number != 6]
+    np.testing.assert_allclose(weights, np.cumsum(updates), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("after", "strategy"),
+    # Without a plan to make, and around the steps in which merged-gradient starts to record, ends
+    # that, and plans.
+    [(4, "merged-gradient:plan=wfbp"), *((n, "merged-gradient") for n in (1, 2, 3, 11, 12, 13))],
+)
 def test_synchronize_on_one_rank_alone_is_told_on_every_rank(after: int, strategy: str) -> None:
     """Rank 0 synchronized before it evaluated, and rank 1 went on.
 
     The empty round of rank 0 was averaged with the next gradient of rank 1, and all later ones a
     step apart, until the job hung at its end. While plans were made, it hung at once.
     """
-    told = of_case(results(), ("evaluated on rank 0", after, strategy))
-    for _, text in told:
-        assert "synchronize() on every rank" in text, text
+    model, optimizer = one_weight(strategy)
+    number = 0
+    with pytest.raises(HvdPipeError, match=r"synchronize\(\) was called without a backward"):  # noqa: PT012
+        for number in range(after + 3):
+            go_on(model, optimizer, 1)
+            if hvd.rank() == 0 and number == after:
+                optimizer.synchronize()
     # Rank 1 is told in the step after the one that went apart, rank 0 in its own next one.
-    assert [number for number, _ in told] == [after + 1, after + 2]
-
-
-def test_a_rank_without_a_batch_under_the_clipping_pattern() -> None:
-    """It calls synchronize() without a backward pass as well, and is right: it steps after it."""
-    updates = [1.0 if number % 3 == 0 else 0.5 for number in range(MORE) if number != 6]
-    for weights in of_case(results(), "clipped"):
-        np.testing.assert_allclose(weights, np.cumsum(updates), rtol=0, atol=1e-12)
-
-
-DRAINED = {
-    "pipe-sgd": "ranks have sent different things",
-    "cocod:period=2": "ranks have sent different things",
-    "cocod:period=2,warmup_steps=4": "ranks have sent different things",
-}
-
-
-@pytest.mark.parametrize("strategy", DRAINED)
-def test_ranks_that_drain_at_different_steps_are_told(strategy: str) -> None:
-    """One would clip the gradient that it applies, the other not, and nobody would notice."""
-    said = run_ranks(2, workers_guards.clip_without_a_gradient, strategy)
-    assert all(DRAINED[strategy] in text for text in said), said
+    assert number == after + 1 + hvd.rank()
 
 
 def test_any_error_on_one_rank_reaches_the_others() -> None:
-    first, second = run_ranks(2, workers_guards.refused_on_one_rank)
-    assert first.startswith("RanksDisagreeError: rank 1 was given something wrong")
-    assert "layer 7" in first
-    assert second == "KeyError: 'layer 7'"
+    """An error of any kind, while rank 1 reads its arguments."""
+    model = make_model()
+
+    class Named:
+        def __iter__(self) -> Iterator[tuple[str, nn.Parameter]]:
+            if hvd.rank() == 1:
+                raise KeyError("layer 7")
+            return iter(model.named_parameters())
+
+    kind = (RanksDisagreeError, KeyError)[hvd.rank()]
+    said = ("^rank 1 was given something wrong.*layer 7", "^'layer 7'$")[hvd.rank()]
+    with pytest.raises(kind, match=f"(?s){said}"):
+        hvd.DistributedOptimizer(OPTIMIZERS["adam"](model), Named())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(strategy, marks=on_ranks(2, init=hvd.init, env={"LAUNCH": strategy}))
+        for strategy in ("pipe-sgd", "cocod:period=2", "cocod:period=2,warmup_steps=4")
+    ],
+)
+def test_ranks_that_drain_at_different_steps_are_told(strategy: str) -> None:
+    """One would clip the gradient that it applies, the other not, and nobody would notice.
+
+    Rank 1 has an empty batch in step 2 and skips backward(), under the clipping pattern.
+    """
+    model, optimizer = one_weight(strategy)
+    with pytest.raises(HvdPipeError, match="ranks have sent different things"):  # noqa: PT012
+        for number in range(6):
+            optimizer.zero_grad()
+            if (hvd.rank(), number) != (1, 2):
+                model.weight.sum().backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    hvd.shutdown()  # one may wait until the other has ended

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,26 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from on_ranks import gather, on_ranks
 from pending_problem import (
+    EXACT,
     LR,
+    PIPE,
     RANKS,
+    SENDING,
     STEPS,
     Change,
+    assert_equal_on_ranks,
     batch,
+    check,
+    clip,
+    distributed,
+    gradients_of,
     leave,
     loss_of,
     make_model,
+    out_of_memory_at,
+    raises_on_all,
     sgd,
+    train,
     trained_alone,
     weights_of,
 )
@@ -31,40 +41,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
+from hvd_pipe.strategy import CoCoD, MergedGradient
 from hvd_pipe.torch.messages.buckets import BucketSet
 
 pytestmark = on_ranks(2, init=hvd.init)
-
-EXACT = {
-    "merged-gradient": MergedGradient(bucket_bytes=400),
-    "overlap": MergedGradient(bucket_bytes=400, overlap="forward"),
-}
-PIPE = {"pipe-sgd": PipeSGD(bucket_bytes=400)}
-SENDING = pytest.mark.parametrize("name", [*EXACT, *PIPE])
-
-
-def distributed(model: nn.Module, name: str, **arguments: Any) -> Any:
-    strategy = {**EXACT, **PIPE}[name]
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model), model.named_parameters(), strategy=strategy, **arguments
-    )
-    if name == "overlap":  # updates are deferred after the first step, which changes nothing
-        for _ in range(optimizer._hvd_pipe.passes):
-            torch.stack(
-                [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
-            ).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def serial(change: Change, name: str) -> torch.Tensor:
-    return trained_alone(change, late=name in PIPE)
-
-
-def clip(model: nn.Module, step: int) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 def clip_late(model: nn.Module, step: int) -> None:
@@ -119,13 +99,8 @@ CELLS += [(drop_one, name) for name in EXACT]
 def test_changes_are_those_of_one_process(change: Change, name: str) -> None:
     model = make_model()
     optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        change(model, step)
-        optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(change, name), rtol=0, atol=1e-15)
+    train(model, optimizer, range(STEPS), change)
+    check(model, optimizer, change, name)
 
 
 def branch_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -168,7 +143,7 @@ def test_a_layer_that_thaws_is_clipped_alike_under_pipe_sgd() -> None:
         assert norms[0] == norms[1]
         optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -183,8 +158,7 @@ def test_one_rank_reads_and_the_other_does_not(name: str) -> None:
                 sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
             )
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
     assert len(norms) == STEPS // 2
 
 
@@ -212,48 +186,25 @@ def test_who_reads_nothing_waits_for_nothing(name: str) -> None:
     optimizer.synchronize()
 
 
-@contextlib.contextmanager
-def raises_on_all(kind: type[Exception], match: str) -> Iterator[None]:
-    with pytest.raises(kind, match=match) as caught:
-        yield
-    assert len(set(gather(str(caught.value)))) == 1
-
-
 @SENDING
 def test_a_backward_pass_that_raises_on_one_rank_is_told_on_all(name: str) -> None:
     """No weight moves, and the next step is as it should be."""
     model = make_model()
     optimizer = distributed(model, name)
 
-    def fail(gradient: torch.Tensor) -> None:
-        raise MemoryError("out of memory")
-
-    def train(step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
-
-    for step in range(3):
-        train(step)
+    train(model, optimizer, range(3))
     optimizer.synchronize()
     before = weights_of(model).clone()
     optimizer.zero_grad()
-    if hvd.rank() == 1:
-        middle = list(model.parameters())[2]
-        hook = middle.register_hook(fail)
-        with pytest.raises(MemoryError):
-            loss_of(model, 3, 1).backward()
-        hook.remove()
-    else:
-        loss_of(model, 3, 0).backward()
+    with out_of_memory_at(list(model.parameters())[2]):
+        loss_of(model, 3, hvd.rank()).backward()
     with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
         optimizer.step()
         optimizer.synchronize()
     assert torch.equal(weights_of(model), before)
-    for step in range(4, 8):
-        train(step)
+    train(model, optimizer, range(4, 8))
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -262,18 +213,10 @@ def test_pipe_sgd_goes_on_after_a_backward_pass_that_raised(set_to_none: bool) -
     model = make_model()
     optimizer = distributed(model, "pipe-sgd")
 
-    def fail(gradient: torch.Tensor) -> None:
-        raise MemoryError("out of memory")
-
     raised = []
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=set_to_none)
-        if (step, hvd.rank()) == (3, 1):
-            hook = list(model.parameters())[2].register_hook(fail)
-            with pytest.raises(MemoryError):
-                loss_of(model, step, 1).backward()
-            hook.remove()
-        else:
+        with out_of_memory_at(list(model.parameters())[2], (1,) if step == 3 else ()):
             loss_of(model, step, hvd.rank()).backward()
         try:
             optimizer.step()
@@ -281,11 +224,7 @@ def test_pipe_sgd_goes_on_after_a_backward_pass_that_raised(set_to_none: bool) -
             raised.append(step)
     optimizer.synchronize()
     assert raised == [4]
-    assert torch.equal(*gather_weights(model))
-
-
-def gather_weights(model: nn.Module) -> list[torch.Tensor]:
-    return [torch.tensor(each, dtype=torch.float64) for each in gather(weights_of(model).tolist())]
+    assert_equal_on_ranks(model)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -295,14 +234,8 @@ def test_a_batch_that_is_tried_again_on_one_rank_is_told_on_all(name: str) -> No
     optimizer = distributed(model, name)
     before = weights_of(model).clone()
     if hvd.rank() == 1:
-
-        def fail(gradient: torch.Tensor) -> None:
-            raise MemoryError("out of memory")
-
-        hook = next(iter(model.parameters())).register_hook(fail)
-        with pytest.raises(MemoryError):
+        with out_of_memory_at(next(model.parameters())):
             loss_of(model, 0, 1).backward()
-        hook.remove()
         model.zero_grad()
     with raises_on_all(RanksDisagreeError, "rank 1"):
         loss_of(model, 0, hvd.rank()).backward()
@@ -313,7 +246,7 @@ def test_a_batch_that_is_tried_again_on_one_rank_is_told_on_all(name: str) -> No
     loss_of(model, 1, hvd.rank()).backward()
     optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -334,9 +267,9 @@ def test_what_one_rank_alone_does_to_a_gradient_is_told_on_all(name: str, did: s
 
 @SENDING
 @pytest.mark.parametrize("how", ["passes", "no_sync"])
-@pytest.mark.parametrize("ranks", [{1}, {0, 1}], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
 def test_a_first_pass_that_raises_is_told(
-    name: str, how: str, ranks: set[int], caplog: pytest.LogCaptureFixture
+    name: str, how: str, ranks: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     """No gradient is complete by then."""
     model = make_model()
@@ -344,18 +277,11 @@ def test_a_first_pass_that_raises_is_told(
     optimizer = distributed(model, name, **passes)
     before = weights_of(model).clone()
 
-    def fail(gradient: torch.Tensor) -> None:
-        raise MemoryError("out of memory")
-
-    middle = list(model.parameters())[2]
-    with optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext():
-        if hvd.rank() in ranks:
-            hook = middle.register_hook(fail)
-            with pytest.raises(MemoryError):
-                loss_of(model, 0, hvd.rank()).backward()
-            hook.remove()
-        else:
-            loss_of(model, 0, hvd.rank()).backward()
+    with (
+        optimizer.no_sync() if how == "no_sync" else contextlib.nullcontext(),
+        out_of_memory_at(list(model.parameters())[2], ranks),
+    ):
+        loss_of(model, 0, hvd.rank()).backward()
     if len(ranks) == 1:
         with raises_on_all(RanksDisagreeError, "backward\\(\\) raised on rank 1"):
             optimizer.step()
@@ -373,27 +299,23 @@ def test_a_change_that_is_not_seen_is_told_on_all(name: str) -> None:
     model = make_model()
     optimizer = distributed(model, name)
 
-    def train(step: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        if step == 3 and hvd.rank() == 0:
-            gradient = model[4].weight.grad
+    def triple(model: nn.Module, step: int) -> None:
+        if hvd.rank() == 0:
+            gradient = model.get_parameter("4.weight").grad
             with torch._C.DisableTorchFunctionSubclass():
-                gradient.mul_(3.0)
-        optimizer.step()
+                gradient.mul_(3.0)  # type: ignore[union-attr]
 
-    for step in range(3):
-        train(step)
+    train(model, optimizer, range(3))
     optimizer.synchronize()
     before = weights_of(model).clone()
     with raises_on_all(RanksDisagreeError, "was changed while it was being sent.*on rank 0"):
-        train(3)
+        train(model, optimizer, range(3, 4), triple)
         optimizer.synchronize()
     assert torch.equal(weights_of(model), before)
-    train(4)
+    train(model, optimizer, range(4, 5))
     optimizer.synchronize()
     assert not torch.equal(weights_of(model), before)
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -411,8 +333,7 @@ def test_ranks_that_drop_unlike_gradients(name: str) -> None:
             model.zero_grad()
         loss_of(model, step, hvd.rank()).backward()
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
 
 
 @SENDING
@@ -426,8 +347,7 @@ def test_a_step_that_all_ranks_give_up_moves_nothing(name: str) -> None:
             model.zero_grad()
         loss_of(model, step, hvd.rank()).backward()
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
     assert not torch.equal(weights_of(model), weights_of(kept))
 
 
@@ -464,9 +384,7 @@ def test_two_optimizers_of_one_backward_pass_in_two_orders() -> None:
             optimizer.step()
     for optimizer in optimizers:
         optimizer.synchronize()
-    torch.testing.assert_close(
-        weights_of(model), serial(leave, "merged-gradient"), rtol=0, atol=1e-15
-    )
+    torch.testing.assert_close(weights_of(model), trained_alone(leave), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -511,7 +429,7 @@ def test_what_is_done_after_another_optimizers_step(name: str, did: str) -> None
     loss_of(model, 4, hvd.rank()).backward()
     first.step()
     second.step()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -525,8 +443,7 @@ def test_no_sync_gathers_gradients_locally(name: str) -> None:
             (loss_of(model, step, hvd.rank()) * 0.5).backward()
         (loss_of(model, step, hvd.rank()) * 0.5).backward()
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
 
 
 @SENDING
@@ -538,8 +455,7 @@ def test_no_sync_alone_sends_in_step(name: str) -> None:
         with optimizer.no_sync():
             loss_of(model, step, hvd.rank()).backward()
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
 
 
 @SENDING
@@ -560,8 +476,7 @@ def test_a_short_last_accumulation_may_be_clipped(name: str, how: str) -> None:
             (loss_of(model, step, hvd.rank()) * 0.5).backward()
         clip(model, step)
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(clip, name), rtol=0, atol=1e-15)
+    check(model, optimizer, clip, name)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -576,12 +491,7 @@ def test_gradients_may_be_read_between_passes(name: str) -> None:
             norms = gather(float(nn.utils.get_total_norm(gradients_of(model))))
             assert norms[0] == norms[1]
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
-
-
-def gradients_of(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    check(model, optimizer, leave, name)
 
 
 @SENDING
@@ -596,8 +506,7 @@ def test_a_first_pass_that_is_given_up_is_not_counted(name: str) -> None:
             (loss_of(model, step, hvd.rank()) * 0.5).backward()
         optimizer.step()
         model.zero_grad()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
 
 
 def test_a_wrapper_that_imitates_the_class_finds_the_state() -> None:
@@ -623,14 +532,11 @@ def test_local_gradients_that_were_cleared_do_not_keep_replicas_apart() -> None:
     optimizer = hvd.DistributedOptimizer(
         sgd(model), model.named_parameters(), strategy=CoCoD(period=4)
     )
-    for step in range(STEPS - 2):
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
+    train(model, optimizer, range(STEPS - 2))
     loss_of(model, 0, hvd.rank()).backward()
     model.zero_grad()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -722,7 +628,7 @@ def test_a_weight_that_is_used_outside_of_a_checkpoint_too(name: str) -> None:
     optimizer.step()
     optimizer.synchronize()
     assert len(mine) == 6
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -738,8 +644,7 @@ def test_gradients_of_other_losses_and_of_other_threads(name: str) -> None:
         thread.join()
         torch.autograd.grad(loss_of(model, 50, hvd.rank()), list(model.parameters()))
         optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(leave, name), rtol=0, atol=1e-15)
+    check(model, optimizer, leave, name)
 
 
 @SENDING
@@ -747,10 +652,7 @@ def test_lost_messages_are_the_readers_error(name: str, monkeypatch: pytest.Monk
     """Elastic training must see the type."""
     model = make_model()
     optimizer = distributed(model, name)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
+    train(model, optimizer, range(2))
     optimizer.zero_grad()
     loss_of(model, 2, hvd.rank()).backward()
 
@@ -782,28 +684,25 @@ def test_a_dropped_optimizer_goes_at_once(name: str) -> None:
     assert all(float(gradient.norm()) > 0 for gradient in gradients_of(model))
 
 
-class Scaled:
-    """Mixed precision's loop, in float64: a loss scale, and overflows on demand."""
-
-    def __init__(self, fused: bool, overflow: tuple[int, int]) -> None:
-        self.fused, self.overflow = fused, overflow
-
-    def train(self, model: nn.Module, optimizer: Any, unscales: bool) -> list[float]:
-        scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3), []
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = scaler.scale(loss_of(model, step, hvd.rank()))
-            if self.overflow == (step, hvd.rank()):
-                loss = loss * torch.inf
-            loss.backward()
-            if unscales:
-                scaler.unscale_(optimizer)
-                clip(model, step)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        optimizer.synchronize()
-        return scales
+def train_scaled(model: nn.Module, optimizer: Any, overflow: int, unscales: bool) -> list[float]:
+    """Mixed precision's loop, in float32; an overflow on rank 1. Return the scales."""
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = scaler.scale((model(batch(step, hvd.rank()).float()) ** 2).mean())
+        if (overflow, 1) == (step, hvd.rank()):
+            loss = loss * torch.inf
+        loss.backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            clip(model, step)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    optimizer.synchronize()
+    assert torch.isfinite(weights_of(model)).all()
+    assert_equal_on_ranks(model)
+    return scales
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -815,31 +714,14 @@ def test_a_gradient_scaler_meets_averages(name: str, unscales: bool, fused: bool
     strategy = {**EXACT, **PIPE}[name]
     plain = torch.optim.Adam(model.parameters(), lr=0.01, fused=fused)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
-    scales = Scaled(fused, (4, 1)).train(_Float(model), optimizer, unscales)
-    first, second = gather(scales)
-    assert first == second
-    assert min(first) < 8.0 or max(first) > 8.0
-    assert torch.equal(*gather_weights(model))
-    assert torch.isfinite(weights_of(model)).all()
-
-
-class _Float(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(x.float())
-        return found
+    scales = train_scaled(model, optimizer, 4, unscales)
+    assert gather(scales) == [scales] * 2
+    assert min(scales) < 8.0 or max(scales) > 8.0
 
 
 def test_a_scaler_may_leave_out_local_steps_of_one_rank() -> None:
     model = make_model().float()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        model.named_parameters(),
-        strategy=CoCoD(period=2),
-    )
-    Scaled(False, (3, 1)).train(_Float(model), optimizer, unscales=True)
-    assert torch.equal(*gather_weights(model))
-    assert torch.isfinite(weights_of(model)).all()
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    strategy = CoCoD(period=2)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
+    train_scaled(model, optimizer, 3, unscales=True)

@@ -11,25 +11,24 @@ import pytest
 import torch
 from on_ranks import gather, on_ranks
 from pending_problem import (
+    EXACT,
     LR,
+    PIPE,
+    SENDING,
     STEPS,
+    assert_equal_on_ranks,
+    check,
+    clip,
+    distributed,
+    gradients_of,
     leave,
     loss_of,
     make_model,
+    raises_on_all,
     sgd,
+    train,
     trained_alone,
     weights_of,
-)
-from test_pending_gradients import (
-    EXACT,
-    PIPE,
-    SENDING,
-    clip,
-    distributed,
-    gather_weights,
-    gradients_of,
-    raises_on_all,
-    serial,
 )
 from torch import nn
 
@@ -43,13 +42,6 @@ pytestmark = on_ranks(2, init=hvd.init)
 
 def deferring(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return hvd.DistributedOptimizer(optimizer, model.named_parameters(), strategy=EXACT["overlap"])
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
 
 
 # Sparse gradients.
@@ -113,7 +105,7 @@ def test_tables_of_unlike_losses_keep_their_sparse_gradients() -> None:
         for table in tables:
             table_loss(table, step, hvd.rank()).backward()  # type: ignore[arg-type]
         optimizer.step()
-    assert torch.equal(*gather_weights(tables))
+    assert_equal_on_ranks(tables)
 
 
 # Updates that fail, or come to something unlike.
@@ -141,7 +133,7 @@ def test_an_update_that_runs_out_of_memory_in_the_forward_pass_leaves_the_rest_d
         loss_of(model, 3, hvd.rank())
     train(model, optimizer, range(3, STEPS))
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 def test_a_state_of_all_parameters_in_param_groups_is_refused() -> None:
@@ -247,7 +239,7 @@ def test_no_sync_in_no_sync() -> None:
         assert not optimizer._hvd_pipe.current.completed
     loss_of(model, 2, hvd.rank()).backward()
     optimizer.step()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @SENDING
@@ -264,7 +256,7 @@ def test_ranks_clip_alike_after_no_sync_where_one_lacks_a_gradient(name: str) ->
         assert norms[0] == norms[1]
         optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 def test_a_gradient_that_was_replaced_is_not_added_to_under_pipe_sgd() -> None:
@@ -299,8 +291,7 @@ def test_gradients_that_are_listed_before_synchronize_show_the_averages(
         torch._foreach_mul_(listed, torch.clamp(0.05 / (norm + 1e-6), max=1.0))
         with optimizer.skip_synchronize():
             optimizer.step()
-    optimizer.synchronize()
-    torch.testing.assert_close(weights_of(model), serial(clip, name), rtol=0, atol=1e-15)
+    check(model, optimizer, clip, name)
 
 
 @SENDING
@@ -322,7 +313,7 @@ def test_a_local_gradient_may_be_copied(name: str) -> None:
     loss_of(model, 1, hvd.rank()).backward()
     optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 def test_after_an_error_a_second_step_applies_nothing() -> None:
@@ -375,7 +366,7 @@ def test_a_gradient_after_another_optimizers_step_is_refused() -> None:
         loss_of(second, 2, hvd.rank()).backward()
     assert torch.equal(weights_of(second), before)
     train(second, two, range(3, STEPS))
-    assert torch.equal(*gather_weights(second))
+    assert_equal_on_ranks(second)
 
 
 def test_gradients_that_a_script_clears_in_backward_stay_cleared() -> None:
@@ -397,7 +388,7 @@ def test_gradients_that_a_script_clears_in_backward_stay_cleared() -> None:
     for step in range(STEPS):
         loss_of(model, step, hvd.rank()).backward()
         assert not gradients_of(model)
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @pytest.mark.parametrize("says", [False, True], ids=["reads", "says the scale"])

@@ -11,8 +11,15 @@ from unittest import mock
 import pytest
 import torch
 from on_ranks import gather, on_ranks
-from pending_problem import LR, batch, loss_of, make_model, weights_of
-from test_pending_gradients import gather_weights
+from pending_problem import (
+    LR,
+    assert_equal_on_ranks,
+    batch,
+    loss_of,
+    make_model,
+    train,
+    weights_of,
+)
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -40,11 +47,9 @@ def distributed(optimizer: torch.optim.Optimizer, named: Any, strategy: str) -> 
     return hvd.DistributedOptimizer(optimizer, named, strategy=strategy)
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step, hvd.rank()).backward()
-        optimizer.step()
+def plain_sgd(model: nn.Module, strategy: str) -> Any:
+    plain = torch.optim.SGD(model.parameters(), LR)
+    return distributed(plain, model.named_parameters(), strategy)
 
 
 def means(model: nn.Module, step: int) -> list[torch.Tensor]:
@@ -83,7 +88,7 @@ def test_plain_training_after_an_optimizer_was_dropped(strategy: str, keeps: boo
     optimizer = distributed(plain, model.named_parameters(), strategy)
     train(model, optimizer, range(STEPS))
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
     del optimizer
     if not keeps:
         plain = torch.optim.SGD(model.parameters(), LR)
@@ -103,7 +108,7 @@ def test_a_new_optimizer_of_some_of_the_parameters(strategy: str) -> None:
             loss_of(model, step, hvd.rank()).backward()
             optimizer.step()
         optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 def three_of(model: nn.Module, wrap: Any, all_first: bool = False) -> list[Any]:
@@ -205,7 +210,7 @@ def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy
     for optimizer in (new, old) if strategy == "cocod" else (new,):
         optimizer.zero_grad()
         optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 class Points(nn.Module):
@@ -284,8 +289,7 @@ def test_places_of_parameters_that_shift(strategy: str, how: str) -> None:
         return (of(torch.randn(4, 5, generator=generator).double()) ** 2).mean()
 
     plain = torch.optim.SGD(wanted.parameters(), LR)
-    inner = torch.optim.SGD(model.parameters(), LR)
-    optimizer = distributed(inner, model.named_parameters(), strategy)
+    optimizer = plain_sgd(model, strategy)
     for step in range(STEPS):
         if step == STEPS // 2:
             shift(model, optimizer)
@@ -306,9 +310,7 @@ def test_a_replaced_parameter_may_train_on_elsewhere(strategy: str) -> None:
     first, head = nn.Linear(3, 3).double(), nn.Linear(3, 1, bias=False).double()
     hvd.broadcast_parameters([*first.parameters(), *head.parameters()], root_rank=0)
     model = nn.Sequential(first, head)
-    optimizer = distributed(
-        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
-    )
+    optimizer = plain_sgd(model, strategy)
     x = torch.ones(2, 3).double() * (1 + hvd.rank())
     for step in range(STEPS):
         if step == 4:
@@ -318,16 +320,14 @@ def test_a_replaced_parameter_may_train_on_elsewhere(strategy: str) -> None:
         (model(x) + head(first(x))).mean().backward()
         optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model))
+    assert_equal_on_ranks(model)
 
 
 @every
 def test_gradients_with_a_graph(strategy: str) -> None:
     """A script differentiates them once more, before ``step()``."""
     model, wanted = make_model(), make_model()
-    optimizer = distributed(
-        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
-    )
+    optimizer = plain_sgd(model, strategy)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, step, hvd.rank())
@@ -362,7 +362,7 @@ def test_gradients_of_another_dtype_than_their_parameters(strategy: str) -> None
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
         optimizer.step()
     optimizer.synchronize()
-    assert torch.equal(*gather_weights(model.double()))
+    assert_equal_on_ranks(model.double())
 
 
 def test_buffers_of_any_dtype_are_broadcast() -> None:
@@ -389,8 +389,7 @@ def test_no_groups_are_refused_as_under_keras() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_a_checkpoint_that_one_rank_loads_while_plans_are_tried(strategy: str, at: int) -> None:
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), LR)
-    optimizer = distributed(inner, model.named_parameters(), strategy)
+    optimizer = plain_sgd(model, strategy)
     saved = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(at))
     if hvd.rank() == 1:
@@ -414,9 +413,7 @@ def test_gradients_that_were_cleared_stay_so_when_training_is_interrupted(
 ) -> None:
     """Trainers clear gradients after a step, then evaluate; the next pass added to averages."""
     model, wanted = make_model(), make_model()
-    optimizer = distributed(
-        torch.optim.SGD(model.parameters(), LR), model.named_parameters(), strategy
-    )
+    optimizer = plain_sgd(model, strategy)
     for step in range(9):
         loss_of(model, step, hvd.rank()).backward()
         optimizer.step()

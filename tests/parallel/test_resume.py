@@ -5,38 +5,128 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.torch as stock
 import numpy as np
 import pytest
 import torch
-import workers_resume as jobs
-from cases import of_case
-from problem import loss_of, make_model
-from ranks import once, run_ranks
-from serial import PipeSGD, make_workers
-from workers_resume import (
-    CASES,
-    DRAINED,
-    LED,
-    MOVED,
-    ON_RANK_0,
+from checkpoints import (
+    FEEDBACK,
     OPTIMIZERS,
-    STRATEGIES,
+    PLANNED,
+    SAVED,
+    STEPS,
     Array,
     Case,
+    advance,
+    assert_equal,
+    broadcast_from_rank_0,
+    finish,
+    load,
     loaded,
-    runs_on,
+    saved,
+    state_of,
 )
+from on_ranks import gather, on_ranks
+from problem import OPTIMIZERS as COMMON
+from problem import loss_of, make_model, weights_of
+from ranks import once, run_ranks
+from serial import PipeSGD, make_workers
+from torch import nn
+
+import hvd_pipe.torch as hvd
 
 TOLERANCE = 1e-12
+STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=4")
 
-results = once(lambda n: run_ranks(n, jobs.run, n))
+CASES = [
+    *(
+        Case(strategy, optimizer)
+        for strategy in (
+            "merged-gradient",
+            "pipe-sgd",
+            "pipe-sgd:warmup_steps=9",
+            "pipe-sgd:prediction=local",
+            "pipe-sgd:prediction=previous",
+            "cocod:period=4",
+            "cocod:period=4,warmup_steps=9",
+            "cocod:period=4,momentum=average",
+            "cocod:period=4,pull_back=0.6,anchor_momentum=0.7",
+        )
+        for optimizer in ("momentum", "adam")
+    ),
+    *(
+        Case(strategy, optimizer, FEEDBACK)
+        for strategy in (
+            "merged-gradient:plan=single",  # another plan would mean other roundings
+            *STRATEGIES[1:],
+            "pipe-sgd:warmup_steps=9",
+            "cocod:period=4,warmup_steps=9",
+        )
+        for optimizer in ("momentum", "adam")
+    ),
+    Case("merged-gradient", saved=PLANNED),
+    Case("merged-gradient", compression=FEEDBACK, saved=PLANNED),
+    Case("cocod:period=4", saved=8),  # at the border of two rounds
+    Case("pipe-sgd", saved=1),  # before the first update: the optimizer has no state
+    Case("pipe-sgd:prediction=local", saved=1),
+]
+
+ON_RANK_0 = [
+    *(
+        Case(strategy, optimizer)
+        for strategy in (
+            "merged-gradient",
+            "pipe-sgd",
+            "pipe-sgd:warmup_steps=9",
+            "pipe-sgd:prediction=previous",
+        )
+        for optimizer in ("momentum", "adam")
+    ),
+    Case("merged-gradient", saved=PLANNED),
+]
+"""Saved and loaded on rank 0 alone, and broadcast."""
+
+LED = [Case("pipe-sgd:prediction=local", optimizer) for optimizer in ("momentum", "adam")]
+"""The same, where each rank's model leads elsewhere: one gradient is computed at rank 0's."""
+
+DRAINED = [
+    Case("cocod:period=4", "sgd"),
+    Case("cocod:period=4,momentum=average", "momentum"),
+    Case("cocod:period=4", "momentum"),
+]
+"""The same after ``synchronize()``; the last one's momenta are rank 0's from then on."""
+
+MOVED = [
+    *(Case(strategy, optimizer) for strategy in STRATEGIES[:2] for optimizer in COMMON),
+    Case("pipe-sgd:warmup_steps=9"),
+    Case("pipe-sgd:prediction=previous"),
+    Case("cocod:period=4"),
+    Case("cocod:period=4", "adam"),
+]
+"""Saved on two ranks (CoCoD: after ``synchronize()``), resumed on others."""
+
+RANKS = {
+    2: [on_ranks(2, init=hvd.init)],
+    # nightly: three ranks repeat what two show, where sums have another order.
+    3: [on_ranks(3, init=hvd.init), pytest.mark.nightly],
+}
+numbers = pytest.mark.parametrize("n", [pytest.param(n, marks=RANKS[n]) for n in RANKS])
 
 
-@once
-def moved(n: int) -> list[dict[str, list[Array]]]:
-    """What became on n ranks of what two ranks have saved."""
-    files = {str(case): of_case(results(2), f"to move: {case}")[0] for case in MOVED}
-    return run_ranks(n, jobs.run_moved, files)  # type: ignore[return-value]
+def of_cases(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Parameters: a case, and the number of ranks.
+
+    Three ranks share two cores: they run what is most likely to differ there.
+    """
+    return pytest.mark.parametrize(
+        ("case", "n"),
+        [
+            pytest.param(case, n, marks=RANKS[n], id=f"{case}-{n}")
+            for n in RANKS
+            for case in cases
+            if n == 2 or case.optimizer != "adam"
+        ],
+    )
 
 
 def continued(
@@ -55,20 +145,20 @@ def continued(
     for model, optimizer in zip(workers.models, workers.optimizers, strict=True):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(loaded(content)["optimizer"])  # which keeps its tensors
-    saved = checkpoint["optimizer"].get("hvd_pipe") if in_flight else None
-    if saved is not None and isinstance(workers, PipeSGD):
+    state = checkpoint["optimizer"].get("hvd_pipe") if in_flight else None
+    if state is not None and isinstance(workers, PipeSGD):
         # Tensors are numbered as in param_groups.
         groups = workers.optimizers[0].param_groups
         number = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
-        numbers = [number[id(p)] for p in workers.models[0].parameters()]
-        tensors = saved["tensors"]
+        order = [number[id(p)] for p in workers.models[0].parameters()]
+        tensors = state["tensors"]
         if "pending" in tensors:
-            workers._pending = [tensors["pending"][i] for i in numbers]
+            workers._pending = [tensors["pending"][i] for i in order]
         if "weights" in tensors:
-            workers._true = [[tensors["weights"][i] for i in numbers] for _ in range(n)]
+            workers._true = [[tensors["weights"][i] for i in order] for _ in range(n)]
         workers._steps = case.saved
-    for number in range(case.saved, case.steps):
-        workers.backward(loss_of, number)
+    for step in range(case.saved, case.steps):
+        workers.backward(loss_of, step)
         workers.step()
         workers.record()
     workers.synchronize()
@@ -76,119 +166,173 @@ def continued(
     return list(workers.trajectory)
 
 
-# nightly: three ranks repeat what two show, where sums have another order.
-NUMBERS = [2, pytest.param(3, marks=pytest.mark.nightly)]
+def assert_close(mine: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(np.array(mine), np.array(wanted), rtol=0, atol=TOLERANCE)
 
 
-def on_ranks(cases: Sequence[Case]) -> list[Any]:
-    return [
-        pytest.param(case, n, marks=[pytest.mark.nightly] * (n > 2), id=f"{case}-{n}")
-        for n in (2, 3)
-        for case in cases
-        if runs_on(case, n)
-    ]
+def rank_0s(content: bytes) -> bytes:
+    return gather(content)[0]
 
 
-def assert_close(actual: Sequence[Sequence[Array]], expected: Sequence[Sequence[Array]]) -> None:
-    for mine, wanted in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(np.array(mine), np.array(wanted), rtol=0, atol=TOLERANCE)
-
-
-def assert_equal(resumed: Sequence[Array], whole: Sequence[Array]) -> None:
-    """Bit for bit."""
-    assert len(resumed) == len(whole)
-    wrong = [
-        place
-        for place, (one, other) in enumerate(zip(resumed, whole, strict=True))
-        if not np.array_equal(one, other)
-    ]
-    assert not wrong, f"rows {wrong} of {len(whole)} differ"
-
-
-@pytest.mark.parametrize(("case", "n"), on_ranks(CASES))
+@of_cases(CASES)
 def test_each_rank_goes_on_from_its_own_file(case: Case, n: int) -> None:
-    for whole, resumed, _ in of_case(results(n), f"own file: {case}"):
-        assert_equal(resumed, whole)
+    """Two runs may measure other plans: after that, the run that is saved is the undisturbed one.
 
-
-@pytest.mark.parametrize(("case", "n"), on_ranks(CASES))
-def test_a_rank_may_save_alone(case: Case, n: int) -> None:
-    for whole, _, disturbed in of_case(results(n), f"own file: {case}"):
-        assert_equal(disturbed, whole)
+    A rank may also make states alone, which changes nothing.
+    """
+    model, optimizer = case.start()
+    begun = advance(model, optimizer, range(case.saved))
+    content = saved(model, optimizer)
+    whole = [*begun, *finish(case, model, optimizer)]
+    model, optimizer = case.start(seed=8)
+    assert load(model, optimizer, content) == []
+    assert_equal([*begun, *finish(case, model, optimizer)], whole)
+    if case.saved == PLANNED:
+        return
+    for saves in (False, True):
+        model, optimizer = case.start()
+        rows = []
+        for number in range(case.steps):
+            rows += advance(model, optimizer, [number])
+            if saves and hvd.rank() == 0:
+                saved(model, optimizer)
+        optimizer.synchronize()
+        assert_equal([*rows, weights_of(model), *state_of(optimizer)], whole)
 
 
 @pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize(("case", "n"), on_ranks([*ON_RANK_0, *DRAINED[:-1]]))
+@of_cases([*ON_RANK_0, *DRAINED[:-1]])
 def test_all_ranks_go_on_from_what_rank_0_has_loaded(case: Case, before: int, n: int) -> None:
-    for whole, resumed, _ in of_case(results(n), f"{before} before: {case}"):
-        assert_equal(resumed, whole)
+    whole, resumed, _ = broadcast_from_rank_0(case, hvd, before, case in DRAINED)
+    assert_equal(resumed, whole)
 
 
 @pytest.mark.parametrize("before", [0, 3])
-@pytest.mark.parametrize(("case", "n"), on_ranks([DRAINED[-1], *LED]))
+@of_cases([DRAINED[-1], *LED])
 def test_what_is_local_is_rank_0s_after_a_broadcast(case: Case, n: int, before: int) -> None:
     """CoCoD's local momenta (`synchronize()` makes models equal), a model that leads."""
-    ranks = of_case(results(n), f"{before} before: {case}")
+    _, resumed, content = broadcast_from_rank_0(case, hvd, before, case in DRAINED)
     rows = case.steps - case.saved + 1
-    actual = [resumed[:rows] for _, resumed, _ in ranks]
-    assert_close(actual, continued(ranks[0][2], case, n))
+    assert_close(resumed[:rows], continued(content, case, n)[hvd.rank()])
 
 
-@pytest.mark.parametrize("n", [1, NUMBERS[1]])
-@pytest.mark.parametrize("case", MOVED, ids=str)
-def test_another_number_of_ranks_goes_on(case: Case, n: int) -> None:
-    content = of_case(results(2), f"to move: {case}")[0]
-    assert_close(of_case(moved(n), str(case)), continued(content, case, n))
+def start_stock() -> tuple[nn.Module, Any]:
+    model = make_model()
+    plain = OPTIMIZERS["momentum"](model)
+    return model, stock.DistributedOptimizer(plain, model.named_parameters())
 
 
-@pytest.mark.parametrize("n", NUMBERS)
+@numbers
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stock_horovods_checkpoint_loads_here(strategy: str, n: int) -> None:
-    ranks = of_case(results(n), f"from stock: {strategy}")
-    content = ranks[0][0]
-    assert_close([rows for *_, rows in ranks], continued(content, Case(strategy), n))
-    for _, warned, theirs, rows in ranks:
-        if strategy == "merged-gradient":
-            assert warned == []
-            assert_close([rows[:-1]], [theirs])
-        else:
-            assert len(warned) == 1
-            assert "holds nothing in flight" in warned[0]
+    model, optimizer = start_stock()
+    advance(model, optimizer, range(SAVED))
+    content = saved(model, optimizer)
+    theirs = advance(model, optimizer, range(SAVED, STEPS))
+    model, optimizer = Case(strategy).start(seed=8)
+    warned = load(model, optimizer, content)
+    rows = advance(model, optimizer, range(SAVED, STEPS))
+    optimizer.synchronize()
+    wanted = continued(rank_0s(content), Case(strategy), n)[hvd.rank()]
+    assert_close([*rows, weights_of(model)], wanted)
+    if strategy == "merged-gradient":
+        assert warned == []
+        assert_close(rows, theirs)
+    else:
+        assert len(warned) == 1
+        assert "holds nothing in flight" in warned[0]
 
 
-@pytest.mark.parametrize("n", NUMBERS)
+def check_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Ours has one more key."""
+    assert set(ours) - set(theirs) == {"hvd_pipe"}
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in ours["state"].items():
+        for key, value in values.items():
+            other = theirs["state"][number][key]
+            assert torch.equal(value, other) if torch.is_tensor(value) else value == other
+
+
+@numbers
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_checkpoint_of_ours_loads_into_others(strategy: str, n: int) -> None:
     """Into stock Horovod, which goes on from it, and into plain torch."""
-    ranks = of_case(results(n), f"into stock: {strategy}")
-    want = continued(ranks[0][0], Case("merged-gradient"), n, in_flight=False)
-    for (_, unlike, rows), wanted in zip(ranks, want, strict=True):
-        assert unlike == [[], []]
-        assert_close([rows], [wanted[:-1]])
+    model, optimizer = Case(strategy).start()
+    advance(model, optimizer, range(SAVED))
+    content = rank_0s(saved(model, optimizer))
+    ours = loaded(content)["optimizer"]
+    model, theirs = start_stock()
+    model.load_state_dict(loaded(content)["model"])
+    for other in (theirs, OPTIMIZERS["momentum"](make_model())):
+        other.load_state_dict(loaded(content)["optimizer"])
+        check_same_state(ours, other.state_dict())
+    wanted = continued(content, Case("merged-gradient"), n, in_flight=False)[hvd.rank()]
+    assert_close(advance(model, theirs, range(SAVED, STEPS)), wanted[:-1])
+    if strategy == "pipe-sgd":  # a checkpoint has the plain layout, plain values and tensors
+        assert set(ours) == {"state", "param_groups", "hvd_pipe"}
+        pending = ours["hvd_pipe"]["tensors"]["pending"]
+        assert sorted(pending) == list(range(6))
+        assert all(torch.is_tensor(tensor) for tensor in pending.values())
 
 
-@pytest.mark.parametrize("n", NUMBERS)
-@pytest.mark.parametrize("other", STRATEGIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@numbers
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [(one, other) for one in STRATEGIES for other in STRATEGIES if one != other],
+)
 def test_another_strategy_starts_clean(strategy: str, other: str, n: int) -> None:
     """It warns of what is lost, which under merged-gradient is nothing."""
-    if strategy == other:
-        return
-    ranks = of_case(results(n), f"{strategy} into {other}")
-    want = continued(ranks[0][0], Case(other), n, in_flight=False)
-    assert_close([rows for *_, rows in ranks], want)
-    for _, warned, _ in ranks:
-        if strategy == "merged-gradient":
-            assert warned == []
-        else:
-            assert len(warned) == 1
-            assert f"was saved under {strategy.partition(':')[0]!r}" in warned[0]
+    model, optimizer = Case(strategy).start()
+    advance(model, optimizer, range(SAVED))
+    content = rank_0s(saved(model, optimizer))
+    model, optimizer = Case(other).start(seed=8)
+    warned = load(model, optimizer, content)
+    rows = advance(model, optimizer, range(SAVED, STEPS))
+    optimizer.synchronize()
+    wanted = continued(content, Case(other), n, in_flight=False)[hvd.rank()]
+    assert_close([*rows, weights_of(model)], wanted)
+    if strategy == "merged-gradient":
+        assert warned == []
+    else:
+        assert len(warned) == 1
+        assert f"was saved under {strategy.partition(':')[0]!r}" in warned[0]
 
 
-def test_a_checkpoint_has_the_plain_layout() -> None:
-    """And one more key, with plain values and tensors."""
-    checkpoint = loaded(of_case(results(2), "into stock: pipe-sgd")[0][0])["optimizer"]
-    assert set(checkpoint) == {"state", "param_groups", "hvd_pipe"}
-    pending = checkpoint["hvd_pipe"]["tensors"]["pending"]
-    assert sorted(pending) == list(range(6))
-    assert all(torch.is_tensor(tensor) for tensor in pending.values())
+# From two ranks to another number: a job saves, and one with other ranks goes on.
+
+
+def save_all() -> dict[Case, bytes]:
+    hvd.init()
+    files = {}
+    for case in MOVED:
+        model, optimizer = case.start()
+        advance(model, optimizer, range(case.saved))
+        if case.strategy.startswith("cocod"):
+            optimizer.synchronize()
+        files[case] = saved(model, optimizer)
+    return files
+
+
+def go_on_all(files: dict[Case, bytes]) -> dict[Case, list[Array]]:
+    hvd.init()
+    ends = {}
+    for case, content in files.items():
+        model, optimizer = case.start(seed=8)
+        load(model, optimizer, content)
+        rows = advance(model, optimizer, range(case.saved, case.steps))
+        optimizer.synchronize()
+        ends[case] = [*rows, weights_of(model)]
+    return ends
+
+
+files = once(lambda: run_ranks(2, save_all)[0])
+moved = once(lambda n: run_ranks(n, go_on_all, files()))
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("case", MOVED, ids=str)
+def test_another_number_of_ranks_goes_on(case: Case, n: int) -> None:
+    wanted = continued(files()[case], case, n)
+    for rank, ends in enumerate(moved(n)):
+        assert_close(ends[case], wanted[rank])

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-import workers_wrapping
-from cases import of_case
+import torch
 from cells import Cell
-from problem import OPTIMIZERS, STEPS
-from ranks import once, run_ranks
-from reference import Workers, mean
-from workers_wrapping import LOCAL_STEPS, PAIRS, SCHEDULED_STEPS, STRATEGIES, WAYS
+from on_ranks import on_ranks
+from problem import OPTIMIZERS, STEPS, loss_of, make_model, train, weights_of
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
-results = once(lambda: run_ranks(2, workers_wrapping.run))
+import hvd_pipe.torch as hvd
+
+STRATEGIES = ["merged-gradient", "pipe-sgd", "cocod:period=4"]
+
+pytestmark = on_ranks(2, init=hvd.init)
+
+
+def wrap(model: nn.Module, plain: torch.optim.Optimizer, strategy: Any = None) -> Any:
+    return hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -24,60 +32,110 @@ def assert_close(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["made before", "made after"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_scheduler_follows(strategy: str, before: bool) -> None:
-    rates = 0.5 ** np.arange(SCHEDULED_STEPS)
-    for rank, updates in enumerate(of_case(results(), ("scheduled", strategy, before))):
-        if strategy == "pipe-sgd":
-            assert_close(updates, 1.5 * rates * (rates < 1))  # the first step applies nothing
-        elif strategy == "merged-gradient":
-            assert_close(updates, 1.5 * rates)
-        else:  # local updates; a round that starts with equal models ends with nothing to add
-            assert_close(updates, (rank + 1) * rates)
-
-
-def test_momentum_from_before_survives() -> None:
-    workers = Workers(2, OPTIMIZERS["momentum"])
-    for step in range(LOCAL_STEPS):
-        gradients = workers.gradients(step)
-        workers.update([gradients[0], gradients[0]])
-    for step in range(STEPS):
-        workers.update(mean(workers.gradients(step)))
-        workers.record()
-    for rank, weights in enumerate(of_case(results(), "continued")):
-        assert_close(weights, workers.trajectory[rank])
+    """The gradient is 1 on rank 0 and 2 on rank 1; learning rates are 1, 1/2, 1/4, ..."""
+    torch.manual_seed(1)
+    rates = 0.5 ** np.arange(6)
+    model = nn.Linear(1, 1, bias=False).double()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = StepLR(plain, step_size=1, gamma=0.5) if before else None
+    optimizer = wrap(model, plain, strategy)
+    schedule = schedule or StepLR(optimizer, step_size=1, gamma=0.5)
+    weights = [model.weight.item()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when it believes step() was never called
+        for _ in rates:
+            optimizer.zero_grad()
+            (model.weight.sum() * (hvd.rank() + 1)).backward()
+            optimizer.step()
+            schedule.step()
+            weights.append(model.weight.item())
+    assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+    wanted = {
+        "merged-gradient": 1.5 * rates,
+        "pipe-sgd": 1.5 * rates * (rates < 1),  # the first step applies nothing
+        # Local updates; a round that starts with equal models ends with nothing to add.
+        "cocod:period=4": (hvd.rank() + 1) * rates,
+    }
+    assert_close(-np.diff(weights), wanted[strategy])
 
 
 def test_it_is_what_the_user_made() -> None:
-    for rank in of_case(results(), "identity"):
-        assert rank == {
-            "is an SGD": True,
-            "class": "SGD",
-            "defaults": True,
-            "groups": [True] * 6,
-        }
+    model = make_model()
+    groups = [
+        {"params": [p], "lr": 0.1 * i, "name": name}
+        for i, (name, p) in enumerate(model.named_parameters())
+    ]
+    plain = torch.optim.SGD(groups, lr=3.0, momentum=0.5, nesterov=True)
+    defaults, groups = dict(plain.defaults), [dict(group) for group in plain.param_groups]
+    optimizer = wrap(model, plain)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.defaults == defaults
+    for kept, given in zip(optimizer.param_groups, groups, strict=True):
+        assert kept.keys() == given.keys()
+        assert all(kept[key] is given[key] for key in given)
 
 
 def test_hooks_run_once_a_step() -> None:
-    assert of_case(results(), "hooked") == [(STEPS, STEPS)] * 2
+    """Hooks that were registered before and after wrapping."""
+    calls: list[str] = []
+    model = make_model()
+    plain = OPTIMIZERS["momentum"](model)
+    plain.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer = wrap(model, plain)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    train(model, optimizer, hvd.rank())
+    assert calls == ["before", "after"] * STEPS
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("merged-gradient", "merged-gradient"),
+        ("pipe-sgd", "pipe-sgd"),
+        ("merged-gradient", "pipe-sgd"),
+        ("cocod:period=4", "pipe-sgd:warmup_steps=5"),
+    ],
+    ids=" and ".join,
+)
 def test_two_optimizers_in_one_script(pair: tuple[str, str]) -> None:
-    for rank, ends in enumerate(of_case(results(), ("two", pair))):
-        for end, strategy, optimizer in zip(ends, pair, ("momentum", "adam"), strict=True):
-            assert_close(end, Cell(strategy, optimizer).expected(2)[rank, -1])
+    """As for a GAN: two models with equal names, their optimizers stepping in turns."""
+    kinds = ("momentum", "adam")
+    models = [make_model() for _ in pair]
+    optimizers = [
+        wrap(model, OPTIMIZERS[kind](model), strategy)
+        for model, kind, strategy in zip(models, kinds, pair, strict=True)
+    ]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    for model, kind, strategy in zip(models, kinds, pair, strict=True):
+        assert_close(weights_of(model), Cell(strategy, kind).expected(2)[hvd.rank(), -1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_give_a_strategy(way: str) -> None:
-    *_, strategy = WAYS[way]
-    expected = Cell(strategy, "momentum").expected(2)
-    for rank, weights in enumerate(of_case(results(), ("given", way))):
-        assert_close(weights, expected[rank])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_closure(strategy: str) -> None:
-    expected = Cell(strategy, "momentum").expected(2)
-    for rank, (weights, returned) in enumerate(of_case(results(), ("closure", strategy))):
-        assert_close(weights, expected[rank, -1])
-        assert returned == [True] * STEPS
+@pytest.mark.parametrize(
+    ("given", "environment", "strategy"),
+    [
+        (None, None, "merged-gradient"),
+        (None, "pipe-sgd:warmup_steps=5", "pipe-sgd:warmup_steps=5"),
+        ("cocod:period=4", "pipe-sgd", "cocod:period=4"),
+        (hvd.MergedGradient(bucket_bytes=64), None, "merged-gradient"),
+        (hvd.PipeSGD(warmup_steps=5), None, "pipe-sgd:warmup_steps=5"),
+        (hvd.CoCoD(period=3, warmup_steps=4), None, "cocod:period=3,warmup_steps=4"),
+    ],
+    ids=["nothing", "environment", "argument and environment", "merged", "pipe-sgd", "cocod"],
+)
+def test_each_way_to_give_a_strategy(
+    given: Any, environment: str | None, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("HVD_PIPE_STRATEGY", environment)
+    model = make_model()
+    optimizer = wrap(model, OPTIMIZERS["momentum"](model), given)
+    weights = train(model, optimizer, hvd.rank(), drains={STEPS - 1})
+    assert_close(weights, Cell(strategy, "momentum").expected(2)[hvd.rank()])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from problem import OPTIMIZERS, Loss, loss_of, make_model, weights_of
-from serial import Change, Reduce, Workers, make_workers, mean
+from problem import OPTIMIZERS, loss_of, make_model, weights_of
+from serial import Change, Reduce, Vectors, make_workers
 from torch import nn
 from torch.optim import SGD, Optimizer
 from uses import STRATEGIES
@@ -36,7 +37,13 @@ def make_sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.05)
 
 
-# On a rank.
+def mean(vectors: Sequence[Vectors]) -> Vectors:
+    """The average over workers, to which one without a gradient contributes zero."""
+    averages: list[torch.Tensor | None] = []
+    for column in zip(*vectors, strict=True):
+        present = [gradient for gradient in column if gradient is not None]
+        averages.append(torch.stack(present).sum(0) / len(column) if present else None)
+    return averages
 
 
 def wrap(model: nn.Module, plain: Optimizer, strategy: str, **arguments: Any) -> Any:
@@ -45,64 +52,134 @@ def wrap(model: nn.Module, plain: Optimizer, strategy: str, **arguments: Any) ->
     )
 
 
-def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Array:
-    """The weights after every step, and after a ``synchronize()`` at the end."""
-    records = []
-    for number in range(STEPS):
-        step(number)
-        records.append(weights_of(model))
-    optimizer.synchronize()
-    records.append(weights_of(model))
-    return np.array(records)
+Event = Callable[[Any, Any, int], object]
+"""What a script does at a step, with a model and its optimizer, wrapped or plain."""
 
 
-def ordinary(
-    strategy: str,
-    *,
-    make: MakeModel = make_model,
-    make_optimizer: MakeOptimizer = make_momentum,
-    loss: Loss = loss_of,
-    **arguments: Any,
-) -> Array:
-    """The loop of every tutorial."""
-    model = make()
-    optimizer = wrap(model, make_optimizer(model), strategy, **arguments)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss(model, hvd.rank(), number).backward()
-        optimizer.step()
-
-    return rows(model, optimizer, step)
+def nothing(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    """An event that is none."""
 
 
-# In a test.
+def clear(model: nn.Module, optimizer: Any, number: int) -> None:
+    optimizer.zero_grad()
 
 
-def simulate(
-    strategy: str,
-    n: int,
-    *,
-    make: MakeModel = make_model,
-    make_optimizer: MakeOptimizer = make_momentum,
-    loss: Loss = loss_of,
-    reduce: Reduce = mean,
-    change: Change | None = None,
-    before_step: Callable[[Workers, int], object] = lambda workers, number: None,
-) -> Array:
-    """The same loop for all workers of the strategy."""
-    workers = make_workers(strategy, n, make, make_optimizer, reduce)
-    for number in range(STEPS):
-        workers.backward(loss, number)
-        before_step(workers, number)
-        workers.step(change)
-        workers.record()
-    before_step(workers, STEPS)
-    workers.synchronize()
-    workers.record()
-    return workers.trajectory
+@dataclass(frozen=True)
+class Script:
+    """A training loop, which a rank runs and which workers play in one process.
+
+    Args:
+        make: Makes the model.
+        make_optimizer: Makes the plain optimizer.
+        loss: Of a model, a rank and a step; None: the rank skips ``backward()``.
+        arguments: Of the distributed optimizer.
+        reduce: What becomes of the workers' gradients.
+        setup: After wrapping, with -1 for the step.
+        before: Before gradients are cleared.
+        clear: Clears gradients, on a rank.
+        between: After ``backward()``, with the local gradients.
+        prepared: After ``synchronize()``, with the gradients that are applied; gets no optimizer.
+        after: After ``step()``.
+        column: One more number a row.
+    """
+
+    make: MakeModel = make_model
+    make_optimizer: MakeOptimizer = make_momentum
+    loss: Callable[[nn.Module, int, int], torch.Tensor | None] = loss_of
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    reduce: Reduce = mean
+    setup: Event = nothing
+    before: Event = nothing
+    clear: Event = clear
+    between: Event = nothing
+    prepared: Event | None = None
+    after: Event = nothing
+    column: Callable[[Any], float] | None = None
+
+    def run(self, strategy: str) -> Array:
+        """On a rank: the weights after every step, and after ``synchronize()``."""
+        model = self.make()
+        optimizer = wrap(model, self.make_optimizer(model), strategy, **self.arguments)
+        self.setup(model, optimizer, -1)
+        records = []
+        for number in range(STEPS):
+            self.before(model, optimizer, number)
+            self.clear(model, optimizer, number)
+            self._backward(model, optimizer, hvd.rank(), number)
+            if self.prepared is None:
+                optimizer.step()
+            else:
+                optimizer.synchronize()
+                self.prepared(model, None, number)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            self.after(model, optimizer, number)
+            records.append([*weights_of(model), *self._more(optimizer)])
+        optimizer.synchronize()
+        records.append([*weights_of(model), *self._more(optimizer)])
+        return np.array(records)
+
+    def expected(self, strategy: str, n: int) -> Array:
+        """In a test: the same of all workers."""
+        workers = make_workers(strategy, n, self.make, self.make_optimizer, self.reduce)
+        pairs = list(zip(workers.models, workers.optimizers, strict=True))
+        for model, optimizer in pairs:
+            self.setup(model, optimizer, -1)
+        records: list[list[list[float]]] = [[] for _ in pairs]
+        for number in range(STEPS + 1):
+            if number == STEPS:
+                workers.synchronize()
+            else:
+                for rank, (model, optimizer) in enumerate(pairs):
+                    self.before(model, optimizer, number)
+                    optimizer.zero_grad()
+                    self._backward(model, optimizer, rank, number)
+                if strategy != COCOD and any(has_gradients(model) for model, _ in pairs):
+                    for model, optimizer in pairs:
+                        count_as_zero(model, optimizer)
+                workers.step(self._change(number))
+                for model, optimizer in pairs:
+                    self.after(model, optimizer, number)
+            for record, (model, optimizer) in zip(records, pairs, strict=True):
+                record.append([*weights_of(model), *self._more(optimizer)])
+        return np.array(records)
+
+    def _backward(self, model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
+        loss = self.loss(model, rank, number)
+        if loss is not None:
+            loss.backward()
+        self.between(model, optimizer, number)
+
+    def _change(self, number: int) -> Change | None:
+        prepared = self.prepared
+        return prepared and (lambda model: prepared(model, None, number))
+
+    def _more(self, optimizer: Any) -> list[float]:
+        return [] if self.column is None else [self.column(optimizer)]
+
+    @property
+    def sides(self) -> dict[str, Any]:
+        """The two sides of a use."""
+        return {"run": self.run, "expected": self.expected}
 
 
-def same(**options: Any) -> dict[str, Any]:
-    """The two sides of a use whose loop is ordinary."""
-    return {"run": partial(ordinary, **options), "expected": partial(simulate, **options)}
+PLAIN = Script()
+
+
+def has_gradients(model: nn.Module) -> bool:
+    return any(p.grad is not None for p in model.parameters())
+
+
+def count_as_zero(model: nn.Module, optimizer: Optimizer) -> None:
+    """What an optimizer trains has a gradient where any has one, as in Horovod."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for p in model.parameters():
+        if id(p) not in owned:
+            p.grad = None
+        elif p.grad is None and p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
+def at(steps: dict[int, Event]) -> Event:
+    """An event that is another one at each of these steps."""
+    return lambda model, optimizer, number: steps.get(number, nothing)(model, optimizer, number)

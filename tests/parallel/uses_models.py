@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import horovod.torch as stock
@@ -11,7 +12,7 @@ import torch
 from problem import batch, loss_of, make_model, weights_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from uses_common import STEPS, Array, make_momentum, make_sgd, ordinary, simulate
+from uses_common import STEPS, Array, Script, make_momentum, make_sgd
 
 import hvd_pipe.torch as hvd
 
@@ -53,12 +54,12 @@ def mixed(strategy: str) -> Array:
             assert p.grad is None or p.grad.dtype == p.dtype
         return mixed_loss(model, rank, step)
 
-    return ordinary(strategy, make=lambda: model, loss=loss) / precisions(model)
+    return Script(make=lambda: model, loss=loss).run(strategy) / precisions(model)
 
 
 def simulate_mixed(strategy: str, n: int) -> Array:
     """The same model, all of it in float64."""
-    weights = simulate(strategy, n, make=lambda: Mixed().double(), loss=mixed_loss)
+    weights = Script(make=lambda: Mixed().double(), loss=mixed_loss).expected(strategy, n)
     return weights / precisions(Mixed())
 
 
@@ -70,7 +71,8 @@ def precisions(model: nn.Module) -> Array:
 
 def compiled(strategy: str) -> Array:
     torch.compiler.reset()
-    return ordinary(strategy, make=lambda: torch.compile(make_model(), backend="aot_eager"))
+    make: Any = partial(torch.compile, make_model(), backend="aot_eager")
+    return Script(make=make).run(strategy)
 
 
 def checkpointed_loss(model: nn.Module, rank: int, step: int, use_reentrant: bool) -> torch.Tensor:
@@ -122,7 +124,7 @@ def tokens_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 def adasum(strategy: str) -> Array:
     """Beside stock Horovod's own."""
-    ours = ordinary(strategy, op=hvd.Adasum)
+    ours = Script(arguments={"op": hvd.Adasum}).run(strategy)
     model = make_model()
     optimizer = stock.DistributedOptimizer(
         make_momentum(model), model.named_parameters(), op=stock.Adasum
@@ -137,7 +139,8 @@ def adasum(strategy: str) -> Array:
 
 def in_groups(strategy: str, groups: Callable[[list[nn.Parameter]], Any]) -> Array:
     model = make_model()
-    return ordinary(strategy, make=lambda: model, groups=groups(list(model.parameters())))
+    arguments = {"groups": groups(list(model.parameters()))}
+    return Script(make=lambda: model, arguments=arguments).run(strategy)
 
 
 LARGEST_GRADIENT = 0.8
@@ -155,8 +158,8 @@ def compressed(strategy: str, kind: str) -> Array:
             assert p.grad is None or float(p.grad.abs().max()) < LARGEST_GRADIENT
         return loss_of(model, rank, step)
 
-    compression = getattr(hvd.Compression, kind)
-    return ordinary(strategy, make_optimizer=make_sgd, loss=loss, compression=compression)
+    arguments = {"compression": getattr(hvd.Compression, kind)}
+    return Script(make_optimizer=make_sgd, loss=loss, arguments=arguments).run(strategy)
 
 
 def compression_tolerance(kind: str) -> float:

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,138 +13,31 @@ import horovod.torch as stock
 import numpy as np
 import torch
 from problem import batch, loss_of, make_model, train, weights_of
-from serial import Change, Vectors, make_workers
+from serial import make_workers
 from torch import nn
 from torch.optim import SGD, Optimizer, SparseAdam
 from uses import Use
-from uses_common import COCOD, FORWARD, MERGED, PIPE, STEPS, Array, make_momentum, make_sgd, wrap
+from uses_common import (
+    COCOD,
+    FORWARD,
+    MERGED,
+    PIPE,
+    PLAIN,
+    STEPS,
+    Array,
+    Script,
+    at,
+    count_as_zero,
+    make_momentum,
+    make_sgd,
+    mean,
+    wrap,
+)
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.distributed import DistributedMixin
 
 SAVED = 5  # steps before a checkpoint or a copy, in the middle of a round
-
-Event = Callable[[Any, Any, int], object]
-"""What a script does at a step, with a model and its optimizer, wrapped or plain."""
-
-
-def nothing(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    """An event that is none."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """A training loop, which a rank runs and which workers play in one process.
-
-    Args:
-        make: Makes the model.
-        make_optimizer: Makes the plain optimizer.
-        loss: Of a model, a rank and a step; None: the rank skips ``backward()``.
-        setup: After wrapping, with -1 for the step.
-        before: Before ``zero_grad()``.
-        between: After ``backward()``, with the local gradients.
-        prepared: After ``synchronize()``, with the gradients that are applied; gets no optimizer.
-        column: One more number a row.
-    """
-
-    make: Callable[[], nn.Module] = make_model
-    make_optimizer: Callable[[nn.Module], Optimizer] = make_momentum
-    loss: Callable[[nn.Module, int, int], torch.Tensor | None] = loss_of
-    setup: Event = nothing
-    before: Event = nothing
-    between: Event = nothing
-    prepared: Event | None = None
-    column: Callable[[Any], float] | None = None
-
-    def run(self, strategy: str) -> Array:
-        """On a rank: the weights after every step, and after ``synchronize()``."""
-        model = self.make()
-        optimizer = wrap(model, self.make_optimizer(model), strategy)
-        self.setup(model, optimizer, -1)
-        records = []
-        for number in range(STEPS):
-            self._backward(model, optimizer, hvd.rank(), number)
-            if self.prepared is None:
-                optimizer.step()
-            else:
-                optimizer.synchronize()
-                self.prepared(model, None, number)
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-            records.append([*weights_of(model), *self._more(optimizer)])
-        optimizer.synchronize()
-        records.append([*weights_of(model), *self._more(optimizer)])
-        return np.array(records)
-
-    def expected(self, strategy: str, n: int) -> Array:
-        """In a test: the same of all workers."""
-        workers = make_workers(strategy, n, self.make, self.make_optimizer, mean)
-        pairs = list(zip(workers.models, workers.optimizers, strict=True))
-        for model, optimizer in pairs:
-            self.setup(model, optimizer, -1)
-        records: list[list[list[float]]] = [[] for _ in pairs]
-        for number in range(STEPS + 1):
-            if number == STEPS:
-                workers.synchronize()
-            else:
-                for rank, (model, optimizer) in enumerate(pairs):
-                    self._backward(model, optimizer, rank, number)
-                if strategy != COCOD and any(has_gradients(model) for model, _ in pairs):
-                    for model, optimizer in pairs:
-                        count_as_zero(model, optimizer)
-                workers.step(self._change(number))
-            for record, (model, optimizer) in zip(records, pairs, strict=True):
-                record.append([*weights_of(model), *self._more(optimizer)])
-        return np.array(records)
-
-    def _backward(self, model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
-        self.before(model, optimizer, number)
-        optimizer.zero_grad()
-        loss = self.loss(model, rank, number)
-        if loss is not None:
-            loss.backward()
-        self.between(model, optimizer, number)
-
-    def _change(self, number: int) -> Change | None:
-        prepared = self.prepared
-        return prepared and (lambda model: prepared(model, None, number))
-
-    def _more(self, optimizer: Any) -> list[float]:
-        return [] if self.column is None else [self.column(optimizer)]
-
-    @property
-    def sides(self) -> dict[str, Any]:
-        """The two sides of a use."""
-        return {"run": self.run, "expected": self.expected}
-
-
-def mean(vectors: Sequence[Vectors]) -> Vectors:
-    """The average over workers, to which one without a gradient contributes zero."""
-    averages: list[torch.Tensor | None] = []
-    for column in zip(*vectors, strict=True):
-        present = [gradient for gradient in column if gradient is not None]
-        averages.append(torch.stack(present).sum(0) / len(column) if present else None)
-    return averages
-
-
-def has_gradients(model: nn.Module) -> bool:
-    return any(p.grad is not None for p in model.parameters())
-
-
-def count_as_zero(model: nn.Module, optimizer: Optimizer) -> None:
-    """What an optimizer trains has a gradient where any has one, as in Horovod."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for p in model.parameters():
-        if id(p) not in owned:
-            p.grad = None
-        elif p.grad is None and p.requires_grad:
-            p.grad = torch.zeros_like(p)
-
-
-def at(steps: dict[int, Event]) -> Event:
-    """An event that is another one at each of these steps."""
-    return lambda model, optimizer, number: steps.get(number, nothing)(model, optimizer, number)
-
 
 # Gradients that are not computed.
 
@@ -385,7 +277,7 @@ def copied(strategy: str, make_copy: Callable[[Any], Any], both: bool = True) ->
 
 
 def simulate_copies(strategy: str, n: int) -> Array:
-    rows = Script().expected(strategy, n)
+    rows = PLAIN.expected(strategy, n)
     return np.concatenate([rows, rows[:, SAVED:]], axis=1)
 
 
@@ -406,7 +298,7 @@ def simulate_copy_and_drain(strategy: str, n: int) -> Array:
         workers.step()
     workers.synchronize()
     workers.record()
-    rows = Script().expected(strategy, n)
+    rows = PLAIN.expected(strategy, n)
     return np.concatenate([rows[:, :SAVED], workers.trajectory, rows[:, SAVED:]], axis=1)
 
 
@@ -559,12 +451,12 @@ USES: list[Use] = [
     Use(
         "a checkpoint: `state_dict()`, saved and loaded with `weights_only=True`",
         run=checkpointed,
-        expected=Script().expected,
+        expected=PLAIN.expected,
     ),
     Use(
         "a checkpoint that an optimizer loads after some steps",
         run=partial(checkpointed, before_loading=2),
-        expected=Script().expected,
+        expected=PLAIN.expected,
     ),
     Use(
         "a checkpoint with `warmup_steps`",
@@ -600,7 +492,7 @@ USES: list[Use] = [
     Use(
         "`copy.deepcopy((model, optimizer))` on rank 0 alone",
         run=partial(copied, make_copy=copy.deepcopy, both=False),
-        expected=Script().expected,
+        expected=PLAIN.expected,
     ),
     Use(
         "a copy that is synchronized at once, to be evaluated",

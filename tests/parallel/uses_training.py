@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,16 +21,16 @@ from uses_common import (
     FORWARD,
     MERGED,
     PIPE,
+    PLAIN,
     PROCESS_SETS,
     STEPS,
     Array,
+    Script,
+    clear,
     make_float32,
     make_momentum,
     make_sgd,
-    ordinary,
-    rows,
-    same,
-    simulate,
+    nothing,
     wrap,
 )
 from uses_models import (
@@ -50,108 +51,54 @@ from uses_models import (
 
 import hvd_pipe.torch as hvd
 
-# Gradients are cleared in one way or another.
 
-
-def cleared(strategy: str, how: str) -> Array:
-    model = make_model()
-    optimizer = wrap(model, make_momentum(model), strategy)
-
-    def step(number: int) -> None:
-        if how == "model":
-            model.zero_grad()
-        else:
-            optimizer.zero_grad(set_to_none=how == "None")
-        loss_of(model, hvd.rank(), number).backward()
-        optimizer.step()
-
-    return rows(model, optimizer, step)
-
-
-def cleared_after_step(strategy: str) -> Array:
-    model = make_model()
-    optimizer = wrap(model, make_momentum(model), strategy)
-
-    def step(number: int) -> None:
-        loss_of(model, hvd.rank(), number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return rows(model, optimizer, step)
+def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Array:
+    """The weights after every step, and after a ``synchronize()`` at the end."""
+    records = []
+    for number in range(STEPS):
+        step(number)
+        records.append(weights_of(model))
+    optimizer.synchronize()
+    records.append(weights_of(model))
+    return np.array(records)
 
 
 # Learning-rate schedules.
 
 
-def rate(step: int) -> float:
-    return 0.05 * 0.6 ** (step // 2)
+def make_scheduled(model: nn.Module) -> Optimizer:
+    """An optimizer with a schedule that was made before wrapping."""
+    optimizer = make_momentum(model)
+    model.schedule = StepLR(optimizer, step_size=2, gamma=0.6)  # type: ignore[assignment]
+    return optimizer
 
 
-def scheduled(strategy: str, before: bool) -> Array:
-    model = make_model()
-    plain = make_momentum(model)
-    if before:
-        schedule: Any = StepLR(plain, step_size=2, gamma=0.6)
-        optimizer = wrap(model, plain, strategy)
-    else:
-        optimizer = wrap(model, plain, strategy)
-        schedule = LambdaLR(optimizer, lambda step: rate(step) / rate(0))
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), number).backward()
-        optimizer.step()
-        schedule.step()
-
-    return rows(model, optimizer, step)
+def schedule(model: nn.Module, optimizer: Any, number: int) -> None:
+    model.schedule = LambdaLR(optimizer, lambda step: 0.6 ** (step // 2))  # type: ignore[assignment]
 
 
-def simulate_schedule(strategy: str, n: int) -> Array:
-    """The last gradient of Pipe-SGD is applied at the rate after the last ``schedule.step()``."""
-    return simulate(
-        strategy, n, before_step=lambda workers, step: workers.set_option("lr", rate(step))
-    )
+def end_epoch(model: Any, optimizer: Any, number: int) -> None:
+    """The last gradient of Pipe-SGD is applied at the rate after the last call."""
+    model.schedule.step()
 
 
 # Clipping.
 
-LARGEST_NORM = 0.3
+
+def clip(model: nn.Module, optimizer: Any = None, number: int = 0) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
 
 
-def clip(model: nn.Module) -> float:
-    return float(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM))
+CLIPPED = Script(prepared=clip)
 
 
-def clipped(strategy: str) -> Array:
-    model = make_model()
-    optimizer = wrap(model, make_momentum(model), strategy)
-    norms = []
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), number).backward()
-        optimizer.synchronize()
-        norms.append(clip(model))
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    records = rows(model, optimizer, step)
-    assert max(norms) > LARGEST_NORM, "nothing was clipped"
-    return records
-
-
-def unprepared(strategy: str) -> Array:
+def unprepared(strategy: str) -> None:
     """``skip_synchronize()`` where there was no ``synchronize()``."""
     model = make_model()
     optimizer = wrap(model, make_momentum(model), strategy)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), number).backward()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    return rows(model, optimizer, step)
+    loss_of(model, hvd.rank(), 0).backward()
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 # Accumulation.
@@ -200,31 +147,15 @@ def maybe_infinite(model: nn.Module, rank: int, number: int, overflow: int | Non
     return loss * torch.inf if (rank, number) == (1, overflow) else loss
 
 
-def scaled(strategy: str, *, overflow: int | None = None) -> Array:
-    """The plain loop of a GradScaler."""
-    model = make_float32()
-    optimizer = wrap(model, make_momentum(model), strategy)
-    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWTH_INTERVAL)
-    records = []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        scaler.scale(maybe_infinite(model, hvd.rank(), number, overflow)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        records.append([*weights_of(model), np.log2(scaler.get_scale())])
-    optimizer.synchronize()
-    records.append([*weights_of(model), np.log2(scaler.get_scale())])
-    return np.array(records)
-
-
-def scaled_and_clipped(
+def scaled(
     strategy: str,
     *,
     overflow: int | None = None,
+    clips: bool = False,
     says_scale: bool = True,
     synchronizes: bool = True,
 ) -> Array:
-    """The loop with ``unscale_`` and clipping, and with what it may lack."""
+    """The loop of a GradScaler, plain or with ``unscale_`` and clipping and what that may lack."""
     model = make_float32()
     optimizer = wrap(model, make_momentum(model), strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE, growth_interval=GROWTH_INTERVAL)
@@ -233,11 +164,12 @@ def scaled_and_clipped(
         optimizer.zero_grad()
         scaler.scale(maybe_infinite(model, hvd.rank(), number, overflow)).backward()
         with ExitStack() as context:
-            if synchronizes:
+            if clips and synchronizes:
                 optimizer.synchronize(*([scaler.get_scale()] if says_scale else []))
                 context.enter_context(optimizer.skip_synchronize())
-            scaler.unscale_(optimizer)
-            clip(model)
+            if clips:
+                scaler.unscale_(optimizer)
+                clip(model)
             scaler.step(optimizer)
         scaler.update()
         records.append([*weights_of(model), np.log2(scaler.get_scale())])
@@ -412,54 +344,56 @@ def simulate_adversarial(strategy: str, n: int) -> Array:
 def in_process_set(strategy: str) -> Array:
     """Ranks 0 and 2 train together, rank 1 alone."""
     mine = next(each for each in PROCESS_SETS[3] if each.included())
-    weights = ordinary(strategy, process_set=mine)
+    weights = Script(arguments={"process_set": mine}).run(strategy)
     hvd.barrier()  # a rank that is done first ends Horovod for all
     return weights
 
 
 def simulate_process_sets(strategy: str, n: int) -> list[Array]:
-    together = simulate(strategy, 2, loss=lambda model, i, step: loss_of(model, 2 * i, step))
-    alone = simulate(strategy, 1, loss=lambda model, i, step: loss_of(model, 1, step))
+    def run(*ranks: int) -> Array:
+        script = Script(loss=lambda model, i, step: loss_of(model, ranks[i], step))
+        return script.expected(strategy, len(ranks))
+
+    together, alone = run(0, 2), run(1)
     trajectories = [together[0], alone[0], together[1]]
     assert len(trajectories) == n
     return trajectories
 
 
+def tokens(sparse: bool, arguments: Mapping[str, Any] = {}) -> Script:
+    make = partial(Tokens, sparse)
+    return Script(make=make, make_optimizer=make_sgd, loss=tokens_loss, arguments=arguments)
+
+
 NO_GRADIENTS_SENT = "which averages models, not gradients: use"
 
 USES: list[Use] = [
-    Use("a plain loop", **same()),
-    Use(
-        "`optimizer.zero_grad(set_to_none=True)`",
-        run=partial(cleared, how="None"),
-        expected=simulate,
+    Use("a plain loop", **PLAIN.sides),
+    *(
+        Use(f"`{text}`", **Script(clear=clear).sides)
+        for text, clear in (
+            ("optimizer.zero_grad(set_to_none=True)", lambda _, o, __: o.zero_grad(True)),
+            ("optimizer.zero_grad(set_to_none=False)", lambda _, o, __: o.zero_grad(False)),
+            ("model.zero_grad()", lambda model, *_: model.zero_grad()),
+        )
     ),
-    Use(
-        "`optimizer.zero_grad(set_to_none=False)`",
-        run=partial(cleared, how="zero"),
-        expected=simulate,
-    ),
-    Use("`model.zero_grad()`", run=partial(cleared, how="model"), expected=simulate),
-    Use("`zero_grad()` after `step()`", run=cleared_after_step, expected=simulate),
+    Use("`zero_grad()` after `step()`", **Script(clear=nothing, after=clear).sides),
     Use(
         "a learning-rate schedule made before wrapping",
-        run=partial(scheduled, before=True),
-        expected=simulate_schedule,
+        **Script(make_optimizer=make_scheduled, after=end_epoch).sides,
     ),
     Use(
         "a learning-rate schedule made after wrapping",
-        run=partial(scheduled, before=False),
-        expected=simulate_schedule,
+        **Script(setup=schedule, after=end_epoch).sides,
     ),
     Use(
         "gradient clipping: `synchronize()`, clip, `step()` in `skip_synchronize()`",
-        run=clipped,
-        expected=partial(simulate, change=clip),
+        **CLIPPED.sides,
     ),
     Use(
         "`skip_synchronize()` without `synchronize()`",
         run=unprepared,
-        expected=simulate,
+        expected=PLAIN.expected,
         refused=dict.fromkeys(STRATEGIES, "call optimizer.synchronize() after backward()"),
     ),
     *(
@@ -470,7 +404,7 @@ USES: list[Use] = [
         )
         for how, schedule in PASSES.items()
     ),
-    Use("`step(closure)`", run=with_closure, expected=simulate),
+    Use("`step(closure)`", run=with_closure, expected=PLAIN.expected),
     *(
         Use(
             f"LBFGS{how}",
@@ -495,30 +429,34 @@ USES: list[Use] = [
     ),
     Use(
         "GradScaler with clipping: `synchronize(loss_scale=...)` before `unscale_`",
-        run=scaled_and_clipped,
+        run=partial(scaled, clips=True),
         expected=partial(simulate_scaling, change=clip),
         tolerance=FLOAT32,
     ),
     Use(
         "GradScaler with clipping, one rank overflows",
-        run=partial(scaled_and_clipped, overflow=5),
+        run=partial(scaled, clips=True, overflow=5),
         expected=partial(simulate_scaling, overflow=5, change=clip),
         tolerance=FLOAT32,
         has_own_column=True,
     ),
     Use(
         "GradScaler with clipping, `synchronize()` without `loss_scale`",
-        run=partial(scaled_and_clipped, says_scale=False),
+        run=partial(scaled, clips=True, says_scale=False),
         expected=partial(simulate_scaling, change=clip),
         tolerance=FLOAT32,
     ),
     Use(
         "GradScaler with clipping, without `synchronize()`",
-        run=partial(scaled_and_clipped, synchronizes=False),
+        run=partial(scaled, clips=True, synchronizes=False),
         expected=partial(simulate_scaling, change=clip),
         tolerance=FLOAT32,
     ),
-    Use("autocast to bfloat16", **same(make=make_float32, loss=autocast_loss), tolerance=FLOAT32),
+    Use(
+        "autocast to bfloat16",
+        **Script(make=make_float32, loss=autocast_loss).sides,
+        tolerance=FLOAT32,
+    ),
     Use(
         "two optimizers, as for a GAN; the other model is frozen",
         run=partial(adversarial, freeze=True),
@@ -543,74 +481,58 @@ USES: list[Use] = [
         # A step rounds a weight, which is below 1/2, by eps / 8, and an update, which is smaller.
         tolerance=STEPS / 4,
     ),
-    Use("`torch.compile`", run=compiled, expected=simulate),
+    Use("`torch.compile`", run=compiled, expected=PLAIN.expected),
     *(
         Use(
             f"gradient checkpointing, `use_reentrant={value}`",
-            **same(loss=partial(checkpointed_loss, use_reentrant=value)),
+            **Script(loss=partial(checkpointed_loss, use_reentrant=value)).sides,
         )
         for value in (False, True)
     ),
-    Use("shared weights", **same(make=Tied)),
-    Use(
-        "sparse gradients",
-        run=partial(
-            ordinary, make=partial(Tokens, sparse=True), make_optimizer=make_sgd, loss=tokens_loss
-        ),
-        expected=partial(
-            simulate, make=partial(Tokens, sparse=False), make_optimizer=make_sgd, loss=tokens_loss
-        ),
-    ),
-    Use(
-        "sparse gradients, `sparse_as_dense=True`",
-        run=partial(
-            ordinary,
-            make=partial(Tokens, sparse=True),
-            make_optimizer=make_sgd,
-            loss=tokens_loss,
-            sparse_as_dense=True,
-        ),
-        expected=partial(
-            simulate, make=partial(Tokens, sparse=False), make_optimizer=make_sgd, loss=tokens_loss
-        ),
+    Use("shared weights", **Script(make=Tied).sides),
+    *(
+        Use(
+            f"sparse gradients{text}",
+            run=tokens(True, arguments).run,
+            expected=tokens(False).expected,
+        )
+        for text, arguments in (("", {}), (", `sparse_as_dense=True`", {"sparse_as_dense": True}))
     ),
     Use(
         "`op=hvd.Sum`",
-        run=partial(ordinary, op=hvd.Sum),
-        expected=partial(simulate, reduce=total),
+        **Script(arguments={"op": hvd.Sum}, reduce=total).sides,
         refused={COCOD: NO_GRADIENTS_SENT},
     ),
     Use(
         "`op=hvd.Adasum`",
         run=adasum,
-        expected=lambda strategy, n: simulate("adasum", n),
+        expected=lambda strategy, n: PLAIN.expected("adasum", n),
         refused=dict.fromkeys(
             (FORWARD, PIPE, COCOD), "use 'merged-gradient' as it is, or op=hvd.Average"
         ),
     ),
     Use(
         "`gradient_predivide_factor`",
-        run=partial(ordinary, gradient_predivide_factor=2.0),
-        expected=simulate,
+        **Script(arguments={"gradient_predivide_factor": 2.0}).sides,
         refused={COCOD: NO_GRADIENTS_SENT},
     ),
     Use(
         "`groups`, a list",
         run=partial(in_groups, groups=lambda p: [[p[5], p[0]], [p[2], p[3], p[4]]]),
-        expected=simulate,
+        expected=PLAIN.expected,
         refused={COCOD: NO_GRADIENTS_SENT},
     ),
     Use(
         "`groups`, a number",
         run=partial(in_groups, groups=lambda p: 2),
-        expected=simulate,
+        expected=PLAIN.expected,
         refused={COCOD: NO_GRADIENTS_SENT},
     ),
     *(
         Use(
             f"`compression=hvd.Compression.{kind}`",
             run=partial(compressed, kind=kind),
-            expected=partial(simulate, make_optimizer=make_sgd),
+            expected=Script(make_optimizer=make_sgd).expected,
             tolerance=compression_tolerance(kind),
         )
         for kind in LOSSES

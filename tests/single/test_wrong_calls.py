@@ -7,7 +7,6 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +48,6 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(torch.ones(1, 3, dtype=torch.float64)).sum()
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A call that is refused when the optimizer is built.
-
-    Args:
-        name: What is wrong.
-        kind: The class of the exception.
-        says: A part of the message: what to do instead.
-        call: Gets a model and its plain optimizer.
-        make_model: Makes the model.
-        make_optimizer: Makes its optimizer.
-    """
-
-    name: str
-    kind: type[Exception]
-    says: str
-    call: Call
-    make_model: Callable[[], nn.Module] = two_layers
-    make_optimizer: Callable[[nn.Module], Optimizer] = momentum
-
-
 def given(**arguments: Any) -> Call:
     """A call with these arguments, and the model's names where there are none."""
 
@@ -85,11 +63,9 @@ def named(names: Callable[[nn.Module], Any]) -> Call:
     return lambda model, plain: hvd.DistributedOptimizer(plain, names(model))
 
 
-def grouped(groups: Callable[[list[nn.Parameter]], Any], **more: Any) -> Call:
+def grouped(groups: Callable[[list[nn.Parameter]], Any]) -> Call:
     """A call with what this makes of the parameters for ``groups``."""
-    return lambda model, plain: given(groups=groups(list(model.parameters())), **more)(
-        model, plain
-    )
+    return lambda model, plain: given(groups=groups(list(model.parameters())))(model, plain)
 
 
 def exhausted(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -97,37 +73,6 @@ def exhausted(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     names = model.named_parameters()
     list(names)
     return names
-
-
-def frozen() -> nn.Module:
-    return two_layers().requires_grad_(False)
-
-
-def plain_sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=LR)
-
-
-def emptied(model: nn.Module) -> Optimizer:
-    """An optimizer without parameters, which torch does not make from an empty list."""
-    optimizer = plain_sgd(model)
-    optimizer.param_groups[0]["params"] = []
-    return optimizer
-
-
-class Odd(nn.Module):
-    """A model whose only parameter has a dtype of its own."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.odd = nn.Parameter(torch.zeros(3).to(dtype))
-
-
-def odd(dtype: torch.dtype) -> dict[str, Any]:
-    return {"make_model": lambda: Odd(dtype), "make_optimizer": plain_sgd}
-
-
-def on_meta() -> nn.Module:
-    return two_layers().to("meta")
 
 
 def wrap_twice(model: nn.Module, plain: Optimizer) -> object:
@@ -144,310 +89,177 @@ def replace_step(model: nn.Module, plain: Optimizer) -> object:
         del plain.step
 
 
-def missing_plan(model: nn.Module, plain: Optimizer) -> object:
-    return given(strategy="merged-gradient:plan=./nowhere.json")(model, plain)
-
-
 def from_environment(model: nn.Module, plain: Optimizer) -> object:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVD_PIPE_STRATEGY", "pipesgd")
         return given()(model, plain)
 
 
-OTHER_PLAN = hvd.Plan((("fc.weight", "fc.bias"),), "given")
-
 NAMES = "pass model.named_parameters(), not model.parameters()"
+AS_NAMED = "as model.named_parameters() gives them"
+COMPRESSION = "compression must be hvd.Compression.none, .fp16, .bf16, .int8"
+OP = "op must be hvd.Average, hvd.Sum"
 PASSES = "backward_passes_per_step must be an int >= 1"
 PREDIVIDE = "gradient_predivide_factor must be"
 GROUPS = "groups must be"
-ADASUM = "op=hvd.Adasum does not go with"
+SPARSE = "sparse_as_dense must be True or False"
+STRATEGY = "strategy must be a string or one of"
+AS_IT_IS = "use 'merged-gradient' as it is"
+ONE = "both say what to merge: give one of them"
 NO_GRADIENTS = "use {}, or strategy='merged-gradient' or 'pipe-sgd'"
 
-WRONG = [
-    # Parameters.
-    Wrong(
-        "parameters on the meta device",
-        ValueError,
-        "model.to_empty(device=...)",
-        given(),
-        on_meta,
-        plain_sgd,
-    ),
-    Wrong(
-        "complex parameters",
-        ValueError,
-        "real and imaginary parts as two parameters",
-        given(),
-        **odd(torch.complex64),
-    ),
-    Wrong(
-        "float8 parameters",
-        ValueError,
-        "keep parameters in float32, float64, float16 or bfloat16",
-        given(),
-        **odd(torch.float8_e4m3fn),
-    ),
-    Wrong("frozen parameters alone", ValueError, "requires_grad", given(), frozen, plain_sgd),
-    Wrong("no parameters", ValueError, "has no parameters", given(), two_layers, emptied),
-    # Names.
-    Wrong(
-        "a name twice",
-        ValueError,
-        "model.named_parameters(prefix='generator')",
-        named(lambda model: [("same", p) for p in model.parameters()]),
-    ),
-    Wrong(
-        "names missing",
-        ValueError,
-        "pass the names of every model",
-        named(lambda model: list(model.named_parameters())[1:]),
-    ),
-    Wrong(
-        "(parameter, name)",
-        TypeError,
-        "write (name, parameter), not (parameter, name)",
-        named(lambda model: [(p, name) for name, p in model.named_parameters()]),
-    ),
-    Wrong("parameters as names", ValueError, NAMES, named(lambda model: model.parameters())),
-    Wrong(
-        "an exhausted generator",
-        ValueError,
-        "named_parameters lacks 4 of the optimizer's 4 parameters",
-        named(exhausted),
-    ),
-    Wrong("names of another model", ValueError, "lacks 4 of", named(lambda _: names_of_another())),
-    Wrong(
-        "a number as names",
-        TypeError,
-        "as model.named_parameters() gives them",
-        named(lambda model: 4),
-    ),
-    Wrong(
-        "a method as names",
-        TypeError,
-        "as model.named_parameters() gives them",
-        named(lambda model: model.named_parameters),
-    ),
-    Wrong("a model as names", TypeError, "model.named_parameters()", named(lambda _: nn.ReLU())),
-    Wrong("a string as names", ValueError, NAMES, named(lambda model: "weights")),
-    Wrong("a dict as names", ValueError, NAMES, named(lambda m: dict(m.named_parameters()))),
-    Wrong(
-        "a nested list as names",
-        ValueError,
-        NAMES,
-        named(lambda model: [list(model.named_parameters())]),
-    ),
-    Wrong(
-        "names of no tensors",
-        ValueError,
-        "named_parameters lacks 4",
-        named(lambda model: [(name, name) for name, _ in model.named_parameters()]),
-    ),
-    # What is no optimizer, or cannot be wrapped.
-    Wrong(
-        "a model for an optimizer",
-        TypeError,
-        "optimizer must be a torch.optim.Optimizer, got Sequential",
-        lambda model, plain: hvd.DistributedOptimizer(model, model.named_parameters()),
-    ),
-    Wrong(
-        "an optimizer's class",
-        TypeError,
-        "optimizer must be a torch.optim.Optimizer",
-        lambda model, plain: hvd.DistributedOptimizer(SGD, model.named_parameters()),
-    ),
-    Wrong("wrapped twice", ValueError, "wrap it once", wrap_twice),
-    Wrong("step replaced", ValueError, "replace step after", replace_step),
-    # Arguments.
+NO_PLAN = hvd.MergedGradient(Path())
+OTHER_PLAN = hvd.MergedGradient(hvd.Plan((("fc.weight", "fc.bias"),), "given"))
+
+# Of a model of two layers, and an optimizer that has made a step: what is given, and the error.
+# tests/single/test_strategy.py has what strategies say of their options.
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"compression": wrong}, TypeError, COMPRESSION) for wrong in ("fp16", None, 8)),
+    ({"compression": hvd.Compression}, TypeError, COMPRESSION),
+    ({"compression": hvd.Int8}, TypeError, "hvd.Int8()"),
+    *(({"op": wrong}, ValueError, OP) for wrong in ("sum", None, 99, hvd.Max, [])),
     *(
-        Wrong(
-            f"compression={value!r}",
-            TypeError,
-            "compression must be hvd.Compression.none, .fp16, .bf16, .int8",
-            given(compression=value),
-        )
-        for value in ("fp16", None, 8, hvd.Compression)
-    ),
-    Wrong("a codec's class", TypeError, "hvd.Int8()", given(compression=hvd.Int8)),
-    Wrong("op, a list", ValueError, "op must be hvd.Average, hvd.Sum", given(op=[])),
-    *(
-        Wrong(f"op={value!r}", ValueError, "op must be hvd.Average, hvd.Sum", given(op=value))
-        for value in ("sum", None, 99, hvd.Max)
+        ({"backward_passes_per_step": wrong}, ValueError, PASSES)
+        for wrong in (0, -1, 1.5, True, "2", None)
     ),
     *(
-        Wrong(f"passes {value!r}", ValueError, PASSES, given(backward_passes_per_step=value))
-        for value in (0, -1, 1.5, True, "2", None)
+        ({"gradient_predivide_factor": wrong}, ValueError, PREDIVIDE)
+        for wrong in (0, -1, float("nan"), float("inf"))
     ),
+    *(({"gradient_predivide_factor": wrong}, TypeError, PREDIVIDE) for wrong in ("2", True, None)),
     *(
-        Wrong(f"predivide {value!r}", kind, PREDIVIDE, given(gradient_predivide_factor=value))
-        for value, kind in (
-            (0, ValueError),
-            (-1, ValueError),
-            (float("nan"), ValueError),
-            (float("inf"), ValueError),
-            ("2", TypeError),
-            (True, TypeError),
-            (None, TypeError),
-        )
+        ({"groups": wrong}, ValueError, GROUPS)
+        for wrong in (0.5, -1, [[1]], [["0.weight"]], ["0.weight"], "two", True, (2,))
     ),
-    Wrong(
-        "predivide with Sum",
-        ValueError,
-        "needs op=hvd.Average",
-        given(op=hvd.Sum, gradient_predivide_factor=2.0),
-    ),
-    *(
-        Wrong(f"groups {value!r}", ValueError, GROUPS, given(groups=value))
-        for value in (0.5, -1, [[1]], [["0.weight"]], ["0.weight"], "two", True, (2,))
-    ),
-    Wrong(
-        "groups with a parameter twice",
-        ValueError,
-        "only once in groups",
-        grouped(lambda p: [[p[0]], [p[0], p[1]]]),
-    ),
-    Wrong("groups, a flat list", ValueError, GROUPS, grouped(lambda p: p[:2])),
-    Wrong(
-        "groups of another model",
-        ValueError,
-        "groups must list parameters that are trained here",
-        grouped(lambda p: [[q for _, q in names_of_another()]]),
-    ),
-    Wrong("num_groups below zero", ValueError, GROUPS, given(num_groups=-2)),
-    *(
-        Wrong(
-            f"sparse_as_dense={value!r}",
-            TypeError,
-            "sparse_as_dense must be True or False",
-            given(sparse_as_dense=value),
-        )
-        for value in ("yes", 1, None)
-    ),
-    Wrong("process_set, None", TypeError, "hvd.ProcessSet", given(process_set=None)),
-    Wrong("process_set, a number", TypeError, "hvd.ProcessSet", given(process_set=0)),
-    Wrong("process_set, a list", TypeError, "hvd.ProcessSet", given(process_set=[0])),
-    Wrong(
-        "process_set that is not registered",
+    ({"num_groups": -2}, ValueError, GROUPS),
+    *(({"sparse_as_dense": wrong}, TypeError, SPARSE) for wrong in ("yes", 1, None)),
+    *(({"process_set": wrong}, TypeError, "hvd.ProcessSet") for wrong in (None, 0, [0])),
+    (
+        {"process_set": hvd.ProcessSet([0])},
         ValueError,
         "call hvd.add_process_set(...) on every rank",
-        given(process_set=hvd.ProcessSet([0])),
     ),
-    # Strategies.
-    *(
-        Wrong(f"strategy={value!r}", kind, says, given(strategy=value))
-        for value, kind, says in (
-            ("merged", ValueError, "use one of 'merged-gradient', 'pipe-sgd', 'cocod'"),
-            ("pipesgd", ValueError, "did you mean 'pipe-sgd'?"),
-            ("", ValueError, "use one of 'merged-gradient'"),
-            ("cocod:perid=3", ValueError, "did you mean 'period'?"),
-            ("cocod:period", ValueError, "write OPTION=VALUE"),
-            ("cocod:period=0", ValueError, "period must be >= 1"),
-            ("cocod:period=x", TypeError, "period must be an int"),
-            ("cocod:period=2,period=3", ValueError, "once each"),
-            ("cocod:period=2;warmup_steps=3", TypeError, "period must be an int"),
-            ("cocod:period=2.5", TypeError, "period must be an int"),
-            ("cocod:period=-1", ValueError, "period must be >= 1"),
-            ("cocod:bucket_bytes=64", ValueError, "with OPTION one of period"),
-            ("cocod:pull_back=x", TypeError, "pull_back must be a number"),
-            ("cocod:pull_back=nan", ValueError, "above 0 and below 1"),
-            ("cocod:pull_back=0.6,anchor_momentum=1", ValueError, "from 0 to below 1"),
-            ("cocod:weights=-1", ValueError, "positive numbers"),
-            ("cocod:weights=nan", ValueError, "positive numbers"),
-            ("cocod:momentum=both", ValueError, "'local', 'average'"),
-            ("pipe-sgd:bucket_bytes=0", ValueError, "bucket_bytes must be >= 1"),
-            ("pipe-sgd:bucket_bytes=8MB", TypeError, "bucket_bytes must be an int"),
-            ("merged-gradient:plan=gredy", ValueError, "did you mean 'greedy'?"),
-            ("merged-gradient:plan=", ValueError, "use one of 'auto', 'greedy'"),
-            ("merged-gradient:plan=3", TypeError, "'auto', 'greedy', 'wfbp', 'single'"),
-            ("pipe-sgd:prediction=sideways", ValueError, "'none', 'local', 'previous'"),
-            ("pipe-sgd:period=3", ValueError, "with OPTION one of warmup_steps"),
-            ("pipe-sgd:warmup_steps=-1", ValueError, "warmup_steps must be >= 0"),
-            ("cocod:pull_back=2", ValueError, "above 0 and below 1"),
-            ("cocod:anchor_momentum=0.5", ValueError, "give pull_back=0.6"),
-            ("cocod:weights=3/1", ValueError, "give one weight a rank"),
-            ("cocod:weights=0", ValueError, "positive numbers"),
-            ("cocod:weights=a/b", TypeError, "tuple of numbers"),
-            ("cocod:momentum=none", ValueError, "'local', 'average'"),
-            ("merged-gradient:plan=best", ValueError, "use one of 'auto', 'greedy'"),
-            ("merged-gradient:bucket_bytes=0", ValueError, "bucket_bytes must be >= 1"),
-            ("merged-gradient:plan=wfbp,bucket_bytes=9", ValueError, "give one of them"),
-            (hvd.PipeSGD, TypeError, "strategy must be a string or one of"),
-            (17, TypeError, "strategy must be a string or one of"),
-            (hvd.MergedGradient(OTHER_PLAN), ValueError, "make a new one with plan='auto'"),
-        )
-    ),
-    Wrong("a plan that is not there", FileNotFoundError, "optimizer.plan.save", missing_plan),
-    Wrong(
-        "a plan that is a folder",
+    ({"strategy": "merged"}, ValueError, "use one of 'merged-gradient', 'pipe-sgd', 'cocod'"),
+    ({"strategy": "pipesgd"}, ValueError, "did you mean 'pipe-sgd'?"),
+    ({"strategy": ""}, ValueError, "use one of 'merged-gradient'"),
+    ({"strategy": "cocod:perid=3"}, ValueError, "did you mean 'period'?"),
+    ({"strategy": "cocod:period"}, ValueError, "write OPTION=VALUE"),
+    ({"strategy": "cocod:period=0"}, ValueError, "period must be >= 1"),
+    ({"strategy": "cocod:period=2.5"}, TypeError, "period must be an int"),
+    ({"strategy": "cocod:period=2;warmup_steps=3"}, TypeError, "period must be an int"),
+    ({"strategy": "cocod:period=2,period=3"}, ValueError, "once each"),
+    ({"strategy": "cocod:bucket_bytes=64"}, ValueError, "with OPTION one of period"),
+    ({"strategy": "cocod:pull_back=x"}, TypeError, "pull_back must be a number"),
+    ({"strategy": "cocod:pull_back=nan"}, ValueError, "above 0 and below 1"),
+    ({"strategy": "cocod:pull_back=2"}, ValueError, "above 0 and below 1"),
+    ({"strategy": "cocod:pull_back=0.6,anchor_momentum=1"}, ValueError, "from 0 to below 1"),
+    ({"strategy": "cocod:anchor_momentum=0.5"}, ValueError, "give pull_back=0.6"),
+    ({"strategy": "cocod:weights=3/1"}, ValueError, "give one weight a rank"),
+    ({"strategy": "cocod:weights=nan"}, ValueError, "positive numbers"),
+    ({"strategy": "cocod:weights=0"}, ValueError, "positive numbers"),
+    ({"strategy": "cocod:weights=a/b"}, TypeError, "tuple of numbers"),
+    ({"strategy": "cocod:momentum=both"}, ValueError, "'local', 'average'"),
+    ({"strategy": "pipe-sgd:bucket_bytes=0"}, ValueError, "bucket_bytes must be >= 1"),
+    ({"strategy": "pipe-sgd:bucket_bytes=8MB"}, TypeError, "bucket_bytes must be an int"),
+    ({"strategy": "pipe-sgd:prediction=sideways"}, ValueError, "'none', 'local', 'previous'"),
+    ({"strategy": "pipe-sgd:period=3"}, ValueError, "with OPTION one of warmup_steps"),
+    ({"strategy": "pipe-sgd:warmup_steps=-1"}, ValueError, "warmup_steps must be >= 0"),
+    ({"strategy": "merged-gradient:plan=gredy"}, ValueError, "did you mean 'greedy'?"),
+    ({"strategy": "merged-gradient:plan="}, ValueError, "use one of 'auto', 'greedy'"),
+    ({"strategy": "merged-gradient:plan=3"}, TypeError, "'auto', 'greedy', 'wfbp', 'single'"),
+    ({"strategy": "merged-gradient:bucket_bytes=0"}, ValueError, "bucket_bytes must be >= 1"),
+    ({"strategy": "merged-gradient:plan=wfbp,bucket_bytes=9"}, ValueError, "give one of them"),
+    ({"strategy": hvd.PipeSGD}, TypeError, STRATEGY),
+    ({"strategy": 17}, TypeError, STRATEGY),
+    ({"strategy": OTHER_PLAN}, ValueError, "make a new one with plan='auto'"),
+    ({"strategy": NO_PLAN}, FileNotFoundError, "optimizer.plan.save"),
+    (
+        {"strategy": "merged-gradient:plan=./nowhere.json"},
         FileNotFoundError,
         "optimizer.plan.save",
-        given(strategy=hvd.MergedGradient(Path())),
-    ),
-    Wrong(
-        "a strategy in the environment",
-        ValueError,
-        "HVD_PIPE_STRATEGY='pipesgd': unknown strategy (did you mean 'pipe-sgd'?)",
-        from_environment,
     ),
     # What does not go together.
-    Wrong(
-        "groups with a plan",
+    ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "needs op=hvd.Average"),
+    ({"groups": 2, "strategy": "merged-gradient:plan=wfbp"}, ValueError, ONE),
+    ({"groups": 2, "strategy": "merged-gradient:bucket_bytes=64"}, ValueError, ONE),
+    ({"groups": 2, "strategy": "pipe-sgd:bucket_bytes=64"}, ValueError, ONE),
+    ({"op": hvd.Adasum, "strategy": COCOD}, ValueError, AS_IT_IS),
+    ({"op": hvd.Adasum, "strategy": PIPE}, ValueError, AS_IT_IS),
+    ({"op": hvd.Adasum, "strategy": "merged-gradient:plan=wfbp"}, ValueError, AS_IT_IS),
+    ({"op": hvd.Adasum, "groups": 2}, ValueError, "use groups=None"),
+    (
+        {"op": hvd.Adasum, "compression": hvd.Compression.int8},
         ValueError,
-        "both say what to merge: give one of them",
-        given(groups=2, strategy="merged-gradient:plan=wfbp"),
+        "use hvd.Compression.fp16",
     ),
-    *(
-        Wrong(
-            f"groups with bucket_bytes of {name}",
-            ValueError,
-            "both say what to merge: give one of them",
-            given(groups=2, strategy=f"{name}:bucket_bytes=64"),
-        )
-        for name in (MERGED, PIPE)
-    ),
-    *(
-        Wrong(
-            f"LBFGS with {strategy}",
-            ValueError,
-            "use strategy='merged-gradient', or another optimizer",
-            given(strategy=strategy),
-            make_optimizer=lambda model: LBFGS(model.parameters()),
-        )
-        for strategy in (PIPE, COCOD)
-    ),
-    *(
-        Wrong(f"Adasum with {what}", ValueError, says, given(op=hvd.Adasum, **arguments))
-        for what, says, arguments in (
-            ("cocod", "use 'merged-gradient' as it is", {"strategy": COCOD}),
-            ("pipe-sgd", "use 'merged-gradient' as it is", {"strategy": PIPE}),
-            (
-                "a plan",
-                "use 'merged-gradient' as it is",
-                {"strategy": "merged-gradient:plan=wfbp"},
-            ),
-            ("groups", "use groups=None", {"groups": 2}),
-            ("int8", "use hvd.Compression.fp16", {"compression": hvd.Compression.int8}),
-        )
-    ),
-    Wrong(
-        "Sum with cocod",
-        ValueError,
-        NO_GRADIENTS.format("op=hvd.Average"),
-        given(op=hvd.Sum, strategy=COCOD),
-    ),
-    Wrong(
-        "predivide with cocod",
+    ({"op": hvd.Sum, "strategy": COCOD}, ValueError, NO_GRADIENTS.format("op=hvd.Average")),
+    (
+        {"gradient_predivide_factor": 2.0, "strategy": COCOD},
         ValueError,
         NO_GRADIENTS.format("1.0"),
-        given(gradient_predivide_factor=2.0, strategy=COCOD),
     ),
-    Wrong(
-        "groups with cocod",
-        ValueError,
-        NO_GRADIENTS.format("groups=None"),
-        given(groups=2, strategy=COCOD),
-    ),
+    ({"groups": 2, "strategy": COCOD}, ValueError, NO_GRADIENTS.format("groups=None")),
 ]
+
+CALLS: dict[str, tuple[Call, type[Exception], str]] = {
+    "a name twice": (
+        named(lambda model: [("same", p) for p in model.parameters()]),
+        ValueError,
+        "model.named_parameters(prefix='generator')",
+    ),
+    "names missing": (
+        named(lambda model: list(model.named_parameters())[1:]),
+        ValueError,
+        "pass the names of every model",
+    ),
+    "(parameter, name)": (
+        named(lambda model: [(p, name) for name, p in model.named_parameters()]),
+        TypeError,
+        "write (name, parameter), not (parameter, name)",
+    ),
+    "parameters as names": (named(lambda model: model.parameters()), ValueError, NAMES),
+    "a string as names": (named(lambda model: "weights"), ValueError, NAMES),
+    "a dict as names": (named(lambda m: dict(m.named_parameters())), ValueError, NAMES),
+    "a nested list": (named(lambda m: [list(m.named_parameters())]), ValueError, NAMES),
+    "a number as names": (named(lambda model: 4), TypeError, AS_NAMED),
+    "a method as names": (named(lambda model: model.named_parameters), TypeError, AS_NAMED),
+    "a model as names": (named(lambda _: nn.ReLU()), TypeError, "model.named_parameters()"),
+    "an exhausted generator": (named(exhausted), ValueError, "lacks 4 of the optimizer's 4"),
+    "another model": (named(lambda _: names_of_another()), ValueError, "lacks 4 of"),
+    "names of no tensors": (
+        named(lambda model: [(name, name) for name, _ in model.named_parameters()]),
+        ValueError,
+        "named_parameters lacks 4",
+    ),
+    "a model for an optimizer": (
+        lambda model, plain: hvd.DistributedOptimizer(model, model.named_parameters()),
+        TypeError,
+        "optimizer must be a torch.optim.Optimizer, got Sequential",
+    ),
+    "an optimizer's class": (
+        lambda model, plain: hvd.DistributedOptimizer(SGD, model.named_parameters()),
+        TypeError,
+        "optimizer must be a torch.optim.Optimizer",
+    ),
+    "wrapped twice": (wrap_twice, ValueError, "wrap it once"),
+    "step replaced": (replace_step, ValueError, "replace step after"),
+    "groups with a parameter twice": (
+        grouped(lambda p: [[p[0]], [p[0], p[1]]]),
+        ValueError,
+        "only once in groups",
+    ),
+    "groups, a flat list": (grouped(lambda p: p[:2]), ValueError, GROUPS),
+    "groups of another model": (
+        grouped(lambda p: [[q for _, q in names_of_another()]]),
+        ValueError,
+        "groups must list parameters that are trained here",
+    ),
+    "a strategy in the environment": (
+        from_environment,
+        ValueError,
+        "HVD_PIPE_STRATEGY='pipesgd': unknown strategy (did you mean 'pipe-sgd'?)",
+    ),
+}
 
 
 def names_of_another() -> list[tuple[str, nn.Parameter]]:
@@ -468,19 +280,82 @@ def contents(plain: Optimizer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:num_groups is Horovod's old name")
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_a_wrong_call_is_refused_and_leaves_all_as_it_was(wrong: Wrong) -> None:
-    model = wrong.make_model()
-    plain = wrong.make_optimizer(model)
+def id_of(value: Any) -> str:
+    return ", ".join(f"{k}={v!r}" for k, v in value.items()) if isinstance(value, dict) else ""
+
+
+def check_refused(
+    model: nn.Module, plain: Optimizer, call: Call, kind: type[Exception], says: str
+) -> None:
+    """And that nothing has changed."""
     before = contents(plain)
-    with pytest.raises(wrong.kind) as caught:
-        wrong.call(model, plain)
-    assert type(caught.value) is wrong.kind
-    assert wrong.says in str(caught.value)
+    with pytest.raises(kind) as caught:
+        call(model, plain)
+    assert type(caught.value) is kind
+    assert says in str(caught.value)
     assert contents(plain) == before
-    if wrong.make_model is two_layers and wrong.make_optimizer is momentum:
-        trains_as_plain_torch(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:num_groups is Horovod's old name")
+@pytest.mark.parametrize(("arguments", "kind", "says"), ARGUMENTS, ids=id_of)
+def test_wrong_arguments_are_refused_and_leave_all_as_it_was(
+    arguments: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    model = two_layers()
+    plain = momentum(model)
+    check_refused(model, plain, given(**arguments), kind, says)
+    trains_as_plain_torch(model, plain)
+
+
+@pytest.mark.parametrize(("call", "kind", "says"), CALLS.values(), ids=CALLS)
+def test_a_wrong_call_is_refused_and_leaves_all_as_it_was(
+    call: Call, kind: type[Exception], says: str
+) -> None:
+    model = two_layers()
+    plain = momentum(model)
+    check_refused(model, plain, call, kind, says)
+    trains_as_plain_torch(model, plain)
+
+
+class Odd(nn.Module):
+    """A model whose only parameter has a dtype of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.zeros(3).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (two_layers().to("meta"), "model.to_empty(device=...)"),
+        (two_layers().requires_grad_(False), "requires_grad"),
+        (Odd(torch.complex64), "real and imaginary parts as two parameters"),
+        (
+            Odd(torch.float8_e4m3fn),
+            "keep parameters in float32, float64, float16 or bfloat16",
+        ),
+    ],
+    ids=["meta", "frozen", "complex", "float8"],
+)
+def test_parameters_that_cannot_be_trained(model: nn.Module, says: str) -> None:
+    check_refused(model, SGD(model.parameters(), lr=LR), given(), ValueError, says)
+
+
+def test_no_parameters() -> None:
+    """Torch does not make such an optimizer from an empty list."""
+    model = two_layers()
+    plain = SGD(model.parameters(), lr=LR)
+    plain.param_groups[0]["params"] = []
+    check_refused(model, plain, given(), ValueError, "has no parameters")
+
+
+@pytest.mark.parametrize("strategy", [PIPE, COCOD])
+def test_lbfgs_goes_with_merged_gradient_alone(strategy: str) -> None:
+    model = two_layers()
+    says = "use strategy='merged-gradient', or another optimizer"
+    plain = LBFGS(model.parameters())
+    check_refused(model, plain, given(strategy=strategy), ValueError, says)
 
 
 def trains_as_plain_torch(model: nn.Module, plain: Optimizer) -> None:
@@ -524,60 +399,28 @@ def step_alone(optimizer: Any) -> None:
         optimizer.step()
 
 
-@dataclass(frozen=True)
-class Misuse:
-    """A call between ``backward()`` and ``step()`` that is refused.
-
-    Args:
-        name: What is wrong.
-        kind: The class of the exception.
-        says: A part of the message.
-        call: Gets the optimizer.
-        strategies: Under which it is refused.
-    """
-
-    name: str
-    kind: type[Exception]
-    says: str
-    call: Callable[[Any], object]
-    strategies: tuple[str, ...] = STRATEGIES
-
-
-MISUSES = [
-    Misuse(
-        "step() in skip_synchronize() without synchronize()",
-        hvd.HvdPipeError,
-        "call optimizer.synchronize() after backward() and before this",
-        step_alone,
-    ),
-    Misuse("add_param_group()", hvd.HvdPipeError, "call it after step()", add_group),
-    *(
-        Misuse(
-            f"set_backward_passes_per_step({value!r})",
-            ValueError,
-            PASSES,
-            lambda optimizer, value=value: optimizer.set_backward_passes_per_step(value),
-        )
-        for value in (0, 1.5)
-    ),
-]
-
-
 @pytest.mark.parametrize(
-    ("misuse", "strategy"),
-    [(misuse, strategy) for misuse in MISUSES for strategy in misuse.strategies],
-    ids=lambda each: each if isinstance(each, str) else each.name,
+    ("misuse", "kind", "says"),
+    [
+        (step_alone, hvd.HvdPipeError, "call optimizer.synchronize() after backward()"),
+        (add_group, hvd.HvdPipeError, "call it after step()"),
+        (lambda optimizer: optimizer.set_backward_passes_per_step(0), ValueError, PASSES),
+        (lambda optimizer: optimizer.set_backward_passes_per_step(1.5), ValueError, PASSES),
+    ],
+    ids=["step alone", "add_param_group", "no passes", "half a pass"],
 )
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_misuse_is_refused_and_the_gradient_is_still_applied(
-    misuse: Misuse, strategy: str
+    strategy: str, misuse: Callable[[Any], object], kind: type[Exception], says: str
 ) -> None:
+    """Between ``backward()`` and ``step()``."""
     model, optimizer = one_weight(strategy)
     groups = len(optimizer.param_groups)
     for _ in range(2):
         backward(model)
-        with pytest.raises(misuse.kind) as caught:
-            misuse.call(optimizer)
-        assert misuse.says in str(caught.value)
+        with pytest.raises(kind) as caught:
+            misuse(optimizer)
+        assert says in str(caught.value)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
