@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvd_pipe import __version__
-from hvd_pipe.build_horovod.steps import SetupError, run, say
+from hvd_pipe.build_horovod.system import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py")
@@ -83,7 +83,7 @@ def require_contents(archive: Path) -> None:
     Raises:
         SetupError: A file is missing, or one too many is there.
     """
-    package = [*(ROOT / "hvd_pipe").rglob("*.py"), *(ROOT / "hvd_pipe").rglob("py.typed")]
+    package = [path for path in (ROOT / "hvd_pipe").rglob("*.*") if path.suffix != ".pyc"]
     wanted = {path.relative_to(ROOT).as_posix() for path in package}
     found = set(contents(archive))
     missing = wanted - found
