@@ -34,7 +34,6 @@ from typing import Any
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
 from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
-from rich.console import Console
 from throughput_rank import write
 from throughput_report import all_bounds, table, write_page
 from tqdm import tqdm
@@ -462,7 +461,7 @@ def main() -> int:
                 for cell in mine:
                     with tuned(cluster, teams, options) as entered:
                         found.append(run_cell(cell, cluster, entered, options))
-                    Console(width=150).print(table(found[-1]))
+                    print("\n\n".join(table(found[-1])))
                     if options.json:
                         write(Path(options.json), found)
                     progress.update()
@@ -473,8 +472,8 @@ def main() -> int:
         return 130  # as a shell says it
     finally:
         progress.close()
-    for sheet in all_bounds(found):
-        Console(width=170).print(sheet)
+    for title, text in all_bounds(found):
+        print(f"\n{title}\n\n{text}")
     if options.page:
         write_page(found, Path(options.page))
     return 0
@@ -547,7 +546,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="keep the cells that --json has with these settings, add the others",
     )
-    parser.add_argument("--page", help="write all tables here as Markdown, pictures beside it")
+    parser.add_argument("--page", help="write all tables here as Markdown")
     options = parser.parse_args(words)
     if min(options.workers) < 2:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")

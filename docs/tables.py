@@ -36,7 +36,7 @@ import published
 import scale
 import soak
 import watch_scale
-from published import markdown
+from harness import markdown
 
 from hvd_pipe.cli.main import main as hvd_pipe
 from tests import pages
@@ -256,7 +256,7 @@ def of_convergence() -> dict[str, str]:
 
 
 def of_scale() -> dict[str, str]:
-    errors, choices, slopes, *every = published.tables(published.studies(), markdown)
+    errors, choices, slopes, *every = published.tables(published.studies())
     watch, alike, unlike = watch_scale.tables(read("watch-scale"))
     facts = [
         f"- **{study['title']}.** {study['cluster']}. Measured: {study['source']}. "
@@ -269,7 +269,7 @@ def of_scale() -> dict[str, str]:
         "slopes": slopes,
         "sources": "\n".join(facts),
         "every row": "\n\n".join(every),
-        "one job": scale.markdown(scale.rows(read("scale"))),
+        "one job": scale.table(read("scale")),
         "watch": watch,
         "alike": alike,
         "unlike": unlike,
