@@ -5,7 +5,7 @@
     python benchmarks/convergence.py --task text --seeds 1 2 3
     python benchmarks/convergence.py --list
     sudo .venv/bin/python benchmarks/convergence.py --task images --seeds 1 --link 50mbit
-    python benchmarks/convergence.py --page docs/convergence.md
+    python benchmarks/convergence.py --pictures docs
 
 Every run is a job of its own: real ranks under horovodrun, with Gloo. All methods of a task see
 the same samples in the same order, whatever the number of workers. Runs that the file of results
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--link", default="", help="of emulated hosts, such as 50mbit; as root")
     parser.add_argument("--results", type=Path, help="default: the file of this study")
     parser.add_argument("--list", action="store_true", help="say what is missing, and end")
-    parser.add_argument("--page", type=Path, help="write the page of all results, and end")
+    parser.add_argument("--pictures", type=Path, help="draw the results into a folder, and end")
     options = parser.parse_args()
     for name in options.only or ():
         contestant = name.partition("+")[0]
@@ -253,11 +253,9 @@ def main() -> None:
         parser.error(f"--results: there is no folder {options.results.resolve().parent}")
     results = json.loads(options.results.read_text()) if options.results.exists() else []
     check_data(results)
-    if options.page:
-        own = [each for each in results if _is_of_its_task(each) and not each.get("link")]
-        on_links = [each for each in json.loads(LINKS.read_text()) if _is_of_its_task(each)]
-        check_data([*own, *on_links])
-        convergence_report.write(options.page, own, on_links)
+    if options.pictures:
+        own = [result for result in results if _is_of_its_task(result) and not result.get("link")]
+        convergence_report.draw_all(options.pictures, own)
         return
     names = Run.__annotations__
     known = {Run(**{name: each[name] for name in names if name in each}).key for each in results}

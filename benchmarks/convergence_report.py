@@ -1,4 +1,4 @@
-"""The page of convergence.py: what each method has learnt, with intervals over seeds."""
+"""Tables and pictures of convergence.py: what methods have learnt, with intervals over seeds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from harness import markdown
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator
 
-__all__ = ["MARK", "interval", "sharpness", "tables", "write"]
-
-MARK = "convergence: "
-"""Stands before a run's result in what its ranks print."""
+MARK = "convergence: "  # stands before a run's result in what its ranks print
 FAR = 8.0  # a ratio of links from which on time is drawn on a logarithmic axis
-
 GOOD = 0.15  # a loss that all methods that are run on links reach
-
 RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = (
     *("method", "held-out loss", "minus stock's", "accuracy, %", "minus stock's"),
@@ -115,76 +111,57 @@ def groups(results: Sequence[Result]) -> dict[Group, dict[int, Result]]:
 def tables(results: Sequence[Result]) -> dict[tuple[str, int], str]:
     """A table for each task and number of workers, in Markdown."""
     by_group = groups(results)
-    rows: dict[tuple[str, int], list[str]] = {}
+    rows: dict[tuple[str, int], list[list[str]]] = defaultdict(list)
     for (task, workers, contestant), seeds in by_group.items():
         stock = by_group.get((task, workers, "horovod"), {})
-        apart = max(moment[4] for one in seeds.values() for moment in one["curve"])
+        apart = max(moment[4] for result in seeds.values() for moment in result["curve"])
         both = sorted(set(seeds) & set(stock))
         shown = []
         for column, factor, digits in ((2, 1, 3), (3, 100, 1)):  # the loss, and the accuracy
-            values = {seed: factor * _last(one)[column] for seed, one in seeds.items()}
+            values = {seed: factor * _last(result)[column] for seed, result in seeds.items()}
             gaps = [values[seed] - factor * _last(stock[seed])[column] for seed in both]
             shown.append(_shown(list(values.values()), digits))
             compared = gaps and contestant != "horovod"
             shown.append(_shown(gaps, digits, "+") if compared else "")
-        cells = [
-            f"`{contestant}`" if contestant != "horovod" else "stock Horovod",
-            *shown,
-            f"{100 * apart:.1f}%" if apart else "0",
-            str(len(seeds)),
-        ]
-        table = rows.setdefault(
-            (task, workers),
-            [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"],
-        )
-        table.append(f"| {' | '.join(cells)} |")
-    return {key: "\n".join(lines) for key, lines in rows.items()}
+        distance = f"{100 * apart:.1f}%" if apart else "0"
+        rows[task, workers].append([_name(contestant), *shown, distance, str(len(seeds))])
+    return {key: markdown(COLUMNS, lines) for key, lines in rows.items()}
 
 
 def sharpness(results: Sequence[Result]) -> str:
     """A table of L, the largest eigenvalue of the loss's Hessian, along runs that have it."""
-    lines = ["| task | learning rate | L, first to last | largest L | at the highest rate |"]
-    lines.append("|" + " --- |" * 5)
-    for one in results:
-        found = one["sharpness"]
-        if found:
-            lines.append(
-                f"| {one['task']} | {one['lr']} | {found[0]:.1f} to {found[-1]:.1f} | "
-                f"{max(found):.1f} | {one['lr'] * max(found):.2f} |"
-            )
-    return "\n".join(lines)
+    heads = ["task", "learning rate", "L, first to last", "largest L", "at the highest rate"]
+    rows = []
+    for result in results:
+        if found := result["sharpness"]:
+            least_most = f"{found[0]:.1f} to {found[-1]:.1f}"
+            highest = f"{result['lr'] * max(found):.2f}"
+            row = [result["task"], f"{result['lr']}", least_most, f"{max(found):.1f}", highest]
+            rows.append(row)
+    return markdown(heads, rows)
 
 
 def links(results: Sequence[Result]) -> str:
     """A table of runs on links of emulated hosts: what they took, and what they learnt."""
-    lines = [
-        f"| link | method | s, all updates | s to a loss of {GOOD} | held-out loss | accuracy, % |"
-    ]
-    lines.append("|" + " --- |" * 6)
-    for one in results:
-        moments = zip(one["curve"], one["seconds"], strict=True)
-        there = next((f"{s:.0f}" for moment, s in moments if moment[2] <= GOOD), "-")
-        name = "stock Horovod" if one["contestant"] == "horovod" else f"`{one['contestant']}`"
-        loss, right = _last(one)[2:4]
-        cells = (f"{one['seconds'][-1]:.0f}", there, f"{loss:.3f}", f"{100 * right:.1f}")
-        lines.append(f"| {one['link']} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    heads = ["link", "method", "s, all updates", f"s to a loss of {GOOD}", "held-out loss"]
+    rows = []
+    for result in results:
+        moments = zip(result["curve"], result["seconds"], strict=True)
+        reached = next((f"{s:.0f}" for moment, s in moments if moment[2] <= GOOD), "-")
+        loss, right = _last(result)[2:4]
+        figures = [f"{result['seconds'][-1]:.0f}", reached, f"{loss:.3f}", f"{100 * right:.1f}"]
+        rows.append([result["link"], _name(result["contestant"]), *figures])
+    return markdown([*heads, "accuracy, %"], rows)
 
 
-def write(page: Path, results: Sequence[Result], on_links: Sequence[Result]) -> None:
-    """Put the tables between their marks in a page, and draw its pictures beside it."""
-    text = page.read_text()
-    found = {f"{task} {workers}": table for (task, workers), table in tables(results).items()}
-    found |= {"sharpness": sharpness(results), "links": links(on_links)}
-    for name, table in found.items():
-        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
-        if begin not in text:
-            raise SystemExit(f"{page} has no place for {name}: {begin}{end}")
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}\n{table}\n\n{end}{rest.split(end, 1)[1]}"
-    page.write_text(text)
+def _name(contestant: str) -> str:
+    return "stock Horovod" if contestant == "horovod" else f"`{contestant}`"
+
+
+def draw_all(folder: Path, results: Sequence[Result]) -> None:
+    """Draw the pictures of the page."""
     for name, rows in PICTURES.items():
-        draw(page.with_name(name), rows, results)
+        draw(folder / name, rows, results)
 
 
 def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:

@@ -34,9 +34,7 @@ from hvd_pipe.build_horovod.system import SetupError, run, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PAGE = ROOT / "docs" / "install.md"
 RESULTS = HERE / "results.json"
-BEGIN, END = "<!-- make matrix -->\n", "<!-- end -->"
 SAYS = "run `hvd-pipe build-horovod` in this environment"
 LOOK = "Its log says more; then run the same command again."
 MODULES = ("torch", "tensorflow", "keras", "numpy")
@@ -198,19 +196,6 @@ def table(rows: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def write(page: Path, text: str) -> None:
-    """Put the table between the marks of a page.
-
-    Raises:
-        SetupError: The page has no marks.
-    """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SetupError(f"{page} has no place for the table: {BEGIN.strip()} ... {END}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def main() -> None:
     names = {cell.name: cell for cell in CELLS}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -230,7 +215,8 @@ def main() -> None:
         raise SetupError(f"{work} is in the checkout, which the cells must not see: --work DIR.")
     cells = [names[name] for name in given.cells or names]
     good = carry_out(cells, work)
-    write(PAGE, table(merge(RESULTS, cells, work)))
+    merge(RESULTS, cells, work)
+    say("`docs/tables.py --write` puts the results into docs/install.md")
     return None if good else sys.exit(1)
 
 
