@@ -121,8 +121,8 @@ def count_agreements() -> dict[str, int]:
 
     counted, real = {"collectives": 0, "received": 0}, agree.allgather
 
-    def allgather(tensor: Any, **options: Any) -> Any:
-        result = real(tensor, **options)
+    def allgather(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
         counted["collectives"] += 1
         counted["received"] += result.numel() * result.element_size()
         return result
