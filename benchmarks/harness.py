@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, environment
+from cluster import Cluster, ClusterError, environment
 
 # Horovod would find out by importing TensorFlow, at each start, whether it has MPI and Gloo.
 HOROVODRUN = (
@@ -163,6 +164,20 @@ def run_here(
         raise
     if code:
         raise subprocess.CalledProcessError(code, command)
+
+
+def run_on(
+    cluster: Cluster, words: Sequence[str], launcher: str, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a script, with ``--rank FOLDER``, as a rank on each host; return its files of JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = ",".join(f"{host}:1" for host in cluster.hosts)
+        job = ["horovodrun", "-np", str(len(cluster.hosts)), "-H", hosts, f"--{launcher}"]
+        command = [*job, sys.executable, *words, "--rank", folder]
+        done = cluster.run(cluster.hosts[0], command, env=env, timeout=600)
+        if done.returncode:
+            raise ClusterError(f"the job failed:\n{done.stdout}")
+        return {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
 
 
 # Results --------------------------------------------------------------------------------------
