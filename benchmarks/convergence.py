@@ -71,24 +71,16 @@ OTHERS = ("horovod", "pipedream", "diloco")  # what `parse` does not know
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """What is trained."""
 
-    Args:
-        steps: Updates of a run.
-        batch: Samples an update, of all workers together.
-        lr: The highest learning rate.
-        contestants: Methods, each a strategy, with a codec behind a "+"; or "horovod"; or
-            "pipedream:" and a mode; or "diloco", which waits for its averages and is not ours.
-        unlike: Whether each worker sees samples of its own classes only.
-        workers: Ranks, unless others are asked for.
-    """
-
-    steps: int
-    batch: int
-    lr: float
+    steps: int  # updates of a run
+    batch: int  # samples an update, of all workers together
+    lr: float  # the highest learning rate
+    # methods, each a strategy, with a codec behind a "+"; or "horovod"; or "pipedream:" and a
+    # mode; or "diloco", which waits for its averages and is not ours
     contestants: tuple[str, ...]
-    unlike: bool = False
-    workers: int = 2
+    unlike: bool = False  # whether each worker sees samples of its own classes only
+    workers: int = 2  # ranks, unless others are asked for
 
 
 TASKS = {
@@ -121,25 +113,15 @@ Stated before any run with fragments:
 
 @dataclass(frozen=True)
 class Run:
-    """One job.
+    """One job."""
 
-    Args:
-        task: A name of `TASKS`.
-        contestant: One of its methods, or any that is written as they are.
-        workers: Ranks.
-        seed: Of the weights and of the order of samples.
-        lr: The highest learning rate.
-        steps: Updates.
-        link: What the link of each emulated host carries; "" for one machine.
-    """
-
-    task: str
-    contestant: str
-    workers: int
-    seed: int
-    lr: float
-    steps: int
-    link: str = ""
+    task: str  # A name of `TASKS`
+    contestant: str  # one of its methods, or any that is written as they are
+    workers: int  # ranks
+    seed: int  # of the weights and of the order of samples
+    lr: float  # the highest learning rate
+    steps: int  # updates
+    link: str = ""  # what the link of each emulated host carries; "" for one machine
 
     @property
     def key(self) -> str:

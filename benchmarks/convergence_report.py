@@ -35,20 +35,14 @@ Group = tuple[str, int, str]  # task, workers, contestant
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the pictures: a task's loss over updates, then over time on two links.
+    """A row of the pictures: a task's loss over updates, then over time on two links."""
 
-    Args:
-        task: And its ``workers``.
-        steps: The file of measured steps, of ``model``, that time is computed from.
-        ratios: Communication over computation, of the links.
-        lines: For each method its contestant in that file, its label and its colour.
-    """
-
-    task: str
+    task: str  # and its ``workers``
     workers: int
-    steps: str
+    steps: str  # the file of measured steps, of ``model``, that time is computed from
     model: str
-    ratios: tuple[float, float]
+    ratios: tuple[float, float]  # communication over computation, of the links
+    # for each method its contestant in that file, its label and its colour
     lines: Mapping[str, tuple[str, str, str]]
 
 

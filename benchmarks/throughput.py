@@ -88,17 +88,7 @@ class Cell:
 
 
 class Team:
-    """A job whose ranks do what they are asked while they have the turn.
-
-    Args:
-        cluster: Where.
-        name: Its own; ``ddp`` and ``ours`` say which library its ranks use.
-        env: Variables for its ranks.
-        directory: Where orders and answers lie.
-        backend: Horovod's: ``gloo`` or ``mpi``.
-        script: What its ranks run.
-        per_host: How many of them are on each host.
-    """
+    """A job whose ranks do what they are asked while they have the turn."""
 
     def __init__(
         self,
@@ -137,11 +127,7 @@ class Team:
         )
 
     def ask(self, do: str, **what: Any) -> list[dict[str, Any]]:
-        """Give the team the turn for one order; return each rank's answer.
-
-        Raises:
-            RuntimeError: A rank failed, or the job has ended, or takes too long.
-        """
+        """Give the team the turn for one order; return each rank's answer."""
         self._number += 1
         write(self.directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
         self._signal(signal.SIGCONT)

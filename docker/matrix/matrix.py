@@ -92,11 +92,7 @@ def environment() -> dict[str, str]:
 
 
 def try_cell(cell: Cell, wheel: Path, work: Path) -> dict[str, str]:
-    """Carry out a cell; return the versions that it has.
-
-    Raises:
-        SetupError: A step failed.
-    """
+    """Carry out a cell; return the versions that it has."""
     folder = work / cell.name
     programs = folder / "venv" / "bin"
     python = programs / "python"

@@ -153,21 +153,6 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
         kit.Kit(tmp_path, True).run([sys.executable, "-c", program], 60)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "nccl", "ways"),
-    [
-        ("2", "2.27.7", ["a GPU each"]),
-        ("1", "2.27.7", ["host-id"]),
-        ("1", "2.30.3", ["multi-rank", "host-id"]),
-        ("1", "None", ["host-id"]),
-    ],
-)
-def test_how_two_ranks_may_share_a_gpu(
-    gpus: str, nccl: str, ways: list[str], tmp_path: Path
-) -> None:
-    assert kit.ways(kit.Kit(tmp_path, False, state={"gpus": gpus, "nccl": nccl})) == ways
-
-
 def test_a_result_is_good_only_if_it_is_on_every_rank() -> None:
     first = [row("a", True), row("b", True), row("c", None), row("d", True)]
     second = [row("a", True), row("b", False), row("c", None)]
@@ -175,23 +160,3 @@ def test_a_result_is_good_only_if_it_is_on_every_rank() -> None:
     goods = {name: found["good"] for name, found in rows.items()}
     assert goods == {"a": True, "b": False, "c": None, "d": False}
     assert rows["d"]["text"] == "only 1 of 2 ranks finished it"
-
-
-def test_wheels_that_are_there_or_newer_are_left_out(tmp_path: Path) -> None:
-    names = ("pytest-0.1-py3-none-any", "pytest-99-py3-none-any", "no_such-1-py3-none-any")
-    wheels = [tmp_path / f"{name}.whl" for name in (*names, "hvd_pipe-0-py3-none-any")]
-    assert kit.missing_wheels(wheels) == wheels[1:]
-
-
-def test_the_page_counts_what_is_good_and_lists_what_is_not() -> None:
-    rows = [row(f"cell {number}", True, away=number * 1e-15) for number in range(20)]
-    rows += [row("cell | 20", False), row("cell 21", None)]
-    section = {"title": "Equations", "state": "done", "why": "", "seconds": 3.0, "results": rows}
-    found = {"cpu": False, "way": "host-id", "minutes": 10, "sections": [section]}
-    text = kit.page(found)
-    assert "| Equations | done | 3 | 20 | 1 |" in text
-    assert "20 of 21 are good. The farthest of these is 1.9e-14 away." in text
-    assert "| cell \\| 20 | about cell \\| 20 | **not good** |" in text
-    assert "| cell 21 | about cell 21 |  |" in text
-    assert "cell 7" not in text
-    assert "rehearsal" in kit.page({**found, "cpu": True})

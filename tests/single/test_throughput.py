@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,12 +99,6 @@ def test_a_prediction_is_of_the_emulated_layers_and_the_measured_line(
     assert least <= report.predicted_s(cell(), contestant) <= most
 
 
-def test_what_cannot_be_predicted() -> None:
-    for contestant in ("horovod", "single", "pipe-sgd+int8"):
-        assert math.isnan(report.predicted_s(cell(), contestant))
-    assert math.isnan(report.predicted_s(cell(compute="cpu"), "pipe-sgd"))
-
-
 def reached(cells: list[dict[str, Any]]) -> dict[str, str]:
     rows = [line[2:-2].split(" | ") for line in report.bounds(cells).splitlines()[2:]]
     return {row[0]: row[2] for row in rows}
@@ -140,14 +133,6 @@ def test_cells_beside_a_busy_process_have_bounds_of_their_own() -> None:
     assert not report.all_bounds([cell(workers=2)])
 
 
-@pytest.mark.parametrize("kept", ["single", "conventional", "merged-gradient", "horovod"])
-def test_a_cell_may_lack_contestants(kept: str) -> None:
-    some = cell(ratio=8.0, rows=[row("single", COMPUTE_S, "ddp"), row(kept, 0.5, "stock")])
-    reached([some])
-    assert len(report.summary([some]).splitlines()) == 3
-    assert len(report.table(some)[1].splitlines()) == 4
-
-
 def test_a_page_shows_every_cell(tmp_path: Path) -> None:
     cells = [cell(ratio=ratio) for ratio in (4.0, 8.0)]
     report.write_page(cells, tmp_path / "page.md")
@@ -166,14 +151,6 @@ def test_a_run_goes_on_only_with_cells_of_its_own_settings(tmp_path: Path) -> No
     for changed in ("--rounds", "--gradient-bytes"):
         other = throughput.parse_arguments(["--json", str(grid), "--resume", changed, "5"])
         assert throughput.todo(other, throughput.kept(other)).count(GRID_CELL) == 1
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '[{"model": "vgg16"}]', '{"a": 1}'])
-def test_a_run_goes_on_with_no_other_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "grid.json").write_text(text)
-    options = throughput.parse_arguments(["--json", str(tmp_path / "grid.json"), "--resume"])
-    with pytest.raises(RuntimeError, match=r"is no file of this benchmark .* give --json another"):
-        throughput.kept(options)
 
 
 GRID_CELL = throughput.Cell("densenet121", 4, 4.0)
@@ -219,21 +196,6 @@ def test_names_of_nobody_are_refused() -> None:
     for name in ("ddp+bf16", "horovod+fp16", "single+int8", "pipe-sgd+int4"):
         with pytest.raises(ValueError, match="not one of single"):
             contestants.make(name, model, lambda: model(torch.ones(2)).sum())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--workers", "1"],
-        ["--ratios", "0"],
-        ["--json", "absent/grid.json"],
-        ["--resume"],
-        ["--workers", "65"],
-    ],
-)
-def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        throughput.parse_arguments(arguments)
 
 
 # nightly: networks of hundreds of modules, which take as many seconds as all else here
