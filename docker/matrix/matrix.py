@@ -78,7 +78,8 @@ CELLS = (
 def sources() -> str:
     """Return a digest of what a cell tries: hvd_pipe and the programs that train."""
     digest = hashlib.sha256()
-    for path in [*sorted((ROOT / "hvd_pipe").rglob("*.py")), *sorted(HERE.glob("smoke_*.py"))]:
+    package = [path for path in (ROOT / "hvd_pipe").rglob("*.*") if path.suffix != ".pyc"]
+    for path in [*sorted(package), *sorted(HERE.glob("smoke_*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
