@@ -5,7 +5,6 @@
     python benchmarks/convergence.py --task text --seeds 1 2 3
     python benchmarks/convergence.py --list
     sudo .venv/bin/python benchmarks/convergence.py --task images --seeds 1 --link 50mbit
-    python benchmarks/convergence.py --pictures docs
 
 Every run is a job of its own: real ranks under horovodrun, with Gloo. All methods of a task see
 the same samples in the same order, whatever the number of workers. Runs that the file of results
@@ -204,11 +203,6 @@ def place(result: Mapping[str, Any]) -> tuple[int, str, int, int]:
     return list(TASKS).index(result["task"]), result.get("link", ""), known, result["seed"]
 
 
-def _is_of_its_task(result: Mapping[str, Any]) -> bool:
-    task = TASKS[result["task"]]
-    return (result["lr"], result["steps"]) == (task.lr, task.steps)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
@@ -220,7 +214,6 @@ def main() -> None:
     parser.add_argument("--link", default="", help="of emulated hosts, such as 50mbit; as root")
     parser.add_argument("--results", type=Path, help="default: the file of this study")
     parser.add_argument("--list", action="store_true", help="say what is missing, and end")
-    parser.add_argument("--pictures", type=Path, help="draw the results into a folder, and end")
     options = parser.parse_args()
     for name in options.only or ():
         contestant = name.partition("+")[0]
@@ -235,10 +228,6 @@ def main() -> None:
         parser.error(f"--results: there is no folder {options.results.resolve().parent}")
     results = json.loads(options.results.read_text()) if options.results.exists() else []
     check_data(results)
-    if options.pictures:
-        own = [result for result in results if _is_of_its_task(result) and not result.get("link")]
-        convergence_report.draw_all(options.pictures, own)
-        return
     names = Run.__annotations__
     known = {Run(**{name: each[name] for name in names if name in each}).key for each in results}
     missing = [run for run in runs(options) if run.key not in known]

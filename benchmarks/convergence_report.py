@@ -1,27 +1,16 @@
-"""Tables and pictures of convergence.py: what methods have learnt, with intervals over seeds."""
+"""The tables of convergence.py: what methods have learnt, with intervals over seeds."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from harness import markdown
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import LogLocator
-
 MARK = "convergence: "  # stands before a run's result in what its ranks print
-FAR = 8.0  # a ratio of links from which on time is drawn on a logarithmic axis
 GOOD = 0.15  # a loss that all methods that are run on links reach
-RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = (
     *("method", "held-out loss", "minus stock's", "accuracy, %", "minus stock's"),
     *("replicas apart", "seeds"),
@@ -31,54 +20,6 @@ T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10
 
 Result = Mapping[str, Any]
 Group = tuple[str, int, str]  # task, workers, contestant
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the pictures: a task's loss over updates, then over time on two links."""
-
-    task: str  # and its ``workers``
-    workers: int
-    steps: str  # the file of measured steps, of ``model``, that time is computed from
-    model: str
-    ratios: tuple[float, float]  # communication over computation, of the links
-    # for each method its contestant in that file, its label and its colour
-    lines: Mapping[str, tuple[str, str, str]]
-
-
-STOCK = {"horovod": ("horovod", "stock Horovod", "black")}
-LINES = STOCK | {
-    "merged-gradient:overlap=forward": (
-        "merged-gradient:overlap=forward",
-        "merged-gradient:overlap=forward",
-        "#d55e00",
-    ),
-    "pipe-sgd:warmup_steps=50": ("pipe-sgd", "pipe-sgd", "#56b4e9"),
-    "pipe-sgd:warmup_steps=50,prediction=local": (
-        "pipe-sgd",
-        "pipe-sgd, prediction=local",
-        "#0072b2",
-    ),
-    "cocod:period=8": ("cocod:period=8", "cocod, period 8", "#009e73"),
-}
-SLOW_LINKS = STOCK | {
-    name: (name, label, colour)
-    for name, label, colour in (
-        ("cocod:period=8", "cocod, period 8", "#009e73"),
-        ("cocod:period=32", "cocod, period 32", "#56b4e9"),
-        ("cocod:period=32,fragments=8", "period 32, fragments=8", "#0072b2"),
-        ("cocod:period=32,fragments=8,outer=nesterov", "fragments=8, outer=nesterov", "#cc79a7"),
-    )
-}
-PICTURES = {
-    "convergence.png": (
-        Row("images", 2, "exact-120ms.json", "resnet50", (1.0, 4.0), LINES),
-        Row("text", 2, "exact-120ms.json", "transformer", (1.0, 4.0), LINES),
-    ),
-    "convergence-slow-links.png": (
-        Row("images-four", 4, "cocod.json", "resnet50", (8.0, 32.0), SLOW_LINKS),
-    ),
-}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -150,60 +91,6 @@ def links(results: Sequence[Result]) -> str:
 
 def _name(contestant: str) -> str:
     return "stock Horovod" if contestant == "horovod" else f"`{contestant}`"
-
-
-def draw_all(folder: Path, results: Sequence[Result]) -> None:
-    """Draw the pictures of the page."""
-    for name, rows in PICTURES.items():
-        draw(folder / name, rows, results)
-
-
-def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Held-out loss over updates, and over time on links."""
-    by_group = groups(results)
-    figure, axes = plt.subplots(len(rows), 3, figsize=(11, 3.1 * len(rows) + 0.5), squeeze=False)
-    for row, row_axes in zip(rows, axes, strict=True):
-        of_task = {c: by_group.get((row.task, row.workers, c), {}) for c in row.lines}
-        shown = {c: seeds for c, seeds in of_task.items() if seeds}
-        common = set.intersection(*map(set, shown.values()))
-        for axis, ratio in zip(row_axes, (None, *row.ratios), strict=True):
-            for contestant, seeds in shown.items():
-                _, label, colour = row.lines[contestant]
-                curves = [seeds[seed]["curve"] for seed in common]
-                length = min(map(len, curves))
-                step = 1.0 if ratio is None else step_of(row, ratio, contestant)
-                x = [moment[0] * step for moment in curves[0][:length]]
-                y = [sum(c[i][2] for c in curves) / len(curves) for i in range(length)]
-                axis.plot(x, y, color=colour, label=label, linewidth=1.4)
-            axis.set(xscale="linear" if ratio is None or ratio < FAR else "log", yscale="log")
-            axis.yaxis.set_minor_locator(LogLocator(subs=(2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
-            axis.set_ylabel(f"{row.task}: held-out loss, nats")
-            where = "updates" if ratio is None else f"time at r = {ratio:g}, in units of c"
-            axis.set_xlabel(where)
-            axis.grid(alpha=0.3, which="both")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8)
-    figure.tight_layout(rect=(0, 0.11 / len(rows), 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-@cache
-def cells_of(name: str) -> Any:
-    """The measured cells of a file; every line of a picture asks for it."""
-    return json.loads((RESULTS / name).read_text())
-
-
-def step_of(row: Row, ratio: float, contestant: str) -> float:
-    """A measured step on a link, in units of the computation of one."""
-    measured = row.lines[contestant][0]
-    for cell in cells_of(row.steps):
-        times = {each["contestant"]: each["seconds"] for each in cell["rows"]}
-        if (cell["model"], cell["ratio"]) == (row.model, ratio) and measured in times:
-            return float(times[measured] / times["single"])
-    raise KeyError(f"{row.steps} has no step of {measured} with {row.model} at r = {ratio:g}")
 
 
 def _last(result: Result) -> Sequence[float]:
