@@ -31,7 +31,7 @@ demo:
 	$(VENV)/bin/horovodrun -np 2 $(VENV)/bin/python torch_examples/digits.py --compare
 
 test: setup
-	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not nightly and not cluster" $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m "not nightly and not cluster and not cuda" $(PYTEST)
 
 test-all: export HYPOTHESIS_PROFILE = deep
 test-all: setup

@@ -44,11 +44,7 @@ RUNS = 5
 
 
 class Timed(Dataset[Any]):
-    """A data set that notes when the first item of each batch is read.
-
-    Args:
-        dataset: The items.
-    """
+    """A data set that notes when the first item of each batch is read."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset

@@ -35,8 +35,6 @@ from typing import Any
 
 from hvd_pipe.units import format_bytes, parse_bandwidth
 
-__all__ = ["Cluster", "ClusterError", "Traffic"]
-
 MOST_HOSTS = 64
 START_S = 60.0  # until sshd must answer
 TOOLS = {
@@ -111,20 +109,7 @@ class Traffic:
 
 
 class Cluster:
-    """Hosts ``h1``, ``h2``, ... on one switch, for as long as the context lasts.
-
-    Args:
-        hosts: How many.
-        rate: What each link carries each way, such as ``"1gbit"``; None for no limit.
-
-    Raises:
-        ClusterError: Not root, a tool is missing, or the kernel allows no namespaces.
-
-    Example:
-        with Cluster(2, rate="1gbit") as cluster:
-            cluster.run("h1", ["ssh", "h2", "hostname"], check=True)
-
-    """
+    """Hosts ``h1``, ``h2``, ... on one switch, for as long as the context lasts."""
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
@@ -174,11 +159,7 @@ class Cluster:
         self._inits.clear()
 
     def rate(self, rate: str | None) -> None:
-        """Limit every link to this rate each way, such as ``"100mbit"``; None for no limit.
-
-        Raises:
-            ValueError: No rate.
-        """
+        """Limit every link to this rate each way, such as ``"100mbit"``; None for no limit."""
         limit: list[str] = []
         if rate is not None:
             per_second = parse_bandwidth(rate)
@@ -244,19 +225,7 @@ class Cluster:
         timeout: float | None = None,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host and return what it printed, errors included.
-
-        Args:
-            host: Where.
-            command: Its words.
-            env: Variables beside this process's own.
-            timeout: Seconds after which its processes are ended.
-            check: Raise for an exit status other than 0.
-
-        Raises:
-            subprocess.TimeoutExpired: It took longer.
-            subprocess.CalledProcessError: Its exit status.
-        """
+        """Run a command on a host and return what it printed, errors included."""
         process = self.popen(
             host, command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -34,8 +34,6 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
 from hvd_pipe.strategy import CoCoD, parse
 
-__all__ = ["DDP_BUCKETS", "ENGINE", "PEERS", "TENSORFLOW", "Contestant", "make", "period_of"]
-
 DDP_BUCKETS = ("ddp:buckets=1", "ddp:buckets=8")  # beside PyTorch's own 25 MiB
 ENGINE = tuple(f"engine:buckets={count}" for count in (1, 2, 3, 4, 6, 8, 12))
 """The best of them is what Horovod's engine allows who sends by the order of backward."""
@@ -70,9 +68,6 @@ def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Conte
     """Return a contestant that trains ``model``, whose minibatch has this ``loss``.
 
     Horovod, or torch.distributed for ``ddp``, must have been initialised.
-
-    Raises:
-        ValueError: No contestant has this name.
     """
     if name in PEERS:
         if name.startswith("ddp"):

@@ -20,8 +20,6 @@ import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.tensorflow.strategies.replan import Replan
 
-__all__ = ["build", "start"]
-
 LR = 1e-3
 CODECS = {
     "": hvd.Compression.none,
@@ -97,11 +95,7 @@ def build(
 
 
 def make(name: str, model: EmulatedModel) -> Contestant:
-    """Return a contestant that trains ``model``; Horovod must have been initialised.
-
-    Raises:
-        ValueError: No contestant has this name.
-    """
+    """Return a contestant that trains ``model``; Horovod must have been initialised."""
     _, _, compression = name.partition("+")
     if not name.startswith(TENSORFLOW) or compression not in CODECS:
         raise ValueError(f"{name}: not {TENSORFLOW} and single, horovod, or a strategy[+codec]")

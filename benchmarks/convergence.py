@@ -5,7 +5,6 @@
     python benchmarks/convergence.py --task text --seeds 1 2 3
     python benchmarks/convergence.py --list
     sudo .venv/bin/python benchmarks/convergence.py --task images --seeds 1 --link 50mbit
-    python benchmarks/convergence.py --page docs/convergence.md
 
 Every run is a job of its own: real ranks under horovodrun, with Gloo. All methods of a task see
 the same samples in the same order, whatever the number of workers. Runs that the file of results
@@ -71,24 +70,16 @@ OTHERS = ("horovod", "pipedream", "diloco")  # what `parse` does not know
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """What is trained."""
 
-    Args:
-        steps: Updates of a run.
-        batch: Samples an update, of all workers together.
-        lr: The highest learning rate.
-        contestants: Methods, each a strategy, with a codec behind a "+"; or "horovod"; or
-            "pipedream:" and a mode; or "diloco", which waits for its averages and is not ours.
-        unlike: Whether each worker sees samples of its own classes only.
-        workers: Ranks, unless others are asked for.
-    """
-
-    steps: int
-    batch: int
-    lr: float
+    steps: int  # updates of a run
+    batch: int  # samples an update, of all workers together
+    lr: float  # the highest learning rate
+    # methods, each a strategy, with a codec behind a "+"; or "horovod"; or "pipedream:" and a
+    # mode; or "diloco", which waits for its averages and is not ours
     contestants: tuple[str, ...]
-    unlike: bool = False
-    workers: int = 2
+    unlike: bool = False  # whether each worker sees samples of its own classes only
+    workers: int = 2  # ranks, unless others are asked for
 
 
 TASKS = {
@@ -121,25 +112,15 @@ Stated before any run with fragments:
 
 @dataclass(frozen=True)
 class Run:
-    """One job.
+    """One job."""
 
-    Args:
-        task: A name of `TASKS`.
-        contestant: One of its methods, or any that is written as they are.
-        workers: Ranks.
-        seed: Of the weights and of the order of samples.
-        lr: The highest learning rate.
-        steps: Updates.
-        link: What the link of each emulated host carries; "" for one machine.
-    """
-
-    task: str
-    contestant: str
-    workers: int
-    seed: int
-    lr: float
-    steps: int
-    link: str = ""
+    task: str  # A name of `TASKS`
+    contestant: str  # one of its methods, or any that is written as they are
+    workers: int  # ranks
+    seed: int  # of the weights and of the order of samples
+    lr: float  # the highest learning rate
+    steps: int  # updates
+    link: str = ""  # what the link of each emulated host carries; "" for one machine
 
     @property
     def key(self) -> str:
@@ -222,11 +203,6 @@ def place(result: Mapping[str, Any]) -> tuple[int, str, int, int]:
     return list(TASKS).index(result["task"]), result.get("link", ""), known, result["seed"]
 
 
-def _is_of_its_task(result: Mapping[str, Any]) -> bool:
-    task = TASKS[result["task"]]
-    return (result["lr"], result["steps"]) == (task.lr, task.steps)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
@@ -238,7 +214,6 @@ def main() -> None:
     parser.add_argument("--link", default="", help="of emulated hosts, such as 50mbit; as root")
     parser.add_argument("--results", type=Path, help="default: the file of this study")
     parser.add_argument("--list", action="store_true", help="say what is missing, and end")
-    parser.add_argument("--page", type=Path, help="write the page of all results, and end")
     options = parser.parse_args()
     for name in options.only or ():
         contestant = name.partition("+")[0]
@@ -253,12 +228,6 @@ def main() -> None:
         parser.error(f"--results: there is no folder {options.results.resolve().parent}")
     results = json.loads(options.results.read_text()) if options.results.exists() else []
     check_data(results)
-    if options.page:
-        own = [each for each in results if _is_of_its_task(each) and not each.get("link")]
-        on_links = [each for each in json.loads(LINKS.read_text()) if _is_of_its_task(each)]
-        check_data([*own, *on_links])
-        convergence_report.write(options.page, own, on_links)
-        return
     names = Run.__annotations__
     known = {Run(**{name: each[name] for name in names if name in each}).key for each in results}
     missing = [run for run in runs(options) if run.key not in known]

@@ -42,14 +42,7 @@ Moment = tuple[int, float, float, nn.Module]
 
 
 class Data:
-    """Samples to train on, in an order that all ranks know, and samples that are held out.
-
-    Args:
-        train: Inputs and targets.
-        test: Likewise.
-        shards: For each worker the samples that it sees, where these are unlike; else None.
-        digest: Of the bytes that they come from.
-    """
+    """Samples to train on, in an order that all ranks know, and samples that are held out."""
 
     def __init__(
         self, train: Batch, test: Batch, digest: str, shards: list[Tensor] | None = None
@@ -202,11 +195,7 @@ def sharpness(model: nn.Module, batch: Batch, rounds: int = 20) -> float:
 
 
 def average_into(model: nn.Module, mean_model: nn.Module, hvd: Any) -> float:
-    """Put the mean of the replicas into another model: what is evaluated, as training goes on.
-
-    Returns:
-        The largest distance of a replica from the mean, divided by the norm of the mean.
-    """
+    """Put the mean of the replicas into another model: what is evaluated, as training goes on."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     mean = hvd.allreduce(mine, name="mean")
     nn.utils.vector_to_parameters(mean, mean_model.parameters())

@@ -1,31 +1,16 @@
-"""The page of convergence.py: what each method has learnt, with intervals over seeds."""
+"""The tables of convergence.py: what methods have learnt, with intervals over seeds."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from harness import markdown
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import LogLocator
-
-__all__ = ["MARK", "interval", "sharpness", "tables", "write"]
-
-MARK = "convergence: "
-"""Stands before a run's result in what its ranks print."""
-FAR = 8.0  # a ratio of links from which on time is drawn on a logarithmic axis
-
+MARK = "convergence: "  # stands before a run's result in what its ranks print
 GOOD = 0.15  # a loss that all methods that are run on links reach
-
-RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = (
     *("method", "held-out loss", "minus stock's", "accuracy, %", "minus stock's"),
     *("replicas apart", "seeds"),
@@ -35,60 +20,6 @@ T_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10
 
 Result = Mapping[str, Any]
 Group = tuple[str, int, str]  # task, workers, contestant
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the pictures: a task's loss over updates, then over time on two links.
-
-    Args:
-        task: And its ``workers``.
-        steps: The file of measured steps, of ``model``, that time is computed from.
-        ratios: Communication over computation, of the links.
-        lines: For each method its contestant in that file, its label and its colour.
-    """
-
-    task: str
-    workers: int
-    steps: str
-    model: str
-    ratios: tuple[float, float]
-    lines: Mapping[str, tuple[str, str, str]]
-
-
-STOCK = {"horovod": ("horovod", "stock Horovod", "black")}
-LINES = STOCK | {
-    "merged-gradient:overlap=forward": (
-        "merged-gradient:overlap=forward",
-        "merged-gradient:overlap=forward",
-        "#d55e00",
-    ),
-    "pipe-sgd:warmup_steps=50": ("pipe-sgd", "pipe-sgd", "#56b4e9"),
-    "pipe-sgd:warmup_steps=50,prediction=local": (
-        "pipe-sgd",
-        "pipe-sgd, prediction=local",
-        "#0072b2",
-    ),
-    "cocod:period=8": ("cocod:period=8", "cocod, period 8", "#009e73"),
-}
-SLOW_LINKS = STOCK | {
-    name: (name, label, colour)
-    for name, label, colour in (
-        ("cocod:period=8", "cocod, period 8", "#009e73"),
-        ("cocod:period=32", "cocod, period 32", "#56b4e9"),
-        ("cocod:period=32,fragments=8", "period 32, fragments=8", "#0072b2"),
-        ("cocod:period=32,fragments=8,outer=nesterov", "fragments=8, outer=nesterov", "#cc79a7"),
-    )
-}
-PICTURES = {
-    "convergence.png": (
-        Row("images", 2, "exact-120ms.json", "resnet50", (1.0, 4.0), LINES),
-        Row("text", 2, "exact-120ms.json", "transformer", (1.0, 4.0), LINES),
-    ),
-    "convergence-slow-links.png": (
-        Row("images-four", 4, "cocod.json", "resnet50", (8.0, 32.0), SLOW_LINKS),
-    ),
-}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -115,124 +46,51 @@ def groups(results: Sequence[Result]) -> dict[Group, dict[int, Result]]:
 def tables(results: Sequence[Result]) -> dict[tuple[str, int], str]:
     """A table for each task and number of workers, in Markdown."""
     by_group = groups(results)
-    rows: dict[tuple[str, int], list[str]] = {}
+    rows: dict[tuple[str, int], list[list[str]]] = defaultdict(list)
     for (task, workers, contestant), seeds in by_group.items():
         stock = by_group.get((task, workers, "horovod"), {})
-        apart = max(moment[4] for one in seeds.values() for moment in one["curve"])
+        apart = max(moment[4] for result in seeds.values() for moment in result["curve"])
         both = sorted(set(seeds) & set(stock))
         shown = []
         for column, factor, digits in ((2, 1, 3), (3, 100, 1)):  # the loss, and the accuracy
-            values = {seed: factor * _last(one)[column] for seed, one in seeds.items()}
+            values = {seed: factor * _last(result)[column] for seed, result in seeds.items()}
             gaps = [values[seed] - factor * _last(stock[seed])[column] for seed in both]
             shown.append(_shown(list(values.values()), digits))
             compared = gaps and contestant != "horovod"
             shown.append(_shown(gaps, digits, "+") if compared else "")
-        cells = [
-            f"`{contestant}`" if contestant != "horovod" else "stock Horovod",
-            *shown,
-            f"{100 * apart:.1f}%" if apart else "0",
-            str(len(seeds)),
-        ]
-        table = rows.setdefault(
-            (task, workers),
-            [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"],
-        )
-        table.append(f"| {' | '.join(cells)} |")
-    return {key: "\n".join(lines) for key, lines in rows.items()}
+        distance = f"{100 * apart:.1f}%" if apart else "0"
+        rows[task, workers].append([_name(contestant), *shown, distance, str(len(seeds))])
+    return {key: markdown(COLUMNS, lines) for key, lines in rows.items()}
 
 
 def sharpness(results: Sequence[Result]) -> str:
     """A table of L, the largest eigenvalue of the loss's Hessian, along runs that have it."""
-    lines = ["| task | learning rate | L, first to last | largest L | at the highest rate |"]
-    lines.append("|" + " --- |" * 5)
-    for one in results:
-        found = one["sharpness"]
-        if found:
-            lines.append(
-                f"| {one['task']} | {one['lr']} | {found[0]:.1f} to {found[-1]:.1f} | "
-                f"{max(found):.1f} | {one['lr'] * max(found):.2f} |"
-            )
-    return "\n".join(lines)
+    heads = ["task", "learning rate", "L, first to last", "largest L", "at the highest rate"]
+    rows = []
+    for result in results:
+        if found := result["sharpness"]:
+            least_most = f"{found[0]:.1f} to {found[-1]:.1f}"
+            highest = f"{result['lr'] * max(found):.2f}"
+            row = [result["task"], f"{result['lr']}", least_most, f"{max(found):.1f}", highest]
+            rows.append(row)
+    return markdown(heads, rows)
 
 
 def links(results: Sequence[Result]) -> str:
     """A table of runs on links of emulated hosts: what they took, and what they learnt."""
-    lines = [
-        f"| link | method | s, all updates | s to a loss of {GOOD} | held-out loss | accuracy, % |"
-    ]
-    lines.append("|" + " --- |" * 6)
-    for one in results:
-        moments = zip(one["curve"], one["seconds"], strict=True)
-        there = next((f"{s:.0f}" for moment, s in moments if moment[2] <= GOOD), "-")
-        name = "stock Horovod" if one["contestant"] == "horovod" else f"`{one['contestant']}`"
-        loss, right = _last(one)[2:4]
-        cells = (f"{one['seconds'][-1]:.0f}", there, f"{loss:.3f}", f"{100 * right:.1f}")
-        lines.append(f"| {one['link']} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    heads = ["link", "method", "s, all updates", f"s to a loss of {GOOD}", "held-out loss"]
+    rows = []
+    for result in results:
+        moments = zip(result["curve"], result["seconds"], strict=True)
+        reached = next((f"{s:.0f}" for moment, s in moments if moment[2] <= GOOD), "-")
+        loss, right = _last(result)[2:4]
+        figures = [f"{result['seconds'][-1]:.0f}", reached, f"{loss:.3f}", f"{100 * right:.1f}"]
+        rows.append([result["link"], _name(result["contestant"]), *figures])
+    return markdown([*heads, "accuracy, %"], rows)
 
 
-def write(page: Path, results: Sequence[Result], on_links: Sequence[Result]) -> None:
-    """Put the tables between their marks in a page, and draw its pictures beside it."""
-    text = page.read_text()
-    found = {f"{task} {workers}": table for (task, workers), table in tables(results).items()}
-    found |= {"sharpness": sharpness(results), "links": links(on_links)}
-    for name, table in found.items():
-        begin, end = f"<!-- {name} -->\n", "<!-- end -->"
-        if begin not in text:
-            raise SystemExit(f"{page} has no place for {name}: {begin}{end}")
-        head, rest = text.split(begin, 1)
-        text = f"{head}{begin}\n{table}\n\n{end}{rest.split(end, 1)[1]}"
-    page.write_text(text)
-    for name, rows in PICTURES.items():
-        draw(page.with_name(name), rows, results)
-
-
-def draw(path: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
-    """Held-out loss over updates, and over time on links."""
-    by_group = groups(results)
-    figure, axes = plt.subplots(len(rows), 3, figsize=(11, 3.1 * len(rows) + 0.5), squeeze=False)
-    for row, row_axes in zip(rows, axes, strict=True):
-        of_task = {c: by_group.get((row.task, row.workers, c), {}) for c in row.lines}
-        shown = {c: seeds for c, seeds in of_task.items() if seeds}
-        common = set.intersection(*map(set, shown.values()))
-        for axis, ratio in zip(row_axes, (None, *row.ratios), strict=True):
-            for contestant, seeds in shown.items():
-                _, label, colour = row.lines[contestant]
-                curves = [seeds[seed]["curve"] for seed in common]
-                length = min(map(len, curves))
-                step = 1.0 if ratio is None else step_of(row, ratio, contestant)
-                x = [moment[0] * step for moment in curves[0][:length]]
-                y = [sum(c[i][2] for c in curves) / len(curves) for i in range(length)]
-                axis.plot(x, y, color=colour, label=label, linewidth=1.4)
-            axis.set(xscale="linear" if ratio is None or ratio < FAR else "log", yscale="log")
-            axis.yaxis.set_minor_locator(LogLocator(subs=(2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
-            axis.set_ylabel(f"{row.task}: held-out loss, nats")
-            where = "updates" if ratio is None else f"time at r = {ratio:g}, in units of c"
-            axis.set_xlabel(where)
-            axis.grid(alpha=0.3, which="both")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=8)
-    figure.tight_layout(rect=(0, 0.11 / len(rows), 1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-@cache
-def cells_of(name: str) -> Any:
-    """The measured cells of a file; every line of a picture asks for it."""
-    return json.loads((RESULTS / name).read_text())
-
-
-def step_of(row: Row, ratio: float, contestant: str) -> float:
-    """A measured step on a link, in units of the computation of one."""
-    measured = row.lines[contestant][0]
-    for cell in cells_of(row.steps):
-        times = {each["contestant"]: each["seconds"] for each in cell["rows"]}
-        if (cell["model"], cell["ratio"]) == (row.model, ratio) and measured in times:
-            return float(times[measured] / times["single"])
-    raise KeyError(f"{row.steps} has no step of {measured} with {row.model} at r = {ratio:g}")
+def _name(contestant: str) -> str:
+    return "stock Horovod" if contestant == "horovod" else f"`{contestant}`"
 
 
 def _last(result: Result) -> Sequence[float]:

@@ -16,8 +16,6 @@ from torch import nn
 
 from hvd_pipe.planning.profile import ModelProfile
 
-__all__ = ["EmulatedModel", "scaled"]
-
 LEAST_SLEEP_S = 3e-4
 """Shorter debts are carried on to the next layer: a sleep overshoots by about 0.1 ms."""
 
@@ -100,13 +98,7 @@ def scaled(
 
 
 class EmulatedModel(nn.Sequential):
-    """The layers of a profile, as float32 parameters.
-
-    Args:
-        profile: The layers; names may hold dots.
-        compute_s: Seconds of forward and backward together, to which all times are scaled.
-        gradient_bytes: Bytes of all gradients, to which all sizes are scaled.
-    """
+    """The layers of a profile, as float32 parameters."""
 
     def __init__(
         self, profile: ModelProfile, compute_s: float | None = None, gradient_bytes: int = 0

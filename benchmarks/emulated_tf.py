@@ -16,19 +16,11 @@ from emulated import Device
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = ["BLOCKS", "EmulatedModel"]
-
 BLOCKS = 16
 
 
 class EmulatedModel:
-    """The layers of a profile, as float32 variables, in blocks of about equal time.
-
-    Args:
-        profile: The layers.
-        compute_s: Seconds of forward and backward together, to which all times are scaled.
-        gradient_bytes: Bytes of all gradients, to which all sizes are scaled.
-    """
+    """The layers of a profile, as float32 variables, in blocks of about equal time."""
 
     def __init__(self, profile: ModelProfile, compute_s: float, gradient_bytes: int) -> None:
         speed = compute_s / (profile.forward_s + profile.backward_s)
@@ -52,12 +44,7 @@ class EmulatedModel:
         self.nbytes = 4 * sum(int(each.shape[0]) for each in self.variables)
 
     def loss(self, x: tf.Tensor) -> tf.Tensor:
-        """One forward pass, in a graph.
-
-        Args:
-            x: Any number that is not known before the step: what depends on nothing would be
-                computed once.
-        """
+        """One forward pass, in a graph."""
         x = tf.numpy_function(partial(_begin, self._device), [x], tf.float32, stateful=False)
         x.set_shape([])
         for block in self._blocks:

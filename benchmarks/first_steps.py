@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -23,8 +22,7 @@ from statistics import median
 import horovod.torch as stock
 import torch
 from cluster import Cluster, ClusterError
-from rich.console import Console
-from rich.table import Table
+from harness import markdown, run_on, write_json
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -106,42 +104,30 @@ def main() -> int:
         return 0
     if options.realtime:  # all that this process starts has it, too
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    table = Table(title=f"The first {options.steps} steps, {HOSTS} hosts, Horovod over Gloo")
-    for heading in ("link", "", "seconds", "min .. max", "/ stock Horovod"):
-        table.add_column(heading, justify="left" if heading in ("link", "") else "right")
+    rows = []
     seconds: dict[str, dict[str, list[float]]] = {}
     load = os.getloadavg()[0]
+    words = [__file__, "--steps", str(options.steps), "--repeats", str(options.repeats)]
+    words += ["--strategies", *options.strategies]
     try:
         for rate in options.rates:
-            with Cluster(HOSTS, rate) as cluster, tempfile.TemporaryDirectory() as folder:
-                job = ["horovodrun", "-np", str(HOSTS), "-H", "h1:1,h2:1", "--gloo"]
-                script = [sys.executable, __file__, "--rank", folder]
-                script += ["--steps", str(options.steps), "--repeats", str(options.repeats)]
-                script += ["--strategies", *options.strategies]
-                done = cluster.run("h1", [*job, *script], env=FUSION, timeout=600)
-                if done.returncode:
-                    raise ClusterError(f"{rate}: the job failed:\n{done.stdout}")
-                ranks = [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(HOSTS)]
+            with Cluster(HOSTS, rate) as cluster:
+                ranks = run_on(cluster, words, "gloo", FUSION).values()
             slowest = {name: list(map(max, *(found[name] for found in ranks))) for name in names}
             seconds[rate] = slowest
             for name, runs in slowest.items():
                 ratios = [one / other for one, other in zip(runs, slowest[STOCK], strict=True)]
-                table.add_row(
-                    rate,
-                    name,
-                    f"{median(runs):.2f}",
-                    f"{min(runs):.2f} .. {max(runs):.2f}",
-                    f"{median(ratios):.2f}",
-                )
+                spread = f"{min(runs):.2f} .. {max(runs):.2f}"
+                rows.append([rate, name, f"{median(runs):.2f}", spread, f"{median(ratios):.2f}"])
     except (ClusterError, subprocess.TimeoutExpired) as error:
         print(f"first_steps: {error}", file=sys.stderr)
         return 2
-    Console(width=100).print(table)
+    print(markdown(["link", "", "seconds", "min .. max", "/ stock Horovod"], rows))
     if options.json:
         settings = {"steps": options.steps, "realtime": options.realtime, "load_at_start": load}
         begun = datetime.date.today().isoformat()
         found = {"date": begun, "hosts": HOSTS, **settings, "seconds": seconds}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(options.json, found)
     return 0
 
 

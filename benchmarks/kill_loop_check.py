@@ -5,35 +5,28 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import markdown
 
 Weights = npt.NDArray[np.float64]
 
-KINDS = {
+LR = 2.0**-6  # of elastic jobs
+KINDS = {  # what may happen to a rank, or to all ranks of its host
     "restart": ("kill", "stop", "raise", "kill host", "cut"),
     "elastic": ("kill", "raise", "kill host"),
 }
-"""What may happen to a rank, or to all ranks of its host."""
-ON_HOSTS = ("cut",)  # which needs links
 ROUNDED = 1e-12  # how far an elastic job's weights may be from those of plain loops
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that happens.
-
-    Args:
-        number: Counts the faults of a run.
-        kind: One of `KINDS`.
-        rank: To which rank, or to whose host.
-        after_s: Seconds after all ranks train.
-    """
+    """One thing that happens to a rank, or to its host, so long after all ranks train."""
 
     number: int
     kind: str
@@ -44,11 +37,7 @@ class Fault:
 def schedule(
     seed: int, run: str, count: int, kinds: Sequence[str], ranks: int, pause: Sequence[float]
 ) -> list[Fault]:
-    """Return a run's faults: kinds take turns in random order, the rest is random.
-
-    >>> [fault.kind for fault in schedule(1, "pipe-sgd", 2, ["kill"], 3, (2.0, 6.0))]
-    ['kill', 'kill']
-    """
+    """Return a run's faults: kinds take turns in random order, the rest is random."""
     draw = random.Random(f"{seed} {run}")
     turns: list[str] = []
     while len(turns) < count:
@@ -79,24 +68,12 @@ _LAUNCHER_HOST = (
 
 
 def named_by_ranks(said: str) -> list[tuple[int, int]]:
-    """Return who has named whom as the cause of its end.
-
-    >>> named_by_ranks("hvd_pipe: rank 2 failed because of another: rank 1 on h2 (pid 4) raised")
-    [(2, 1)]
-    """
+    """Return who has named whom as the cause of its end."""
     return [(int(found[1]), int(found[2])) for found in _RANK.finditer(said)]
 
 
 def named_by_launcher(said: str, hosts: Sequence[str]) -> set[int]:
-    """Return the ranks that a launcher has named, or whose host.
-
-    Args:
-        said: What it has printed.
-        hosts: Of each rank.
-
-    >>> named_by_launcher("mpirun noticed that process rank 1 with PID 4 on node h2", ["h1", "h2"])
-    {1}
-    """
+    """Return the ranks that a launcher has named, or whose host."""
     found = {int(rank) for pattern in _LAUNCHER for rank in re.findall(pattern, said)}
     names = {host for pattern in _LAUNCHER_HOST for host in re.findall(pattern, said)}
     return found | {rank for rank, host in enumerate(hosts) if host in names}
@@ -108,9 +85,6 @@ def misnamed(
     """Return who has named a rank to which nothing had happened.
 
     A rank behind a cut link sees the others lost, so there each side may name the other one.
-
-    >>> misnamed([(0, 1), (1, 0)], [1], is_cut=True), misnamed([(0, 1), (1, 0)], [1], is_cut=False)
-    ([], [(1, 0)])
     """
     return [
         (speaker, named)
@@ -124,33 +98,18 @@ def misnamed(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault.
+    """What came of a fault."""
 
-    Args:
-        kind: What happened; "none" where the job failed by itself before it did.
-        victims: To which ranks.
-        after_s: Seconds after all ranks trained.
-        step: The checkpoint, or commit, that training went on from.
-        ended_s: Seconds until all ranks had ended, or trained again in an elastic job; None where
-            they had not when patience was over.
-        by_ranks: Ranks that hvd_pipe named.
-        by_launcher: Ranks that the launcher named.
-        misnamed: Who named whom, where nothing had happened to that one.
-        left: Processes that remained, though nobody needed them.
-        said: What was said, where it was wrong.
-        load: The machine's load average.
-    """
-
-    kind: str
+    kind: str  # "none" where the job failed by itself before it happened
     victims: list[int]
     after_s: float
-    step: int
-    ended_s: float | None
-    by_ranks: list[int]
+    step: int  # the checkpoint, or commit, that training went on from
+    ended_s: float | None  # until all ranks had ended, or trained again; None: never
+    by_ranks: list[int]  # ranks that hvd_pipe named
     by_launcher: list[int]
-    misnamed: list[list[int]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    said: str = ""
+    misnamed: list[list[int]] = field(default_factory=list)  # who named whom wrongly
+    left: list[str] = field(default_factory=list)  # processes that remained
+    said: str = ""  # where something was wrong
     load: float = 0.0
 
     @property
@@ -185,26 +144,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """All that happened under one strategy.
+    """All that happened under one strategy."""
 
-    Args:
-        name: The mode, the launcher and the strategy.
-        settings: What it was asked for: its seed, how many ranks, and so on.
-        outcomes: One a fault.
-        compared: How many sets of weights were compared with the undisturbed run's.
-        unequal: Which of them were not equal.
-        largest: The largest difference, where equality is one of equations.
-        grown: Descriptors that were leaked, in words.
-        seconds: What the run took.
-    """
-
-    name: str
+    name: str  # the mode, the launcher and the strategy
     settings: dict[str, Any]
     outcomes: list[Outcome]
-    compared: int
+    compared: int  # sets of weights that were compared with the undisturbed run's
     unequal: list[str]
-    largest: float
-    grown: list[str]
+    largest: float  # the largest difference, where equality is one of equations
+    grown: list[str]  # descriptors that were leaked
     seconds: float
 
     @classmethod
@@ -227,24 +175,14 @@ class Run:
 # Weights ----------------------------------------------------------------------------------------
 
 
-def read_digests(text: str) -> Iterator[tuple[str, str]]:
-    """Return steps and what the weights were; a step that was taken again comes again."""
-    for line in text.splitlines():
-        step, _, found = line.partition(" ")
-        yield step, found
-
-
 def unequal_digests(disturbed: str, whole: str) -> tuple[int, list[str]]:
-    r"""Compare a rank's weights at all its checkpoints with those of a run that never stopped.
+    """Compare a rank's weights at all its checkpoints with those of a run that never stopped.
 
-    Returns:
-        How many were compared, and the steps at which they differ or are missing.
-
-    >>> unequal_digests("10 a\n10 a\n20 c\nend-30 d", "10 a\n20 b\nend-30 d")
-    (4, ['20'])
+    Returns how many were compared, and the steps at which they differ or are missing. A step that
+    was taken again comes again.
     """
-    expected = dict(read_digests(whole))
-    found = list(read_digests(disturbed))
+    expected = dict(line.split(" ", 1) for line in whole.splitlines())
+    found = [line.split(" ", 1) for line in disturbed.splitlines()]
     wrong = [step for step, value in found if expected.get(step) != value]
     steps = {step for step, _ in found}
     missing = [step for step in expected if step.startswith("end-") and step not in steps]
@@ -310,18 +248,11 @@ class Reference:
 
 
 def unequal_commits(
-    log: Sequence[Mapping[str, Any]], strategy: str, seed: int, lr: float
+    log: Sequence[Mapping[str, Any]], strategy: str, seed: int, lr: float = LR
 ) -> tuple[int, list[str], float]:
     """Compute an elastic job's weights again by plain loops, which are reset at the same commits.
 
-    Args:
-        log: What its workers have written: starts, commits and the end.
-        strategy: As in ``strategy=``.
-        seed: Of the targets.
-        lr: The learning rate.
-
-    Returns:
-        How many weights were compared, which differed, and the largest difference.
+    Returns how many were compared, which differed, and the largest difference.
     """
     numel = next((len(line["weights"]) for line in log if "weights" in line), 0)
     if not numel:
@@ -389,12 +320,7 @@ def unequal_commits(
 
 
 def grown_files(log: Sequence[Mapping[str, Any]], settled: int = 2) -> list[str]:
-    """Return workers whose open descriptors went on growing, in jobs of as many workers.
-
-    Args:
-        log: As in `unequal_commits`.
-        settled: Starts of a worker after which none may be added.
-    """
+    """Return workers whose open descriptors went on growing, in jobs of as many workers."""
     counts: dict[tuple[str, int], list[int]] = {}
     for line in log:
         if "start" in line:
@@ -408,49 +334,30 @@ def grown_files(log: Sequence[Mapping[str, Any]], settled: int = 2) -> list[str]
 
 # The table --------------------------------------------------------------------------------------
 
-HEADER = (
-    "run",
-    "kind",
-    "faults",
-    "median s",
-    "longest s",
-    "named by hvd_pipe",
-    "by the launcher",
-    "orphans",
-    "weights equal",
-)
 
-
-def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a line a run and kind, and one of all."""
-    found = []
+def table(runs: Sequence[Run]) -> str:
+    """Return a table in Markdown with a line a run and kind, and one of all."""
+    heads = ["run", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
+    heads += ["by the launcher", "orphans", "weights equal"]
+    rows = []
     for run in runs:
-        for kind in dict.fromkeys(one.kind for one in run.outcomes):
-            found.append((run.name, *_row(kind, [o for o in run.outcomes if o.kind == kind], run)))
-    everything = [one for run in runs for one in run.outcomes]
-    equal = sum(run.compared - len(run.unequal) for run in runs)
-    total = list(_row("all", everything, None))
-    total[-1] = f"{equal} of {sum(run.compared for run in runs)}"
-    return [*found, ("all", *total)]
+        for kind in dict.fromkeys(outcome.kind for outcome in run.outcomes):
+            outcomes = [outcome for outcome in run.outcomes if outcome.kind == kind]
+            rows.append([run.name, kind, *_figures(outcomes, [run])])
+    everything = [outcome for run in runs for outcome in run.outcomes]
+    return markdown(heads, [*rows, ["all", "all", *_figures(everything, runs)]])
 
 
-def _row(kind: str, outcomes: Sequence[Outcome], run: Run | None) -> tuple[str, ...]:
-    seconds = [one.ended_s for one in outcomes if one.ended_s is not None]
-    tellers = [one.teller for one in outcomes]
-    equal = "" if run is None else f"{run.compared - len(run.unequal)} of {run.compared}"
-    return (
-        kind,
+def _figures(outcomes: Sequence[Outcome], runs: Sequence[Run]) -> list[str]:
+    seconds = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]
+    tellers = [outcome.teller for outcome in outcomes]
+    compared = sum(run.compared for run in runs)
+    return [
         str(len(outcomes)),
         f"{median(seconds):.1f}" if seconds else "-",
         f"{max(seconds):.1f}" if len(seconds) == len(outcomes) else "never",
         str(tellers.count("hvd_pipe")),
         str(tellers.count("launcher")),
-        str(sum(len(one.left) for one in outcomes)),
-        equal,
-    )
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Return the table as Markdown."""
-    lines = [HEADER, tuple("---" for _ in HEADER), *rows(runs)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        str(sum(len(outcome.left) for outcome in outcomes)),
+        f"{compared - sum(len(run.unequal) for run in runs)} of {compared}",
+    ]

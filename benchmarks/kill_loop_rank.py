@@ -35,28 +35,16 @@ LR = 2.0**-6
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank is told.
+    """What a rank is told."""
 
-    Args:
-        folder: Of the run, with its checkpoints; all ranks see it.
-        job: Counts the run's starts.
-        strategy: As in ``strategy=``, with ``+int8`` for a codec; or ``pipedream:`` and a mode.
-        seed: Of the data.
-        start: The checkpoint to go on from; 0 for none.
-        stop: The last step; 0 for none.
-        every: Steps between two checkpoints, or commits.
-        pause_s: Of each step.
-        elastic: Whether the job is.
-    """
-
-    folder: str
-    job: int
-    strategy: str
+    folder: str  # of the run, with its checkpoints; all ranks see it
+    job: int  # counts the run's starts
+    strategy: str  # as in strategy=, with +int8 for a codec; or pipedream: and a mode
     seed: int
-    start: int
-    stop: int
-    every: int
-    pause_s: float
+    start: int  # the checkpoint to go on from; 0 for none
+    stop: int  # the last step; 0 for none
+    every: int  # steps between two checkpoints, or commits
+    pause_s: float  # of each step
     elastic: bool = False
 
     @property

@@ -31,8 +31,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from cluster import Cluster, ClusterError
-from rich.console import Console
-from rich.table import Table
+from harness import markdown, run_on, write_json
 
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
 
@@ -146,34 +145,25 @@ def main() -> int:
         for hosts in options.hosts:
             with Cluster(hosts, options.rate) as cluster:
                 for backend in options.backends:
-                    with tempfile.TemporaryDirectory() as folder:
-                        timeline = Path(folder, "timeline.json")
-                        where = ",".join(f"h{i + 1}:1" for i in range(hosts))
-                        job = ["horovodrun", "-np", str(hosts), "-H", where, f"--{backend}"]
-                        job += [sys.executable, __file__, "--rank", folder]
-                        job += ["--rounds", str(options.rounds)]
-                        env = {**ENV, "HOROVOD_TIMELINE": str(timeline)}
-                        done = cluster.run("h1", job, env=env, timeout=200)
-                        if done.returncode:
-                            raise ClusterError(f"{backend}: the job failed:\n{done.stdout}")
-                        clock = json.loads(Path(folder, "clock.json").read_text())
-                        key = f"{backend}, {hosts} ranks"
-                        results[key] = taken_apart(clock, timeline.read_text())
+                    with tempfile.NamedTemporaryFile(suffix=".json") as timeline:
+                        env = {**ENV, "HOROVOD_TIMELINE": timeline.name}
+                        words = [__file__, "--rounds", str(options.rounds)]
+                        clock = run_on(cluster, words, backend, env)["clock"]
+                        text = Path(timeline.name).read_text()
+                    results[f"{backend}, {hosts} ranks"] = taken_apart(clock, text)
     except (ClusterError, subprocess.TimeoutExpired) as error:
         print(f"message_cost: {error}", file=sys.stderr)
         return 2
-    table = Table(title=f"Milliseconds of messages, {options.rate}, load {busy:.1f} at the start")
-    table.add_column("")
-    table.add_column("bytes/messages/thread")
-    for heading in (*PARTS, "whole"):
-        table.add_column(heading, justify="right")
-    for key, rows in results.items():
-        for name, row in rows.items():
-            table.add_row(key, name, *(f"{1e3 * row[part]:.2f}" for part in (*PARTS, "whole")))
-    Console(width=110).print(table)
+    parts = (*PARTS, "whole")
+    table = [
+        [key, name, *(f"{1e3 * row[part]:.2f}" for part in parts)]
+        for key, rows in results.items()
+        for name, row in rows.items()
+    ]
+    print(f"Milliseconds of messages, {options.rate}, load {busy:.1f} at the start\n")
+    print(markdown(["", "bytes/messages/thread", *parts], table))
     if options.json:
-        document = {"rate": options.rate, "load": busy, "seconds": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(options.json, {"rate": options.rate, "load": busy, "seconds": results})
     return 0
 
 

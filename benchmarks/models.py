@@ -21,8 +21,6 @@ from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from torch_examples import models as zoo
 
-__all__ = ["MODELS", "emulated", "on_cpu", "profile"]
-
 ELEMENTWISE = 5.0  # operations an output element of a layer that only scales and shifts
 BACKWARD = 2.0  # of the forward pass: two products for one
 

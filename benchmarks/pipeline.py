@@ -31,8 +31,7 @@ import pipeline_models
 from cluster import Cluster as Hosts
 from cluster import ClusterError
 from contestants import period_of
-from rich.console import Console
-from rich.table import Table
+from harness import markdown
 from throughput import PLANNING_STEPS, SETTLE_STEPS, Team, set_ratio, settle_steps, steps_for
 from throughput_rank import write
 from tqdm import tqdm
@@ -60,27 +59,18 @@ REACHED = 0.95  # of what the plan promises
 class Pipeline:
     """A contestant: PipeDream with a plan and a mode, and what it is predicted to do.
 
-    Args:
-        plan: Replicas as people write them.
-        mode: One of PipeDream's.
-        partition: Its stages.
-        planned_s: What its plan promises, where all messages are hidden, by the worker's batch.
-        microbatches: Of a minibatch, each a worker's batch.
-        seconds: Predicted, by the worker's batch.
-        busiest_s: Of the busiest stage's computation, by the worker's batch.
-        sent_bytes: Predicted, of all hosts by the worker's batch.
-        memory_bytes: Predicted, of a worker of each stage.
+    Figures are by the worker's batch.
     """
 
-    plan: str
+    plan: str  # replicas as people write them
     mode: str
     partition: Partition
-    planned_s: float
-    microbatches: int
+    planned_s: float  # what the plan promises, where all messages are hidden
+    microbatches: int  # of a minibatch, each a worker's batch
     seconds: float
-    busiest_s: float
-    sent_bytes: float
-    memory_bytes: tuple[int, ...]
+    busiest_s: float  # of the busiest stage's computation
+    sent_bytes: float  # of all hosts
+    memory_bytes: tuple[int, ...]  # of a worker of each stage
 
     @property
     def name(self) -> str:
@@ -283,32 +273,31 @@ def profile_of(model: str, options: argparse.Namespace) -> ModelProfile:
     return pipeline_models.scaled(whole, options.compute_ms / 1e3, options.gradient_bytes)
 
 
-def table(cell: dict[str, Any]) -> Table:
+def table(cell: dict[str, Any]) -> str:
     """Return a cell as a table, by the worker's batch."""
-    found = Table(
-        title=f"{cell['model']} ({cell['compute']}), {cell['workers']} workers, "
+    title = (
+        f"{cell['model']} ({cell['compute']}), {cell['workers']} workers, "
         f"r = {cell['ratio']:g} (reached {cell['reached_ratio']:.2f}); "
         f"{cell['compute_s'] * 1e3:.0f} ms and "
         f"{cell['gradient_bytes'] / 2**20:.1f} MiB a worker"
     )
-    found.add_column("contestant", no_wrap=True)
-    headings = ("ms a batch", "predicted", "x stock", "busiest stage", "sent MB", "less by")
-    for heading in headings:
-        found.add_column(heading, justify="right")
+    heads = ["contestant", "ms a batch", "predicted", "x stock", "busiest stage", "sent MB"]
     stock = row_of(cell, "horovod")
+    rows = []
     for row in cell["rows"]:
         busiest = row["predicted"].get("busiest_s") and busy_of(row)
-        saved = 1.0 - row["sent_bytes"] / stock["sent_bytes"]
-        found.add_row(
-            row["contestant"],
-            f"{row['seconds'] * 1e3:.1f}",
-            f"{row['predicted']['seconds'] * 1e3:.1f}",
-            f"{stock['seconds'] / row['seconds']:.2f}",
-            "-" if busiest is None else f"{busiest / row['seconds']:.0%}",
-            f"{row['sent_bytes'] / 1e6:.2f}",
-            f"{saved:.0%}",
+        rows.append(
+            [
+                row["contestant"],
+                f"{row['seconds'] * 1e3:.1f}",
+                f"{row['predicted']['seconds'] * 1e3:.1f}",
+                f"{stock['seconds'] / row['seconds']:.2f}",
+                "-" if busiest is None else f"{busiest / row['seconds']:.0%}",
+                f"{row['sent_bytes'] / 1e6:.2f}",
+                f"{1.0 - row['sent_bytes'] / stock['sent_bytes']:.0%}",
+            ]
         )
-    return found
+    return f"{title}\n\n{markdown([*heads, 'less by'], rows)}\n"
 
 
 def row_of(cell: dict[str, Any], contestant: str) -> dict[str, Any]:
@@ -322,31 +311,26 @@ def busy_of(row: dict[str, Any]) -> float:
     return float(row.get("busy_s") or row["predicted"]["busiest_s"])
 
 
-def bounds(cells: Sequence[dict[str, Any]]) -> Table:
+def bounds(cells: Sequence[dict[str, Any]]) -> str:
     """Return what mode "stash" is held to, at r = 4 and above."""
-    found = Table(title="Bounds of mode stash, where r is 4 or more")
-    for heading in ("what", "bound", "reached", "where"):
-        found.add_column(heading)
+    rows = []
     for cell in cells:
         pipe = next((x for x in cell["rows"] if x["contestant"].endswith(" stash")), None)
         if cell["ratio"] < 4.0 or pipe is None:
             continue
-        stock = row_of(cell, "horovod")
-        where = f"{cell['model']}, r = {cell['ratio']:g}"
-        expected = pipe["predicted"]
-        off = abs(expected["seconds"] / pipe["seconds"] - 1.0)
-        saved = 1.0 - pipe["sent_bytes"] / stock["sent_bytes"]
-        for what, bound, value, met in (
+        stock, expected = row_of(cell, "horovod"), pipe["predicted"]
+        for what, bound, value, sign in (
             ("speed / stock Horovod", SPEEDUP, stock["seconds"] / pipe["seconds"], 1),
             ("the busiest stage's use", UTILISATION, busy_of(pipe) / pipe["seconds"], 1),
-            ("bytes saved", SAVED, saved, 1),
-            ("prediction off by", WITHIN, off, -1),
+            ("bytes saved", SAVED, 1.0 - pipe["sent_bytes"] / stock["sent_bytes"], 1),
+            ("prediction off by", WITHIN, abs(expected["seconds"] / pipe["seconds"] - 1.0), -1),
             ("of the plan's speed", REACHED, expected["planned_s"] / pipe["seconds"], 1),
         ):
-            missed = "" if met * value >= met * bound else " (missed)"
-            sign = ">=" if met > 0 else "<="
-            found.add_row(what, f"{sign} {bound:g}", f"{value:.2f}{missed}", where)
-    return found
+            missed = "" if sign * value >= sign * bound else " (missed)"
+            least = f"{'>=' if sign > 0 else '<='} {bound:g}"
+            where = f"{cell['model']}, r = {cell['ratio']:g}"
+            rows.append([what, least, f"{value:.2f}{missed}", where])
+    return markdown(["what", "bound", "reached", "where"], rows)
 
 
 def main() -> int:
@@ -365,10 +349,9 @@ def main() -> int:
         except KeyboardInterrupt:
             return 130  # as a shell says it
     if options.predict:
-        for cell in cells:
-            Console(width=130).print(table(cell))
+        print("\n".join(map(table, cells)))
     else:
-        Console(width=130).print(bounds(cells))
+        print(bounds(cells))
     if options.json:
         write(Path(options.json), cells)
     return 0
@@ -391,7 +374,7 @@ def raced(grid: Sequence[tuple[str, float]], options: argparse.Namespace) -> lis
             teams[name].ask("drop")  # it is up, and stops
         for model, ratio in grid:
             cells.append(run_cell(model, ratio, hosts, teams, options))
-            Console(width=130).print(table(cells[-1]))
+            print(table(cells[-1]))
             if options.json:
                 write(Path(options.json), cells)
             progress.update()

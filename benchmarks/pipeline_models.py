@@ -22,18 +22,6 @@ from torch import nn
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = [
-    "MODELS",
-    "Device",
-    "EmulatedPipeline",
-    "SmallNetwork",
-    "chain",
-    "on_cpu",
-    "profile",
-    "scaled",
-    "slowed",
-]
-
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 MODELS = {"vgg16": "vgg16.graph.txt", "language-model": "gnmt.graph.txt"}
 """PipeDream's own profiles; the second is GNMT's, of 8 LSTM layers a side."""
@@ -185,14 +173,7 @@ class EmulatedPipeline(nn.Sequential):
 
 
 class SmallNetwork(nn.Sequential):
-    """A small network that is computed, not emulated.
-
-    Args:
-        layers: In order.
-        sample: A sample's inputs, without their batch.
-        classes: Each of its targets is one of so many; a sample has as many as output rows.
-        batch: Samples of a worker's minibatch.
-    """
+    """A small network that is computed, not emulated."""
 
     def __init__(
         self, layers: list[nn.Module], sample: torch.Tensor, classes: int, batch: int

@@ -25,8 +25,6 @@ from hvd_pipe.planning.stages import Partition
 from hvd_pipe.torch.pipedream.graph import trace
 from hvd_pipe.torch.pipedream.measure import profile as measure_profile
 
-__all__ = ["PipelineRank", "main"]
-
 Network = pipeline_models.EmulatedPipeline | pipeline_models.SmallNetwork
 
 
@@ -62,17 +60,7 @@ class PipelineRank(Rank):
         mode: str = "stash",
         microbatches: int = 1,
     ) -> dict[str, Any]:
-        """Make a contestant and let it begin.
-
-        Args:
-            name: Its own, of `contestants`; of a pipeline, any.
-            model: Of `pipeline_models`.
-            profile: The emulated model's, as JSON, for the batch of a worker; None to compute.
-            settle: Steps, or minibatches, to take.
-            plan: A pipeline's `Partition`, as JSON.
-            mode: A pipeline's.
-            microbatches: Of a minibatch, each a worker's batch.
-        """
+        """Make a contestant and let it begin."""
         network: Network
         if profile is None:
             network = pipeline_models.on_cpu(model)

@@ -1,7 +1,6 @@
 """Predicted against published step times: clusters, models and measurements of others.
 
-    python benchmarks/published.py           # a table
-    python benchmarks/published.py --page    # the tables of docs/scale.md, in Markdown
+    python benchmarks/published.py    # the tables of docs/scale.md, in Markdown
 
 `results/published.json` has the measurements with their sources. A prediction takes three things
 from a publication: the model, the step of one worker alone, and the cost of an all-reduce or a
@@ -14,20 +13,19 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from harness import markdown
 from published_models import NETWORKS
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import simulate
-
-__all__ = ["Row", "Study", "markdown", "rows", "studies", "summary"]
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "tests" / "data"
@@ -226,22 +224,6 @@ def _detail(study: Study) -> list[list[str]]:
     ]
 
 
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def text(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal."""
-    widths = [max(len(row[at]) for row in (head, *body)) for at in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *body)
-    ]
-    return "\n".join(lines)
-
-
 def choices(found: Sequence[Study]) -> list[list[str]]:
     """What choosing by the predictions costs, of the studies that measured several methods."""
     return [
@@ -277,23 +259,20 @@ def _range(values: Sequence[float]) -> str:
 
 
 def main() -> int:
-    """Print every table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="as Markdown")
-    write = markdown if parser.parse_args().page else text
-    for part in tables(studies(), write):
-        print(part, end="\n\n")
+    """Print every table, in Markdown."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    print("\n\n".join(tables(studies())))
     return 0
 
 
-def tables(found: Sequence[Study], write: Callable[..., str]) -> list[str]:
+def tables(found: Sequence[Study]) -> list[str]:
     """Every table: errors, choices, costs of a byte, then each study's rows."""
     several = [study for study in found if "single" in study.facts["methods"]]
     return [
-        write(SUMMARY, summary(found)),
-        write(CHOICES, choices(found)),
-        write(SLOPES, [[study.title, *line] for study in several for line in slopes(study)]),
-        *(f"{study.title}:\n\n{write(DETAIL, _detail(study))}" for study in found),
+        markdown(SUMMARY, summary(found)),
+        markdown(CHOICES, choices(found)),
+        markdown(SLOPES, [[study.title, *line] for study in several for line in slopes(study)]),
+        *(f"{study.title}:\n\n{markdown(DETAIL, _detail(study))}" for study in found),
     ]
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
-__all__ = ["NETWORKS", "Network", "densenet161", "densenet201", "inception_v4", "resnet152"]
-
 FORWARD = 1 / 3  # of a step: the backward pass computes two products where the forward has one
 
 

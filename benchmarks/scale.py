@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from harness import markdown, run_here, write_json
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=4")
 LAYERS = 80  # of a weight and a bias each
@@ -33,11 +34,7 @@ LABELS = {
 WARM_UP = 28  # merged-gradient tries plans for 26 steps
 LEAST = 10
 START_S = 900
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "HVD_PIPE_TIMEOUT": str(START_S),
-}
+TIMEOUTS = ("HVD_PIPE_TIMEOUT", "HOROVOD_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
 
 
 # A rank ---------------------------------------------------------------------------------------
@@ -124,8 +121,8 @@ def count_agreements() -> dict[str, int]:
 
     counted, real = {"collectives": 0, "received": 0}, agree.allgather
 
-    def allgather(tensor: Any, **options: Any) -> Any:
-        result = real(tensor, **options)
+    def allgather(*arguments: Any, **options: Any) -> Any:
+        result = real(*arguments, **options)
         counted["collectives"] += 1
         counted["received"] += result.numel() * result.element_size()
         return result
@@ -135,12 +132,7 @@ def count_agreements() -> dict[str, int]:
 
 
 def gather(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what all ranks have found as one: the longest times, the first rank and the others.
-
-    >>> both = [{"rss_mb": 3.0}, {"rss_mb": 1.0}, {"rss_mb": 2.0}]
-    >>> apart(both, lambda one: one)["rss_mb"]
-    [3.0, 2.0]
-    """
+    """Join what ranks have found: the longest times, the first rank and the others."""
     strategies = {}
     for name, first in everyone[0]["strategies"].items():
         parts = [one["strategies"][name] for one in everyone]
@@ -173,16 +165,12 @@ def launch(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one job and return what its first rank has written."""
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         output = Path(folder) / "found.json"
-        command = [
-            *(sys.executable, str(Path(sys.executable).with_name("horovodrun"))),
-            *("-np", str(ranks), "-H", f"localhost:{ranks}", "--gloo"),
-            *("--start-timeout", str(START_S), "--gloo-timeout-seconds", str(START_S)),
-            *(sys.executable, __file__, "--steps", str(options.steps)),
-            *("--seconds", str(options.seconds), "--worker", str(output)),
-        ]
+        words = [__file__, "--steps", str(options.steps), "--seconds", str(options.seconds)]
         before = os.getloadavg()[0]
         begun = time.perf_counter()
-        subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
+        run_here(
+            [*words, "--worker", str(output)], ranks, env=dict.fromkeys(TIMEOUTS, str(START_S))
+        )
         found: dict[str, Any] = json.loads(output.read_text())
         return found | {"job_s": time.perf_counter() - begun, "load_before": before}
 
@@ -209,17 +197,17 @@ def growth(sizes: list[int], values: list[float]) -> str:
     return min(misses, key=lambda law: misses[law])
 
 
-def rows(found: list[dict[str, Any]]) -> list[list[str]]:
+def table(found: list[dict[str, Any]]) -> str:
     """Return the table: a line for each figure, a column for each size, and how it grows."""
-    sizes = [one["ranks"] for one in found]
-    table = [["", *map(str, sizes), "grows"]]
+    sizes = [job["ranks"] for job in found]
+    rows: list[list[str]] = []
 
     def add(label: str, of: Callable[[dict[str, Any]], float], digits: int | None = None) -> None:
         values = [of(one) for one in found]
         # Times grow as ranks share the cores, and steps are as many as there was time for.
         law = growth(sizes, values) if len(sizes) > 2 and digits is None else ""
         digits = digits or 0
-        table.append([label, *(f"{value:.{digits}f}" for value in values), law])
+        rows.append([label, *(f"{value:.{digits}f}" for value in values), law])
 
     first, second = STRATEGIES[:2]  # the first constructor waits for ranks that import torch
     add("`hvd.init()`, s", lambda one: one["init_s"], 2)
@@ -246,13 +234,7 @@ def rows(found: list[dict[str, Any]]) -> list[list[str]]:
     add("MB, small process of rank 0", lambda one: one["init"]["child_mb"][0])
     add("open files, small process of rank 0", lambda one: one["init"]["child_files"][0])
     add("MB, small process of another", lambda one: one["init"]["child_mb"][1])
-    return table
-
-
-def markdown(table: list[list[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(["", *map(str, sizes), "grows"], rows)
 
 
 def main() -> int:
@@ -262,9 +244,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each strategy, at most")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each strategy, about")
     parser.add_argument("--json", type=Path, help="write the results here, and add to them")
-    parser.add_argument(
-        "--page", action="store_true", help="print the table of --json, run nothing"
-    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -272,18 +251,16 @@ def main() -> int:
         return 0
     if min(options.ranks) < 1:
         parser.error(f"--ranks must be at least 1, got {min(options.ranks)}")
-    if options.page and (options.json is None or not options.json.exists()):
-        parser.error("--page needs --json FILE, with results in it")
     found: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         found = json.loads(options.json.read_text())
-    for ranks in [] if options.page else options.ranks:
+    for ranks in options.ranks:
         one = launch(ranks, options)
         found = sorted([*(o for o in found if o["ranks"] != ranks), one], key=lambda o: o["ranks"])
         print(f"{ranks} ranks: {one['job_s']:.0f} s", flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(markdown(rows(found)))
+            write_json(options.json, found)
+    print(table(found))
     return 0
 
 

@@ -27,8 +27,6 @@ from pathlib import Path
 sys.path.insert(0, os.fspath(Path(__file__).resolve().parents[1]))
 from benchmarks.cluster import SBIN, Cluster, ClusterError, end, environment, exit_status
 
-__all__ = ["Slurm", "missing_packages", "start_slurm"]
-
 START_S = 120.0  # until all nodes must be idle
 POLL_S = 0.3
 GOING_ON = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}
@@ -73,12 +71,7 @@ AFTER_MUNGED = "until [ -S /run/munge/munge.socket.2 ]; do sleep 0.1; done; exec
 
 
 class Slurm:
-    """Slurm on the hosts of a cluster, which are its nodes: see `start_slurm`.
-
-    Args:
-        cluster: Where the daemons run.
-        folder: Slurm's configuration, key and logs.
-    """
+    """Slurm on the hosts of a cluster, which are its nodes: see `start_slurm`."""
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster = cluster
@@ -97,21 +90,12 @@ class Slurm:
         return self._cluster.run(host, command, env=self.environment, timeout=timeout, check=check)
 
     def submit(self, command: Sequence[str], output: Path) -> str:
-        """Submit a batch script with its arguments; return the number of the job.
-
-        Args:
-            command: Options of sbatch, the script, and the script's arguments.
-            output: The file for what the job prints.
-        """
+        """Submit a batch script with its arguments; return the number of the job."""
         sbatch = ["sbatch", "--parsable", f"--output={output}", *command]
         return self.run(sbatch, timeout=START_S, check=True).stdout.strip()
 
     def wait(self, job: str, timeout: float) -> str:
-        """Wait until a job has ended and return its state; ``sbatch --wait`` looks less often.
-
-        Raises:
-            TimeoutError: It goes on; the text has the daemons' logs.
-        """
+        """Wait until a job has ended and return its state; ``sbatch --wait`` looks less often."""
         deadline = time.monotonic() + timeout
         show = ["scontrol", "--oneliner", "show", "job", job]
         while (state := self._field(show, "JobState")) in GOING_ON:
@@ -125,11 +109,7 @@ class Slurm:
         return next(word for word in words if word.startswith(f"{name}=")).partition("=")[2]
 
     def wait_for_nodes(self) -> None:
-        """Wait until jobs can start on every node.
-
-        Raises:
-            ClusterError: They cannot; the text has the daemons' logs.
-        """
+        """Wait until jobs can start on every node."""
         deadline = time.monotonic() + START_S
         ask = ["sinfo", "--noheader", "--Node", "--format=%t"]
         idle = ["idle"] * len(self._cluster.hosts)
@@ -149,21 +129,7 @@ class Slurm:
 
 @contextmanager
 def start_slurm(cluster: Cluster, cpus: int = 2) -> Iterator[Slurm]:
-    """Run Slurm on the hosts of a cluster for as long as the context lasts.
-
-    Args:
-        cluster: Its hosts become the nodes.
-        cpus: How many processors Slurm may give away on each.
-
-    Raises:
-        ClusterError: A package is missing, or the daemons do not start.
-
-    Example:
-        with Cluster(2) as cluster, start_slurm(cluster) as slurm:
-            job = slurm.submit(["script.sh"], output=Path("log"))
-            assert slurm.wait(job, timeout=300) == "COMPLETED"
-
-    """
+    """Run Slurm on the hosts of a cluster for as long as the context lasts."""
     if missing := missing_packages():
         raise ClusterError(f"packages are missing: apt-get install {' '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="slurm-") as made, ExitStack() as ended:

@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from harness import run_here, write_json
 
 from hvd_pipe.strategy import parse
 
@@ -39,58 +40,28 @@ DEFAULTS = (
 )
 PER_NODE = 2  # workers, for within=node
 MOMENTS = 50
-SETTLED = 0.2
-"""The share of a run after which nothing may grow: caches are full, plans are made."""
-MOST_MB = 1.0
-"""What resident memory may grow by all the same: allocators keep pages (0.2 were measured)."""
-
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HOROVOD_CYCLE_TIME": "0.1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
+SETTLED = 0.2  # of a run, after which nothing may grow: caches are full, plans are made
+MOST_MB = 1.0  # resident memory may grow all the same: allocators keep pages (0.2 were measured)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds, and what ranks find together.
-
-    Args:
-        step: Steps so far.
-        rss_mb: Resident memory, the largest of all ranks, in MB.
-        tensors: Python's live tensors; the largest of all ranks, as the following ones.
-        threads: Of the process.
-        files: Open file descriptors.
-        handles: Messages that nobody has waited for yet.
-        spread: The largest difference between two ranks' weights.
-        alike: Whether all ranks' weights have one checksum.
-        loss: The mean over ranks of the mean since the last moment.
-    """
+    """What a rank holds, and what ranks find together; counts are the largest of all ranks."""
 
     step: int
-    rss_mb: float
-    tensors: int
+    rss_mb: float  # resident memory
+    tensors: int  # that Python holds
     threads: int
     files: int
-    handles: int
-    spread: float
-    alike: bool
-    loss: float
+    handles: int  # messages that nobody has waited for yet
+    spread: float  # the largest difference between two ranks' weights
+    alike: bool  # whether all ranks' weights have one checksum
+    loss: float  # the mean over ranks of the mean since the last moment
 
 
 @dataclass(frozen=True)
 class Run:
-    """One strategy's run.
-
-    Args:
-        strategy: As it was asked for.
-        workers: How many ranks.
-        step_ms: Milliseconds a step, the moments included.
-        moments: In order.
-    """
+    """One strategy's run."""
 
     strategy: str
     workers: int
@@ -138,15 +109,7 @@ class Run:
 
 
 COUNTS = ("tensors", "threads", "files", "handles")
-HEADER = (
-    "strategy",
-    "steps",
-    "step ms",
-    "RSS MB",
-    *COUNTS,
-    "drift",
-    "loss",
-)
+HEADER = ("strategy", "steps", "step ms", "RSS MB", *COUNTS, "drift", "loss")
 
 
 def table(runs: list[Run]) -> str:
@@ -267,15 +230,9 @@ def launch(strategy: str, options: argparse.Namespace) -> Run:
     """Run one strategy's job and return what its first rank has written."""
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         output = Path(folder) / "run.json"
-        command = [
-            *(sys.executable, str(Path(sys.executable).with_name("horovodrun"))),
-            *("-np", str(options.workers), f"--{options.launcher}"),
-            *(sys.executable, __file__, "--strategy", strategy, "--steps", str(options.steps)),
-            *("--worker", str(output)),
-        ]
-        if options.launcher == "mpi":
-            command = ["mpirun", "-np", str(options.workers), "--bind-to", "none", *command[5:]]
-        subprocess.run(command, check=True, env={**ENVIRONMENT, **os.environ})
+        words = [__file__, "--strategy", strategy, "--steps", str(options.steps)]
+        env = {"HOROVOD_CYCLE_TIME": "0.1"}
+        run_here([*words, "--worker", str(output)], options.workers, options.launcher, env)
         return Run.read(json.loads(output.read_text()))
 
 
@@ -298,7 +255,7 @@ def main() -> int:
     runs = []
     for strategy in options.strategy or DEFAULTS:
         runs.append(launch(strategy, options))
-        options.output.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+        write_json(options.output, [asdict(run) for run in runs])
     print(table(runs))
     faults = [fault for run in runs for fault in run.faults()]
     for fault in faults:

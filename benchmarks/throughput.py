@@ -34,7 +34,6 @@ from typing import Any
 from cluster import MOST_HOSTS, Cluster, ClusterError, end
 from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
-from rich.console import Console
 from throughput_rank import write
 from throughput_report import all_bounds, table, write_page
 from tqdm import tqdm
@@ -89,17 +88,7 @@ class Cell:
 
 
 class Team:
-    """A job whose ranks do what they are asked while they have the turn.
-
-    Args:
-        cluster: Where.
-        name: Its own; ``ddp`` and ``ours`` say which library its ranks use.
-        env: Variables for its ranks.
-        directory: Where orders and answers lie.
-        backend: Horovod's: ``gloo`` or ``mpi``.
-        script: What its ranks run.
-        per_host: How many of them are on each host.
-    """
+    """A job whose ranks do what they are asked while they have the turn."""
 
     def __init__(
         self,
@@ -138,11 +127,7 @@ class Team:
         )
 
     def ask(self, do: str, **what: Any) -> list[dict[str, Any]]:
-        """Give the team the turn for one order; return each rank's answer.
-
-        Raises:
-            RuntimeError: A rank failed, or the job has ended, or takes too long.
-        """
+        """Give the team the turn for one order; return each rank's answer."""
         self._number += 1
         write(self.directory / f"{self.name}.order", {"number": self._number, "do": do, **what})
         self._signal(signal.SIGCONT)
@@ -462,7 +447,7 @@ def main() -> int:
                 for cell in mine:
                     with tuned(cluster, teams, options) as entered:
                         found.append(run_cell(cell, cluster, entered, options))
-                    Console(width=150).print(table(found[-1]))
+                    print("\n\n".join(table(found[-1])))
                     if options.json:
                         write(Path(options.json), found)
                     progress.update()
@@ -473,8 +458,8 @@ def main() -> int:
         return 130  # as a shell says it
     finally:
         progress.close()
-    for sheet in all_bounds(found):
-        Console(width=170).print(sheet)
+    for title, text in all_bounds(found):
+        print(f"\n{title}\n\n{text}")
     if options.page:
         write_page(found, Path(options.page))
     return 0
@@ -547,7 +532,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="keep the cells that --json has with these settings, add the others",
     )
-    parser.add_argument("--page", help="write all tables here as Markdown, pictures beside it")
+    parser.add_argument("--page", help="write all tables here as Markdown")
     options = parser.parse_args(words)
     if min(options.workers) < 2:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")

@@ -1,8 +1,7 @@
-"""What the throughput benchmark found: tables, pictures, and the bounds that it is held to."""
+"""What the throughput benchmark found: tables, and the bounds that it is held to."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,59 +11,55 @@ from typing import Any
 
 from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from emulated import scaled
+from harness import markdown
 from models import profile
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from hvd_pipe._pictures import figure_of, save
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 
-__all__ = ["all_bounds", "bounds", "draw", "limit_s", "summary", "table", "write_page"]
-
+MERGED = "merged-gradient"
 FORWARD = "merged-gradient:overlap=forward"
-SETTINGS = {
+SETTINGS = {  # what counts as one contestant with other settings
     "horovod": ("horovod", "horovod:asleep"),
     "ddp": ("ddp", *DDP_BUCKETS),
     "engine": ENGINE,
 }
-"""What counts as one contestant with other settings."""
-TRUE_MS = 1000.0
-"""From this much computation on, latency is as small a part of a step as on clusters."""
+TRUE_MS = 1000.0  # of computation, from which on latency is as small a part as on clusters
 FIRST_READY = 1 / 3  # of a step: forward passes take a third, and no gradient is ready before
+JUDGED_WORKERS = 4
+
+Cell = dict[str, Any]
 
 
-def of(cell: dict[str, Any], contestant: str, team: str = "") -> dict[str, Any]:
-    """Return a contestant's row of a cell.
-
-    Raises:
-        LookupError: It was not there.
-    """
+def of(cell: Cell, contestant: str, team: str = "") -> dict[str, Any]:
+    """Return a contestant's row of a cell; a LookupError where it was not there."""
     for row in cell["rows"]:
         if row["contestant"] == contestant and (not team or row["team"] == team):
             return row
     raise LookupError(f"{contestant} did not run in this cell")
 
 
-def seconds_or_nan(cell: dict[str, Any], contestant: str, team: str = "") -> float:
-    """Return a contestant's seconds a step; nan where it did not run."""
-    try:
-        return float(of(cell, contestant, team)["seconds"])
-    except LookupError:
-        return math.nan
+def seconds(cell: Cell, contestant: str, team: str = "") -> float:
+    return float(of(cell, contestant, team)["seconds"])
 
 
-def best_s(cell: dict[str, Any], contestant: str) -> float:
+def best_s(cell: Cell, contestant: str) -> float:
     """Return a contestant's seconds a step under its best settings; nan where it did not run."""
     names = SETTINGS.get(contestant, (contestant,))
     tried = [row["seconds"] for row in cell["rows"] if row["contestant"] in names]
     return min(tried, default=math.nan)
 
 
-def limit_s(cell: dict[str, Any], contestant: str) -> float:
+def stock_s(cell: Cell) -> float:
+    """Return stock Horovod's seconds a step with its defaults; nan where it did not run."""
+    with suppress(LookupError):
+        return seconds(cell, "horovod", "stock")
+    return math.nan
+
+
+def limit_s(cell: Cell, contestant: str) -> float:
     """Return the least seconds a step that the contestant's method allows.
 
     From the computation C and the all-reduce T of all gradients, both measured in the same run:
@@ -74,7 +69,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     messages that it sends, in their compressed size.
     """
     prefix = TENSORFLOW if contestant.startswith(TENSORFLOW) else ""
-    compute = of(cell, f"{prefix}single")["seconds"]
+    compute = seconds(cell, f"{prefix}single")
     kind, _, compression = contestant.removeprefix(prefix).partition("+")
     codec = CODECS[compression or "none"]
     size = cell["gradient_bytes"] * codec.ratio
@@ -82,7 +77,7 @@ def limit_s(cell: dict[str, Any], contestant: str) -> float:
     times = {int(key): value for key, value in measured.items()}
     if not times:
         raise LookupError(f"no exchange was measured for {contestant}")
-    comm = times[min(times, key=lambda each: abs(each - size))]
+    comm = times[min(times, key=lambda measured: abs(measured - size))]
     if kind == "single":
         return compute
     if kind == "conventional":
@@ -101,28 +96,36 @@ def _layers(model: str, compute_s: float, gradient_bytes: int) -> ModelProfile:
     return scaled(profile(model), compute_s, gradient_bytes)
 
 
-def predicted_s(cell: dict[str, Any], contestant: str) -> float:
+def predicted_s(cell: Cell, contestant: str) -> float:
     """Return the seconds a step that `hvd_pipe.planning` predicts; nan where it cannot.
 
     From the emulated layers, and the line through the smallest and the largest all-reduce.
     """
     if cell["compute"] != "emulated" or not ours(contestant) or "+" in contestant:
         return math.nan
-    compute = of(cell, "single")["seconds"]
     points = sorted((int(size), seconds) for size, seconds in cell["all_reduce_s"].items())
     (small, early), (large, late) = (0, 0.0), points[-1]
     if len(points) > 1:
         small, early = points[0]
     slope = (late - early) / (large - small)
     comm = CommModel.linear(max(0.0, early - slope * small), slope)
-    layers = _layers(cell["model"], compute, cell["gradient_bytes"])
+    layers = _layers(cell["model"], seconds(cell, "single"), cell["gradient_bytes"])
     return step_time(contestant, layers, comm).total_s
 
 
-def table(cell: dict[str, Any]) -> Table:
-    """Return a cell as a table."""
-    compute = of(cell, "single")["seconds"]
-    stock = seconds_or_nan(cell, "horovod", "stock")
+def ours(contestant: str) -> bool:
+    """Return whether hvd_pipe trains it."""
+    return contestant.startswith(("merged-gradient", "pipe-sgd", "cocod"))
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def table(cell: Cell) -> tuple[str, str]:
+    """Return a cell's title and its table."""
+    compute = seconds(cell, "single")
+    stock = stock_s(cell)
     least = 2 * (cell["workers"] - 1) / cell["workers"] * cell["gradient_bytes"]
     title = (
         f"{cell['model']}, {cell['workers']} workers, r = {cell['ratio']:g} "
@@ -131,114 +134,70 @@ def table(cell: dict[str, Any]) -> Table:
     )
     if "others" in cell:
         title += f"; others took {cell['others']:.0%} of the processors"
-    found = Table(title=title)
-    found.add_column("contestant", no_wrap=True)
-    for heading in (
-        "ms a step",
-        "min .. max",
-        "minibatches/s",
-        "x stock",
-        "x limit",
-        "predicted ms",
-        "exposed ms",
-    ):
-        found.add_column(heading, justify="right")
-    found.add_column("wire / least", justify="right")
-    found.add_column("CPU ms", justify="right")
+    heads = ["contestant", "ms a step", "min .. max", "minibatches/s", "x stock", "x limit"]
+    heads += ["predicted ms", "exposed ms", "wire / least", "CPU ms"]
+    rows = []
     for row in cell["rows"]:
-        swept = row["contestant"] == "horovod" and row["team"] != "stock"
-        name = f"horovod {row['team']}" if swept else row["contestant"]
-        seconds, predicted = row["seconds"], predicted_s(cell, row["contestant"])
-        found.add_row(
-            name,
-            f"{seconds * 1e3:.1f}",
-            f"{row['least_s'] * 1e3:.1f} .. {row['most_s'] * 1e3:.1f}",
-            f"{(1 if row['contestant'] == 'single' else cell['workers']) / seconds:.1f}",
-            "-" if math.isnan(stock) else f"{stock / seconds:.2f}",
-            f"{limit_s(cell, row['contestant']) / seconds:.2f}",
-            "-" if math.isnan(predicted) else f"{predicted * 1e3:.1f}",
-            f"{max(seconds - compute, 0.0) * 1e3:.1f}",
-            f"{row['sent_bytes'] / least:.2f}",
-            f"{row['cpu_s'] * 1e3:.1f}",
+        name, step_s = row["contestant"], row["seconds"]
+        swept = name == "horovod" and row["team"] != "stock"
+        rows.append(
+            [
+                f"horovod {row['team']}" if swept else name,
+                f"{step_s * 1e3:.1f}",
+                f"{row['least_s'] * 1e3:.1f} .. {row['most_s'] * 1e3:.1f}",
+                f"{(1 if name == 'single' else cell['workers']) / step_s:.1f}",
+                _number(stock / step_s, 2),
+                f"{limit_s(cell, name) / step_s:.2f}",
+                _number(predicted_s(cell, name) * 1e3, 1),
+                f"{max(step_s - compute, 0.0) * 1e3:.1f}",
+                f"{row['sent_bytes'] / least:.2f}",
+                f"{row['cpu_s'] * 1e3:.1f}",
+            ]
         )
-    return found
+    return title, markdown(heads, rows)
 
 
-def summary(cells: list[dict[str, Any]]) -> Table:
+def summary(cells: list[Cell]) -> str:
     """Return all cells in a table: how many times as fast as stock Horovod's default."""
-    found = Table(title="Speed / stock Horovod's default")
-    headings = ("model", "workers", "compute", "backend", "r", "one worker", "stock's best")
-    for heading in (*headings, *SUMMARY):
-        words = heading in ("model", "compute", "backend")
-        found.add_column(heading, justify="left" if words else "right")
-    for cell in cells:
-        seconds = [best_s(cell, name) for name in ("single", "horovod", *SUMMARY)]
-        stock = seconds_or_nan(cell, "horovod", "stock")
-        found.add_row(
+    names = ("ddp", MERGED, FORWARD, "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
+    heads = ["model", "workers", "compute", "backend", "r", "one worker", "stock's best", *names]
+    rows = [
+        [
             cell["model"],
             f"{cell['workers']}",
             f"{cell['compute']} {best_s(cell, 'single') * 1e3:.0f} ms{_beside(cell)}",
             cell["backend"],
             f"{cell['ratio']:g}",
-            *("-" if math.isnan(stock / each) else f"{stock / each:.2f}" for each in seconds),
-        )
-    return found
+            *(
+                _number(stock_s(cell) / best_s(cell, name), 2)
+                for name in ("single", "horovod", *names)
+            ),
+        ]
+        for cell in cells
+    ]
+    return markdown(heads, rows)
 
 
-SUMMARY = ("ddp", "merged-gradient", FORWARD, "pipe-sgd", "pipe-sgd+int8", "cocod:period=8")
+def write_page(cells: list[Cell], path: Path) -> None:
+    """Write all tables as Markdown."""
+    parts = [
+        "# Throughput",
+        "Written by `benchmarks/throughput.py --page`. Each table below is one run on emulated "
+        "hosts, which\nare network namespaces of one machine. `benchmarks/README.md` says what is "
+        "emulated and what the\ncolumns mean. A bound is judged by its worst cell.",
+    ]
+    sheets = [*all_bounds(cells), ("Speed / stock Horovod's default", summary(cells))]
+    for title, text in [*sheets, *map(table, cells)]:
+        parts += [f"## {title}", text]
+    path.write_text("\n\n".join(parts) + "\n")
 
 
-PREAMBLE = """\
-# Throughput
-
-Written by `benchmarks/throughput.py --page`. Each table below is one run on emulated hosts, which
-are network namespaces of one machine. `benchmarks/README.md` says what is emulated and what the
-columns mean. `docs/performance.md` says when these cells ran, with which versions, how to repeat
-them, and why bounds were missed. A bound is judged by its worst cell."""
-
-
-def write_page(cells: list[dict[str, Any]], path: Path) -> None:
-    """Write all tables as Markdown, and beside it a picture of the cells that belong together."""
-    text = io.StringIO()
-    console = Console(file=text, width=1000, highlight=False, markup=False)
-    console.print(PREAMBLE)
-    together: dict[str, list[dict[str, Any]]] = {}
-    for cell in cells:
-        together.setdefault(setting(cell), []).append(cell)
-    curves = {
-        title: some
-        for title, some in together.items()
-        if len({cell["ratio"] for cell in some}) > 1
-    }
-    for number, (title, some) in enumerate(curves.items()):
-        picture = path.with_name(f"{path.stem}-{number + 1}.png")
-        draw(some, picture)
-        console.print(f"\n![{title}]({picture.name})")
-    for sheet in (*all_bounds(cells), summary(cells), *map(table, cells)):
-        console.print(f"\n## {sheet.title}")
-        sheet.title, sheet.box = None, box.MARKDOWN
-        console.print(sheet)
-    lines = text.getvalue().splitlines()
-    path.write_text("".join(f"{line.rstrip()}\n" for line in lines))
-
-
-def setting(cell: dict[str, Any]) -> str:
-    """Return what cells must share to be drawn together."""
-    compute = f"{cell['compute']} compute"
-    if cell["compute"] == "emulated":
-        compute += f" of {cell['settings']['compute_ms']:g} ms"
-    return f"{cell['workers']} workers, {compute}, Horovod over {cell['backend']}{_beside(cell)}"
-
-
-def _beside(cell: dict[str, Any]) -> str:
+def _beside(cell: Cell) -> str:
     busy = cell["settings"].get("busy")
     return f", one core {busy:.0%} busy" if busy else ""
 
 
-JUDGED_WORKERS = 4
-
-
-def judged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def judged(cells: list[Cell]) -> list[Cell]:
     """Return the cells that `bounds` is about."""
     wanted = ("emulated", JUDGED_WORKERS, "gloo")
     return [
@@ -246,237 +205,129 @@ def judged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def all_bounds(cells: list[dict[str, Any]]) -> list[Table]:
+def all_bounds(cells: list[Cell]) -> list[tuple[str, str]]:
     """Return `bounds` of cells of their own, and of those beside a process that takes a core."""
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Cell]] = {}
     for cell in judged(cells):
         groups.setdefault(_beside(cell), []).append(cell)
-    return [bounds(some) for _, some in sorted(groups.items())]
+    title = f"Bounds ({JUDGED_WORKERS} workers, emulated compute, Gloo"
+    return [(f"{title}{where})", bounds(some)) for where, some in sorted(groups.items())]
 
 
-def bounds(cells: list[dict[str, Any]]) -> Table:
+def bounds(cells: list[Cell]) -> str:
     """Return each bound with the worst cell, or the best where one will do.
 
     All are ratios of medians within one cell; cells of 4 workers, emulated compute and Gloo count.
     """
-    cells = judged(cells)
-    where = _beside(cells[0]) if cells else ""
-    found = Table(title=f"Bounds ({JUDGED_WORKERS} workers, emulated compute, Gloo{where})")
-    for heading in ("what", "bound", "reached", "where"):
-        found.add_column(heading)
-    for text, least, values, all_cells in _bounds(cells):
-        if not values:
-            found.add_row(text, f">= {least:g}", "not measured", "")
-            continue
-        pick = min if all_cells else max
-        value, where = pick(values, key=lambda each: each[0])
-        reached = f"{value:.2f}" if value >= least else f"{value:.3f} (missed)"
-        found.add_row(text, f">= {least:g}", reached, where)
-    return found
-
-
-def _bounds(
-    cells: list[dict[str, Any]],
-) -> Iterator[tuple[str, float, list[tuple[float, str]], bool]]:
-    def ratios(
-        ratio: Callable[[dict[str, Any]], float], at: float | None = None, model: str = ""
-    ) -> list[tuple[float, str]]:
-        found = []
-        for cell in cells:
-            if at in (None, cell["ratio"]) and model in ("", cell["model"]):
-                where = f"{cell['model']}, r = {cell['ratio']:g}"
-                where += f" (reached {cell['reached_ratio']:.2f}), {setting(cell)}"
+    rows = []
+    for what, least, ratio, where in _bounds():
+        values = []
+        for cell in judged(cells):
+            if all(cell[key] == value for key, value in where.items() if key in cell):
                 with suppress(LookupError):  # of cells that lack a contestant
-                    found.append((ratio(cell), where))
-        return [(value, where) for value, where in found if not math.isnan(value)]
+                    values.append((ratio(cell), cell))
+        values = [(value, cell) for value, cell in values if not math.isnan(value)]
+        if not values:
+            rows.append([what, f">= {least:g}", "not measured", ""])
+            continue
+        pick = max if where.get("somewhere") else min
+        value, cell = pick(values, key=lambda found: found[0])
+        reached = f"{value:.2f}" if value >= least else f"{value:.3f} (missed)"
+        place = f"{cell['model']}, r = {cell['ratio']:g} (reached {cell['reached_ratio']:.2f})"
+        rows.append([what, f">= {least:g}", reached, f"{place}{_beside(cell)}"])
+    return markdown(["what", "bound", "reached", "where"], rows)
 
-    def seconds(cell: dict[str, Any], name: str) -> float:
-        return float(of(cell, name)["seconds"])
 
-    def planned(cell: dict[str, Any]) -> float:
-        plan = seconds(cell, "single") + of(cell, merged)["planned_exposed_s"]
-        return off(seconds(cell, merged), float(plan))
+Bound = tuple[str, float, Callable[[Cell], float], dict[str, Any]]
 
-    def off(one: float, other: float) -> float:
-        return min(one / other, other / one)
 
-    def default(cell: dict[str, Any]) -> float:
-        return float(of(cell, "horovod", "stock")["seconds"])
+def _bounds() -> Iterator[Bound]:
+    """Yield what is bounded, its least value, how a cell has it, and for which cells it holds."""
 
-    def in_time(cell: dict[str, Any], prefix: str) -> list[float]:
-        return [
-            row["seconds"]
-            for row in cell["rows"]
-            if row["contestant"].startswith(f"{prefix}cocod")
-            and period_of(row["contestant"]) >= cell["ratio"]
-        ]
+    def slow(ratio: Callable[[Cell], float]) -> Callable[[Cell], float]:
+        """Of cells of 1 s and more."""
+        return lambda cell: ratio(cell) if _is_true(cell) else math.nan
 
-    def exact_peer(cell: dict[str, Any]) -> float:
-        return min(best_s(cell, "horovod"), best_s(cell, "ddp"))
+    def peer(cell: Cell) -> float:
+        return min(best_s(cell, "horovod"), best_s(cell, "ddp")) / seconds(cell, FORWARD)
 
-    def is_true(cell: dict[str, Any]) -> bool:
-        return float(cell["settings"]["compute_ms"]) >= TRUE_MS
-
-    merged = "merged-gradient"
-    for ratio, models, least in (
+    for ratio, model, least in (
         (0.5, "", 1.0),
         (1.0, "resnet50", 1.25),
         (1.0, "vgg16", 1.25),
         (1.0, "densenet121", 1.2),
         (2.0, "", 1.12),
     ):
-        where = f"r = {ratio:g}" + (f", {models}" if models else "")
-        yield (
-            f"{FORWARD} / the best of stock Horovod and DDP, {where}, cells of 1 s and more",
-            least,
-            ratios(
-                lambda cell: (
-                    exact_peer(cell) / seconds(cell, FORWARD) if is_true(cell) else math.nan
-                ),
-                at=ratio,
-                model=models,
-            ),
-            True,
-        )
-    yield (
-        f"{FORWARD} / max(compute, communication), cells of 1 s and more",
-        0.90,
-        ratios(
-            lambda cell: (
-                limit_s(cell, FORWARD) / seconds(cell, FORWARD) if is_true(cell) else math.nan
-            )
-        ),
-        True,
-    )
-    yield (
-        f"{FORWARD} / its prediction, or the other way round",
-        0.9,
-        ratios(lambda cell: off(seconds(cell, FORWARD), predicted_s(cell, FORWARD))),
-        True,
-    )
-    yield (
-        f"{FORWARD} / {merged}",
-        1.0,
-        ratios(lambda cell: seconds(cell, merged) / seconds(cell, FORWARD)),
-        True,
-    )
-    yield (
-        f"{merged} / DDP, best of its settings, cells of 1 s and more",
-        1.0,
-        ratios(
-            lambda cell: best_s(cell, "ddp") / seconds(cell, merged) if is_true(cell) else math.nan
-        ),
-        True,
-    )
-    yield (
-        f"{merged} / Horovod's engine by itself, cells of less than 1 s",
-        0.97,
-        ratios(
-            lambda cell: (
-                math.nan if is_true(cell) else best_s(cell, "engine") / seconds(cell, merged)
-            )
-        ),
-        True,
-    )
-    yield (
-        f"{merged} / stock Horovod, best of its settings",
-        1.0,
-        ratios(lambda cell: best_s(cell, "horovod") / seconds(cell, merged)),
-        True,
-    )
-    yield (
-        f"{merged} / stock Horovod, on DenseNet somewhere",
-        1.15,
-        ratios(lambda cell: default(cell) / seconds(cell, merged), model="densenet121"),
-        False,
-    )
-    yield f"{merged} / its own plan", 0.92, ratios(planned), True
+        at = f"r = {ratio:g}{', ' if model else ''}{model}"
+        what = f"{FORWARD} / the best of stock Horovod and DDP, {at}, cells of 1 s and more"
+        yield what, least, slow(peer), {"ratio": ratio, **({"model": model} if model else {})}
+    what = f"{FORWARD} / max(compute, communication), cells of 1 s and more"
+    yield what, 0.90, slow(lambda cell: _of_limit(cell, FORWARD)), {}
+    what = f"{FORWARD} / its prediction, or the other way round"
+    yield what, 0.9, lambda cell: _off(seconds(cell, FORWARD), predicted_s(cell, FORWARD)), {}
+    what = f"{FORWARD} / {MERGED}"
+    yield what, 1.0, lambda cell: seconds(cell, MERGED) / seconds(cell, FORWARD), {}
+    what = f"{MERGED} / DDP, best of its settings, cells of 1 s and more"
+    yield what, 1.0, slow(lambda cell: best_s(cell, "ddp") / seconds(cell, MERGED)), {}
+    what = f"{MERGED} / Horovod's engine by itself, cells of less than 1 s"
+    yield what, 0.97, _of_engine, {}
+    what = f"{MERGED} / stock Horovod, best of its settings"
+    yield what, 1.0, lambda cell: best_s(cell, "horovod") / seconds(cell, MERGED), {}
+    what = f"{MERGED} / stock Horovod, on DenseNet somewhere"
+    some = {"model": "densenet121", "somewhere": True}
+    yield what, 1.15, lambda cell: _of_stock(cell, MERGED), some
+    yield f"{MERGED} / its own plan", 0.92, _of_plan, {}
     for name in ("pipe-sgd", "pipe-sgd+bf16", "pipe-sgd+int8", f"{TENSORFLOW}pipe-sgd"):
-        yield (
-            f"{name} / max(compute, communication)",
-            0.90 if name.startswith(TENSORFLOW) else 0.93,
-            ratios(lambda cell, name=name: limit_s(cell, name) / seconds(cell, name)),
-            True,
-        )
+        least = 0.90 if name.startswith(TENSORFLOW) else 0.93
+        what = f"{name} / max(compute, communication)"
+        yield what, least, lambda cell, name=name: _of_limit(cell, name), {}
     for prefix, least in (("", 0.95), (TENSORFLOW, 0.93)):
-        yield (
-            f"{prefix}cocod with period >= r / one worker alone",
-            least,
-            ratios(
-                lambda cell, prefix=prefix: (
-                    seconds(cell, f"{prefix}single") / sorted(in_time(cell, prefix))[-1]
-                )
-            ),
-            True,
-        )
+        what = f"{prefix}cocod with period >= r / one worker alone"
+        yield what, least, lambda cell, prefix=prefix: _of_single(cell, prefix), {}
     for name, least in (("pipe-sgd+int8", 3.0), ("cocod:period=8", 4.0)):
-        yield (
-            f"{name} / stock Horovod, r = 4",
-            least,
-            ratios(lambda cell, name=name: default(cell) / seconds(cell, name), at=4.0),
-            True,
-        )
-    yield (
-        "the best strategy / conventional, r = 8",
-        5.0,
-        ratios(
-            lambda cell: (
-                seconds(cell, "conventional")
-                / sorted(row["seconds"] for row in cell["rows"] if ours(row["contestant"]))[0]
-            ),
-            at=8.0,
-        ),
-        True,
+        what = f"{name} / stock Horovod, r = 4"
+        yield what, least, lambda cell, name=name: _of_stock(cell, name), {"ratio": 4.0}
+    yield "the best strategy / conventional, r = 8", 5.0, _of_conventional, {"ratio": 8.0}
+
+
+def _is_true(cell: Cell) -> bool:
+    return float(cell["settings"]["compute_ms"]) >= TRUE_MS
+
+
+def _off(one: float, other: float) -> float:
+    return min(one / other, other / one)
+
+
+def _of_limit(cell: Cell, name: str) -> float:
+    return limit_s(cell, name) / seconds(cell, name)
+
+
+def _of_stock(cell: Cell, name: str) -> float:
+    return stock_s(cell) / seconds(cell, name)
+
+
+def _of_engine(cell: Cell) -> float:
+    return math.nan if _is_true(cell) else best_s(cell, "engine") / seconds(cell, MERGED)
+
+
+def _of_plan(cell: Cell) -> float:
+    exposed_s = float(of(cell, MERGED)["planned_exposed_s"])
+    return _off(seconds(cell, MERGED), seconds(cell, "single") + exposed_s)
+
+
+def _of_single(cell: Cell, prefix: str) -> float:
+    """Of the slowest whose messages of so many steps can arrive in time."""
+    in_time = [
+        row["seconds"]
+        for row in cell["rows"]
+        if row["contestant"].startswith(f"{prefix}cocod")
+        and period_of(row["contestant"]) >= cell["ratio"]
+    ]
+    return seconds(cell, f"{prefix}single") / max(in_time, default=math.nan)
+
+
+def _of_conventional(cell: Cell) -> float:
+    best = min(
+        (row["seconds"] for row in cell["rows"] if ours(row["contestant"])), default=math.nan
     )
-
-
-def ours(contestant: str) -> bool:
-    """Return whether hvd_pipe trains it."""
-    return contestant.startswith(("merged-gradient", "pipe-sgd", "cocod"))
-
-
-LINES = {  # what is drawn: label, colour, marker
-    "conventional": ("no overlap", "#999999", "x"),
-    "ddp": ("PyTorch DDP (Gloo)", "#CC79A7", "v"),
-    "horovod": ("stock Horovod, best setting", "#000000", "s"),
-    "merged-gradient": ("merged-gradient", "#E69F00", "o"),
-    FORWARD: ("merged-gradient, overlap=forward", "#D55E00", "*"),
-    "pipe-sgd": ("pipe-sgd", "#56B4E9", "^"),
-    "pipe-sgd+int8": ("pipe-sgd + int8", "#0072B2", "D"),
-    "cocod:period=8": ("cocod, period 8", "#009E73", "P"),
-}
-
-
-def draw(cells: list[dict[str, Any]], path: Path) -> None:
-    """Draw each model's speed by r: 1 is all workers at the speed of one worker by itself."""
-    models = list(dict.fromkeys(cell["model"] for cell in cells))
-    figure, axes = figure_of(4.6, columns=len(models))
-    for axis, model in zip(axes if len(models) > 1 else [axes], models, strict=True):
-        mine = sorted(
-            (cell for cell in cells if cell["model"] == model), key=lambda cell: cell["ratio"]
-        )
-        for name, (label, colour, marker) in LINES.items():
-            speeds = [best_s(cell, "single") / best_s(cell, name) for cell in mine]
-            if all(map(math.isnan, speeds)):
-                continue  # it was not there
-            ratios = [cell["ratio"] for cell in mine]
-            axis.plot(ratios, speeds, label=label, color=colour, marker=marker)
-        axis.set_xscale("log", base=2)
-        ticks = [cell["ratio"] for cell in mine]
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ylim(0, 1.1)
-        axis.set_title(model)
-        axis.set_xlabel("communication / computation")
-        axis.grid(color="#DDDDDD")
-    every = list(axes) if len(models) > 1 else [axes]
-    every[0].set_ylabel("speed of each worker / of one worker alone")
-    shown: dict[str, Any] = {}
-    for axis in every:
-        shown |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    labels, handles = list(shown), list(shown.values())
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(
-        f"{setting(cells[0])}, links limited by tc tbf",
-        fontsize="medium",
-    )
-    save(figure, path)
+    return seconds(cell, "conventional") / best

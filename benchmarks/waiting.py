@@ -15,7 +15,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,20 +23,20 @@ from typing import Any
 
 import torch
 from cluster import Cluster, ClusterError
+from harness import markdown, run_on
 from models import on_cpu
-from rich.console import Console
-from rich.table import Table
 
 import hvd_pipe.torch as hvd
 
 HOSTS = 2
 SETTINGS = {
-    "MPI, polling": (["--mpi"], {"OMPI_MCA_mpi_yield_when_idle": "0"}),
-    "MPI, yielding": (["--mpi"], {"OMPI_MCA_mpi_yield_when_idle": "1"}),
-    "Gloo": (["--gloo"], {}),
-    "Gloo, cycle of 5 ms": (["--gloo"], {"HOROVOD_CYCLE_TIME": "5"}),
+    "MPI, polling": ("mpi", {"OMPI_MCA_mpi_yield_when_idle": "0"}),
+    "MPI, yielding": ("mpi", {"OMPI_MCA_mpi_yield_when_idle": "1"}),
+    "Gloo": ("gloo", {}),
+    "Gloo, cycle of 5 ms": ("gloo", {"HOROVOD_CYCLE_TIME": "5"}),
 }
 MODEL = "transformer"
+STRATEGIES = ("merged-gradient", "pipe-sgd")
 
 
 def rank(folder: Path, rounds: int) -> None:
@@ -58,7 +57,7 @@ def rank(folder: Path, rounds: int) -> None:
     time.sleep(2.0)
     found["idle_cpu"] = (cpu_seconds() - before) / (time.perf_counter() - start)
     found["beside_s"] = timed(compute, rounds)
-    for strategy in ("merged-gradient", "pipe-sgd"):
+    for strategy in STRATEGIES:
         network, minibatch_loss = on_cpu(MODEL)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(network.parameters(), 1e-3),
@@ -112,36 +111,23 @@ def main() -> int:
     try:
         with Cluster(HOSTS, options.rate) as cluster:
             for _ in range(options.repeats):
-                for name, (words, env) in SETTINGS.items():
-                    with tempfile.TemporaryDirectory() as folder:
-                        job = ["horovodrun", "-np", str(HOSTS), "-H", "h1:1,h2:1", *words]
-                        script = [sys.executable, __file__, "--rank", folder]
-                        script += ["--rounds", str(options.rounds)]
-                        done = cluster.run("h1", [*job, *script], env=env, timeout=300)
-                        if done.returncode:
-                            raise ClusterError(f"{name}: the job failed:\n{done.stdout}")
-                        files = [Path(folder, f"{place}.json") for place in range(HOSTS)]
-                        ranks = [json.loads(file.read_text()) for file in files]
-                        found[name].append({key: max(r[key] for r in ranks) for key in ranks[0]})
+                for name, (launcher, env) in SETTINGS.items():
+                    words = [__file__, "--rounds", str(options.rounds)]
+                    ranks = list(run_on(cluster, words, launcher, env).values())
+                    found[name].append({key: max(r[key] for r in ranks) for key in ranks[0]})
     except (ClusterError, subprocess.TimeoutExpired) as error:
         print(f"waiting: {error}", file=sys.stderr)
         return 2
-    table = Table(title=f"{MODEL} on {HOSTS} hosts of one core each, {options.rate}")
-    for heading in ("", "idle: % of a core", "compute ms", "beside an idle Horovod"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for strategy in ("merged-gradient", "pipe-sgd"):
-        table.add_column(f"{strategy} step ms", justify="right")
+    heads = ["", "idle: % of a core", "compute ms", "beside an idle Horovod"]
+    rows = []
     for name, runs in found.items():
         middle = {key: median(run[key] for run in runs) for key in runs[0]}
-        table.add_row(
-            name,
-            f"{100 * middle['idle_cpu']:.0f}",
-            f"{1e3 * middle['alone_s']:.1f}",
-            f"x {middle['beside_s'] / middle['alone_s']:.2f}",
-            f"{1e3 * middle['merged-gradient']:.1f}",
-            f"{1e3 * middle['pipe-sgd']:.1f}",
+        figures = [f"{100 * middle['idle_cpu']:.0f}", f"{1e3 * middle['alone_s']:.1f}"]
+        figures.append(f"x {middle['beside_s'] / middle['alone_s']:.2f}")
+        rows.append(
+            [name, *figures, *(f"{1e3 * middle[strategy]:.1f}" for strategy in STRATEGIES)]
         )
-    Console(width=120).print(table)
+    print(markdown([*heads, *(f"{strategy} step ms" for strategy in STRATEGIES)], rows))
     return 0
 
 

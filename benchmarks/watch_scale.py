@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scale import markdown
+from harness import markdown, write_json
 
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime.consensus import Agreement
@@ -181,22 +181,7 @@ def others(ranks: int, limit_s: float) -> None:
 
 @dataclass
 class Watch:
-    """What the watch of n ranks took.
-
-    Args:
-        ranks: n.
-        beat_s: Seconds between two messages of a rank.
-        join_s: From the start until all ranks are connected and watched.
-        missed: How many could not connect.
-        files: Open descriptors of rank 0's process.
-        child_files: Of its small process.
-        child_mb: Resident memory of that.
-        threads: Of rank 0's process.
-        cpu_percent: Of one core, that the small process takes while nothing happens.
-        lost_s: From a rank's end until all others have its name.
-        leave_s: From the moment at which all leave until all know it.
-        leave_cpu_s: Processor seconds of the small process for that.
-    """
+    """What the watch of n ranks took; `WATCH` says what the figures are."""
 
     ranks: int
     beat_s: float
@@ -296,16 +281,7 @@ def _cpu_s(pid: int) -> float:
 
 @dataclass
 class Agreed:
-    """What an agreement of n ranks took a rank.
-
-    Args:
-        ranks: n.
-        alike: Whether all described the same.
-        collectives: How often bytes were gathered; each is two of Horovod's all-gathers.
-        received_kb: What a rank got, in KB.
-        cpu_ms: Of one rank.
-        peak_mb: Memory of one rank at most, beside what it had before.
-    """
+    """What an agreement of n ranks took a rank; `AGREED` says what the figures are."""
 
     ranks: int
     alike: bool
@@ -416,32 +392,23 @@ AGREED = {
 }
 
 
-def rows(found: list[dict[str, Any]], labels: dict[str, str]) -> list[list[str]]:
-    """Return a table: a line for each figure, a column for each number of ranks."""
-    table = [["ranks", *(str(one["ranks"]) for one in found)]]
-    for key, label in labels.items():
-        cells = [_short(one[key]) for one in found]
-        table.append([label, *cells])
-    return table
+def table(found: list[dict[str, Any]], labels: dict[str, str]) -> str:
+    """Return a line for each figure, and a column for each number of ranks."""
+    body = [[label, *(_short(job[key]) for job in found)] for key, label in labels.items()]
+    return markdown(["ranks", *(str(job["ranks"]) for job in found)], body)
 
 
 def _short(value: float) -> str:
-    """Write a number with two digits or all of them before the point.
-
-    >>> _short(0.0234), _short(2047), _short(15.62), _short(0)
-    ('0.023', '2047', '16', '0')
-    """
+    """Write a number with two digits or all of them before the point."""
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
 
 
 def tables(results: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the tables of the watch, and of agreements where ranks are alike, and are not."""
-    agreed = results["agreement"]
-    parts = [rows(results["watch"], WATCH)]
-    parts += [
-        rows([one for one in agreed if one["alike"] is alike], AGREED) for alike in (True, False)
-    ]
-    return [markdown(part) for part in parts if len(part[0]) > 1]
+    alike, unlike = (
+        [job for job in results["agreement"] if job["alike"] is alike] for alike in (True, False)
+    )
+    return [table(results["watch"], WATCH), table(alike, AGREED), table(unlike, AGREED)]
 
 
 def main() -> int:
@@ -450,28 +417,22 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024, 2048])
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="HVD_PIPE_TIMEOUT")
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--page", action="store_true", help="print --json's tables")
     parser.add_argument("--others", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.others is not None:
         others(options.others, options.limit)
     if min(options.ranks) < 3:
         parser.error(f"--ranks must be at least 3, as one is lost; got {min(options.ranks)}")
-    if options.page and (options.json is None or not options.json.exists()):
-        parser.error("--page needs --json FILE, with results in it")
     results: dict[str, list[dict[str, Any]]] = {"watch": [], "agreement": []}
-    if options.page:
-        results = json.loads(options.json.read_text())
-    else:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
-        for ranks in options.ranks:
-            for alike in (True, False):
-                results["agreement"].append(asdict(measure_agreement(ranks, alike)))
-            results["watch"].append(asdict(measure_watch(ranks, options.limit)))
-            print(f"{ranks} ranks: load {os.getloadavg()[0]:.1f}", flush=True)
-            if options.json is not None:
-                options.json.write_text(json.dumps(results, indent=1) + "\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
+    for ranks in options.ranks:
+        for alike in (True, False):
+            results["agreement"].append(asdict(measure_agreement(ranks, alike)))
+        results["watch"].append(asdict(measure_watch(ranks, options.limit)))
+        print(f"{ranks} ranks: load {os.getloadavg()[0]:.1f}", flush=True)
+        if options.json is not None:
+            write_json(options.json, results)
     print("\n\n".join(tables(results)))
     return 0
 

@@ -8,12 +8,6 @@
 # PYTHON names the Python that has torch (python3, and .venv's for an archive, if unset).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
-fi
-if [[ ${1:-} == --bundle ]]; then
-    own=python3
-    [[ -x .venv/bin/python ]] && own=.venv/bin/python
-    exec "${PYTHON:-$own}" docker/gpu_kit/bundle.py "${@:2}"
-fi
-exec "${PYTHON:-python3}" docker/gpu_kit/kit.py "$@"
+own=python3
+[[ ${1:-} == --bundle && -x .venv/bin/python ]] && own=.venv/bin/python
+exec "${PYTHON:-$own}" docker/gpu_kit.py "$@"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvd_pipe import __version__
-from hvd_pipe.build_horovod.steps import SetupError, run, say
+from hvd_pipe.build_horovod.system import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py")
@@ -35,11 +35,7 @@ build_meta.build_sdist(out)
 
 
 def require_notes(changelog: str, version: str) -> None:
-    """Raise unless the changelog has a section of the version.
-
-    Raises:
-        SetupError: It has none.
-    """
+    """Raise unless the changelog has a section of the version."""
     if not re.search(rf"^## \[?{re.escape(version)}\]?(\s|$)", changelog, re.MULTILINE):
         raise SetupError(
             f"CHANGELOG.md has no section '## [{version}]': write down what is new, or set "
@@ -78,12 +74,8 @@ def contents(archive: Path) -> list[str]:
 
 
 def require_contents(archive: Path) -> None:
-    """Raise unless an archive has all of the package, and the wheel nothing else.
-
-    Raises:
-        SetupError: A file is missing, or one too many is there.
-    """
-    package = [*(ROOT / "hvd_pipe").rglob("*.py"), *(ROOT / "hvd_pipe").rglob("py.typed")]
+    """Raise unless an archive has all of the package, and the wheel nothing else."""
+    package = [path for path in (ROOT / "hvd_pipe").rglob("*.*") if path.suffix != ".pyc"]
     wanted = {path.relative_to(ROOT).as_posix() for path in package}
     found = set(contents(archive))
     missing = wanted - found
@@ -95,11 +87,7 @@ def require_contents(archive: Path) -> None:
 
 
 def try_install(archive: Path, log: Path) -> None:
-    """Install an archive into a new environment, and run what it brings.
-
-    Raises:
-        SetupError: A step failed.
-    """
+    """Install an archive into a new environment, and run what it brings."""
     with tempfile.TemporaryDirectory(prefix="release-") as name:
         python = Path(name) / "venv" / "bin" / "python"
         for label, command in (

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hvd_pipe.build_horovod import system
-from hvd_pipe.build_horovod.steps import SetupError, run, say
+from hvd_pipe.build_horovod.system import SetupError, run, say
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "docker" / "constraints.txt"
@@ -208,7 +208,7 @@ def fingerprint(cuda: bool, image: bool, torch_only: bool) -> str:
     digest = hashlib.sha256(f"{sys.version} {ROOT} {cuda} {image} {torch_only}".encode())
     for path in [
         Path(__file__),
-        *sorted((ROOT / "hvd_pipe" / "build_horovod").glob("*.py")),
+        *sorted((ROOT / "hvd_pipe" / "build_horovod").rglob("*.p*[yh]")),
         CONSTRAINTS,
         ROOT / "pyproject.toml",
         ROOT / "setup.py",

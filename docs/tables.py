@@ -36,7 +36,7 @@ import published
 import scale
 import soak
 import watch_scale
-from published import markdown
+from harness import markdown
 
 from hvd_pipe.cli.main import main as hvd_pipe
 from tests import pages
@@ -385,7 +385,7 @@ def of_convergence() -> dict[str, str]:
 
 
 def of_scale() -> dict[str, str]:
-    errors, choices, slopes, *_ = published.tables(published.studies(), markdown)
+    errors, choices, slopes, *_ = published.tables(published.studies())
     watch, alike, unlike = watch_scale.tables(read("watch-scale"))
     facts = [
         f"- **{study['title']}.** {study['cluster']}. Measured: {study['source']}. "
@@ -397,7 +397,7 @@ def of_scale() -> dict[str, str]:
         "choices": choices,
         "slopes": slopes,
         "sources": "\n".join(facts),
-        "one job": scale.markdown(scale.rows(read("scale"))),
+        "one job": scale.table(read("scale")),
         "watch": watch,
         "alike": alike,
         "unlike": unlike,

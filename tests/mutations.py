@@ -43,7 +43,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 LIST = Path(__file__).with_name("mutations.toml")
-IN_MAKE_TEST = "not nightly and not cluster"  # as the Makefile has it
+IN_MAKE_TEST = "not nightly and not cluster and not cuda"  # as the Makefile has it
 COPIED = ("hvd_pipe", "tests", "pyproject.toml")
 LIMIT_S = 300.0  # of a fault's tests; on_ranks makes a test that hangs fail after 150
 BASELINE_S = 1200.0  # of the tests without a fault

@@ -30,13 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from release import build
 
 from hvd_pipe.build_horovod.recipe import default_cache
-from hvd_pipe.build_horovod.steps import SetupError, run, say
+from hvd_pipe.build_horovod.system import SetupError, run, say
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PAGE = ROOT / "docs" / "install.md"
 RESULTS = HERE / "results.json"
-BEGIN, END = "<!-- make matrix -->\n", "<!-- end -->"
 SAYS = "run `hvd-pipe build-horovod` in this environment"
 LOOK = "Its log says more; then run the same command again."
 MODULES = ("torch", "tensorflow", "keras", "numpy")
@@ -80,7 +78,8 @@ CELLS = (
 def sources() -> str:
     """Return a digest of what a cell tries: hvd_pipe and the programs that train."""
     digest = hashlib.sha256()
-    for path in [*sorted((ROOT / "hvd_pipe").rglob("*.py")), *sorted(HERE.glob("smoke_*.py"))]:
+    package = [path for path in (ROOT / "hvd_pipe").rglob("*.*") if path.suffix != ".pyc"]
+    for path in [*sorted(package), *sorted(HERE.glob("smoke_*.py"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -94,11 +93,7 @@ def environment() -> dict[str, str]:
 
 
 def try_cell(cell: Cell, wheel: Path, work: Path) -> dict[str, str]:
-    """Carry out a cell; return the versions that it has.
-
-    Raises:
-        SetupError: A step failed.
-    """
+    """Carry out a cell; return the versions that it has."""
     folder = work / cell.name
     programs = folder / "venv" / "bin"
     python = programs / "python"
@@ -198,19 +193,6 @@ def table(rows: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def write(page: Path, text: str) -> None:
-    """Put the table between the marks of a page.
-
-    Raises:
-        SetupError: The page has no marks.
-    """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SetupError(f"{page} has no place for the table: {BEGIN.strip()} ... {END}")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def main() -> None:
     names = {cell.name: cell for cell in CELLS}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -230,7 +212,8 @@ def main() -> None:
         raise SetupError(f"{work} is in the checkout, which the cells must not see: --work DIR.")
     cells = [names[name] for name in given.cells or names]
     good = carry_out(cells, work)
-    write(PAGE, table(merge(RESULTS, cells, work)))
+    merge(RESULTS, cells, work)
+    say("`docs/tables.py --write` puts the results into docs/install.md")
     return None if good else sys.exit(1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_pipe.build_horovod.features import features_here
 from hvd_pipe.build_horovod.recipe import default_cache, install
-from hvd_pipe.build_horovod.steps import SetupError
+from hvd_pipe.build_horovod.system import SetupError
 
 
 def main() -> None:
@@ -21,14 +21,10 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=default_cache(), help="keep wheels here")
     parser.add_argument("--only", choices=("torch", "tensorflow"), help="build for one alone")
     parser.add_argument("--without-mpi", action="store_true", help="build with Gloo alone")
-    parser.add_argument(
-        "--staged", action="store_true", help="with --cuda: send by way of the host, not by NCCL"
-    )
     parser.add_argument("--source", type=Path, help="Horovod's sdist, not to be downloaded")
-    parser.add_argument("--into", type=Path, help="install into this folder, beside others")
     given = parser.parse_args()
-    features = features_here(given.only, not given.without_mpi, given.cuda, not given.staged)
-    install(features, given.cache, given.source, given.into)
+    features = features_here(given.only, not given.without_mpi, given.cuda)
+    install(features, given.cache, given.source)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
-import zlib
 from pathlib import Path
 
-from hvd_pipe.build_horovod.edits import apply
 from hvd_pipe.build_horovod.features import Features
-from hvd_pipe.build_horovod.steps import SetupError, run, say
 from hvd_pipe.build_horovod.system import (
     PYTHON_PACKAGES,
+    SetupError,
     cuda_environment,
     cuda_home,
     first_line,
@@ -31,29 +28,44 @@ from hvd_pipe.build_horovod.system import (
     missing_packages,
     nccl_package,
     packages_error,
+    run,
+    say,
 )
-
-__all__ = [
-    "SDIST_SHA256",
-    "VERSION",
-    "build",
-    "cache_key",
-    "cached_wheel",
-    "default_cache",
-    "fetch_source",
-    "install",
-]
 
 VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 _AGAIN = "Check the network and pip's configuration, then run the same command again."
+_HUNK = re.compile(r"^@@ -(\d+)\S* \+\S+ @@.*\n", re.MULTILINE)
+
+
+def apply(name: str, patch: str, root: Path) -> None:
+    """Apply a unified diff, whose lines must all be where it says, to the source in ``root``."""
+    for diff in re.split(r"^--- a/.*\n\+\+\+ b/", patch, flags=re.MULTILINE)[1:]:
+        file, _, rest = diff.partition("\n")
+        path = root / file
+        source = path.read_text().split("\n") if path.is_file() else []
+        hunks = _HUNK.split(rest)[1:]
+        result: list[str] = []
+        done = 0
+        for first, body in zip(hunks[::2], hunks[1::2], strict=True):
+            lines = body.split("\n")[:-1]
+            old = [line[1:] for line in lines if line[0] != "+"]
+            begin = int(first) - 1
+            if source[begin : begin + len(old)] != old:
+                raise SetupError(
+                    f"the patch {name} does not apply to line {first} of {file}. Adapt it in "
+                    "hvd_pipe/build_horovod/patches to this Horovod."
+                )
+            result += source[done:begin]
+            result += [line[1:] for line in lines if line[0] != "-"]
+            done = begin + len(old)
+        path.write_text("\n".join(result + source[done:]))
 
 
 def cache_key(features: Features) -> str:
     """Return a readable folder name; its last part hashes everything that the wheel depends on."""
     mpi = first_line(["mpirun", "--version"]) if features.mpi else "none"
     torch, tensorflow = features.torch or "none", features.tensorflow or "none"
-    cuda = features.cuda
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     parts = [
         VERSION,
@@ -65,20 +77,18 @@ def cache_key(features: Features) -> str:
         " ".join(platform.libc_ver()),
         mpi,
         first_line(["c++", "--version"]),
-        str(features.cxx_standard),
-        repr(features.edits),
+        *features.patches.values(),
     ]
-    if cuda:
+    if features.cuda:
         parts.append(first_line([str(cuda_home() / "bin" / "nvcc"), "--version"]))
-        own = os.environ.get("HOROVOD_NCCL_HOME")
-        parts.append((own or str(nccl_package())) if features.nccl else "no NCCL")
+        parts.append(os.environ.get("HOROVOD_NCCL_HOME") or str(nccl_package()))
     compilers = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_PREFIX_PATH")
     parts += sorted(
         f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_") or k in compilers
     )
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     mpi_version = (re.search(r"\d+(\.\d+)+", mpi) or [mpi])[0]
-    kind = ("cuda" if features.nccl else "staged") if cuda else "cpu"
+    kind = "cuda" if features.cuda else "cpu"
     return f"{VERSION}-{tag}-{kind}-torch{torch}-tf{tensorflow}-mpi{mpi_version}-{digest}"
 
 
@@ -120,34 +130,15 @@ def cached_wheel(target: Path) -> Path | None:
     wheel = next(iter(target.glob("horovod-*.whl")), None)
     if wheel is None:
         return None
-    if sum_of(wheel).exists():
-        sound = sum_of(wheel).read_text().strip() == sha256(wheel)
-    else:  # kept by an older recipe: its archive can be checked for damage only
-        sound = zipfile.is_zipfile(wheel) and _undamaged(wheel)
-        if sound:
-            sum_of(wheel).write_text(sha256(wheel) + "\n")
-    if not sound:
+    if not sum_of(wheel).exists() or sum_of(wheel).read_text().strip() != sha256(wheel):
         say(f"  the cached wheel {target.name} is not the one that was built: building it again")
         return None
     say(f"  Horovod {VERSION}: cached wheel {target.name}")
     return wheel
 
 
-def _undamaged(wheel: Path) -> bool:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, zlib.error, EOFError):
-        return False
-
-
 def build_environment(features: Features, nccl: Path) -> dict[str, str]:
-    """Return the variables under which Horovod's setup.py builds these features.
-
-    Args:
-        features: What it is built with.
-        nccl: A folder for links to NCCL, which is made if it is needed.
-    """
+    """Return the variables for Horovod's setup.py; links to NCCL go into the folder ``nccl``."""
     environment = {
         **os.environ,
         f"HOROVOD_WITH{'' if features.mpi else 'OUT'}_MPI": "1",
@@ -155,7 +146,7 @@ def build_environment(features: Features, nccl: Path) -> dict[str, str]:
         f"HOROVOD_WITH{'' if features.torch else 'OUT'}_PYTORCH": "1",
         f"HOROVOD_WITH{'' if features.tensorflow else 'OUT'}_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
-        **(cuda_environment(nccl, features.nccl) if features.cuda else {}),
+        **(cuda_environment(nccl) if features.cuda else {}),
     }
     # Gloo asks for a CMake that is older than what CMake 4 takes, and GCC 13 no longer brings
     # in the headers of uint8_t and std::string by others.
@@ -167,36 +158,28 @@ def build_environment(features: Features, nccl: Path) -> dict[str, str]:
     return environment
 
 
-def _names(features: Features) -> str:
-    names = {"torch": features.torch, "TensorFlow": features.tensorflow}
-    return " and ".join(f"{name} {version}" for name, version in names.items() if version)
-
-
 def build(target: Path, features: Features, archive: Path | None = None) -> Path:
     """Build the wheel and put it into ``target`` in one atomic move; return its path."""
-    log = target.parent / f"{target.name}.log"
+    versions = {"torch": features.torch, "TensorFlow": features.tensorflow}
+    names = " and ".join(f"{name} {version}" for name, version in versions.items() if version)
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as name:
         folder = Path(name)
         root = fetch_source(folder, archive)
-        for edit in features.edits:
-            apply(edit, root)
-        environment = build_environment(features, folder / "nccl")
+        for patch, text in features.patches.items():
+            apply(patch, text, root)
         run(
-            f"build Horovod for {_names(features)} (5 to 20 min, once)",
+            f"build Horovod for {names} (5 to 20 min, once)",
             [sys.executable, "setup.py", "--quiet", "bdist_wheel", "-d", folder / "dist"],
-            log,
+            target.parent / f"{target.name}.log",
             "Mend what it names, then run the same command again.",
-            env=environment,
+            env=build_environment(features, folder / "nccl"),
             cwd=root,
         )
         (wheel,) = (folder / "dist").glob("horovod-*.whl")
-        staged = folder / "wheel"
-        staged.mkdir()
-        shutil.move(str(wheel), staged / wheel.name)
-        sum_of(staged / wheel.name).write_text(sha256(staged / wheel.name) + "\n")
+        sum_of(wheel).write_text(sha256(wheel) + "\n")
         if target.exists():
             shutil.rmtree(target)
-        staged.replace(target)
+        wheel.parent.replace(target)
     return target / wheel.name
 
 
@@ -217,11 +200,7 @@ assert hvd.size() == 2 and bool(tf.reduce_all(total == 3)), (hvd.size(), total[:
 
 
 def check(cache: Path, features: Features) -> None:
-    """Show what was built and all-reduce over two ranks, with each controller.
-
-    Raises:
-        SetupError: Something is missing in it, or the ranks do not get the sum.
-    """
+    """Show what was built and all-reduce over two ranks, with each controller."""
     horovodrun = [sys.executable, "-m", "horovod.runner.launch"]  # wherever pip puts scripts
     answer = subprocess.run(
         [*horovodrun, "--check-build"], capture_output=True, text=True, check=False
@@ -231,10 +210,9 @@ def check(cache: Path, features: Features) -> None:
         "TensorFlow": features.tensorflow is not None,
         "MPI": features.mpi,
         "Gloo": True,
-        "NCCL": features.cuda and features.nccl,
+        "NCCL": features.cuda,
     }
-    wanted = [name for name, is_wanted in parts.items() if is_wanted]
-    missing = [name for name in wanted if f"[X] {name}" not in answer]
+    missing = [name for name in parts if parts[name] and f"[X] {name}" not in answer]
     if missing:
         raise SetupError(f"horovodrun --check-build lacks {', '.join(missing)}: logs in {cache}.")
     found = dict.fromkeys(part.strip() for part in re.findall(r"\[X\] (.+)", answer))
@@ -250,19 +228,10 @@ def check(cache: Path, features: Features) -> None:
         )
 
 
-def install(
-    features: Features, cache: Path, source: Path | None = None, into: Path | None = None
-) -> None:
+def install(features: Features, cache: Path, source: Path | None = None) -> None:
     """Install Horovod for this Python, from the cache or built now, and try it on two ranks.
 
-    Args:
-        features: What it is built with.
-        cache: The folder that keeps wheels.
-        source: Horovod's sdist, where it shall not be downloaded.
-        into: A folder to install into, beside this environment; nothing is tried then.
-
-    Raises:
-        SetupError: Something is missing, or a step failed; says what to do.
+    ``source`` is Horovod's sdist, where it shall not be downloaded.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -285,15 +254,13 @@ def install(
         say(f"  torch {features.torch} has CUDA, this Horovod will not: --cuda builds for GPUs")
     target = cache / cache_key(features)
     wheel = cached_wheel(target) or build(target, features, source)
-    beside = ["--target", str(into)] if into else []
     run(
         "install the Horovod wheel",
-        [*pip, "--no-deps", "--force-reinstall", *beside, str(wheel)],
+        [*pip, "--no-deps", "--force-reinstall", str(wheel)],
         cache / "install.log",
         f"Delete {target} and run the same command again.",
     )
-    if into is None:
-        check(cache, features)
+    check(cache, features)
 
 
 def default_cache() -> Path:

@@ -1,44 +1,92 @@
-"""What the recipe finds on this machine: packages, compilers, CUDA and NCCL."""
+"""What the recipe finds on this machine, and how it runs the steps that take long."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvd_pipe.build_horovod.steps import SetupError
-
-__all__ = [
-    "PYTHON_PACKAGES",
-    "cuda_environment",
-    "cuda_home",
-    "first_line",
-    "installed",
-    "missing_packages",
-    "nccl_package",
-    "packages_error",
-]
+from hvd_pipe.errors import HvdPipeError
 
 # What must be there -> the Debian/Ubuntu package that brings it.
 _TOOLS = {"cmake": "cmake", "c++": "g++", "make": "make"}
 _MPI_TOOLS = {"mpirun": "openmpi-bin", "mpicxx": "libopenmpi-dev"}
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"  # not every root's PATH leads there
 
+# What Horovod's build and Horovod itself import, beside a framework.
 PYTHON_PACKAGES = ("cffi", "cloudpickle", "packaging", "psutil", "pyyaml", "setuptools", "wheel")
-"""What Horovod's build and Horovod itself import, beside a framework."""
+
+_PERCENT = re.compile(rb"\[\s*(\d{1,3})%\]")
+_ERROR = re.compile(r"\berror\b|^E: |CMake Error|No space left", re.IGNORECASE)
+PROGRESS_S = 15.0
+
+
+class SetupError(HvdPipeError):
+    """A set-up step failed; the message says what failed and what to do, in one line."""
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def _first_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return (errors or lines or ["no output"])[0 if errors else -1][:300]
+
+
+def run(
+    label: str,
+    command: Sequence[str | os.PathLike[str]],
+    log: Path,
+    remedy: str,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> None:
+    """Run a command: its output goes to ``log``, and how far it is to the terminal."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = shown = time.monotonic()
+    say(f"  {label} ...")
+    with log.open("wb") as sink:
+        try:
+            process = subprocess.Popen(
+                [os.fspath(part) for part in command],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=None if env is None else dict(env),
+                cwd=cwd,
+            )
+        except OSError as error:
+            raise SetupError(f"{label} failed: {error}. {remedy}") from error
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+                if time.monotonic() - shown >= PROGRESS_S:
+                    shown = time.monotonic()
+                    percents = _PERCENT.findall(log.read_bytes()[-65536:])  # CMake's
+                    percent = f"{int(percents[-1])}% in " if percents else ""
+                    say(f"  {label} ... {percent}{shown - start:.0f} s")
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode != 0:
+        raise SetupError(f"{label} failed: {_first_error(log)} (whole log: {log}). {remedy}")
+    say(f"  {label}: done in {time.monotonic() - start:.0f} s")
 
 
 def missing_packages(mpi: bool = True, more: dict[str, str] | None = None) -> list[str]:
-    """Return the system packages that a build needs and this machine lacks.
-
-    Args:
-        mpi: Whether it is built with MPI.
-        more: Further commands that must be there, with the packages that bring them.
+    """Return the system packages that a build, or one of ``more`` commands, needs and lacks.
 
     Example:
         >>> missing_packages(mpi=False, more={"no-such-command": "its-package"})[-1]
@@ -69,12 +117,7 @@ def packages_error(packages: Sequence[str]) -> SetupError:
 
 
 def installed(*names: str) -> str | None:
-    """Return the version of the first of some Python packages that is installed.
-
-    Example:
-        >>> installed("no-such-package") is None
-        True
-    """
+    """Return the version of the first of some Python packages that is installed."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -84,11 +127,7 @@ def installed(*names: str) -> str | None:
 
 
 def first_line(command: list[str]) -> str:
-    """Return the first line that a command prints.
-
-    Raises:
-        SetupError: It failed.
-    """
+    """Return the first line that a command prints."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -97,11 +136,7 @@ def first_line(command: list[str]) -> str:
 
 
 def cuda_home() -> Path:
-    """Return where the CUDA toolkit is.
-
-    Raises:
-        SetupError: There is none.
-    """
+    """Return where the CUDA toolkit is."""
     home = Path(os.environ.get("HOROVOD_CUDA_HOME", "/usr/local/cuda"))
     if not (home / "bin" / "nvcc").exists():
         raise SetupError(f"no nvcc in {home}: install the CUDA toolkit or set HOROVOD_CUDA_HOME.")
@@ -109,11 +144,7 @@ def cuda_home() -> Path:
 
 
 def nccl_package() -> Path:
-    """Return where torch's own NCCL wheel lies, which a thin environment has from another.
-
-    Raises:
-        SetupError: There is none.
-    """
+    """Return where torch's own NCCL wheel lies, which a thin environment has from another."""
     for folder in (sysconfig.get_paths()["purelib"], *sys.path):
         package = Path(folder) / "nvidia" / "nccl"
         if (package / "lib" / "libnccl.so.2").exists():
@@ -121,10 +152,8 @@ def nccl_package() -> Path:
     raise SetupError("no NCCL: install torch's CUDA build, or set HOROVOD_NCCL_HOME.")
 
 
-def cuda_environment(layout: Path, nccl: bool = True) -> dict[str, str]:
-    """Return Horovod's build variables for CUDA and NCCL; NCCL may come from torch's own wheel.
-
-    Without NCCL, tensors of a GPU travel by way of the host.
+def cuda_environment(layout: Path) -> dict[str, str]:
+    """Return Horovod's build variables for CUDA and NCCL, which may come from torch's wheel.
 
     Horovod wants NCCL as ``include/`` and ``lib/libnccl.so``; the wheel has ``libnccl.so.2`` only,
     so ``layout`` gets links to what is there.
@@ -135,10 +164,9 @@ def cuda_environment(layout: Path, nccl: bool = True) -> dict[str, str]:
         # Horovod runs the nvcc on PATH, and torch, asked for CUDA's libraries, guesses from PATH.
         "CUDA_HOME": str(home),
         "PATH": f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_LINK": "SHARED",
     }
-    if not nccl:
-        return variables
-    variables |= {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED"}
     if "HOROVOD_NCCL_HOME" not in os.environ:
         package = nccl_package()
         (layout / "lib").mkdir(parents=True)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from hosts import as_root
 
-from hvd_pipe.timeline import Timeline
-
 pytestmark = as_root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,26 +52,4 @@ def test_a_cell_is_raced_and_written(tmp_path: Path) -> None:
     # Messages of pipe-sgd are on their way when the bytes are counted, first and last.
     half = cell["gradient_bytes"] / 2
     assert sent["pipe-sgd"] > half > sent["pipe-sgd+int8"] > sent["single"]
-    page = (tmp_path / "grid.md").read_text()
-    assert "| pipe-sgd " in page
-    assert "![" not in page  # one point is no curve
-
-
-def test_messages_of_both_timelines_belong_to_their_steps(tmp_path: Path) -> None:
-    arguments = ["both.png", "--workers", "2", "--model", "vgg16", "--steps", "1"]
-    arguments += ["--compute-ms", "60", "--gradient-bytes", str(3 * 2**20), "--json", "both.json"]
-    run("timelines.py", arguments, tmp_path)
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    both = Timeline.load(tmp_path / "both.json")
-    for worker, steps_behind in ((0, 0), (1, 1)):  # stock Horovod; overlap=forward
-        mine = [event for event in both.events if event.worker == worker]
-        begins = sorted(event.start_s for event in mine if event.category == "forward")
-        assert len(begins) == 3
-        sent = [event for event in mine if event.category == "allreduce"]
-        assert {0, 1} <= {event.args["step"] for event in sent}
-        slack_s = 5e-3  # between the clocks of two timelines
-        for event in sent:
-            step = int(str(event.args["step"]))
-            assert step < 0 or event.start_s > begins[step] - slack_s
-            after = step + 1 + steps_behind
-            assert after >= 3 or event.end_s < begins[after] + slack_s
+    assert "| pipe-sgd " in (tmp_path / "grid.md").read_text()

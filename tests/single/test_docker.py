@@ -154,18 +154,6 @@ def test_two_nodes_clears_up_when_a_step_fails(tmp_path: Path, fails: str) -> No
     assert not nodes.left
 
 
-def test_two_nodes_takes_an_image_and_says_when_there_is_no_engine(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, FAILS="info")
-    assert nodes.process.stderr == (
-        "two_nodes: no container engine answers: start Docker, install podman, or set ENGINE.\n"
-    )
-    assert nodes.calls == ["info"]
-    (tmp_path / "taken").mkdir()
-    nodes = Nodes(tmp_path / "taken", IMAGE="mine:1", FAILS="horovodrun")
-    assert not [call for call in nodes.calls if call.startswith("build")]
-    assert [call for call in nodes.calls if call.endswith(" mine:1 node")]
-
-
 @pytest.mark.parametrize("image", [False, True])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_an_image_gets_what_running_needs(

@@ -21,7 +21,6 @@ from kill_loop_check import (
     named_by_launcher,
     named_by_ranks,
     schedule,
-    table,
     unequal_commits,
     unequal_digests,
 )
@@ -237,14 +236,3 @@ def test_descriptors_that_go_on_growing_are_named() -> None:
         "h1-7: open descriptors at its starts among 2 workers: [15, 15, 16]"
     ]
     assert grown_files(starts[:5]) == []
-
-
-def test_the_table_has_a_line_a_kind_and_one_of_all() -> None:
-    never = replace(GOOD, kind="cut", ended_s=None, left=["1: a", "2: b"])
-    never = replace(never, by_ranks=[], by_launcher=[1])
-    lines = table([replace(RUN, outcomes=[GOOD, replace(GOOD, ended_s=10.4), never])]).splitlines()
-    assert lines[2:] == [
-        "| restart, mpi, pipe-sgd | stop | 2 | 9.4 | 10.4 | 2 | 0 | 0 | 12 of 12 |",
-        "| restart, mpi, pipe-sgd | cut | 1 | - | never | 0 | 1 | 2 | 12 of 12 |",
-        "| all | all | 3 | 9.4 | never | 2 | 1 | 2 | 12 of 12 |",
-    ]

@@ -67,28 +67,3 @@ def test_one_cell_leaves_the_rows_of_the_others(tried: list[str], tmp_path: Path
     assert rows[FIRST.name] == {**HAD, "date": rows[FIRST.name]["date"]}
     assert began <= matrix.date.fromisoformat(rows[FIRST.name]["date"]) <= matrix.date.today()
     assert matrix.table(rows).splitlines()[3] == "| 3.11.7 | 2.13.0 | - | - | 2.2.6 | 2026-11-24 |"
-
-
-def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"above\n\n{matrix.BEGIN}old\n{matrix.END}\nbelow\n")
-    for _ in range(2):
-        matrix.write(page, matrix.table({"cell": {**HAD, "date": "2026-11-24"}}))
-    text = page.read_text()
-    assert text.startswith(f"above\n\n{matrix.BEGIN}\n| Python |")
-    assert text.endswith(f"2.2.6 | 2026-11-24 |\n\n{matrix.END}\nbelow\n")
-    assert "old" not in text
-    page.write_text("no marks")
-    with pytest.raises(matrix.SetupError, match="no place for the table"):
-        matrix.write(page, "")
-
-
-def test_cells_are_outside_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["matrix.py", "--work", os.fspath(ROOT / "work")])
-    with pytest.raises(matrix.SetupError, match="is in the checkout"):
-        matrix.main()
-    monkeypatch.setattr(sys, "argv", ["matrix.py", "py2.7"])
-    with pytest.raises(matrix.SetupError, match=r"no such cell: py2\.7"):
-        matrix.main()
-    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
-    assert "PYTHONPATH" not in matrix.environment()

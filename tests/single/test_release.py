@@ -40,8 +40,8 @@ def test_the_archives_hold_the_package_with_the_recipe(archives: tuple[Path, Pat
     for archive in archives:
         release.require_contents(archive)
         found = set(release.contents(archive))
-        recipe = ("__init__", "__main__", "edits", "features", "recipe", "steps", "system")
-        assert found >= {f"hvd_pipe/build_horovod/{name}.py" for name in recipe}
+        recipe = ("__main__.py", "recipe.py", "patches/lost-rank.patch")
+        assert found >= {f"hvd_pipe/build_horovod/{name}" for name in recipe}
         assert "hvd_pipe/py.typed" in found
     assert {"pyproject.toml", "README.md", "LICENSE"} <= set(release.contents(archives[1]))
     with zipfile.ZipFile(archives[0]) as wheel:
@@ -60,12 +60,14 @@ def test_an_archive_that_lacks_a_module_or_has_others_is_refused(
     wheel = tmp_path / archives[0].name
     with zipfile.ZipFile(archives[0]) as whole, zipfile.ZipFile(wheel, "w") as part:
         for name in whole.namelist():
-            if name != "hvd_pipe/build_horovod/edits.py":
+            if name != "hvd_pipe/build_horovod/patches/gcc-14.patch":
                 part.writestr(name, whole.read(name))
-    with pytest.raises(release.SetupError, match=r"lacks hvd_pipe/build_horovod/edits\.py: see"):
+    with pytest.raises(
+        release.SetupError, match=r"lacks hvd_pipe/build_horovod/patches/gcc-14\.patch: see"
+    ):
         release.require_contents(wheel)
     with zipfile.ZipFile(wheel, "a") as part:
-        part.write(archives[0], "hvd_pipe/build_horovod/edits.py")
+        part.write(archives[0], "hvd_pipe/build_horovod/patches/gcc-14.patch")
         part.writestr("tests/test_a.py", "")
     with pytest.raises(release.SetupError, match=r"has tests/test_a\.py: see"):
         release.require_contents(wheel)

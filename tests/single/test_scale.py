@@ -28,7 +28,6 @@ import watch_scale
 
 def test_doctests() -> None:
     assert doctest.testmod(scale).failed == 0
-    assert doctest.testmod(watch_scale).failed == 0
 
 
 # Agreements

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,15 +99,9 @@ def test_a_prediction_is_of_the_emulated_layers_and_the_measured_line(
     assert least <= report.predicted_s(cell(), contestant) <= most
 
 
-def test_what_cannot_be_predicted() -> None:
-    for contestant in ("horovod", "single", "pipe-sgd+int8"):
-        assert math.isnan(report.predicted_s(cell(), contestant))
-    assert math.isnan(report.predicted_s(cell(compute="cpu"), "pipe-sgd"))
-
-
 def reached(cells: list[dict[str, Any]]) -> dict[str, str]:
-    columns = report.bounds(cells).columns
-    return dict(zip(columns[0].cells, columns[2].cells, strict=True))  # type: ignore[arg-type]
+    rows = [line[2:-2].split(" | ") for line in report.bounds(cells).splitlines()[2:]]
+    return {row[0]: row[2] for row in rows}
 
 
 def test_bounds_are_of_the_worst_cell_or_the_best_where_one_will_do() -> None:
@@ -132,47 +125,21 @@ def test_bounds_are_of_four_workers_emulated_compute_and_gloo(changed: dict[str,
 
 def test_cells_beside_a_busy_process_have_bounds_of_their_own() -> None:
     busy = {**cell()["settings"], "busy": 0.5}
-    quiet, beside = report.all_bounds([cell(settings=busy), cell()])
-    assert quiet.title == "Bounds (4 workers, emulated compute, Gloo)"
-    assert beside.title == "Bounds (4 workers, emulated compute, Gloo, one core 50% busy)"
+    titles = [title for title, _ in report.all_bounds([cell(settings=busy), cell()])]
+    assert titles == [
+        "Bounds (4 workers, emulated compute, Gloo)",
+        "Bounds (4 workers, emulated compute, Gloo, one core 50% busy)",
+    ]
     assert not report.all_bounds([cell(workers=2)])
 
 
-@pytest.mark.parametrize("kept", ["single", "conventional", "merged-gradient", "horovod"])
-def test_a_cell_may_lack_contestants(kept: str) -> None:
-    some = cell(ratio=8.0, rows=[row("single", COMPUTE_S, "ddp"), row(kept, 0.5, "stock")])
-    reached([some])
-    assert report.summary([some]).row_count == 1
-    assert report.table(some).row_count == 2
-
-
-@pytest.mark.nightly  # matplotlib draws four pictures
-def test_a_page_shows_every_cell_and_a_picture_of_those_that_belong_together(
-    tmp_path: Path,
-) -> None:
-    settings: list[dict[str, Any]] = [{}, {"workers": 2}, {"compute": "cpu"}, {"backend": "mpi"}]
-    cells = [cell(ratio=ratio, **one) for one in settings for ratio in (4.0, 8.0)]
-    alone = cell(workers=3)  # a single point is no curve
-    report.write_page([*cells, alone], tmp_path / "page.md")
+def test_a_page_shows_every_cell(tmp_path: Path) -> None:
+    cells = [cell(ratio=ratio) for ratio in (4.0, 8.0)]
+    report.write_page(cells, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
-    assert page.count("## densenet121, ") == 9
-    assert page.count("![") == 4
-    for number, title in enumerate(
-        (
-            "4 workers, emulated compute of 120 ms, Horovod over gloo",
-            "2 workers, emulated compute of 120 ms, Horovod over gloo",
-            "4 workers, cpu compute, Horovod over gloo",
-            "4 workers, emulated compute of 120 ms, Horovod over mpi",
-        )
-    ):
-        assert f"![{title}](page-{number + 1}.png)" in page
-        assert (tmp_path / f"page-{number + 1}.png").stat().st_size > 10_000
-
-
-def test_one_worker_trains_one_minibatch_a_step() -> None:
-    columns = report.table(cell()).columns
-    trained = dict(zip(columns[0].cells, columns[3].cells, strict=True))
-    assert (trained["single"], trained["conventional"]) == ("8.3", "6.5")
+    assert page.count("## densenet121, ") == 2
+    assert "| single | 120.0 |" in page
+    assert "| 8.3 |" in page  # one worker trains one minibatch a step
 
 
 def test_a_run_goes_on_only_with_cells_of_its_own_settings(tmp_path: Path) -> None:
@@ -186,23 +153,7 @@ def test_a_run_goes_on_only_with_cells_of_its_own_settings(tmp_path: Path) -> No
         assert throughput.todo(other, throughput.kept(other)).count(GRID_CELL) == 1
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '[{"model": "vgg16"}]', '{"a": 1}'])
-def test_a_run_goes_on_with_no_other_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "grid.json").write_text(text)
-    options = throughput.parse_arguments(["--json", str(tmp_path / "grid.json"), "--resume"])
-    with pytest.raises(RuntimeError, match=r"is no file of this benchmark .* give --json another"):
-        throughput.kept(options)
-
-
 GRID_CELL = throughput.Cell("densenet121", 4, 4.0)
-
-
-def test_fusion_by_the_size_of_gradients_is_for_emulated_ones() -> None:
-    emulated = throughput.swept(throughput.parse_arguments([]))
-    on_cpu = throughput.swept(throughput.parse_arguments(["--compute", "cpu"]))
-    assert list(on_cpu) == ["fusion=128M,cycle=5"]
-    assert emulated.keys() > on_cpu.keys()
-    assert throughput.swept(throughput.parse_arguments(["--no-sweep"])) == {}
 
 
 def test_a_turn_is_of_whole_periods() -> None:
@@ -245,21 +196,6 @@ def test_names_of_nobody_are_refused() -> None:
     for name in ("ddp+bf16", "horovod+fp16", "single+int8", "pipe-sgd+int4"):
         with pytest.raises(ValueError, match="not one of single"):
             contestants.make(name, model, lambda: model(torch.ones(2)).sum())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--workers", "1"],
-        ["--ratios", "0"],
-        ["--json", "absent/grid.json"],
-        ["--resume"],
-        ["--workers", "65"],
-    ],
-)
-def test_arguments_without_a_meaning_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        throughput.parse_arguments(arguments)
 
 
 # nightly: networks of hundreds of modules, which take as many seconds as all else here
