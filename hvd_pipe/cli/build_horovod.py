@@ -9,8 +9,6 @@ import click
 from hvd_pipe.build_horovod.features import features_here
 from hvd_pipe.build_horovod.recipe import default_cache, install
 
-__all__ = ["command"]
-
 
 @click.command()
 @click.option("--cuda", is_flag=True, help="Build for GPUs: with CUDA and NCCL.")

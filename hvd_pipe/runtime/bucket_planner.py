@@ -15,14 +15,6 @@ from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "RECORD_STEPS",
-    "SKIP_STEPS",
-    "GradientIndex",
-    "measured_method",
-]
-
 SKIP_STEPS = 3
 """Steps that are not recorded: caches fill, and libraries set themselves up."""
 RECORD_STEPS = 10

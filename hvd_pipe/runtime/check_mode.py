@@ -24,20 +24,6 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime.consensus import members
 
-__all__ = [
-    "CHECK",
-    "COMPARE_STEPS",
-    "OFF",
-    "Check",
-    "Off",
-    "active",
-    "checksum",
-    "compare",
-    "disagreement",
-    "first_difference",
-    "from_environment",
-]
-
 CHECK, SEED = "HVD_PIPE_CHECK", "HVD_PIPE_CHECK_SEED"
 
 COMPARE_STEPS = 10

@@ -13,15 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-__all__ = [
-    "LARGEST_SCALE",
-    "LEVELS",
-    "SMALLEST_SCALE",
-    "BF16Format",
-    "Int8Format",
-    "NoCompressor",
-]
-
 LEVELS = 127
 SMALLEST_SCALE = 2.0**-126  # float32's smallest normal number
 LARGEST_SCALE = 2.0**121 * (128 / 127 - 2.0**-23)  # 127 times the next float32 would be infinite

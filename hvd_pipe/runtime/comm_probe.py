@@ -19,8 +19,6 @@ import numpy as np
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
 
-__all__ = ["BUDGET_S", "LARGEST", "Progress", "Sender", "measure_allreduce", "measure_comm"]
-
 BUDGET_S = 4.0
 LARGEST = 64 * 2**20
 

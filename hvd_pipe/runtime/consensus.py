@@ -19,16 +19,6 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime.watch.waits import waiting_for
 
-__all__ = [
-    "Agreement",
-    "Description",
-    "allocated_everywhere",
-    "answer_with",
-    "failed",
-    "members",
-    "shutdown_is_told",
-]
-
 Description = Sequence[tuple[str, str]]
 """What a rank is about to do, as (label, value) lines in an order that all ranks share."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["check_keras"]
-
 
 def check_keras() -> None:
     """Raise unless this is Keras 3 on TensorFlow."""

@@ -13,15 +13,6 @@ from horovod.common.process_sets import ProcessSet
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.consensus import Agreement, Description, members
 
-__all__ = [
-    "NODES",
-    "by_node",
-    "find_node",
-    "make_process_sets",
-    "refuse_static_sets",
-    "this_node",
-]
-
 _log = logging.getLogger("hvd_pipe")
 
 NODES = (

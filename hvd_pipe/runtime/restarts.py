@@ -26,17 +26,6 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvd_pipe.errors import HvdPipeError
 
-__all__ = [
-    "YIELD",
-    "elastic_run",
-    "is_elastic",
-    "note_end",
-    "observe",
-    "prepare",
-    "surround",
-    "warn_of_missed_settings",
-]
-
 _log = logging.getLogger("hvd_pipe")
 
 Around = Callable[[], AbstractContextManager[None]]

@@ -12,26 +12,11 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, allgather
 
 from hvd_pipe.errors import RanksDisagreeError
-from hvd_pipe.runtime.consensus import Agreement, Description, failed, members
+from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.watch.waits import waiting_for
 
 if TYPE_CHECKING:
     from hvd_pipe.tensorflow.messages.reduction import Reduction
-
-__all__ = [
-    "Description",
-    "agreement",
-    "check_alike",
-    "checked",
-    "failed",
-    "found_by_first",
-    "from_first",
-    "gather",
-    "largest",
-    "meet",
-    "members",
-    "refused",
-]
 
 
 def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes]:

@@ -10,13 +10,11 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Adasum, Average, Sum
 
 from hvd_pipe.runtime import arguments
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import Auto, MergedGradient, Method, Strategy
-from hvd_pipe.tensorflow.agree import Description
 from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
-
-__all__ = ["TAPE", "Arguments", "shapes_of"]
 
 TAPE = "a gradient tape"
 """The `Arguments.owner` of tapes."""

@@ -16,10 +16,8 @@ from horovod.tensorflow.mpi_ops import ProcessSet, Sum, allgather
 
 from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.tensorflow.agree import members
+from hvd_pipe.runtime.consensus import members
 from hvd_pipe.tensorflow.graphs import call_name, variable
-
-__all__ = ["Replicas", "delayed"]
 
 Array = npt.NDArray[Any]
 

@@ -23,8 +23,6 @@ from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 
-__all__ = ["InFlight"]
-
 _log = logging.getLogger("hvd_pipe")
 
 _VERSION = 1

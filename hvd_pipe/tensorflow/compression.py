@@ -22,8 +22,6 @@ from hvd_pipe.runtime.codec_format import (
     NoCompressor,
 )
 
-__all__ = ["BF16", "Codec", "Compression", "Int8"]
-
 
 class Codec(NoCompressor, abc.ABC):
     """Turns rows of float32 numbers into rows that Horovod can carry, and back, at a loss."""

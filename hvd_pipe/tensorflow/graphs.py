@@ -16,22 +16,6 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-__all__ = [
-    "Arrays",
-    "all_finite",
-    "branch",
-    "by_index",
-    "call_name",
-    "check_graph",
-    "data_of_step",
-    "identity",
-    "raw",
-    "restore",
-    "trace_anew",
-    "used_since",
-    "variable",
-]
-
 Arrays = dict[str, npt.NDArray[Any]]
 """What is in flight, by name; of this rank."""
 

@@ -11,22 +11,9 @@ from horovod.tensorflow import functions as _functions
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, broadcast, global_process_set
 
+from hvd_pipe.runtime.consensus import members
 from hvd_pipe.tensorflow import keras_patches, workers
-from hvd_pipe.tensorflow.agree import members
 from hvd_pipe.tensorflow.graphs import call_name, raw
-
-__all__ = [
-    "BroadcastGlobalVariablesHook",
-    "allgather_object",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "grouped_allreduce",
-    "init",
-    "shutdown",
-]
 
 
 def init(*args: Any, **kwargs: Any) -> Any:

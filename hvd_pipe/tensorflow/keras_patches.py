@@ -25,17 +25,6 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-__all__ = [
-    "PATCHES",
-    "Patch",
-    "build",
-    "install",
-    "note_distributed",
-    "note_model",
-    "noted_models",
-    "optimizers_of",
-]
-
 _models: list[weakref.ref[Any]] = []
 _expects_distributed = False
 

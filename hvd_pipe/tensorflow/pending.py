@@ -14,8 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["due", "looked_at", "settle", "settling", "watch"]
-
 due: dict[int, Callable[[], None]] = {}
 """By the id of an optimizer's sessions, what makes the updates that its last step has left."""
 

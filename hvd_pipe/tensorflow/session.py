@@ -21,18 +21,19 @@ from horovod.tensorflow.mpi_ops import Average, Sum
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.arguments import user_groups
+from hvd_pipe.runtime.consensus import Description, members
 from hvd_pipe.strategy import MergedGradient, Method, PipeSGD
-from hvd_pipe.tensorflow.agree import Description, checked, gather, members
+from hvd_pipe.tensorflow.agree import checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.graphs import identity, raw
 from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
 from hvd_pipe.tensorflow.strategies.cocod import CoCoDEngine
-from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
-from hvd_pipe.tensorflow.strategies.merged_gradient import MergedGradientEngine
+from hvd_pipe.tensorflow.strategies.forward_overlap import (
+    ForwardOverlapEngine,
+    MergedGradientEngine,
+)
 from hvd_pipe.tensorflow.strategies.pipe_sgd import PipeSGDEngine
-
-__all__ = ["FindMomenta", "Session"]
 
 _NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
 

@@ -17,18 +17,16 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized, rank
 
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.consensus import answer_with
+from hvd_pipe.runtime.consensus import Description, answer_with
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
 from hvd_pipe.tensorflow import keras_patches, pending, workers
-from hvd_pipe.tensorflow.agree import Description, checked, gather
+from hvd_pipe.tensorflow.agree import checked, gather
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, check_graph, identity
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
 from hvd_pipe.tensorflow.session import FindMomenta, Session
-
-__all__ = ["OWNERS", "Owner", "Sessions", "States", "inherit", "share", "sources_key"]
 
 States = dict[int, Arrays]
 """What sessions have in flight, by their number; beside it what their owner has, by `OWNERS`."""

@@ -22,8 +22,6 @@ from keras.src import api_export
 
 from hvd_pipe.tensorflow.graphs import call_name, check_graph
 
-__all__ = ["SyncBatchNormalization", "moments_of_all"]
-
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Keras' BatchNormalization over the batches of all ranks, which may differ in size.

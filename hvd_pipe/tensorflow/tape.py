@@ -26,8 +26,6 @@ from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions, sources_key
 from hvd_pipe.tensorflow.strategies.base import Gradients
 
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape", "drain_gradients"]
-
 
 class TapeMixin(tf.GradientTape):  # type: ignore[misc]
     """What ``tf.GradientTape`` gains."""

@@ -41,19 +41,6 @@ from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_librar
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.graphs import trace_anew
 
-__all__ = [
-    "JOB",
-    "begin",
-    "count",
-    "generation",
-    "keeping",
-    "note",
-    "running",
-    "settle",
-    "waits_for",
-    "watch",
-]
-
 _log = logging.getLogger("hvd_pipe")
 
 _running: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

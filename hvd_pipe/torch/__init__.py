@@ -27,6 +27,7 @@ from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8
+from hvd_pipe.torch.distributed import DistributedOptimizer
 from hvd_pipe.torch.horovod_api import (
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -35,7 +36,6 @@ from hvd_pipe.torch.horovod_api import (
     shutdown,
 )
 from hvd_pipe.torch.measuring.probes import worker_speeds
-from hvd_pipe.torch.optimizer import DistributedOptimizer
 
 __all__ = [  # noqa: PLE0604
     *[name for name in dir(_horovod) if not name.startswith("_")],

@@ -9,20 +9,7 @@ from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
 from hvd_pipe.runtime import timeline
-from hvd_pipe.runtime.consensus import Agreement, Description, failed, members, shutdown_is_told
-
-__all__ = [
-    "Description",
-    "agree_on_clock",
-    "agreement",
-    "check_alike",
-    "failed",
-    "found_by_first",
-    "from_first",
-    "gather",
-    "largest",
-    "members",
-]
+from hvd_pipe.runtime.consensus import Agreement, members, shutdown_is_told
 
 
 def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes]:

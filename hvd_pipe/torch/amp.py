@@ -18,14 +18,6 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.parameters import unscale
 from hvd_pipe.torch.strategies.base import Engine
 
-__all__ = [
-    "LossScale",
-    "check_loss_scale",
-    "forget_scaler",
-    "is_scaled",
-    "scale_of",
-]
-
 
 def check_loss_scale(loss_scale: float | None) -> None:
     """Raise unless ``synchronize(loss_scale=...)`` was given a scale, or none."""

@@ -17,17 +17,16 @@ from horovod.torch.mpi_ops import Adasum, Average, ProcessSet, Sum, global_proce
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import arguments, check_mode
+from hvd_pipe.runtime.consensus import Description, members
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, Strategy
 from hvd_pipe.torch import workers
-from hvd_pipe.torch.agree import Description, agreement, members
+from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
 from hvd_pipe.torch.strategies.settings import Owner, Settings, describe
-
-__all__ = ["Arguments", "Checked", "check_alone", "check_everywhere"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,8 +48,6 @@ from hvd_pipe.torch.strategies.make_engine import switch
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.pending_parameters import memory_of
 
-__all__ = ["AutoChoice", "say_left_out"]
-
 SETTLE_STEPS = 3
 REPORT_STEPS = 20
 

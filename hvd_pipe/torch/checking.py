@@ -12,9 +12,8 @@ from horovod.torch.mpi_ops import ProcessSet
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.torch.agree import gather, members
-
-__all__ = ["compare_replicas", "refuse_changed", "spoil"]
+from hvd_pipe.runtime.consensus import members
+from hvd_pipe.torch.agree import gather
 
 
 def spoil(*tensors: torch.Tensor | None) -> None:

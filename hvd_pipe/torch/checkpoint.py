@@ -17,8 +17,6 @@ import torch
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import State
 
-__all__ = ["KEY", "SavedState", "load", "save"]
-
 KEY = "hvd_pipe"
 VERSION = 1
 OWN = "own."

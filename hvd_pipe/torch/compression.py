@@ -25,8 +25,6 @@ from hvd_pipe.runtime.codec_format import (
     NoCompressor,
 )
 
-__all__ = ["BF16", "Codec", "Compression", "Int8", "blocks", "codec_for", "is_horovods"]
-
 BLOCK = 32 * 1024
 """Elements that are worked on at a time on a CPU.
 

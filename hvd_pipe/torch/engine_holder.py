@@ -34,8 +34,6 @@ from hvd_pipe.torch.strategies.make_engine import make_engine
 from hvd_pipe.torch.strategies.pending_parameters import memory_of
 from hvd_pipe.torch.strategies.settings import Owner
 
-__all__ = ["EngineHolder"]
-
 _log = logging.getLogger("hvd_pipe")
 
 

@@ -22,16 +22,6 @@ from hvd_pipe.torch import workers
 from hvd_pipe.torch.messages.allreduce import sendable
 from hvd_pipe.torch.parameters import check_has_shape
 
-__all__ = [
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "broadcast_tensors",
-    "init",
-    "join",
-    "root_of_horovods",
-    "shutdown",
-]
-
 
 def init(*args: Any, **kwargs: Any) -> Any:
     """Initialise Horovod, with its own fusion of messages off unless the user has set it.

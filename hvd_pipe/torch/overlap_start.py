@@ -29,13 +29,11 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.checkpoint import SavedState
-from hvd_pipe.torch.measuring.first_uses import FirstUses
+from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.pending_parameters import Memory
-
-__all__ = ["OverlapStart", "refusal"]
 
 WATCH_STEPS = 3
 SETTLE_STEPS = 2

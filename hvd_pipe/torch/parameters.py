@@ -26,20 +26,6 @@ from horovod.torch import mpi_ops
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "ModelFinder",
-    "NewGradients",
-    "all_names",
-    "are_finite",
-    "check_has_shape",
-    "check_parameter",
-    "gradient_dtype",
-    "is_zero",
-    "owned_by",
-    "trainable",
-    "unscale",
-]
-
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -18,8 +18,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Options", "update_quietly", "updates_each_parameter", "updates_quietly"]
-
 Groups = Sequence[Mapping[str, Any]]
 
 Step = Callable[[], object]

@@ -24,8 +24,6 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import register_pytree_node
 
-__all__ = ["Settle", "hold", "is_pending", "release"]
-
 Settle = Callable[[torch.Tensor, Any, tuple[Any, ...]], None]
 """Called with the tensor, and the function of torch and its arguments that ask for its values.
 

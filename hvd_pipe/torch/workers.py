@@ -43,17 +43,6 @@ from hvd_pipe.torch.compression import codec_for
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.strategies.base import live_engines
 
-__all__ = [
-    "Distributed",
-    "begin",
-    "count",
-    "finish_all",
-    "note",
-    "refuse_join",
-    "waits_for",
-    "watch",
-]
-
 _log = logging.getLogger("hvd_pipe")
 
 

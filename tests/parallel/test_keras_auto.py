@@ -36,7 +36,7 @@ from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
-from hvd_pipe.tensorflow.strategies import auto_choice, replan
+from hvd_pipe.tensorflow.strategies import replan
 
 N = 2
 two = on_ranks(N, init=hvd.init)
@@ -333,7 +333,7 @@ def test_what_rank_0_alone_decides_fails_on_every_rank() -> None:
     if hvd.rank():
         kind = hvd.HvdPipeError
         words = "^rank 0, which decides for all, failed: ValueError: no choice$"
-    broken = mock.patch.object(auto_choice, "predict", side_effect=failure)
+    broken = mock.patch.object(replan, "predict", side_effect=failure)
     with forced(SOME), broken, pytest.raises(kind, match=words):
         fit(model, *data())
 
@@ -383,8 +383,8 @@ def test_the_slowest_ranks_times_count() -> None:
     model = keras.Sequential([layers.Input((6,)), layers.Dense(5), Slow(), layers.Dense(3)])
     optimizer = hvd.DistributedOptimizer(SlowSGD(0.01), strategy=ALL)
     model.compile(optimizer, "mse", steps_per_execution=2)
-    predicted = mock.Mock(wraps=auto_choice.predict)
-    with mock.patch.object(auto_choice, "predict", predicted):
+    predicted = mock.Mock(wraps=replan.predict)
+    with mock.patch.object(replan, "predict", predicted):
         fit(model, *data(0, SWITCH * 2))
     assert_alike(weights_of(model))
     assert predicted.called == (hvd.rank() == 0)

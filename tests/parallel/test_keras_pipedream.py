@@ -51,8 +51,7 @@ from hvd_pipe.tensorflow import pipedream
 from hvd_pipe.tensorflow.pipedream import PipeDream
 from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import graph_of
-from hvd_pipe.tensorflow.pipedream.passes import Losses
-from hvd_pipe.tensorflow.pipedream.stage import KerasStage
+from hvd_pipe.tensorflow.pipedream.stage import KerasStage, Losses
 from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split
 
 three = on_ranks(3, init=pipedream.init)

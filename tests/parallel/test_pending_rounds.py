@@ -35,7 +35,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.measuring.first_uses import FirstUses
+from hvd_pipe.torch.measuring.step_times import FirstUses
 
 pytestmark = on_ranks(2, init=hvd.init)
 

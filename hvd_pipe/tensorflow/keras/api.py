@@ -16,17 +16,6 @@ from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.keras.optimizer import distribute
 
-__all__ = [
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "layers_of",
-    "load_model",
-    "reducescatter",
-]
-
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Any,

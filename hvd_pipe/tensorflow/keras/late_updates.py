@@ -19,26 +19,9 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, refused
 from hvd_pipe.tensorflow.graphs import data_of_step, raw
-from hvd_pipe.tensorflow.keras.variables import slots_of
+from hvd_pipe.tensorflow.keras.accumulation import slots_of
 from hvd_pipe.tensorflow.strategies.base import Engine
 from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
-
-__all__ = [
-    "CannotDeferError",
-    "Past",
-    "WatchedStep",
-    "begin_step",
-    "check_eagerness",
-    "end_step",
-    "finish_before_apply",
-    "finish_loaded",
-    "finish_step",
-    "interrupt_step",
-    "meet",
-    "problem",
-    "step_before",
-    "traced_with",
-]
 
 _log = logging.getLogger("hvd_pipe")
 

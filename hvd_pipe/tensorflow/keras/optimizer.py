@@ -31,16 +31,18 @@ from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
 from hvd_pipe.tensorflow.checkpoint import InFlight
 from hvd_pipe.tensorflow.graphs import all_finite, branch, check_graph, data_of_step, identity, raw
 from hvd_pipe.tensorflow.keras import late_updates
-from hvd_pipe.tensorflow.keras.accumulation import Accumulation
-from hvd_pipe.tensorflow.keras.variables import momenta_of, slots_of, statistics_of
+from hvd_pipe.tensorflow.keras.accumulation import (
+    Accumulation,
+    momenta_of,
+    slots_of,
+    statistics_of,
+)
 from hvd_pipe.tensorflow.keras_patches import build, note_distributed
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.session import Session
 from hvd_pipe.tensorflow.sessions import Sessions
 from hvd_pipe.tensorflow.strategies.base import Gradients, OptimizerAccess
 from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
-
-__all__ = ["DistributedMixin", "distribute"]
 
 Update = Callable[[Sequence[Any], Sequence[Any]], None]
 """Applies gradients to variables."""

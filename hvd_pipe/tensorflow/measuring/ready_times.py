@@ -31,8 +31,6 @@ from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.consensus import allocated_everywhere
 from hvd_pipe.tensorflow.agree import largest
 
-__all__ = ["JobTimes", "ReadyTimes", "measure_comm", "noted"]
-
 
 class ReadyTimes:
     """Moments at which gradients become ready, and their averages, over some steps of a graph.

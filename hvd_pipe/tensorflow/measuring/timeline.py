@@ -21,6 +21,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, rank, size
 
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.runtime.timeline import (
     OFF,
     Recorder,
@@ -28,7 +29,7 @@ from hvd_pipe.runtime.timeline import (
     open_recorder,
     own_clock,
 )
-from hvd_pipe.tensorflow.agree import Description, gather
+from hvd_pipe.tensorflow.agree import gather
 
 _log = logging.getLogger("hvd_pipe")
 

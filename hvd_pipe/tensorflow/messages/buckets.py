@@ -17,8 +17,6 @@ from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
-__all__ = ["Packing", "Residuals", "Shapes", "piece_sizes"]
-
 
 class Shapes(GradientIndex):
     """The gradients of a job: names, shapes and dtypes, in an order that all ranks share."""

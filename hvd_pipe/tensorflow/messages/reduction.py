@@ -18,13 +18,11 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
-from hvd_pipe.tensorflow.agree import members
+from hvd_pipe.runtime.consensus import members
 from hvd_pipe.tensorflow.checking import delayed
 from hvd_pipe.tensorflow.compression import Codec, Compression
 from hvd_pipe.tensorflow.graphs import call_name, variable
 from hvd_pipe.tensorflow.measuring import timeline
-
-__all__ = ["RESIDUAL", "Feedback", "Reduction"]
 
 RESIDUAL = "lost."
 """Begins the names of residuals in a state; they mean nothing on another rank."""

@@ -22,19 +22,16 @@ from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import MODES
 from hvd_pipe.planning.stages import Partition
-from hvd_pipe.tensorflow.agree import Description, agreement
+from hvd_pipe.runtime.consensus import Description
+from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.measuring.ready_times import measure_comm
 from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
-from hvd_pipe.tensorflow.pipedream.passes import Losses
-from hvd_pipe.tensorflow.pipedream.stage import KerasStage
+from hvd_pipe.tensorflow.pipedream.stage import KerasStage, Losses, Replicas, add, scaled
 from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split, start
-from hvd_pipe.tensorflow.pipedream.weights import Replicas, add, scaled
-
-__all__ = ["FRAMEWORK", "KerasOptions", "KerasPipeline", "build", "check_optimizer"]
 
 LARGEST_MESSAGE = 2**23  # bytes, when the network is measured
 FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, start, add)

@@ -26,9 +26,7 @@ from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import allgather_object, broadcast_object, broadcast_variables
 from hvd_pipe.tensorflow.pipedream.build import KerasPipeline
 from hvd_pipe.tensorflow.pipedream.cut import blocks_of
-from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
-
-__all__ = ["load", "save"]
+from hvd_pipe.tensorflow.pipedream.stage import ByMinibatch
 
 SCHEMA = "hvd_pipe.keras_pipeline/1"
 _NAME = "hvd_pipe.pipeline.checkpoint"

@@ -21,11 +21,8 @@ import keras
 
 from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.tensorflow.layer_times import measure_profile
-from hvd_pipe.tensorflow.measuring.layer_calls import LOSS
+from hvd_pipe.tensorflow.layer_times import LOSS, measure_profile
 from hvd_pipe.tensorflow.pipedream.graph import Graph
-
-__all__ = ["Blocks", "Part", "blocks_of", "cut", "merged", "profile_of", "shapes_of"]
 
 Blocks = Mapping[str, tuple[int, ...]]
 """Places of the calls of each block, by its name, in forward order."""

@@ -21,8 +21,6 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask
 from keras.src.models.functional import Functional, operation_fn
 
-__all__ = ["Call", "Graph", "Value", "graph_of"]
-
 
 @dataclass(frozen=True)
 class Value:

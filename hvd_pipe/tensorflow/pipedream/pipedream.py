@@ -16,8 +16,6 @@ from hvd_pipe.tensorflow.pipedream.build import FRAMEWORK, KerasOptions, KerasPi
 from hvd_pipe.tensorflow.pipedream.checkpoint import load, save
 from hvd_pipe.tensorflow.pipedream.tensors import split
 
-__all__ = ["PipeDream"]
-
 
 class PipeDream(PipeDreamBase[KerasPipeline]):
     """A pipeline of workers that each train some layers of a Keras model (PipeDream, SOSP 2019).

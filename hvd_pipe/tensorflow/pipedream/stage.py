@@ -13,20 +13,243 @@ So backward is the gradient at the weights of its forward, whatever was updated 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+from horovod.tensorflow.mpi_ops import Average, ProcessSet, Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.stage import Buffer, Clipping, Feed, Microbatch, MicrobatchIndex, Tally
+from hvd_pipe.tensorflow.messages.buckets import Packing, Shapes
 from hvd_pipe.tensorflow.pipedream.cut import Part
-from hvd_pipe.tensorflow.pipedream.passes import Losses, Passed, Passes
-from hvd_pipe.tensorflow.pipedream.weights import ByMinibatch
 
-__all__ = ["KerasStage", "Reduce"]
+
+class Replicas:
+    """The workers of a stage, and what they add up.
+
+    A stage's gradients are all there at the same time, so all of one dtype are one message.
+
+    Args:
+        process_set: The ranks.
+        stage: Its number, for the names of messages.
+        weights: What is trained.
+    """
+
+    def __init__(self, process_set: ProcessSet, stage: int, weights: Sequence[Any]) -> None:
+        self._process_set, self._tag = process_set, f"hvd_pipe.pipeline.gradients.{stage}"
+        shapes = Shapes(
+            [each.path for each in weights],
+            [each.shape for each in weights],
+            [each.dtype for each in weights],
+        )
+        self._packing = Packing(shapes, shapes.default_groups(range(len(shapes))[::-1], None))
+        self._sum = tf.function(self._summed, autograph=False)
+
+    def add(self, gradient: list[Any]) -> list[Any]:
+        """Return the sum over all workers of the stage; all of them call this."""
+        return list(self._sum(gradient))
+
+    def average(self, variables: Sequence[Any]) -> None:
+        """Give variables their mean over the workers of the stage; all of them call this."""
+        for place, each in enumerate(variables):
+            # In double precision, so that what is alike, as frozen weights are, stays as it is.
+            mean = mpi_ops._allreduce(
+                tf.cast(each.value.read_value(), tf.float64),
+                name=f"{self._tag}.state.{place}",
+                op=Average,
+                process_set=self._process_set,
+            )
+            each.assign(tf.cast(mean, each.dtype))
+
+    def _summed(self, gradient: list[Any]) -> list[Any]:
+        flats = self._packing.pack(dict(enumerate(gradient)))
+        sums = [
+            mpi_ops._allreduce(
+                flat,
+                name=f"{self._tag}.{number}",
+                op=Sum,
+                ignore_name_scope=True,
+                process_set=self._process_set,
+            )
+            for number, flat in enumerate(flats)
+        ]
+        found = self._packing.unpack(sums)
+        return [found[place] for place in range(len(gradient))]
+
+
+class ByMinibatch(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    """A schedule that counts minibatches, of which an update may take several.
+
+    Args:
+        schedule: The user's.
+        scale: Multiplies its rates.
+
+    Example:
+        >>> halving = keras.optimizers.schedules.PiecewiseConstantDecay([3], [1.0, 0.5])
+        >>> rate = ByMinibatch(halving, scale=2.0)
+        >>> for update in range(4):
+        ...     print(update, float(rate(update)))
+        ...     rate.advance(minibatches=2)
+        0 2.0
+        1 2.0
+        2 1.0
+        3 1.0
+    """
+
+    def __init__(self, schedule: Any, scale: float) -> None:
+        self._schedule, self._scale = schedule, scale
+        self.minibatches = tf.Variable(0, trainable=False, dtype=tf.int64)
+        """How many there were."""
+
+    def __call__(self, _: Any) -> Any:
+        """Return the rate of the next update, whatever its number."""
+        return self._schedule(self.minibatches) * self._scale
+
+    def advance(self, minibatches: int) -> None:
+        """Count the minibatches of an update."""
+        self.minibatches.assign_add(minibatches)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what Keras would save."""
+        return {"schedule": self._schedule, "scale": self._scale}
+
+
+def scaled(optimizer: Any, scale: float) -> Any:
+    """Return an optimizer whose rates are scaled, and whose schedule counts minibatches.
+
+    Args:
+        optimizer: Of a stage, new.
+        scale: R_s / R_0, or 1.
+
+    Example:
+        >>> float(scaled(keras.optimizers.SGD(0.5), 2.0).learning_rate)
+        1.0
+    """
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        optimizer._learning_rate = ByMinibatch(rate, scale)
+    elif scale != 1.0:
+        optimizer.learning_rate = float(rate) * scale
+    return optimizer
+
+
+def add(value: float, name: str, ranks: ProcessSet) -> float:
+    """Return the sum of all ranks' numbers."""
+    number = tf.constant(value, tf.float64)
+    return float(mpi_ops._allreduce(number, name=name, op=Sum, process_set=ranks))
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the last stage computes of the targets and the model's output.
+
+    Args:
+        loss: ``loss(targets, output)``: a number, or one a sample.
+        metric: A number to be reported, likewise; None for none.
+    """
+
+    loss: Callable[[Any, Any], Any]
+    metric: Callable[[Any, Any], Any] | None = None
+
+
+class Passed(NamedTuple):
+    """What a forward pass has made.
+
+    Args:
+        outputs: What goes out.
+        loss: The mean over the samples; None where no loss is computed.
+        metric: Likewise.
+        added: What is differentiated here: the loss, and what layers and regularisers add to it;
+            None where there is nothing.
+    """
+
+    outputs: list[Any]
+    loss: Any
+    metric: Any
+    added: Any
+
+
+class Passes:
+    """The passes of a stage; each is compiled once for each shape of what comes in.
+
+    Args:
+        part: The stage's layers.
+        losses: Of the last stage; None for the others.
+    """
+
+    def __init__(self, part: Part, losses: Losses | None) -> None:
+        self._part, self._losses = part, losses
+        self.weights = [each for each in part.variables if each.trainable]
+        self.state = [each for each in part.variables if not each.trainable]
+        self._changed: list[int] = []
+        self._train = tf.function(self._training, autograph=False)
+        self._test = tf.function(self._evaluation, autograph=False)
+
+    def newest_state(self) -> list[Any]:
+        """Return what is not trained, as it is now."""
+        return [each.value.read_value() for each in self.state]
+
+    def train(
+        self, weights: Sequence[Any], state: list[Any], inputs: Sequence[Any], targets: Any
+    ) -> tuple[Passed, list[Any]]:
+        """Run forward with these weights and this state; return the state after it, too."""
+        passed, changed = self._train(list(weights), state, list(inputs), targets)
+        return Passed(*passed), changed
+
+    def move_on(self, changed: list[Any]) -> None:
+        """Take the state that a pass has left."""
+        for place, value in zip(self._changed, changed, strict=True):
+            self.state[place].assign(value)
+
+    def evaluate(self, weights: Sequence[Any], inputs: Sequence[Any], targets: Any) -> Passed:
+        """Run forward in evaluation mode, and change nothing."""
+        return Passed(*self._test(list(weights), self.newest_state(), list(inputs), targets))
+
+    def _training(
+        self, weights: list[Any], state: list[Any], inputs: list[Any], targets: Any
+    ) -> tuple[Passed, list[Any]]:
+        scope = self._scope(weights, state)
+        before = [scope.get_current_value(each) for each in self.state]
+        with scope:
+            outputs = self._part.run(inputs, training=True)
+            loss, metric = self._measured(targets, outputs)
+            terms = [] if loss is None else [loss]
+            terms += scope.losses
+            for variable, value in zip(self.weights, weights, strict=True):
+                if variable.regularizer is not None:
+                    terms.append(variable.regularizer(value))
+        after = [scope.get_current_value(each) for each in self.state]
+        self._changed = [place for place, value in enumerate(after) if value is not before[place]]
+        added = tf.add_n([tf.cast(term, terms[0].dtype) for term in terms]) if terms else None
+        return Passed(outputs, loss, metric, added), [after[place] for place in self._changed]
+
+    def _evaluation(
+        self, weights: list[Any], state: list[Any], inputs: list[Any], targets: Any
+    ) -> Passed:
+        with self._scope(weights, state):
+            outputs = self._part.run(inputs, training=False)
+            return Passed(outputs, *self._measured(targets, outputs), None)
+
+    def _scope(self, weights: list[Any], state: list[Any]) -> Any:
+        variables = [*self.weights, *self.state]
+        return keras.StatelessScope(
+            list(zip(variables, [*weights, *state], strict=True)), collect_losses=True
+        )
+
+    def _measured(self, targets: Any, outputs: list[Any]) -> tuple[Any, Any]:
+        if self._losses is None:
+            return None, None
+        output = self._part.graph.pack(outputs)
+        loss = tf.reduce_mean(self._losses.loss(targets, output))
+        if self._losses.metric is None:
+            return loss, None
+        return loss, tf.reduce_mean(self._losses.metric(targets, output))
+
 
 Reduce = Callable[[list[Any]], list[Any]]
 """Adds gradients up over a stage's workers."""

@@ -17,8 +17,6 @@ from hvd_pipe.pipeline.messages import ITEM_BYTES, Bytes, Messages, Part, Tensor
 from hvd_pipe.pipeline.stage import Buffer, Microbatch
 from hvd_pipe.tensorflow.pipedream.graph import Graph
 
-__all__ = ["Broadcast", "KerasMessages", "split", "start"]
-
 
 def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
     """Cut a minibatch into microbatches along the first dimension, as `numpy.array_split` does.

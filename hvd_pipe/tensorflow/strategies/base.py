@@ -24,17 +24,6 @@ from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 
-__all__ = [
-    "Due",
-    "Engine",
-    "Gradients",
-    "Momentum",
-    "OptimizerAccess",
-    "Settings",
-    "same",
-    "together",
-]
-
 Gradients = Mapping[int, Any]
 """Dense tensors, or ``tf.IndexedSlices``, by index."""
 

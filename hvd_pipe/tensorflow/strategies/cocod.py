@@ -36,16 +36,14 @@ from hvd_pipe.tensorflow.graphs import Arrays, branch, raw, restore, variable
 from hvd_pipe.tensorflow.messages.buckets import Packing
 from hvd_pipe.tensorflow.messages.reduction import Reduction
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
-from hvd_pipe.tensorflow.strategies.model_average import wide
-from hvd_pipe.tensorflow.strategies.model_parts import (
+from hvd_pipe.tensorflow.strategies.model_average import (
     FRAGMENTS,
     Part,
     as_cut,
     model_parts,
     momenta_part,
+    wide,
 )
-
-__all__ = ["CoCoDEngine"]
 
 Flats = Sequence[tf.Tensor]
 

@@ -21,13 +21,11 @@ import numpy.typing as npt
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import Sum
 
-from hvd_pipe.runtime.bucket_planner import DEFAULT_BUCKET_BYTES
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.tensorflow.graphs import Arrays, all_finite, data_of_step, restore, variable
 from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
-
-__all__ = ["PipeSGDEngine"]
 
 _log = logging.getLogger("hvd_pipe")
 

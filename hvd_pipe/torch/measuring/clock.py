@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["DeviceClock", "Moment", "Stopwatch"]
-
 Moment = float | torch.cuda.Event
 """Seconds by the host's clock, or an event on a CUDA stream."""
 

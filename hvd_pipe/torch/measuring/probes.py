@@ -20,10 +20,8 @@ from horovod.torch.mpi_ops import (
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.runtime import comm_probe
 from hvd_pipe.runtime.comm_probe import BUDGET_S, Progress
-from hvd_pipe.runtime.consensus import allocated_everywhere
-from hvd_pipe.torch.agree import gather, largest, members
-
-__all__ = ["measure_allreduce", "measure_comm", "uses_nccl", "worker_speeds"]
+from hvd_pipe.runtime.consensus import allocated_everywhere, members
+from hvd_pipe.torch.agree import gather, largest
 
 LEAST_ROUNDS = 3
 

@@ -27,6 +27,7 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
 
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.runtime.timeline import (
     COMPUTE,
     HOST,
@@ -35,7 +36,7 @@ from hvd_pipe.runtime.timeline import (
     open_recorder,
     own_clock,
 )
-from hvd_pipe.torch.agree import Description, agree_on_clock
+from hvd_pipe.torch.agree import agree_on_clock
 from hvd_pipe.torch.measuring.clock import DeviceClock, Moment
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import ModelFinder

@@ -38,8 +38,6 @@ from hvd_pipe.torch.parameters import gradient_dtype
 if TYPE_CHECKING:
     from hvd_pipe.torch.strategies.settings import Settings
 
-__all__ = ["Bucket", "BucketSet"]
-
 
 class Bucket:
     """Gradients of one dtype and device that travel in one message.

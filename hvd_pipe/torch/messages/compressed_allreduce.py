@@ -42,11 +42,9 @@ from hvd_pipe.torch.messages.allreduce import (
     Message,
     Reduction,
     Scaled,
+    communication_thread,
 )
-from hvd_pipe.torch.messages.communication_thread import communication_thread
 from hvd_pipe.torch.messages.pending import follow_horovod, side_stream
-
-__all__ = ["CompressedAllReduce", "message_for"]
 
 
 class CompressedAllReduce(Message):

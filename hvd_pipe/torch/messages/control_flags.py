@@ -28,9 +28,8 @@ import torch
 from horovod.torch.mpi_ops import ProcessSet, rank
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.torch.agree import gather, members
-
-__all__ = ["COUNT", "RAISED", "Changes", "ControlFlags"]
+from hvd_pipe.runtime.consensus import members
+from hvd_pipe.torch.agree import gather
 
 RAISED = "backward() raised"
 

@@ -25,8 +25,6 @@ from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Feedback, Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 
-__all__ = ["IN_FLIGHT", "OrderedMessage", "OrderedMessages", "Sender"]
-
 IN_FLIGHT = 2
 """Messages on the wire at a time: one travels while the next one is negotiated."""
 

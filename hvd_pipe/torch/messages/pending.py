@@ -42,24 +42,6 @@ from hvd_pipe.runtime.consensus import shutdown_is_told
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 
-__all__ = [
-    "before_shutdown",
-    "complete_all",
-    "done_is_done",
-    "explaining",
-    "finished",
-    "follow",
-    "follow_horovod",
-    "forget",
-    "has_arrived",
-    "host_values",
-    "known",
-    "sent",
-    "settle",
-    "side_stream",
-    "wait",
-]
-
 PATIENCE_S = 30.0
 
 _handles: set[int] = set()

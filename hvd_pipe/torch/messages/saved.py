@@ -22,16 +22,6 @@ from hvd_pipe.torch.messages.allreduce import REDUCED, Reduction
 if TYPE_CHECKING:
     from hvd_pipe.torch.messages.buckets import BucketSet
 
-__all__ = [
-    "Residuals",
-    "gradients_of",
-    "of_all_ranks",
-    "own_gradients_of",
-    "residuals_of",
-    "restore_gradients",
-    "restore_residuals",
-]
-
 Residuals = dict[str, list[torch.Tensor | None]]
 """By label, one tensor a parameter, or None."""
 

@@ -19,8 +19,6 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Reduction, sendable
 
-__all__ = ["SparseGradients"]
-
 
 class SparseGradients:
     """The sparse gradients of one round.

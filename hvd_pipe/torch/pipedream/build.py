@@ -27,12 +27,13 @@ from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.agree import Description, agree_on_clock, agreement
+from hvd_pipe.torch.agree import agree_on_clock, agreement
+from hvd_pipe.torch.distributed import DistributedOptimizer
 from hvd_pipe.torch.horovod_api import broadcast_parameters
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.probes import measure_comm
-from hvd_pipe.torch.optimizer import DistributedOptimizer
 from hvd_pipe.torch.pipedream.cut import StageModule, cut
 from hvd_pipe.torch.pipedream.graph import Traced, specs, trace
 from hvd_pipe.torch.pipedream.measure import profile

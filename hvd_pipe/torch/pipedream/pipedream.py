@@ -22,8 +22,6 @@ from hvd_pipe.torch.pipedream.checkpoint import load, save, whole_state
 from hvd_pipe.torch.pipedream.measure import StageMemory
 from hvd_pipe.torch.pipedream.tensors import split
 
-__all__ = ["PipeDream"]
-
 
 class PipeDream(PipeDreamBase[TorchPipeline]):
     """A pipeline of workers that each hold some layers of a model (PipeDream, SOSP 2019).

@@ -21,8 +21,6 @@ from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import Settings, State
 
-__all__ = ["AdasumEngine"]
-
 
 class AdasumEngine(Engine):
     """Local updates of every step, combined before the next one."""

@@ -18,8 +18,6 @@ from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.pending_tensors import Settle
 
-__all__ = ["BackwardPasses", "GradientHooks", "settle_weakly"]
-
 Hook = Callable[[torch.Tensor], None]
 
 

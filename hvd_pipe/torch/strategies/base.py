@@ -25,7 +25,8 @@ from horovod.torch.mpi_ops import Average, rank
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.torch.agree import Description, check_alike, failed
+from hvd_pipe.runtime.consensus import Description, failed
+from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
@@ -41,11 +42,8 @@ from hvd_pipe.torch.strategies.backward_passes import (
 from hvd_pipe.torch.strategies.settings import Settings, State, describe
 
 if TYPE_CHECKING:
-    from hvd_pipe.torch.measuring.first_uses import FirstUses
-    from hvd_pipe.torch.measuring.step_times import ReadyTimes
+    from hvd_pipe.torch.measuring.step_times import FirstUses, ReadyTimes
     from hvd_pipe.torch.messages.buckets import BucketSet
-
-__all__ = ["Engine", "live_engines"]
 
 
 class Engine(abc.ABC):

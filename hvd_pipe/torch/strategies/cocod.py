@@ -26,25 +26,25 @@ from horovod.torch.compression import Compression
 
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.consensus import Description
+from hvd_pipe.runtime.process_sets import find_node
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.agree import Description, check_alike
+from hvd_pipe.torch.agree import agreement, check_alike
 from hvd_pipe.torch.checking import compare_replicas
-from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction
+from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction, Traffic
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
-from hvd_pipe.torch.strategies.averaged_momenta import PREFIX, AveragedMomenta
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.model_average import (
     IN_FLIGHT,
+    PREFIX,
+    AveragedMomenta,
     ModelAverage,
     ModelBuffers,
     Tensors,
     Values,
 )
 from hvd_pipe.torch.strategies.settings import Settings, State
-from hvd_pipe.torch.strategies.within_node import Meeting, within_node
-
-__all__ = ["CoCoDEngine"]
 
 
 @dataclass(frozen=True)
@@ -390,3 +390,48 @@ def _average_of_momenta(
     plain = replace(reduction, compression=Compression.none)
     rule = CoCoD(pull_back=strategy.pull_back)
     return ModelAverage(like, values, plain, name, rule, nonnegative=nonnegative)
+
+
+# Gradients that are averaged over the ranks of a node, and a meeting of ranks of all nodes.
+
+
+class Meeting(Message):
+    """What ranks meet by where each of several messages is sent by some that others do not reach.
+
+    The messages of a node tell its ranks, and the models' those of other nodes.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+
+    def launch(self) -> None:
+        for message in self._messages:
+            message.launch()
+
+    @property
+    def arrived(self) -> bool:
+        return all(message.arrived for message in self._messages)
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+
+    def meet(self) -> None:
+        for message in self._messages:
+            message.meet()
+
+
+def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
+    """Return how the ranks of this node average gradients; None where it has one rank."""
+    world = settings.reduction.process_set
+    found = find_node(agreement, f"{settings.tag}.node", world, strategy.weights)
+    if found is None:
+        return None
+    node, weights = found
+    return replace(
+        settings.reduction,
+        process_set=node,
+        weights=weights,
+        compression=Compression.none,  # a node's own links are fast
+        traffic=Traffic(),  # bytes within a node are not on the wire
+    )

@@ -38,15 +38,13 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.measuring.first_uses import FirstUses
+from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
 from hvd_pipe.torch.partial_updates import Options
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.pending_parameters import Memory, PendingParameters
 from hvd_pipe.torch.strategies.settings import Settings
-
-__all__ = ["ForwardOverlapEngine"]
 
 _log = logging.getLogger("hvd_pipe")
 

@@ -19,8 +19,6 @@ from hvd_pipe.torch.strategies.settings import Owner, Settings, State
 if TYPE_CHECKING:
     from hvd_pipe.torch.arguments import Checked
 
-__all__ = ["make_engine", "switch"]
-
 
 def make_engine(checked: Checked, owner: Owner) -> Engine:
     """Return the engine for arguments that all ranks have found good."""

@@ -61,8 +61,6 @@ from hvd_pipe.torch.messages.saved import (
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import Settings, State
 
-__all__ = ["MergedGradientEngine"]
-
 PATIENCE_STEPS = 5
 
 _GIVEN = "given"

@@ -26,8 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from hvd_pipe.torch import pending_tensors
 from hvd_pipe.torch.parameters import ModelFinder
 
-__all__ = ["Memory", "ModuleHook", "PendingParameters", "memory_of"]
-
 Memory = tuple[int, bool]
 
 FIND_STEPS = 5

@@ -11,13 +11,11 @@ import torch
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.bucket_planner import GradientIndex
-from hvd_pipe.torch.agree import Description
+from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import gradient_dtype
 from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
 from hvd_pipe.torch.strategies.backward_passes import GradientHooks
-
-__all__ = ["Owner", "Settings", "State", "describe"]
 
 
 class Owner:
