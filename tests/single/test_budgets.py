@@ -1,0 +1,195 @@
+"""The size of the repository: a budget for each room, which may only be lowered.
+
+``pytest -s tests/single/test_budgets.py`` prints the table. *Code* is what is left of a Python
+file without docstrings, comments, blank lines and imports. Long lines, several statements in one
+line, and Python in files of another kind would hide code, so the linter and a test below refuse
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Size(NamedTuple):
+    """How much a room has, or may have."""
+
+    files: int
+    lines: int
+    code: int
+    functions: int
+    branches: int
+
+    def plus(self, other: Size) -> Size:
+        return Size(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Files of the repository, and their budget.
+
+    Args:
+        folders: Where they are; the last room that has a file's folder counts it.
+        suffixes: Which files count.
+        budget: The most that they may have.
+    """
+
+    folders: tuple[str, ...]
+    suffixes: tuple[str, ...]
+    budget: Size
+
+
+BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.match_case,
+    ast.comprehension,
+)
+
+PYTHON = (".py",)
+TEXT = (".py", ".sh", ".toml", ".cfg", ".patch", ".md", ".yaml")
+
+ROOMS = {
+    "hvd_pipe/*.py": Room(("hvd_pipe",), PYTHON, Size(9, 1390, 780, 60, 250)),
+    "build_horovod": Room(("hvd_pipe/build_horovod",), TEXT, Size(13, 850, 390, 30, 100)),
+    "cli": Room(("hvd_pipe/cli",), PYTHON, Size(13, 2630, 1880, 120, 490)),
+    "pipeline": Room(("hvd_pipe/pipeline",), PYTHON, Size(13, 2470, 1530, 170, 300)),
+    "planning": Room(("hvd_pipe/planning",), PYTHON, Size(29, 8770, 4940, 380, 1270)),
+    "runtime": Room(("hvd_pipe/runtime",), PYTHON, Size(17, 3340, 2010, 230, 530)),
+    "tensorflow": Room(("hvd_pipe/tensorflow",), PYTHON, Size(38, 8000, 4700, 540, 1220)),
+    "tensorflow/pipedream": Room(
+        ("hvd_pipe/tensorflow/pipedream",), PYTHON, Size(9, 1860, 1070, 120, 270)
+    ),
+    "torch": Room(("hvd_pipe/torch",), PYTHON, Size(45, 10_770, 6490, 830, 1710)),
+    "torch/pipedream": Room(("hvd_pipe/torch/pipedream",), PYTHON, Size(12, 2500, 1610, 160, 540)),
+    "tests": Room(("tests",), (".py", ".toml"), Size(263, 55_450, 36_210, 3780, 5210)),
+    "benchmarks, docker": Room(("benchmarks", "docker"), TEXT, Size(44, 9570, 6380, 560, 1380)),
+    "examples": Room(("torch_examples", "tf_examples"), PYTHON, Size(27, 3920, 2550, 210, 370)),
+}
+PAGES = 34
+ALL_PYTHON = 109_000
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    """Return the files that git knows, but for those that are deleted here."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    return tuple(path for path in listed if (ROOT / path).is_file())
+
+
+@cache
+def size_of(path: str) -> Size:
+    """Return the size of one file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    lines = text.count("\n")
+    if not path.endswith(".py"):
+        return Size(1, lines, 0, 0, 0)
+    tree = ast.parse(text)
+    functions = branches = 0
+    code = set(range(1, lines + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions += 1
+        elif isinstance(node, BRANCHES):
+            branches += 1
+        elif isinstance(node, ast.BoolOp):
+            branches += len(node.values) - 1
+        elif isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
+            assert isinstance(node, ast.stmt)
+            assert node.end_lineno is not None
+            code -= set(range(node.lineno, node.end_lineno + 1))
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            code.discard(number)
+    return Size(1, lines, len(code), functions, branches)
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def room_of(path: str) -> str | None:
+    """Return the room that has a file: the one with the longest folder."""
+    candidates = [
+        (len(folder), name)
+        for name, room in ROOMS.items()
+        for folder in room.folders
+        if path.startswith(f"{folder}/") and path.endswith(room.suffixes)
+    ]
+    return max(candidates)[1] if candidates else None
+
+
+@cache
+def sizes() -> dict[str, Size]:
+    """Return the size of each room."""
+    total = dict.fromkeys(ROOMS, Size(0, 0, 0, 0, 0))
+    for path in tracked():
+        room = room_of(path)
+        if room is not None:
+            total[room] = total[room].plus(size_of(path))
+    return total
+
+
+def table(rows: Iterable[tuple[str, Size]]) -> str:
+    """Return the sizes as a Markdown table."""
+    head = f"| room | {' | '.join(Size._fields)} |\n| --- | {' | '.join(['--:'] * 5)} |"
+    lines = [f"| {name} | {' | '.join(f'{n:,}' for n in size)} |" for name, size in rows]
+    return "\n".join([head, *lines])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_keeps_its_budget(room: str) -> None:
+    size, budget = sizes()[room], ROOMS[room].budget
+    over = {
+        field: f"{n} of {most}"
+        for field, n, most in zip(Size._fields, size, budget, strict=True)
+        if n > most
+    }
+    assert not over, f"{room}: merge or delete something; a budget is not raised"
+
+
+def test_the_repository_keeps_its_budget() -> None:
+    package = Size(0, 0, 0, 0, 0)
+    for name, size in sizes().items():
+        if ROOMS[name].folders[0].startswith("hvd_pipe"):
+            package = package.plus(size)
+    print(f"\n{table([*sizes().items(), ('hvd_pipe, all of it', package)])}")
+    pages = [path for path in tracked() if path.startswith("docs/") and path.endswith(".md")]
+    python = sum(size_of(path).lines for path in tracked() if path.endswith(".py"))
+    print(f"pages: {len(pages)}; lines of Python in the repository: {python:,}")
+    assert len(pages) <= PAGES
+    assert python <= ALL_PYTHON
+
+
+def test_no_python_hides_in_other_files() -> None:
+    """Templates and data have no functions."""
+    hidden = {
+        path
+        for path in tracked()
+        if path.endswith((".txt", ".json", ".in", ".tmpl", ".pyi", ".csv"))
+        and "\ndef " in (ROOT / path).read_text(encoding="utf-8", errors="replace")
+    }
+    assert not hidden
