@@ -47,14 +47,6 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
 
     Ranks meet under the name of the message that a rank which does not come here sends next. That
     has one dimension, so Horovod refuses both.
-
-    Args:
-        mine: What this rank has in flight; of one length on all ranks.
-        name: Of this message, as `Reduction.reduce` takes it.
-        reduction: How it is reduced.
-
-    Raises:
-        RanksDisagreeError: One rank has loaded what others have not.
     """
     if reduction.alone:
         return
@@ -77,11 +69,7 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Say what it means that messages of ranks do not match.
-
-    Raises:
-        RanksDisagreeError: They do not.
-    """
+    """Say what it means that messages of ranks do not match."""
     try:
         yield
     except tf.errors.OpError as error:

@@ -40,9 +40,6 @@ def check_graph() -> None:
     """Raise where no gradient can travel; remember every ``tf.function`` that is traced here.
 
     TensorFlow does not tell which these are; the calls that trace them are on the stack.
-
-    Raises:
-        ValueError: This is a graph of TensorFlow 1 or of XLA; with what to write.
     """
     if tf.executing_eagerly():
         return
@@ -127,10 +124,6 @@ def call_name(name: str, layer: Any = None) -> str:
     are numbered in the order in which the outermost graph meets them: Keras' own numbers differ on
     a rank that has built one more model. Outside of graphs one call follows the other, and a name
     is good for all.
-
-    Args:
-        name: What is sent.
-        layer: The layer that sends it, if layers of one kind send under one name.
     """
     if tf.executing_eagerly():
         return name

@@ -22,11 +22,7 @@ _OWNERS = "_hvd_pipe_owners"
 
 
 def settle(owners: Iterable[int] | None = None) -> None:
-    """Make the updates that are due. Other ranks send their part now, or in their next step.
-
-    Args:
-        owners: Whose, by the ids of optimizers' sessions; None for all.
-    """
+    """Make the updates that are due. Other ranks send their part now, or in their next step."""
     with _lock:
         for owner in list(due if owners is None else owners):
             if owner in due:
@@ -35,11 +31,7 @@ def settle(owners: Iterable[int] | None = None) -> None:
 
 @contextmanager
 def settling(owner: object) -> Iterator[bool]:
-    """Take the updates of an owner as made, unless making them fails.
-
-    Yields:
-        Whether they were due.
-    """
+    """Take the updates of an owner as made, unless making them fails."""
     with _lock:
         finish = due.pop(id(owner), None)  # first, as updates use the variables
         try:

@@ -120,11 +120,7 @@ class Session:
 
     # Architecture: K5
     def outgoing(self, gradients: Sequence[Any]) -> Gradients:
-        """Return what the engine is given: one gradient for each variable that is sent.
-
-        Raises:
-            HvdPipeError: There is a gradient where no rank had one at first.
-        """
+        """Return what the engine is given: one gradient for each variable that is sent."""
         found: dict[int, Any] = {}
         for i, index in enumerate(self._sent):
             gradient = gradients[index]

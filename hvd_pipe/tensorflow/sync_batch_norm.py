@@ -71,13 +71,7 @@ _moments_here = keras.layers.BatchNormalization._moments
 
 
 def moments_of_all(layer: Any, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance of each channel over all ranks; differentiable.
-
-    Args:
-        layer: A built BatchNormalization.
-        inputs: Float32 or wider.
-        mask: Which positions count, or None for all.
-    """
+    """Return mean and variance of each channel over all ranks; differentiable."""
     axes = layer._reduction_axes
     if mask is None:
         mean, variance = tf.nn.moments(inputs, axes)

@@ -33,19 +33,7 @@ def compare_replicas(
     process_set: ProcessSet,
     tag: str,
 ) -> None:
-    """Raise on every rank unless all have the same weights and gradients; all ranks come here.
-
-    Args:
-        names: The parameters' names.
-        weights: Their values.
-        gradients: Their gradients; none of them where each rank has its own.
-        when: Begins the message.
-        process_set: The ranks.
-        tag: Begins the messages' names.
-
-    Raises:
-        RanksDisagreeError: Two ranks differ; names the first parameter that does.
-    """
+    """Raise on every rank unless all have the same weights and gradients; all ranks come here."""
     found: list[tuple[str, torch.Tensor | None]] = []
     for what, tensors in (("weight", weights), ("gradient", gradients)):
         pairs = zip(names, tensors, strict=False)
@@ -63,16 +51,7 @@ def compare_replicas(
 
 
 def refuse_changed(names: Sequence[str], tag: str, process_set: ProcessSet) -> None:
-    """Raise on every rank where one has changed gradients while they were being sent.
-
-    Args:
-        names: The parameters whose gradients have changed on this rank.
-        tag: Of the messages.
-        process_set: The ranks; all of them come here.
-
-    Raises:
-        HvdPipeError: Names the first of them, and its rank.
-    """
+    """Raise on every rank where one has changed gradients while they were being sent."""
     everyone = [names]
     if process_set.included() and len(members(process_set)) > 1:
         everyone = gather(names, tag, process_set)

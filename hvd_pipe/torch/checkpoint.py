@@ -60,11 +60,7 @@ class SavedState:
 
     @classmethod
     def from_dict(cls, found: Any) -> SavedState | None:
-        """Return what a checkpoint holds; None where it holds nothing.
-
-        Raises:
-            ValueError: `to_dict` has not made this.
-        """
+        """Return what a checkpoint holds; None where it holds nothing."""
         if found is None:
             return None
         if not isinstance(found, dict):

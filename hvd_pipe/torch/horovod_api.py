@@ -85,10 +85,6 @@ def broadcast_tensors(named: Iterable[tuple[str | None, torch.Tensor]], root_ran
     """Give every rank the values of ``root_rank``'s tensors, in place.
 
     Horovod knows no bfloat16, and contiguous tensors alone.
-
-    Args:
-        named: The tensors, with names for their messages that all ranks share.
-        root_rank: The rank whose values count.
     """
     named, sent = list(named), []
     for name, tensor in named:

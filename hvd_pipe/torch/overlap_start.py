@@ -287,11 +287,7 @@ def _count(plan: Plan) -> int:
 
 
 def refusal(engine: MergedGradientEngine) -> str | None:
-    """Return why updates cannot be deferred on this rank; None where they can be.
-
-    Args:
-        engine: At the end of a ``step()``.
-    """
+    """Return why updates cannot be deferred on this rank; None where they can be."""
     settings = engine.settings
     if settings.sparse:
         return (

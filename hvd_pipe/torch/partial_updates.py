@@ -98,14 +98,7 @@ def update_quietly(
     parameters: Sequence[torch.Tensor],
     options: Options,
 ) -> None:
-    """Let an optimizer update some of its parameters, wherever this is called.
-
-    Args:
-        optimizer: Whose parameters.
-        step: Makes its update.
-        parameters: What to update, by their ``.grad``.
-        options: As they were in ``step()``.
-    """
+    """Let an optimizer update some of its parameters, wherever this is called."""
     due, groups = set(map(id, parameters)), optimizer.param_groups
     shown = [
         {**group, "params": [p for p in group["params"] if id(p) in due]}

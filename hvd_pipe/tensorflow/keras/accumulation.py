@@ -41,12 +41,7 @@ _NONNEGATIVE = frozenset(
 
 
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Return all that the optimizer keeps for these variables, of whatever shape.
-
-    Args:
-        optimizer: A built Keras optimizer.
-        variables: Some of those that it was built with.
-    """
+    """Return all that the optimizer keeps for these variables, of whatever shape."""
     own = {id(each) for each in optimizer.variables}
     count = len(optimizer._trainable_variables)
     indices = [optimizer._get_variable_index(each) for each in variables]
@@ -60,12 +55,7 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
-    """Return the momenta of these variables, in an order that all ranks share.
-
-    Args:
-        optimizer: A built Keras optimizer.
-        variables: Some of those that it was built with.
-    """
+    """Return the momenta of these variables, in an order that all ranks share."""
     own = {id(each) for each in optimizer.variables}
     indices = [optimizer._get_variable_index(each) for each in variables]
     found: list[Momentum] = []
@@ -84,12 +74,7 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
 
 
 def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
-    """Return the moving averages of all models that have some of the trained variables.
-
-    Args:
-        trained: The `identity` of each trainable variable.
-        kept: That of each variable that each rank has for itself.
-    """
+    """Return the moving averages of all models that have some of the trained variables."""
     found: dict[int, Any] = {}
     for model in noted_models():
         if any(identity(each) in trained for each in model.trainable_variables):

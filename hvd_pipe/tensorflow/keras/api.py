@@ -142,11 +142,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def layers_of(local_layers: Any) -> list[Any]:
-    """Return the layers that a user calls local.
-
-    Raises:
-        ValueError: They are no Keras layers, or have no variables yet.
-    """
+    """Return the layers that a user calls local."""
     layers = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
     layers = [layer for layer in layers if layer is not None]
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):

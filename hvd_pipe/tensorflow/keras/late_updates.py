@@ -35,11 +35,7 @@ def begin_step(optimizer: Any) -> None:
 
 
 def end_step(optimizer: Any) -> None:
-    """After all else that a step's graph does.
-
-    Raises:
-        CannotDeferError: It cannot leave updates to the next step. Traced again, it does not.
-    """
+    """After all else that a step's graph does."""
     for session in optimizer._hvd_pipe:
         engine = session.engine
         if isinstance(engine, ForwardOverlapEngine):
@@ -62,11 +58,7 @@ class CannotDeferError(HvdPipeError):
 
 
 def finish_step(optimizer: Any) -> None:
-    """Make the updates that are late, on all ranks, between two steps.
-
-    Raises:
-        HvdPipeError: Horovod has been shut down since the last step.
-    """
+    """Make the updates that are late, on all ranks, between two steps."""
     sessions = list(optimizer._hvd_pipe)
     with pending.settling(optimizer._hvd_pipe) as was_due:
         if was_due and not sessions:
@@ -102,11 +94,7 @@ def interrupt_step(optimizer: Any) -> None:
 
 
 def finish_before_apply(optimizer: Any, engine: ForwardOverlapEngine) -> None:
-    """As `finish_step` and `finish_loaded`, with the gradients at hand.
-
-    Raises:
-        HvdPipeError: They were computed before that.
-    """
+    """As `finish_step` and `finish_loaded`, with the gradients at hand."""
     if tf.executing_eagerly() and engine.holds:
         raise HvdPipeError(_COMPUTED)
     if tf.executing_eagerly():
@@ -190,12 +178,7 @@ def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
 
 
 def check_eagerness(model: Any, optimizers: list[Any]) -> None:
-    """Refuse steps that are graphs on some ranks alone: their messages do not meet.
-
-    Raises:
-        RanksDisagreeError: Ranks have compiled the model differently, or one has loaded a
-            checkpoint alone.
-    """
+    """Refuse steps that are graphs on some ranks alone: their messages do not meet."""
     lines = [("run_eagerly (compile the model alike on all)", str(model.run_eagerly))]
     for each in optimizers:
         process_set = each._hvd_pipe.arguments.process_set

@@ -224,11 +224,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     # A step.
 
     def begin_step(self, update: Update) -> None:
-        """Before the forward pass, in its graph: finish the step before, bucket by bucket.
-
-        Args:
-            update: Applies gradients as of the step before.
-        """
+        """Before the forward pass, in its graph: finish the step before, bucket by bucket."""
         if tf.executing_eagerly() or not self.begins:
             return
         self._begun = weakref.ref(ops.get_default_graph())
@@ -295,12 +291,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._updated, self._operations = weakref.ref(graph), len(graph.get_operations())
 
     def end_step(self) -> bool:
-        """Look, at the end of a step's graph, for operations that use what has been updated.
-
-        Returns:
-            Whether the step must be traced anew, as it has begun with updates of variables that
-            it does not train, or trains others without.
-        """
+        """Look, at the end of a step's graph, for operations that use what has been updated."""
         graph, self._leaves = ops.get_default_graph(), lambda: None
         if self._updated() is graph:
             handles = [each.handle for each in self.settings.variables]

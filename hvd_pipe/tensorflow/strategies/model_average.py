@@ -374,9 +374,6 @@ def momenta_part(settings: Settings, strategy: CoCoD) -> Part:
 
     They follow the pull-back, but no momentum of an anchor or an outer optimizer, which could
     carry a second moment below zero. Progress can, so that these stop at zero.
-
-    Raises:
-        RanksDisagreeError: Ranks have other momenta, as with a momentum of 0 on one of them.
     """
 
     def check() -> tuple[None, Description]:

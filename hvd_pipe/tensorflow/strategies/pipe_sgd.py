@@ -226,12 +226,7 @@ class Prediction:
         self._is_predicted.assign(False)
 
     def predict(self, state: Sequence[tf.Variable], update: Callable[[], None]) -> None:
-        """Move the weights as an update does, and leave all else as it is.
-
-        Args:
-            state: The optimizer's variables.
-            update: Makes the update.
-        """
+        """Move the weights as an update does, and leave all else as it is."""
         for weight, true in zip(self._weights, self._true, strict=True):
             true.assign(weight)
         kept = [each.read_value() for each in state]

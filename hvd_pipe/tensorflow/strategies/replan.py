@@ -124,11 +124,7 @@ class Replan:
         return watcher
 
     def takes(self, fit: object) -> bool:
-        """Return whether nobody drives the steps of this call of ``fit`` yet.
-
-        Args:
-            fit: The parameters that all callbacks of one call share.
-        """
+        """Return whether nobody drives the steps of this call of ``fit`` yet."""
         before, self._fit = self._fit, fit
         return before is not fit
 
@@ -151,11 +147,7 @@ class Replan:
                 self._last = self._batches + (SETTLE_STEPS + TRIAL_STEPS) * self._passes
 
     def begin(self) -> bool:
-        """Note that training goes on; return whether the step must be traced anew.
-
-        Raises:
-            RanksDisagreeError: Some ranks have loaded a choice of ``auto`` that others have not.
-        """
+        """Note that training goes on; return whether the step must be traced anew."""
         sessions = self._sessions
         process_set = sessions.arguments.process_set
         answer_with(mpi_ops)
@@ -362,13 +354,7 @@ Measured = tuple[MergedGradientEngine, JobTimes | None, CommModel | None]
 
 
 def choose_method(sessions: Sessions, measured: Sequence[Measured]) -> None:
-    """Let the first rank choose, and all sessions of all ranks follow.
-
-    Args:
-        sessions: Of one optimizer, under ``auto``.
-        measured: For each: its engine, its times, and what an all-reduce costs; all ranks have
-            None for that where no rank could measure.
-    """
+    """Let the first rank choose, and all sessions of all ranks follow."""
     assert isinstance(sessions.strategy, Auto)
     candidates, left_out = sessions.arguments.candidates(sessions.strategy)
     process_set = sessions.arguments.process_set

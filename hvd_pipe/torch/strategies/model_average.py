@@ -315,11 +315,7 @@ class ModelBuffers:
             self._models.append(weakref.ref(module))
 
     def average(self, reduction: Reduction, name: str) -> None:
-        """Average floating buffers over the ranks; other buffers take the first rank's values.
-
-        Raises:
-            RanksDisagreeError: The ranks' buffers differ in name, shape or dtype.
-        """
+        """Average floating buffers over the ranks; other buffers take the first rank's values."""
         if reduction.alone:
             return
         buffers = [
