@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -281,7 +282,10 @@ def contents(plain: Optimizer) -> dict[str, Any]:
 
 
 def id_of(value: Any) -> str:
-    return ", ".join(f"{k}={v!r}" for k, v in value.items()) if isinstance(value, dict) else ""
+    """Name a case by its arguments, without the addresses of objects, which differ by run."""
+    if not isinstance(value, dict):
+        return ""
+    return ", ".join(f"{k}={re.sub(' at 0x[0-9a-f]+', '', repr(v))}" for k, v in value.items())
 
 
 def check_refused(
