@@ -63,6 +63,16 @@ class Command(click.Command):
                 ctx.fail(f"{option} is gone: {_GONE[f'{ctx.info_name} {option}']}.")
             raise
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say behind the options what PROFILE may be, where a command takes one."""
+        if any(param.name == "profile" for param in self.params):
+            formatter.write_paragraph()
+            formatter.write_text(
+                "PROFILE is a model: the .json of hvd-pipe profile, a .csv trace, or a .graph.txt "
+                "of PipeDream."
+            )
+        super().format_epilog(ctx, formatter)
+
 
 def job_size() -> int:
     """Return how many ranks the launcher (horovodrun, mpirun, srun) has started; 1 without one."""

@@ -135,9 +135,6 @@ def command(
 
 
 def _row(profile: ModelProfile, run: Simulation) -> dict[str, Any]:
-    events = run.timeline.events
-    sent = sum(event.category == "allreduce" for event in events)
-    steps = 1 + max(int(str(event.args["step"])) for event in events)
     speedup = run.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
     return {
         "workers": run.workers,
@@ -145,7 +142,7 @@ def _row(profile: ModelProfile, run: Simulation) -> dict[str, Any]:
         "step_s": run.step_s,
         "exposed_s": run.exposed_s,
         "comm_s": run.comm_s,
-        "messages": sent / steps,
+        "messages": run.messages,
         "speedup": speedup,
         "efficiency": speedup / run.workers,
     }

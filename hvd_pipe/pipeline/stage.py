@@ -72,12 +72,12 @@ class Clipping:
         own = self.norms.squared[self.norms.stage]
         if self.together:
             width = 1 if self.replicas is None else self.replicas.size()
-            return self.add(own / width, "hvd_pipe.pipeline.stage", self.everyone)
+            return self.add(own / width, "hvd_pipe.pipeline.norms", self.everyone)
         known = enumerate(self.norms.squared)
         others = math.fsum(x for s, x in known if s != self.norms.stage and not math.isnan(x))
         if self.replicas is not None:
             # Neighbours may have told each of them something else.
-            name = f"hvd_pipe.pipeline.stage.{self.norms.stage}"
+            name = f"hvd_pipe.pipeline.norms.{self.norms.stage}"
             others = self.add(others, name, self.replicas) / self.replicas.size()
         return own + others
 

@@ -174,7 +174,8 @@ class Partition(Document):
             stages.append(read_fields(Stage, stage, words, f"stage {number}: "))
             if not stages[-1].layers:
                 raise ValueError(f'stage {number}: "layers" is a list of names and not empty')
-        return read_fields(cls, {**data, "stages": tuple(stages)}, {})
+        words = {"in_flight": "a list of integers"}
+        return read_fields(cls, {**data, "stages": tuple(stages)}, words)
 
 
 STRAIGHT = "straight"

@@ -246,7 +246,7 @@ PATCHES = (
         _over_ranks,
         "BatchNormalization(synchronized=True) knows the replicas of tf.distribute only. It is "
         "what a SyncBatchNormalization is in a file, and must not become a local one when it is "
-        "loaded. The same method tells which models have statistics (`keras.variables`).",
+        "loaded. The same method tells which models have statistics (`keras.accumulation`).",
     ),
     Patch(
         ConcreteFunction,

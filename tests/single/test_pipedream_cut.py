@@ -23,7 +23,7 @@ from pipedream_models import (
     train,
     train_stages,
 )
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import TensorSpec
@@ -147,6 +147,57 @@ def test_optional_inputs_are_traced_where_they_are_given() -> None:
             check_equal(model, stages, inputs)
     with pytest.raises(TypeError, match="takes 1 to 2 inputs, but the sample has 3"):
         trace(model, (tokens, state, state))
+
+
+def test_hooks_of_a_sequential_inside_are_kept() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    inner.register_forward_hook(lambda module, inputs, output: 2 * output)
+    model, x = nn.Sequential(inner, nn.Linear(4, 3)), torch.ones(2, 4)
+    assert torch.equal(trace(model, (x,)).graph_module(x), model(x))
+
+
+class _Whole(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.Sequential)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        return self.second(self.first(x)) * scale
+
+
+def test_a_graph_of_the_users_own_tracer_keeps_its_layers() -> None:
+    model = _Scaled()
+    own = fx.GraphModule(model, _Whole().trace(model))
+    x = torch.ones(2, 4)
+    traced = trace(own, (x,))
+    assert [layer.name for layer in traced.layers] == ["first", "second", "mul"]
+    assert torch.equal(traced.graph_module(x), model(x))
+
+
+class _Asserting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        torch._assert((y < 100.0).all(), "too large")
+        return self.b(y)
+
+
+def test_a_call_that_checks_something_is_a_layer() -> None:
+    """Nobody uses what it returns, and a stage must make it."""
+    model, x = _Asserting(), torch.ones(2, 4)
+    traced = trace(model, (x,))
+    assert [layer.name for layer in traced.layers][-2:] == ["_assert", "b"]
+    with pytest.raises(AssertionError, match="too large"):
+        traced.graph_module(torch.full((2, 4), 1e6))
 
 
 def test_stages_of_the_user() -> None:

@@ -5,6 +5,7 @@ The test holds the other end of a rank's connection, and reads there as another 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.runtime.watch import watcher
+from hvd_pipe.runtime.watch import watchdog, watcher
 from hvd_pipe.runtime.watch.waits import activity
 from hvd_pipe.runtime.watch.watchdog import Reporter
 from hvd_pipe.runtime.watch.watcher import Peer, Status
@@ -319,6 +320,22 @@ def test_a_rank_goes_without_a_small_process_that_does_not_start(
 ) -> None:
     said, told = started_with("", tmp_path, monkeypatch)
     assert "can no longer hear of others" in said
+    assert json.loads(told) == {"left": 1}
+
+
+def test_a_rank_without_a_free_file_descriptor_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are behind the agreement, so ``hvd.init()`` must not raise on this rank alone."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    without_pairs = SimpleNamespace(**{**vars(socket), "socketpair": refuse})
+    monkeypatch.setattr(watchdog, "socket", without_pairs)
+    said, told = started_with("", tmp_path, monkeypatch)
+    assert "can no longer hear of others" in said
+    assert "Too many open files" in said
     assert json.loads(told) == {"left": 1}
 
 

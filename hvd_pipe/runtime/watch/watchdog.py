@@ -197,7 +197,7 @@ class Reporter:
         self.peers, self.me, self.limit_s, self.links = peers, me, limit_s, links
         self.child: subprocess.Popen[bytes] | None = None
         self._process = process
-        self._control, self._its = socket.socketpair()
+        self._control: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="hvd_pipe reporter", daemon=True)
         self._sending = threading.Lock()
         self._answered = threading.Event()
@@ -207,22 +207,23 @@ class Reporter:
     def start(self) -> None:
         """Begin to report, and to hear of the others."""
         try:
-            self._start_child()
+            self._control, its = socket.socketpair()
+            self._start_child(self._control, its)
         except OSError as error:
             self._give_up(repr(error))
         else:
             self._thread.start()
 
-    def _start_child(self) -> None:
+    def _start_child(self, control: socket.socket, its: socket.socket) -> None:
         numbers = {rank: link.fileno() for rank, link in self.links.items()}
-        with self._its:
+        with its:
             # Not a fork of this process: that has threads, and MPI's memory.
             self.child = subprocess.Popen(
-                [sys.executable, "-S", watcher.__file__, str(self._its.fileno())],
+                [sys.executable, "-S", watcher.__file__, str(its.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                pass_fds=(self._its.fileno(), *numbers.values()),
+                pass_fds=(its.fileno(), *numbers.values()),
                 start_new_session=True,  # Ctrl-Z stops the rank alone
             )
         words = {
@@ -233,18 +234,17 @@ class Reporter:
             "links": numbers,
             "peers": [(peer.rank, peer.host, peer.pid) for peer in self.peers],
         }
-        self._control.settimeout(START_S)
-        self._control.sendall(encode(words))
+        control.settimeout(START_S)
+        control.sendall(encode(words))
         # Training waits for this, or a rank would look silent while its process starts.
-        if self._control.recv(len(watcher.READY)) != watcher.READY:
+        if control.recv(len(watcher.READY)) != watcher.READY:
             raise ConnectionResetError("its process for that has ended at its start")
-        self._control.settimeout(ANSWER_S)
+        control.settimeout(ANSWER_S)
 
     def stop(self) -> None:
         """Report nothing more; the others take it that this rank has left, or is lost."""
         self._stopped = True
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # which ends the child and the thread
+        self._hang_up()
         if self._thread.is_alive():
             self._thread.join(ANSWER_S)
         if self.child is not None:
@@ -257,7 +257,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close the sockets of this process: a forked child must not keep a dead rank's open."""
-        for one in (self._control, self._its, *self.links.values()):
+        for one in filter(None, (self._control, *self.links.values())):
             one.close()
 
     def leave(self) -> None:
@@ -275,7 +275,15 @@ class Reporter:
             return self._answer
         return None
 
+    def _hang_up(self) -> None:
+        """End the process beside this one, and the thread."""
+        if self._control is not None:
+            with suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+
     def _send(self, message: Mapping[str, Any]) -> bool:
+        if self._control is None:
+            return False
         with self._sending, suppress(OSError):
             self._control.sendall(encode(message))
             return True
@@ -286,23 +294,23 @@ class Reporter:
         for link in self.links.values():
             with suppress(OSError):
                 link.send(b"\n" + encode({"left": self.me}))
-        with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
         self._process.say(f"{self.peers[self.me]} can no longer hear of others: {why}")
 
     def _run(self) -> None:
+        assert self._control is not None
         try:
-            self._loop()
+            self._loop(self._control)
             why = "its process for that has ended"
         except Exception as error:  # a mistake in here must not look like a rank that is lost
             why = repr(error)
         if not self._stopped:
             self._give_up(why)
 
-    def _loop(self) -> None:
+    def _loop(self, control: socket.socket) -> None:
         rest, due = b"", 0.0
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(control, selectors.EVENT_READ)
             while not self._stopped:
                 now = time.monotonic()
                 if now >= due:
@@ -310,7 +318,7 @@ class Reporter:
                     self._send({"status": asdict(self._process.status())})
                 if not selector.select(max(due - now, 0.0)):
                     continue
-                data = self._control.recv(1 << 16)
+                data = control.recv(1 << 16)
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")

@@ -250,6 +250,7 @@ class ModelAverage:
             found = sent(*flats)
             for operation in operations:
                 operation.complete()
+            trace.end_step()  # a job that is stuck must have its last rounds on the disk
             return found
 
         return shown

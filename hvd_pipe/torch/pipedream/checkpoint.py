@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.torch.functions import allgather_object, broadcast_object
-from horovod.torch.mpi_ops import global_process_set
+from horovod.torch.functions import allgather_object
+from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoint
@@ -88,10 +88,7 @@ def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
 
     found = agreement.found_by_first(look, f"{_NAME}.look", global_process_set)
     count = len(found["partition"]["stages"])
-    state, *stages = (
-        broadcast_object(files[at] if files else None, 0, name=f"{_NAME}.value")
-        for at in range(1 + count)
-    )
+    state, *stages = map(_from_first, files or [None] * (1 + count))
     built.stage.module.load_state_dict({n: state[n] for n in built.stage.module.state_dict()})
     built.unused.update({name: state[name] for name in built.unused})
     worker = built.assignment.worker
@@ -215,3 +212,14 @@ def _gather(value: Any) -> list[Any]:
     torch.save(value, file)
     parts = allgather_object(file.getvalue(), name=f"{_NAME}.gather")
     return [torch.load(io.BytesIO(part), map_location="cpu") for part in parts]
+
+
+def _from_first(value: Any) -> Any:
+    """Return rank 0's value on every rank; Horovod's broadcast_object stops at 2 GiB."""
+    file = io.BytesIO()
+    if rank() == 0:
+        torch.save(value, file)
+    size = agreement.from_first(file.tell(), f"{_NAME}.bytes", global_process_set)
+    data = torch.frombuffer(bytearray(file.getvalue() or bytes(size)), dtype=torch.uint8)
+    broadcast_(data, 0, name=f"{_NAME}.value")
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu")

@@ -328,7 +328,7 @@ class Run(fx.Interpreter):
                 used = [other, *other.all_input_nodes]
                 if any(not changed.isdisjoint(self._memory[u].values()) for u in used):
                     self.together.add((n, other))
-        elif not tensors and n.op in ("call_function", "call_method"):
+        elif not tensors and n.users and n.op in ("call_function", "call_method"):
             # What is taken out of a layer's result belongs to the layer, whatever it is.
             of_layer = n.target is operator.getitem and n.args[0] not in self.asks
             if not of_layer:

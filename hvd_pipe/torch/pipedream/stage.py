@@ -10,7 +10,7 @@ module's first layer work in place on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,7 +233,9 @@ class TorchStage:
             # The first layer may work in place, and what it works on is needed again.
             return self.module(*(tree_map(_copy, x) for x in inputs))
 
-        contexts = lambda: (nullcontext(), _buffers_kept(self.module))  # noqa: E731
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), _buffers_kept(self.module)
+
         return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
     def _finish(

@@ -38,6 +38,8 @@ def graph_of(model: nn.Module | Sequence[nn.Module], inputs: int) -> tuple[nn.Mo
         model = nn.Sequential(*model)
     names = _names(model, inputs)
     if row is None:
+        if isinstance(model, fx.GraphModule):
+            return model, _copied(model, inputs)
         return model, _traced(model, names)
     graph, paths = fx.Graph(), {module: path for path, module in model.named_modules()}
     value = graph.placeholder(names[0])
@@ -52,20 +54,38 @@ def _row(model: nn.Module) -> list[nn.Module] | None:
     if not isinstance(model, nn.Sequential):
         return [model] if type(model).__module__.startswith("torch.nn") else None
     rows = [_row(module) for module in model]
-    if type(model).forward is not nn.Sequential.forward or None in rows:
+    if type(model).forward is not nn.Sequential.forward or None in rows or _has_hooks(model):
         return None
     return [module for row in rows if row is not None for module in row]
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks)
+
+
+def _copied(model: fx.GraphModule, inputs: int) -> fx.Graph:
+    """Return the graph of a model that was traced before, with the inputs of the sample."""
+    try:
+        model.train(model.training)
+    except NotImplementedError as error:
+        raise TypeError(
+            "a model of torch.export keeps the mode that it was exported in, so it cannot be "
+            "trained: give the plain model, or its stages, PipeDream([stage0, stage1, ...])"
+        ) from error
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    for number, node in enumerate(model.graph.nodes):
+        if node.op == "placeholder" and number >= inputs:  # inputs come first
+            copies[node] = node.args[0]
+        elif node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph
+
+
 def _traced(model: nn.Module, names: Sequence[str]) -> fx.Graph:
-    if isinstance(model, fx.GraphModule):
-        try:
-            model.train(model.training)
-        except NotImplementedError as error:
-            raise TypeError(
-                "a model of torch.export keeps the mode that it was exported in, so it cannot be "
-                "trained: give the plain model, or its stages, PipeDream([stage0, stage1, ...])"
-            ) from error
     whole: set[str] = set()
     while True:
         with _unchanged(model):

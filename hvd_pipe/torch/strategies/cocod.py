@@ -17,7 +17,7 @@ one message after another, so the models' message delays those that are ready be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,50 +45,6 @@ from hvd_pipe.torch.strategies.model_average import (
     Values,
 )
 from hvd_pipe.torch.strategies.settings import Settings, State
-
-
-@dataclass(frozen=True)
-class CoCoDState:
-    """What a checkpoint holds of this strategy.
-
-    Args:
-        rounds: The steps so far.
-        local_steps: Those of them since the round (of the first fragment) began.
-        models: As `ModelAverage.state`, with an entry a parameter; while gradients are averaged,
-            the residuals of these.
-        momenta: As `AveragedMomenta.state`; empty unless momenta are averaged.
-        unsettled: As `AveragedMomenta.unsettled`; None unless momenta are averaged.
-        news: Whether some rank has told of momenta that others do not know of; likewise.
-        fragment_of: The fragment of each parameter, by name; empty where there is one fragment.
-    """
-
-    rounds: int
-    local_steps: int
-    models: Tensors
-    momenta: Tensors
-    unsettled: int | None = None
-    news: int | None = None
-    fragment_of: Mapping[str, int] = field(default_factory=dict)
-
-    def to_state(self) -> State:
-        """Return the form in which checkpoints have it."""
-        counters: dict[str, Any] = {"rounds": self.rounds, "local_steps": self.local_steps}
-        if self.unsettled is not None and self.news is not None:
-            counters |= {"unsettled": self.unsettled, "news": self.news}
-        if self.fragment_of:
-            counters["fragment_of"] = self.fragment_of
-        return State(counters, self.models | self.momenta)
-
-    @classmethod
-    def from_state(cls, state: State) -> CoCoDState:
-        """Return what a checkpoint holds."""
-        momenta = {k: v for k, v in state.tensors.items() if k.startswith(PREFIX)}
-        models = {k: v for k, v in state.tensors.items() if k not in momenta}
-        numbers = state.counters
-        rounds, local_steps = numbers["rounds"], numbers["local_steps"]
-        unsettled, news = numbers.get("unsettled"), numbers.get("news")
-        fragment_of = numbers.get("fragment_of", {})
-        return cls(rounds, local_steps, models, momenta, unsettled, news, fragment_of)
 
 
 @dataclass(frozen=True)
@@ -281,33 +237,31 @@ class CoCoDEngine(Engine):
                     whole[index] = value
         if self._is_warm and self.current is not None:
             tensors |= residuals_of(self.current)  # the models' own are zero until then
-        saved = CoCoDState(self.rounds, self._local_steps, tensors, {})
+        counters: dict[str, Any] = {"rounds": self.rounds, "local_steps": self._local_steps}
         if self._strategy.fragments > 1:
-            fragment_of = dict(zip(self.settings.names, self._fragment_of, strict=True))
-            saved = replace(saved, fragment_of=fragment_of)
+            fragments = dict(zip(self.settings.names, self._fragment_of, strict=True))
+            counters["fragment_of"] = fragments
         if self._momenta is not None:
-            unheard = bool(self._parts[0].average.words) if self._started else False
-            saved = replace(
-                saved,
-                momenta=self._momenta.state(),
-                unsettled=self._momenta.unsettled,
-                news=int(unheard),
-            )
-        return saved.to_state()
+            tensors |= self._momenta.state()
+            counters["unsettled"] = self._momenta.unsettled
+            # Whether some rank has told of momenta that others do not know of.
+            counters["news"] = int(self._started and bool(self._parts[0].average.words))
+        return State(counters, tensors)
 
     def load(self, state: State) -> None:
-        saved = CoCoDState.from_state(state)
-        self.rounds = saved.rounds
+        counters = state.counters
+        momenta = {k: v for k, v in state.tensors.items() if k.startswith(PREFIX)}
+        models = {k: v for k, v in state.tensors.items() if k not in momenta}
+        self.rounds, local_steps = counters["rounds"], counters["local_steps"]
         self._begin()
-        models = saved.models
         if self._is_warm and self.current is not None:
             restore_residuals(self.current, models)
             models = {k: v for k, v in models.items() if k not in (SENT, REDUCED)}
         # Parameters of a known cut that have nothing have joined since; of another one, a part has
         # nothing unless all of its parameters do.
-        enough = any if self._take_fragments(saved.fragment_of) else all
+        enough = any if self._take_fragments(counters.get("fragment_of", {})) else all
         last = self._strategy.fragments - 1
-        self._turn = min(saved.local_steps // self._strategy.turn, last)
+        self._turn = min(local_steps // self._strategy.turn, last)
         for part in self._parts:
             own = {label: [values[i] for i in part.indices] for label, values in models.items()}
             part.average.load(
@@ -320,12 +274,12 @@ class CoCoDEngine(Engine):
             )
         due = all(part.average.due for part in self._parts if part.fragment == self._turn)
         if due:
-            self._started, self._local_steps = True, saved.local_steps
+            self._started, self._local_steps = True, local_steps
         else:
             self._pause()
         if self._momenta is not None:
-            self._momenta.load(saved.momenta, saved.unsettled)
-            self._parts[0].average.words.fill_(saved.news or 0)
+            self._momenta.load(momenta, counters.get("unsettled"))
+            self._parts[0].average.words.fill_(counters.get("news") or 0)
 
     def _take_fragments(self, saved: Mapping[str, int]) -> bool:
         """Cut the model as it was when a state was saved, if it can be; return whether it is."""

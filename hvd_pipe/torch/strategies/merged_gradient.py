@@ -53,7 +53,6 @@ from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
 from hvd_pipe.torch.messages.saved import (
-    Residuals,
     of_all_ranks,
     residuals_of,
     restore_residuals,
@@ -98,30 +97,6 @@ class Fixed:
 
 
 Phase = Measuring | Planned | Fixed
-
-
-@dataclass(frozen=True)
-class MergedGradientState:
-    """What a checkpoint holds of this strategy.
-
-    Args:
-        plan: The plan in use, if it was made from measured times.
-        residuals: Of lossy codecs, by label and parameter.
-    """
-
-    plan: Plan | None
-    residuals: Residuals
-
-    def to_state(self) -> State:
-        """Return the form in which checkpoints have it."""
-        counters = {} if self.plan is None else {"plan": self.plan.to_json()}
-        return State(counters, self.residuals)
-
-    @classmethod
-    def from_state(cls, state: State) -> MergedGradientState:
-        """Return what a checkpoint holds; `residuals` may have other labels as well."""
-        text = state.counters.get("plan")
-        return cls(None if text is None else Plan.from_json(text), state.tensors)
 
 
 class MergedGradientEngine(Engine):
@@ -260,19 +235,19 @@ class MergedGradientEngine(Engine):
     def state(self) -> State:
         # A plan on trial may be a bad one.
         keeps = self._measured and not isinstance(self._phase, Measuring)
-        plan = self.plan if keeps else None
-        return MergedGradientState(plan, residuals_of(self.current)).to_state()
+        counters = {"plan": self.plan.to_json()} if self.plan is not None and keeps else {}
+        return State(counters, residuals_of(self.current))
 
     def load(self, state: State) -> None:
         """Take a plan that was measured: the same buckets add up in the same order."""
-        saved = MergedGradientState.from_state(state)
-        plan = None if self._method is None else saved.plan
+        text = None if self._method is None else state.counters.get("plan")
+        plan = None if text is None else Plan.from_json(text)
         if plan is not None and set(plan.names) == set(self.settings.names):
             self._measured = True
             self._enter(Planned())
             self._adopt(plan)
             self._usual_count = 0  # as many as the first step has
-        restore_residuals(self.current, saved.residuals)
+        restore_residuals(self.current, state.tensors)
 
     def discard(self) -> None:
         super().discard()

@@ -21,7 +21,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from hvd_pipe.torch.agree import largest
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import (
-    Residuals,
     gradients_of,
     of_all_ranks,
     own_gradients_of,
@@ -53,50 +52,6 @@ REFILL_STEPS = 3
 """Steps of a new plan that do not count: both sets are new, and none waits for the first one."""
 
 _log = logging.getLogger("hvd_pipe")
-
-
-@dataclass(frozen=True)
-class PipeSGDState:
-    """What a checkpoint holds of this strategy; each list has an entry a parameter.
-
-    Args:
-        rounds: The steps so far.
-        residuals: Of lossy codecs, by label.
-        pending: The average that is still to be applied; None where there is none.
-        scale: The loss scale of ``pending``; None without one.
-        weights: The true weights; None unless prediction has moved the model's ahead of them.
-        plan: The plan in use, if others were tried and it stays.
-    """
-
-    rounds: int
-    residuals: Residuals
-    pending: Sequence[torch.Tensor | None] | None = None
-    scale: float | None = None
-    weights: Sequence[torch.Tensor | None] | None = None
-    plan: Plan | None = None
-
-    def to_state(self) -> State:
-        """Return the form in which checkpoints have it."""
-        counters: dict[str, Any] = {"rounds": self.rounds}
-        tensors = dict(self.residuals)
-        if self.pending is not None:
-            counters["scale"] = self.scale
-            tensors["pending"] = list(self.pending)
-        if self.weights is not None:
-            tensors["weights"] = list(self.weights)
-        if self.plan is not None:
-            counters["plan"] = self.plan.to_json()
-        return State(counters, tensors)
-
-    @classmethod
-    def from_state(cls, state: State) -> PipeSGDState:
-        """Return what a checkpoint holds; `residuals` may have other labels as well."""
-        counters, tensors = state.counters, state.tensors
-        pending, weights = tensors.get("pending"), tensors.get("weights")
-        scale = None if pending is None else counters["scale"]
-        text = counters.get("plan")
-        plan = None if text is None else Plan.from_json(text)
-        return cls(counters["rounds"], tensors, pending, scale, weights, plan)
 
 
 class PipeSGDEngine(Engine):
@@ -304,29 +259,32 @@ class PipeSGDEngine(Engine):
         due = self._pending
         if due is not None:
             due.complete()
-        return PipeSGDState(
-            self.rounds,
-            residuals_of(self.current),
-            pending=None if due is None else gradients_of(due),
-            scale=None if due is None else self._scales.get(due),
-            weights=self._ahead.weights() if self._ahead.is_ahead else None,
-            plan=self.plan if self._stays else None,
-        ).to_state()
+        counters: dict[str, Any] = {"rounds": self.rounds}
+        tensors = dict(residuals_of(self.current))
+        if due is not None:
+            counters["scale"] = self._scales.get(due)
+            tensors["pending"] = gradients_of(due)
+        if self._ahead.is_ahead:  # of the weights that training has
+            tensors["weights"] = self._ahead.weights()
+        if self.plan is not None and self._stays:
+            counters["plan"] = self.plan.to_json()
+        return State(counters, tensors)
 
     def load(self, state: State) -> None:
-        saved = PipeSGDState.from_state(state)
-        self.rounds = saved.rounds
-        self._resume_plan(saved.plan)
+        self.rounds = state.counters["rounds"]
+        text = state.counters.get("plan")
+        self._resume_plan(None if text is None else Plan.from_json(text))
         self.current = self._sets[0]
-        restore_residuals(self._sets[0], saved.residuals)
-        if saved.weights is not None:
-            self._ahead.load(saved.weights)
-        if saved.pending is not None:
+        restore_residuals(self._sets[0], state.tensors)
+        if "weights" in state.tensors:
+            self._ahead.load(state.tensors["weights"])
+        if "pending" in state.tensors:
             self._pending, self.current = self._sets
             self.current.copy_in()  # p.grad must not lead to the pending gradient
-            restore_gradients(self._pending, saved.pending)
-            if saved.scale is not None:
-                self._scales[self._pending] = saved.scale
+            restore_gradients(self._pending, state.tensors["pending"])
+            scale = state.counters["scale"]
+            if scale is not None:
+                self._scales[self._pending] = scale
 
     def _resume_plan(self, plan: Plan | None) -> None:
         """Take a plan that others were tried against, or go on with the trials."""
