@@ -62,7 +62,6 @@ class Mutation:
     new: str
     tests: list[str]
     function: str = ""
-    cases: str = ""
 
 
 MUTATIONS = [Mutation(**fault) for fault in tomllib.loads(LIST.read_text())["fault"]]
@@ -140,20 +139,19 @@ def copied() -> Iterator[Path]:
         yield tree
 
 
-def run_tests(tree: Path, tests: Sequence[str], cases: str, limit_s: float) -> tuple[int, str]:
+def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[int, str]:
     """Run tests of a copied tree.
 
     Args:
         tree: The copy.
         tests: Words of a pytest command line.
-        cases: See `cases.run_cases`.
         limit_s: Seconds until they are ended.
 
     Returns:
         Pytest's exit status, or -1 where the time was over, and its output.
     """
     command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-rfE", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "ONLY_CASES": cases}
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
     log = tree / "log"
     with log.open("wb") as out:
         running = subprocess.Popen(
@@ -189,7 +187,7 @@ def plant(mutation: Mutation) -> Outcome:
         (tree / "hvd_pipe" / mutation.file).write_text(text)
         for marks, in_make_test in ((IN_MAKE_TEST, True), (f"not ({IN_MAKE_TEST})", False)):
             words = ["-x", "-m", marks, *mutation.tests]
-            status, output = run_tests(tree, words, mutation.cases, LIMIT_S)
+            status, output = run_tests(tree, words, LIMIT_S)
             if status == -1:
                 return outcome(HUNG, " ".join(mutation.tests), in_make_test)
             if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -211,17 +209,10 @@ def failures(output: str) -> list[str]:
 
 def baseline(mutations: Sequence[Mutation]) -> list[str]:
     """Run the tests of all mutations without a fault; return what pytest says of failures."""
-    failed = []
-    whole = [m for m in mutations if not m.cases]
-    narrowed = [m for m in mutations if m.cases]
-    for some in filter(None, (whole, narrowed)):
-        words = sorted({test for m in some for test in m.tests})
-        cases = "|".join(sorted({m.cases for m in some}))
-        with copied() as tree:
-            status, output = run_tests(tree, words, cases, BASELINE_S)
-        if status:
-            failed.append(f"pytest ended with {status}:\n{output[-3000:]}")
-    return failed
+    words = sorted({test for mutation in mutations for test in mutation.tests})
+    with copied() as tree:
+        status, output = run_tests(tree, words, BASELINE_S)
+    return [f"pytest ended with {status}:\n{output[-3000:]}"] if status else []
 
 
 def changed_since(revision: str) -> list[Mutation]:

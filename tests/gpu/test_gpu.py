@@ -10,7 +10,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import horovod.torch as stock
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from cells import CELLS, STOCK, Cell
 from codec_reference import emulated
 from problem import OPTIMIZERS, STEPS, batch, loss_of, make_model, train
-from serial import CoCoD, PipeSGD, Synchronous, Vectors, Workers
+from serial import Vectors, make_workers
 from torch import nn
 
 import hvd_pipe.torch as hvd
@@ -161,8 +160,7 @@ def test_equation_with_a_codec(
             return vectors[0]
         return [torch.from_numpy(emulated(codec, flats)).double().view(100, 6)]
 
-    kind: type[Workers] = PipeSGD if strategy.startswith("pipe-sgd") else Synchronous
-    workers = kind(n, one_matrix, make, reduce)
+    workers = make_workers(strategy, n, one_matrix, make, reduce)
     for step in range(steps):
         workers.backward(square, step)
         workers.step()
@@ -237,13 +235,8 @@ def test_training(kind: str, strategy: str, device: torch.device, record_propert
 def test_training_of_a_compiled_model(
     strategy: str, device: torch.device, record_property: Record
 ) -> None:
-    kinds: dict[str, Callable[..., Workers]] = {
-        "merged-gradient": Synchronous,
-        "pipe-sgd": PipeSGD,
-        "cocod:period=4": partial(CoCoD, period=4),
-    }
     steps = 12
-    workers = kinds[strategy](hvd.size(), make_model, OPTIMIZERS["momentum"])
+    workers = make_workers(strategy, hvd.size(), make_model, OPTIMIZERS["momentum"])
     for step in range(steps):
         workers.backward(loss_of, step)
         workers.step()

@@ -730,7 +730,7 @@ def test_an_optimizer_that_is_replaced_makes_its_last_update() -> None:
 # Ends of scripts.
 
 
-@on_ranks(3, init=hvd.init)
+@on_ranks(3, init=hvd.init, env={"LAUNCH": "ends with a step"})
 def test_a_script_may_end_with_a_step() -> None:
     """With updates pending; no rank hangs or fails. It is the last thing that these ranks do."""
     model, optimizer = wrapped(strategy=ALONE)
@@ -738,6 +738,7 @@ def test_a_script_may_end_with_a_step() -> None:
     assert pending(optimizer)
 
 
+@on_ranks(2, init=hvd.init, env={"LAUNCH": "shuts down"})
 def test_shutdown_applies_what_is_pending() -> None:
     workers = hvd.size()
     model, optimizer = wrapped(lambda: sequential().double(), strategy=ALONE)

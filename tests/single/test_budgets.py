@@ -87,7 +87,7 @@ ALL_PYTHON = 109_000
 def tracked() -> tuple[str, ...]:
     """Return the files that git knows, but for those that are deleted here."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files"],
         cwd=ROOT,
         capture_output=True,
         text=True,

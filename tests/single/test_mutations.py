@@ -26,10 +26,7 @@ def test_a_fault_can_be_planted(mutation: Mutation) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
 def test_a_fault_has_tests(mutation: Mutation) -> None:
-    """Each is a function of a test file; nothing checks the parameters in brackets here.
-
-    Only a job of cases.py can run some of its cases.
-    """
+    """Each is a function of a test file; nothing checks the parameters in brackets here."""
     files = {test.partition("::")[0] for test in mutation.tests}
     functions = {
         f"{file}::{node.name}"
@@ -39,8 +36,6 @@ def test_a_fault_has_tests(mutation: Mutation) -> None:
     }
     assert mutation.tests
     assert {test.partition("[")[0] for test in mutation.tests} <= functions
-    if mutation.cases:
-        assert any("tests/parallel/cases.py" in mutations.modules_of(file) for file in files)
 
 
 @pytest.mark.parametrize(

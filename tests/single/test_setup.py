@@ -112,6 +112,13 @@ def test_slurm_is_installed_and_not_started(
     assert not (tmp_path / "policy-rc.d").exists()
 
 
+def test_a_policy_of_the_machine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy-rc.d").write_text("theirs")
+    monkeypatch.setattr(setup_env, "run", lambda *_, **__: None)
+    slurm(["munge"], 0, monkeypatch, tmp_path)
+    assert (tmp_path / "policy-rc.d").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("user", [0, 1000])
 def test_setting_up_goes_on_without_slurm(
     user: int,
