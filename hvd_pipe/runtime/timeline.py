@@ -132,7 +132,7 @@ class Recorder:
 
     def waited(self, begun: float, message: str) -> None:
         """Note that the host was blocked from ``begun`` until now."""
-        if not self.is_told:
+        if self.is_on and not self.is_told:
             self.span("wait", message, begun, self.now(), self.wait_lane)
 
     def begin_backward(self) -> None:
@@ -151,7 +151,8 @@ class Recorder:
 
     def codec(self, begun: float, message: str) -> None:
         """Note that a message was worked on, from ``begun`` until now."""
-        self.span("codec", message, begun, self.now(), CODEC)
+        if self.is_on:
+            self.span("codec", message, begun, self.now(), CODEC)
 
     def end_step(self) -> None:
         """Close a step that an optimizer has made, and bring it to the disk."""

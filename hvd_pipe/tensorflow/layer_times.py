@@ -213,6 +213,8 @@ def present(gradients: Sequence[Any]) -> list[Any]:
     return [each for each in gradients if each is not None]
 
 
+__all__ = ["measure_profile"]
+
 UNUSED = "(unused)"
 """Weights of no layer of the graph."""
 

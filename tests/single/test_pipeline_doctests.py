@@ -17,7 +17,6 @@ MODULES = (
     "tensorflow.pipedream.graph",
     "tensorflow.pipedream.build",
     "tensorflow.pipedream.tensors",
-    "tensorflow.pipedream.weights",
     "torch.pipedream.measure",
     "torch.pipedream.tensors",
     "torch.pipedream.weights",

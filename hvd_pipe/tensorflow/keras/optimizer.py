@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import keras
@@ -126,7 +127,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             update, own = (
                 functools.partial(_scaled, each, session, scaler) for each in (update, own)
             )
-        with timeline.updating(due.when):
+        with timeline.updating(due.when) if timeline.active.is_on else nullcontext():
             if due.when is None or not session.sends:
                 update(incoming, variables)
             elif not session.has_local:
