@@ -140,7 +140,8 @@ class Reduction:
         name = call_name(name)
         if self.factor != 1.0:
             flat = flat * tf.constant(self.factor, flat.dtype)
-        if not (check_mode.active.on or timeline.active.is_on):
+        is_shown = timeline.active.is_on and tf.executing_eagerly()
+        if not (check_mode.active.on or is_shown):
             return self._allreduce(flat, name, feedback)
         with timeline.sending(name, self.wire_bytes(flat.shape[0], flat.dtype)):
             return delayed(self._allreduce(delayed(flat), name, feedback))
