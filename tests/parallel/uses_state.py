@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import horovod.torch as stock
 import numpy as np
 import torch
+from checkpoints import advance
 from problem import batch, loss_of, make_model, train, weights_of
 from serial import make_workers
 from torch import nn
@@ -201,17 +202,6 @@ def unfreeze_and_add_lower(model: nn.Sequential, optimizer: Any, number: int) ->
 
 
 # Checkpoints and copies.
-
-
-def advance(model: nn.Module, optimizer: Any, numbers: Sequence[int]) -> list[Array]:
-    """The weights after each of these steps."""
-    records = []
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), number).backward()
-        optimizer.step()
-        records.append(weights_of(model))
-    return records
 
 
 def finish(model: nn.Module, optimizer: Any) -> list[Array]:
