@@ -137,7 +137,8 @@ def test_an_interrupt_from_the_terminal(launcher: str) -> None:
         job.train()
         os.killpg(job.launched.pid, signal.SIGINT)
         job.ended()
-        assert job.launched.returncode != 0
+        # Not the launcher's status: horovodrun's was 0 once, as it ends the ranks itself.
+        assert not any((job.folder / f"end.{rank}").exists() for rank in job.ranks)
         assert job.checkpoint()["step"] >= STEPS - 10
 
 
