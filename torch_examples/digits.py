@@ -20,7 +20,18 @@ from tqdm import tqdm
 import hvd_pipe.torch as hvd  # hvd_pipe: was "import horovod.torch as hvd"
 from data import Data, load
 from models import DigitsNet
-from report import Epoch, Run, epoch_header, epoch_line, picture, plot, progress, table
+from report import (
+    Epoch,
+    Run,
+    epoch_header,
+    epoch_line,
+    picture,
+    plot,
+    progress,
+    require_positive,
+    say,
+    table,
+)
 
 # pipe-sgd applies gradients that are one step old. While the weights still move fast that can
 # diverge (with momentum m it asks for lr * curvature < 1 - m), so its first steps are synchronous.
@@ -58,8 +69,7 @@ def arguments() -> argparse.Namespace:
         "--plot", type=picture, default="digits.png", help='accuracy over time; "" for none'
     )
     args = parser.parse_args()
-    if args.epochs < 1 or args.batch_size < 1:
-        parser.error("--epochs and --batch-size: 1 or more")
+    require_positive(parser, args, "epochs", "batch_size")
     return args
 
 
@@ -162,12 +172,6 @@ def warm_up(data: Data, args: argparse.Namespace) -> None:
         index = torch.arange(args.batch_size) % len(data.train_x)
         nn.functional.cross_entropy(model(data.train_x[index]), data.train_y[index]).backward()
         optimizer.step()
-
-
-def say(text: str) -> None:
-    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
-    if hvd.rank() == 0:
-        tqdm.write(f"{text}\n", end="")
 
 
 def main() -> None:

@@ -22,11 +22,10 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import hvd_pipe.torch as hvd
 from data import Data, load
-from report import picture, progress
+from report import picture, progress, say
 
 COLOURS = ("#000000", "#0072b2", "#d55e00")
 
@@ -165,11 +164,6 @@ def plot(runs: list[Run], path: Path, title: str) -> None:
     panels[0].set_ylabel("test accuracy of the mean model (%)")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
-
-
-def say(text: str) -> None:
-    if hvd.rank() == 0:
-        tqdm.write(f"{text}\n", end="")
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ marked "Horovod:" are in every Horovod script.
 import argparse
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hvd_pipe.torch as hvd  # hvd_pipe: was "import horovod.torch as hvd"
-from report import progress
+from report import progress, require_positive, say
 
 # 55 of Shakespeare's sonnets (1609), which belong to everybody.
 SONNETS = Path(__file__).with_name("text.txt")
@@ -60,9 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     positive = ("steps", "evaluate", "batch_size", "context", "width", "layers", "heads")
-    for name in positive:
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    require_positive(parser, args, *positive)
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     if not hasattr(hvd.Compression, args.compression):
@@ -201,13 +198,6 @@ def bits_per_character(model: nn.Module, ids: Tensor, context: int) -> float:
     nats, characters = hvd.allreduce(mine, op=hvd.Sum, name="evaluation").tolist()
     model.train()
     return nats / characters / math.log(2)
-
-
-def say(text: str) -> None:
-    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
-    if hvd.rank() == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch import pipedream  # hvd_pipe: the pipeline
-from language_model import SONNETS, Text, Transformer, batch, learning_rate, say
-from report import progress
+from language_model import SONNETS, Text, Transformer, batch, learning_rate
+from report import progress, require_positive, say
 
 MODES = ("stash", "vertical-sync", "2bw", "flush", "gpipe")
 Minibatch = tuple[Tensor, Tensor]
@@ -57,9 +57,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for name in ("epochs", "steps", "batch_size", "context", "width", "layers", "heads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    positive = ("epochs", "steps", "batch_size", "context", "width", "layers", "heads")
+    require_positive(parser, args, *positive)
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
     return args

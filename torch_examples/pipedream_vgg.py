@@ -13,7 +13,6 @@ what a script for one worker has, and alone (the last line) it is that.
 import argparse
 import math
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hvd_pipe.torch as hvd
 from data import Data, load
 from hvd_pipe.torch import pipedream  # hvd_pipe: the pipeline
-from report import progress
+from report import progress, require_positive, say
 
 MODES = ("stash", "vertical-sync", "2bw", "flush", "gpipe")
 
@@ -65,8 +64,7 @@ def arguments() -> argparse.Namespace:
         "--wire", choices=("bf16",), help="how activations travel (default: as they are)"
     )
     args = parser.parse_args()
-    if args.epochs < 1 or args.batch_size < 1:
-        parser.error("--epochs and --batch-size: 1 or more")
+    require_positive(parser, args, "epochs", "batch_size")
     if args.resume and args.checkpoint is None:
         parser.error("--resume goes on from a checkpoint: say which by --checkpoint DIR")
     return args
@@ -118,13 +116,6 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 def accuracy(output: Tensor, targets: Tensor) -> Tensor:
     return (output.argmax(1) == targets).float().mean()
-
-
-def say(text: str) -> None:
-    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
-    if hvd.rank() == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
 
 
 def line(epoch: int, epochs: int, stats: pipedream.EpochStats, test: float, bar: str) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 import hvd_pipe.torch as hvd  # hvd_pipe: was "import horovod.torch as hvd"
 from data import load
 from models import DigitsNet
-from report import progress
+from report import progress, require_positive
 
 
 class Result(NamedTuple):
@@ -52,9 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for name in ("workers", "epochs", "batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    require_positive(parser, args, "workers", "epochs", "batch_size")
     return args
 
 

@@ -1,4 +1,4 @@
-"""How digits.py tells its results: a line per epoch, a table, a picture. No Horovod here."""
+"""How the examples report: lines of rank 0, a line per epoch, a table, a picture."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
+
+import hvd_pipe.torch as hvd
 
 TARGET = 0.95  # test accuracy that the table and the picture ask about
 
@@ -44,6 +46,21 @@ class Run:
         """Training seconds until an evaluation first reached ``target``; None if none did."""
         reached = (t for t, e in zip(self.times, self.epochs, strict=True) if e.accuracy >= target)
         return next(reached, None)
+
+
+def say(text: str) -> None:
+    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
+    if hvd.rank() == 0:
+        tqdm.write(f"{text}\n", end="")
+
+
+def require_positive(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
+) -> None:
+    """End with the parser's error where one of these options is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
 
 
 def epoch_header(width: int) -> str:

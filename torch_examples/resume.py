@@ -23,7 +23,6 @@ import argparse
 import hashlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 import hvd_pipe.torch as hvd  # hvd_pipe: was "import horovod.torch as hvd"
 from data import Data, load
 from models import DigitsNet
-from report import progress
+from report import progress, require_positive, say
 
 
 def arguments() -> argparse.Namespace:
@@ -70,9 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    for name in ("every", "steps", "batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: 1 or more")
+    require_positive(parser, args, "every", "steps", "batch_size")
     if args.die_at is not None and not args.every < args.die_at <= args.steps:
         parser.error(
             f"--die-at {args.die_at}: after the first checkpoint (--every {args.every}) and not "
@@ -240,13 +237,6 @@ class Training:
         self.model.eval()
         right = self.model(self.data.test_x).argmax(1) == self.data.test_y
         return right.float().mean().item()
-
-
-def say(text: str) -> None:
-    """Print on rank 0; in one write, which horovodrun's prefixes leave in one piece."""
-    if hvd.rank() == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
 
 
 def die(step: int) -> None:

@@ -46,7 +46,7 @@ def _load(name: str) -> ModuleType:
 
 
 data, models, report = _load("data"), _load("models"), _load("report")
-lm, gan, resume = _load("language_model"), _load("gan"), _load("resume")
+lm, resume = _load("language_model"), _load("resume")
 
 
 # Data -------------------------------------------------------------------------------------------
@@ -279,7 +279,6 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("language_model.py", ["--width", "10", "--heads", "4"], "no multiple of --heads 4"),
         ("language_model.py", ["--text", "/missing.txt"], "--text /missing.txt: "),
-        ("gan.py", ["--plot", "gan.doc"], "must end in one of .png"),
         ("resume.py", ["--die-at", "5"], "after the first checkpoint"),
     ],
 )
@@ -354,48 +353,6 @@ def test_writing_begins_with_the_start_and_repeats_itself(transformer: torch.nn.
     assert len(written) == 23
     assert written[:3].tolist() == [1, 2, 3]
     assert torch.equal(written, lm.write(transformer, start, 20, seed=1))
-
-
-# The GAN ----------------------------------------------------------------------------------------
-
-
-def test_the_frechet_distance_is_that_of_gaussians() -> None:
-    # With diagonal covariances: |difference of means|^2 + sum of (sigma_a - sigma_b)^2.
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(200_000, 2)), rng.normal(size=(200_000, 2))
-    assert gan.frechet(a, b * [2, 3] + [1, 0]) == pytest.approx(1 + 1 + 4, rel=0.02)
-    assert gan.frechet(a, a) == pytest.approx(0, abs=1e-9)
-
-
-def test_the_judge_tells_digits_from_noise_and_from_one_digit_only() -> None:
-    train_x, held_out, labels = gan.load()
-    judge = gan.Judge(train_x, held_out, labels)
-    near, digits, distance = judge(train_x)
-    assert near == pytest.approx(0.9, abs=0.01)
-    assert digits > 9.5
-    zeros = judge(held_out[labels == 0])
-    assert zeros[:2] == (1.0, 1.0)
-    noise = judge(torch.rand(100, 1, 8, 8) * 2 - 1)
-    assert noise[:2] == (0.0, 0.0)
-    assert distance < zeros[2] < noise[2]
-
-
-def test_a_generators_step_leaves_no_gradient_with_the_discriminator() -> None:
-    g, d = gan.generator(8), gan.discriminator(8)
-    optimizers = [torch.optim.Adam(model.parameters()) for model in (g, d)]
-    d_optimizer = optimizers[1]
-    seen = {}
-    update = d_optimizer.step
-
-    def step() -> None:
-        update()
-        seen.update({p: p.grad.clone() for p in d.parameters()})
-
-    d_optimizer.step = step
-    gan.train_step(g, d, *optimizers, torch.zeros(4, 1, 8, 8))
-    assert all(torch.equal(p.grad, seen[p]) for p in d.parameters())
-    assert all(p.requires_grad for p in d.parameters())
-    assert all(p.grad is not None for p in g.parameters())
 
 
 # Checkpoints ------------------------------------------------------------------------------------
