@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import ranks
 import workers_harness
-import workers_launchers
 from ranks import GRACE, LONGEST, once, run_ranks, run_script
 
 
@@ -33,36 +32,45 @@ def test_a_failing_rank_is_reported_with_its_traceback() -> None:
     assert "ZeroDivisionError: only here" in rank_1
 
 
-def test_a_rank_that_dies_is_reported_with_its_output() -> None:
+def test_a_forked_rank_is_as_a_new_interpreter() -> None:
+    """Nothing comes from a job before, and strings hash on no two neighbours alike."""
+    for launcher in ("mpi", "gloo"):
+        states = run_ranks(3, workers_harness.state, launcher=launcher)
+        assert {state[:4] for state in states} == {(1, False, None, None)}
+        assert {state.folder for state in states} == {str(Path.cwd())}
+        assert {Path(state.arguments[0]).name for state in states} == {"rank_main.py"}
+        assert states[0].hash != states[1].hash
+        assert len({state.random for state in states}) == 3
+    assert run_ranks(1, workers_harness.state, framework=None)[0][:5] == states[0][:5]
+
+
+def test_a_rank_that_dies_ends_its_job() -> None:
     with pytest.raises(AssertionError, match=r"rank 1: ended without a result(?s:.*)last words"):
-        run_ranks(2, workers_harness.die_on_rank_1)
-
-
-def _deadline(deaf: bool, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Return a rank's seconds: unless it is deaf to them, the harness leaves it far more."""
-    if not deaf:
-        monkeypatch.setattr(ranks, "GRACE", 60.0)
-    return 12.0
+        run_ranks(2, workers_harness.die_on_rank_1, signal.SIGKILL, timeout=60)
+    with pytest.raises(AssertionError, match=r"exited on signal 11 \(Segmentation fault\)"):
+        run_ranks(2, workers_harness.die_on_rank_1, signal.SIGSEGV, timeout=60)
 
 
 # nightly: real deadlines; all other tests use the harness, too.
 @pytest.mark.nightly
 @pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
-def test_a_hanging_rank_is_ended(
+def test_a_rank_that_hangs_is_ended(
     tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timeout = _deadline(deaf, monkeypatch)
+    if not deaf:  # by its own deadline: the harness leaves it far more
+        monkeypatch.setattr(ranks, "GRACE", 60.0)
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=timeout)
+        run_ranks(2, workers_harness.hang_on_rank_1, str(tmp_path), deaf, timeout=12.0)
     assert "--- rank 1: ended without a result" in str(caught.value)
-    if not deaf:  # its deadline has it say where it hung
+    if not deaf:
         assert "in hang_on_rank_1" in str(caught.value)
     _assert_gone(tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_pytest(tmp_path: Path, number: signal.Signals) -> None:
+    """Even where pytest could not end them itself."""
     (tmp_path / "test_hang.py").write_text(
         "import ranks, workers_harness\n"
         f"def test(): ranks.run_ranks(2, workers_harness.hang_on_rank_1, {str(tmp_path)!r}, True)"
@@ -71,57 +79,9 @@ def test_ranks_end_when_pytest_is_interrupted(tmp_path: Path, number: signal.Sig
         _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
         assert _is_rank(_pids(tmp_path)[1])
         process.send_signal(number)
-        assert process.wait(120) == pytest.ExitCode.INTERRUPTED
+        ended = process.wait(120)
+        assert ended == (-number if number == signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
     _assert_gone(tmp_path)
-
-
-def test_a_forked_rank_is_as_a_new_interpreter() -> None:
-    """Nothing comes from a job before, and strings hash on no two neighbours alike."""
-    for launcher in ("mpi", "gloo"):
-        states = run_ranks(3, workers_launchers.state, launcher=launcher)
-        assert {state[:4] for state in states} == {(1, False, None, None)}
-        assert {state.folder for state in states} == {str(Path.cwd())}
-        assert {Path(state.arguments[0]).name for state in states} == {"rank_main.py"}
-        assert states[0].hash != states[1].hash
-        assert len({state.random for state in states}) == 3
-    assert run_ranks(1, workers_launchers.state, framework=None)[0][:5] == states[0][:5]
-
-
-def test_a_forked_rank_that_dies_ends_its_job() -> None:
-    with pytest.raises(AssertionError, match=r"rank 1: ended without a result(?s:.*)last words"):
-        run_ranks(2, workers_launchers.die_on_rank_1, signal.SIGKILL, timeout=60)
-    with pytest.raises(AssertionError, match=r"exited on signal 11 \(Segmentation fault\)"):
-        run_ranks(2, workers_launchers.die_on_rank_1, signal.SIGSEGV, timeout=60)
-
-
-# nightly: real deadlines; all other tests use the harness, too.
-@pytest.mark.nightly
-@pytest.mark.parametrize("deaf", [False, True], ids=["by its deadline", "by the harness"])
-def test_a_forked_rank_that_hangs_is_ended(
-    tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timeout = _deadline(deaf, monkeypatch)
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(2, workers_launchers.hang_on_rank_1, str(tmp_path), deaf, timeout=timeout)
-    assert "--- rank 1: ended without a result" in str(caught.value)
-    if not deaf:
-        assert "in hang_on_rank_1" in str(caught.value)
-    _assert_gone(tmp_path, "rank_server.py")
-
-
-@pytest.mark.nightly
-def test_forked_ranks_end_with_pytest(tmp_path: Path) -> None:
-    """Even where it could not end them itself."""
-    (tmp_path / "test_hang.py").write_text(
-        "import ranks, workers_launchers\n"
-        "def test():\n"
-        f"    ranks.run_ranks(2, workers_launchers.hang_on_rank_1, {str(tmp_path)!r}, True)"
-    )
-    with _pytest(tmp_path) as process:
-        _wait_for(lambda: len(list(tmp_path.glob("rank*"))) == 2)
-        assert _is_rank(_pids(tmp_path)[1], "rank_server.py")
-        process.kill()
-    _assert_gone(tmp_path, "rank_server.py")
 
 
 def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,39 +94,30 @@ def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_both_launchers_carry_an_allreduce(launcher: str) -> None:
-    results = run_ranks(2, workers_launchers.sum_of_ranks, launcher=launcher)
+    results = run_ranks(2, workers_harness.sum_of_ranks, launcher=launcher)
     assert results == [(2, 1.0), (2, 1.0)]
 
 
-def test_a_failed_job_is_not_run_again() -> None:
+@pytest.mark.parametrize(
+    "error",
+    # pytest-timeout's limit is no AssertionError, so each test of the job hung anew.
+    [AssertionError("two is bad"), pytest.fail.Exception("Timeout from pytest-timeout.")],
+)
+def test_a_failed_job_is_not_run_again(error: BaseException) -> None:
     runs = []
 
     @once
     def job(n: int) -> int:
         runs.append(n)
-        assert n != 2, "two is bad"
+        if n == 2:
+            raise error
         return 10 * n
 
     assert [job(1), job(1), job(3)] == [10, 10, 30]
     for _ in range(2):
-        with pytest.raises(AssertionError, match="two is bad"):
+        with pytest.raises(type(error), match=str(error)):
             job(2)
     assert runs == [1, 3, 2]
-
-
-def test_a_job_that_pytest_ends_is_not_run_again() -> None:
-    """A job had 400 s, pytest 300: its limit is no AssertionError, so each test hung anew."""
-    runs = []
-
-    @once
-    def job() -> None:
-        runs.append(1)
-        pytest.fail("Timeout (>300.0s) from pytest-timeout.")
-
-    for _ in range(2):
-        with pytest.raises(pytest.fail.Exception, match="from pytest-timeout"):
-            job()
-    assert runs == [1]
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), pytest.exit.Exception("by SIGTERM")])
@@ -233,14 +184,14 @@ def _pids(directory: Path) -> list[int]:
     return [int(file.read_text()) for file in sorted(directory.glob("rank*"))]
 
 
-def _is_rank(pid: int, script: str = "rank_main.py") -> bool:
+def _is_rank(pid: int, script: str = "rank_server.py") -> bool:
     """Whether the process lives and runs the script: its pid may be another's by now."""
     with suppress(OSError):
         return script in Path(f"/proc/{pid}/cmdline").read_text()
     return False
 
 
-def _assert_gone(directory: Path, script: str = "rank_main.py") -> None:
+def _assert_gone(directory: Path, script: str = "rank_server.py") -> None:
     pids = _pids(directory)
     assert len(pids) == 2
     # A killed process may take a moment to go.

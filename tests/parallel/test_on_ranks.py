@@ -30,22 +30,6 @@ def outcomes(said: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
-@pytest.mark.parametrize(
-    # nightly: all tests on ranks say so, too
-    "launcher",
-    [pytest.param("mpi", marks=pytest.mark.nightly), "gloo"],
-)
-def test_both_launchers(launcher: str, tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        f"@on_ranks(3, launcher={launcher!r}, env={{'OWN': 'value'}})\n"
-        "def test_all():\n"
-        "    assert gather(place()[1]) == [0, 1, 2]\n"
-        "    assert os.environ['OWN'] == 'value'\n",
-    )
-    assert outcomes(said) == {"test_all": "PASSED"}, said
-
-
 def test_tests_share_a_launch_with_fixtures_parameters_and_marks(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
@@ -101,24 +85,7 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     assert "last words" in said
 
 
-@pytest.mark.nightly  # as the two below: what goes wrong in a test itself is above
-def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "import atexit\n"
-        "def leave():\n"
-        "    print('last words', flush=True)\n"
-        "    os._exit(7)\n"
-        "@on_ranks(2)\n"
-        "def test_last():\n"
-        "    if gather(place()[1]) and place()[1] == 1:\n"
-        "        atexit.register(leave)\n",
-    )
-    assert outcomes(said) == {"test_last": "FAILED"}, said
-    assert "last words" in said
-
-
-@pytest.mark.nightly
+@pytest.mark.nightly  # what goes wrong in a test itself is above
 def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
