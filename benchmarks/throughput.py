@@ -1,6 +1,6 @@
 r"""Training throughput beside its peers: stock Horovod, PyTorch DDP, one worker, and hvd_pipe.
 
-    sudo python benchmarks/throughput.py --workers 4 --json grid.json --page grid.md
+    sudo python benchmarks/throughput.py --workers 4 --json grid.json
 
 Workers are hosts of an emulated cluster (`cluster.py`): the communication crosses links of a known
 rate, which is set so that an all-reduce of all gradients takes ``r`` times a worker's computation.
@@ -35,7 +35,7 @@ from cluster import MOST_HOSTS, Cluster, ClusterError, end
 from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
 from throughput_rank import write
-from throughput_report import all_bounds, table, write_page
+from throughput_report import table
 from tqdm import tqdm
 
 from hvd_pipe.planning.codec import CODECS
@@ -325,14 +325,12 @@ def run_cell(
     all_reduces = measured(teams["ours"], "all-reduce", [SMALL_BYTES, *sizes], all_reduce_s)
     all_reduces[size] = all_reduce_s
     exchanges = measured(teams["ours"], "exchange", sizes, all_reduce_s)
-    planned: dict[tuple[str, str], float | None] = {}
     for team, names in chosen.items():
         for name in names:
             if name != "single":
                 settle = settle_steps(name.removeprefix(TENSORFLOW))
                 settle = TUNING_STEPS if team == "autotune" else settle
-                built = teams[team].ask("build", name=name, settle=settle, **build)
-                planned[team, name] = built[0]["planned_exposed_s"]
+                teams[team].ask("build", name=name, settle=settle, **build)
     entrants = [(team, name) for team, names in chosen.items() for name in names]
     results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
     steps = dict.fromkeys(entrants, 1)
@@ -358,7 +356,6 @@ def run_cell(
             "most_s": max(each["seconds"] for each in rounds),
             "cpu_s": median(each["cpu_s"] for each in rounds),
             "sent_bytes": median(each["sent_bytes"] for each in rounds),
-            "planned_exposed_s": planned.get((team, name)),
         }
         for (team, name), rounds in results.items()
     ]
@@ -458,10 +455,6 @@ def main() -> int:
         return 130  # as a shell says it
     finally:
         progress.close()
-    for title, text in all_bounds(found):
-        print(f"\n{title}\n\n{text}")
-    if options.page:
-        write_page(found, Path(options.page))
     return 0
 
 
@@ -532,7 +525,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="keep the cells that --json has with these settings, add the others",
     )
-    parser.add_argument("--page", help="write all tables here as Markdown")
     options = parser.parse_args(words)
     if min(options.workers) < 2:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
@@ -550,9 +542,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
     if options.resume and not options.json:
         parser.error("--resume: of which run? Give its --json, too")
-    for file in (options.json, options.page):
-        if file and not Path(file).resolve().parent.is_dir():
-            parser.error(f"{file}: no such folder")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        parser.error(f"{options.json}: no such folder")
     return options
 
 
