@@ -184,14 +184,6 @@ def test_steps_count_updates(case: Written) -> None:
         assert [e.args["step"] for e in order] == list(range(len(order)))
 
 
-def test_an_evaluation_has_forward_passes_only(folder: Path) -> None:
-    begin(folder / "evaluation")
-    make_engine("2-1", "stash", None).evaluate(loader())
-    written = end(folder / "evaluation")
-    assert {e.category for e in written.events} == {"forward", "wait", "send"}
-    assert len(passes(written, "forward")) == 2 * MINIBATCHES
-
-
 def test_other_models_are_traced_as_ever(folder: Path) -> None:
     """Another model without a pipeline, after one with: its passes are found by hooks."""
     begin(folder / "beside")

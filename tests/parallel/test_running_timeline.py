@@ -86,22 +86,6 @@ def test_a_worker_does_one_thing_after_another(timelines: dict[str, Timeline], c
         assert order.count("update") == STEPS
 
 
-@pytest.mark.nightly  # it needs a message that is on its way in a forward pass
-def test_pipe_sgd_sends_behind_the_next_step_and_synchronous_sgd_does_not(
-    timelines: dict[str, Timeline],
-) -> None:
-    behind = {}
-    for case in ("pipe-sgd", "merged-gradient"):
-        timeline = timelines[case]
-        behind[case] = sum(
-            any(overlap(message, forward) for forward in of(timeline, "forward"))
-            for message in of(timeline, "allreduce")
-        )
-    # On a loaded machine most messages may be over before the next forward pass begins.
-    assert behind["pipe-sgd"] > 0
-    assert behind["merged-gradient"] == 0
-
-
 def test_forward_passes_wait_at_their_gates_and_steps_do_not(
     timelines: dict[str, Timeline],
 ) -> None:
@@ -149,15 +133,6 @@ def test_messages_begin_when_ready_and_end_on_all_ranks_together(
         # An all-reduce cannot be over on one rank before it has begun on the other.
         assert a.end_s > b.start_s
         assert b.end_s > a.start_s
-
-
-def test_merged_gradients_end_within_the_wait(timelines: dict[str, Timeline]) -> None:
-    timeline = timelines["merged-gradient"]
-    for worker in range(RANKS):
-        waits = {wait.args["step"]: wait for wait in of(timeline, "wait", worker)}
-        for message in of(timeline, "allreduce", worker):
-            # Who waits lets a message land, if the observer has not seen it before.
-            assert message.end_s <= waits[message.args["step"]].end_s + 2e-6
 
 
 def test_without_the_variable_nothing_is_written(
