@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -47,16 +47,6 @@ SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, millise
     "fusion=M-over-8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
 }
-AUTOTUNE = {  # as Horovod has it, but for fewer and shorter samples, and what cannot matter here
-    "HOROVOD_AUTOTUNE": "1",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10",
-    "HOROVOD_CACHE_CAPACITY": "1024",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-}
-TUNING_STEPS = (1 + 11) * 6 + 4  # a point is the median of 5 samples (parameter_manager.h)
 # Both stock Horovod and ours: Open MPI chooses one that takes 1.6 times as long, see
 # docs/launching.md.
 RING = {
@@ -195,8 +185,6 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     teams = {"stock": ["conventional", "horovod", "horovod:asleep", *ENGINE], "ours": ours}
     teams["ddp"] = ["single", "ddp", *DDP_BUCKETS, "ddp+fp16", "ddp:post-local"]
     teams |= {name: ["horovod"] for name in swept(options)}
-    if options.autotune:
-        teams["autotune"] = ["horovod"]
     if options.tensorflow:
         teams["tf-stock"] = ["tf:single", "tf:horovod"]
         teams["tf-ours"] = [
@@ -272,20 +260,6 @@ def busy(share: float) -> Iterator[None]:
         process.wait()
 
 
-@contextmanager
-def tuned(
-    cluster: Cluster, teams: dict[str, Team], options: argparse.Namespace
-) -> Iterator[dict[str, Team]]:
-    """The teams, and one that tunes itself, which it does once in its life."""
-    if not options.autotune:
-        yield teams
-        return
-    directory = teams["stock"].directory
-    with closing(Team(cluster, "autotune", AUTOTUNE, directory, options.backend)) as team:
-        team.ask("drop")  # it is up, and stops
-        yield {**teams, "autotune": team}
-
-
 def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size: int) -> float:
     """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
     workers = team.size
@@ -329,7 +303,6 @@ def run_cell(
         for name in names:
             if name != "single":
                 settle = settle_steps(name.removeprefix(TENSORFLOW))
-                settle = TUNING_STEPS if team == "autotune" else settle
                 teams[team].ask("build", name=name, settle=settle, **build)
     entrants = [(team, name) for team, names in chosen.items() for name in names]
     results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
@@ -390,7 +363,7 @@ def settle_steps(name: str) -> int:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
-    names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
+    names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "only")
     found = {name: getattr(options, name) for name in (*names, "realtime", "tensorflow", "busy")}
     return found | ({"per_host": options.per_host} if options.per_host > 1 else {})
 
@@ -442,8 +415,7 @@ def main() -> int:
                 busy(options.busy),
             ):
                 for cell in mine:
-                    with tuned(cluster, teams, options) as entered:
-                        found.append(run_cell(cell, cluster, entered, options))
+                    found.append(run_cell(cell, cluster, teams, options))
                     print("\n\n".join(table(found[-1])))
                     if options.json:
                         write(Path(options.json), found)
@@ -508,9 +480,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn (default 0.6)")
     parser.add_argument("--no-sweep", action="store_true", help="stock Horovod's default only")
-    parser.add_argument(
-        "--autotune", action="store_true", help="stock Horovod tuned by itself, too"
-    )
     parser.add_argument("--tensorflow", action="store_true", help="TensorFlow's contestants, too")
     parser.add_argument("--only", nargs="+", help="these contestants (contestants.py), and single")
     parser.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 import json
 import math
 import os
@@ -21,8 +20,6 @@ from hvd_pipe.cli import bench, options, output, partition, profile
 from hvd_pipe.cli.main import COMMANDS, main
 from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.partition import MAX_STATES
-from hvd_pipe.planning.partition import partition as divide
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.timeline import Event, Timeline
@@ -152,16 +149,6 @@ def test_a_far_extrapolation_warns(
         assert json.loads(result.stdout)
 
 
-def test_a_noisy_measurement_warns(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.json"
-    for error, words in ((0.2, None), (0.55, "the measured all-reduce is off by 55% on average")):
-        ring = CommModel((0.0,), (1e-4,), (1e-9,), error=error)
-        Cluster(4, Network(None, measured=ring, measured_workers=4)).save(path)
-        result = run("plan", model, "--cluster", path)
-        assert (words or "") in result.stderr
-        assert bool(result.stderr) == (words is not None)
-
-
 def test_advice_is_to_be_pasted_where_it_is_usable(model: str) -> None:
     advice = run("advise", model, *CLUSTER, "--allow", "merged-gradient", "--allow", "pipe-sgd")
     assert 'Paste: strategy="' in advice.stdout
@@ -188,12 +175,6 @@ def test_advice_on_a_pipeline() -> None:
     assert "pipedream 15-1 stash (!)" in " ".join(run(*vgg, *unstable).stdout.split())
     resnet = run("advise", DATA / "resnet50.graph.txt", *CLUSTER, "--allow", "pipedream")
     assert "data parallelism is PipeDream's best partition" in " ".join(resnet.stdout.split())
-
-
-def test_advice_warns_of_instability(model: str) -> None:
-    unstable = ("--momentum", 0.9, "--learning-rate", 1, "--curvature", 1)
-    text = run("advise", model, *CLUSTER, "--allow", "pipe-sgd", *unstable).stdout
-    assert "! pipe-sgd: diverges" in text
 
 
 @pytest.mark.parametrize(
@@ -283,12 +264,6 @@ def test_partition_prints_what_is_fastest_as_it_runs() -> None:
     paper = f"On paper {other['config']} takes {other['period_s'] * 1e3:.2f} ms"
     assert f"{paper}, but its schedule reaches" in text
     assert "On paper" not in run(*asked, "--straight").stdout
-
-
-def test_the_library_and_the_command_try_as_many_cuts() -> None:
-    [option] = [option for option in partition.command.params if option.name == "max_states"]
-    assert option.default == MAX_STATES
-    assert inspect.signature(divide).parameters["max_states"].default == MAX_STATES
 
 
 @pytest.mark.parametrize("suffix", ["json", "png", "svg"])
