@@ -58,23 +58,14 @@ Frames = Mapping[int, FrameType]
 
 @dataclass(frozen=True)
 class Job:
-    """What a framework's adapter knows of the job and of this process.
-
-    Args:
-        ranks: All of them.
-        agreement: How they ask each other.
-        waits_for: Returns what the main thread, or one that it waits for, waits for, when that is
-            other ranks.
-        failed_elsewhere: Whether an exception says that Horovod's communication has failed.
-        is_sure: Whether `waits_for` can tell a wait from a long computation; where it cannot, only
-            what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
-    """
+    """What a framework's adapter knows of the job and of this process."""
 
     ranks: ProcessSet
     agreement: Agreement
-    waits_for: Callable[[Frames], Wait | None]
-    failed_elsewhere: Callable[[BaseException], bool]
+    waits_for: Callable[[Frames], Wait | None]  # what the main thread waits for of other ranks
+    failed_elsewhere: Callable[[BaseException], bool]  # whether Horovod's communication has failed
     is_sure: Callable[[], bool] = lambda: True
+    """Else a wait looks like a long computation, and counts after ``HVD_PIPE_TIMEOUT`` alone."""
 
 
 _reporter: Reporter | None = None
@@ -82,12 +73,7 @@ _job: Job | None = None
 
 
 def start(job: Job) -> None:
-    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time.
-
-    Raises:
-        ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
-            decides for all (`HvdPipeError` elsewhere).
-    """
+    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time."""
     global _reporter, _job
     stop()
     ranks, agreement, name = job.ranks, job.agreement, "hvd_pipe.watchdog"
@@ -168,12 +154,7 @@ def stop() -> None:
 class Reporter:
     """Starts the process beside this rank, and a thread that tells it what the rank does.
 
-    Args:
-        peers: All ranks, in their order.
-        me: This rank.
-        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
-        limit_s: How long a rank may be silent.
-        process: What this rank does.
+    The first rank has links to all others, and these have one to the first.
     """
 
     def __init__(

@@ -237,14 +237,7 @@ def _write(text: str) -> None:
 
 
 class Watcher:
-    """Hears of the other ranks, and tells them of its own.
-
-    Args:
-        peers: All ranks, in their order.
-        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
-        limit_s: How long a rank may be silent.
-        rank: Its own.
-    """
+    """Hears of the other ranks, and tells them of its own; a rank may be silent for a limit."""
 
     def __init__(
         self, peers: Sequence[Peer], links: Mapping[int, socket.socket], limit_s: float, rank: Rank
