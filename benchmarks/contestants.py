@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.watch.waits import sleep_between_polls
 from hvd_pipe.strategy import CoCoD, parse
 
@@ -60,8 +59,6 @@ class Contestant:
 
     step: Callable[[], None]
     finish: Callable[[], None] = lambda: None
-    planned_exposed_s: Callable[[], float | None] = lambda: None
-    """What the plan leaves of the communication after the backward pass."""
 
 
 def make(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:
@@ -205,12 +202,7 @@ def _ours(
         compression=CODECS[compression],
         strategy=kind,
     )
-
-    def planned_exposed_s() -> float | None:
-        plan = optimizer.state_dict()["hvd_pipe"]["counters"].get("plan")
-        return None if plan is None else Plan.from_json(plan).exposed_s
-
-    return Contestant(_steps(optimizer, loss), optimizer.synchronize, planned_exposed_s)
+    return Contestant(_steps(optimizer, loss), optimizer.synchronize)
 
 
 def _ddp(name: str, model: nn.Module, loss: Callable[[], torch.Tensor]) -> Contestant:

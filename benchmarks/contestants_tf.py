@@ -65,10 +65,6 @@ class Contestant:
         if hasattr(self._optimizer, "synchronize"):
             self._optimizer.synchronize()
 
-    def planned_exposed_s(self) -> float | None:
-        """Not compared: the limit is."""
-        return None
-
 
 def start(ours: bool) -> tuple[int, Callable[[], None]]:
     """Initialise Horovod; return this rank, and a barrier."""

@@ -2,13 +2,12 @@
 """Kill, stop and cut off ranks and hosts at random, again and again, and check all that is left.
 
     sudo python benchmarks/kill_loop.py --seed 1 --faults 200 --json kill-loop.json
-    python benchmarks/kill_loop.py --local --faults 2 --strategies cocod:period=4 --modes restart
+    python benchmarks/kill_loop.py --local --faults 2 --strategies cocod:period=4
 
 A job trains on emulated hosts, or on this machine (`--local`, which needs no root). Something
-happens to a rank or to a host. In the mode "restart", all ranks must end by themselves and say
-whose fault it was, nothing may remain, and the job starts again from the last checkpoint. In the
-mode "elastic", it must go on by itself. At the end the weights must be those of a run to which
-nothing has happened. The exit status is 1 where anything went wrong.
+happens to a rank or to a host. All ranks must end by themselves and say whose fault it was,
+nothing may remain, and the job starts again from the last checkpoint. At the end the weights must
+be those of a run to which nothing has happened. The exit status is 1 where anything went wrong.
 
 Runs that the file of results has already are not run again.
 """
@@ -37,34 +36,26 @@ from typing import Any, NamedTuple
 
 import kill_loop_check as check
 from cluster import ClusterError, end
-from harness import HOROVODRUN, Here, Hosts, TooLateError, lives, signal_to, wait_for, write_json
+from harness import Here, Hosts, TooLateError, lives, signal_to, wait_for, write_json
 from kill_loop_check import Fault, Outcome, Run
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
-ELASTIC = (
+STRATEGIES = (
     "merged-gradient:plan=wfbp",
     "merged-gradient:plan=wfbp,overlap=forward",
     "pipe-sgd:bucket_bytes=1024",
     "cocod:period=4",
-)
-RESTART = (
-    *ELASTIC,
     "pipe-sgd:bucket_bytes=1024+int8",
     "pipedream:stash",
     "cocod:period=4,fragments=4,outer=nesterov",
     "cocod:period=4,fragments=4,within=node",
 )
-STRATEGIES = {"restart": RESTART, "elastic": ELASTIC}
 START_S = 300.0  # until a job trains, on a machine that is busy
-PATIENCE_S = 180.0  # until all ranks of a job have ended, or train again
+PATIENCE_S = 180.0  # until all ranks of a job have ended
 FINISH_S = 600.0  # for a run that nothing disturbs
 SETTLE_S = 60.0  # until launchers, and what carried their output, have ended
-GLOO_S = {"restart": "120", "elastic": "300"}  # new workers must have started by then
 RETRIES = "net.ipv4.tcp_retries2=6"  # mpirun and ssh give a host up after 25 s, not 16 minutes
-# With "1 2", hosts came back before Horovod had counted their workers as lost: it started no new
-# ones, and the others waited for them for ever.
-COOLDOWN_S = ("8", "10")
 STEP_S = 0.04
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -76,9 +67,8 @@ ENVIRONMENT = {
 
 
 class Cell(NamedTuple):
-    """One run: under which mode, launcher and strategy, and how."""
+    """One run: under which launcher and strategy, and how."""
 
-    mode: str
     launcher: str
     strategy: str
     faults: int
@@ -86,7 +76,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.mode}, {self.launcher}, {self.strategy}"
+        return f"restart, {self.launcher}, {self.strategy}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -103,12 +93,12 @@ class Cell(NamedTuple):
 
     @property
     def every(self) -> int:
-        """Steps between two checkpoints, or commits; a pipeline's step is an epoch."""
+        """Steps between two checkpoints; a pipeline's step is an epoch."""
         return 1 if self.strategy.startswith("pipedream") else 10
 
     def schedule(self) -> list[Fault]:
         left_out = ("kill host", "cut") if self.options.local else ()
-        kinds = [kind for kind in check.KINDS[self.mode] if kind not in left_out]
+        kinds = [kind for kind in check.KINDS if kind not in left_out]
         given = self.options
         return check.schedule(given.seed, self.name, self.faults, kinds, given.ranks, given.pause)
 
@@ -131,39 +121,21 @@ class Job:
             "stop": stop,
             "every": cell.every,
             "pause_s": 0.0 if stop else STEP_S,
-            "elastic": cell.mode == "elastic",
         }
         self.mark = f"KILL_LOOP_FOLDER={self.folder}"
         env = {
             **ENVIRONMENT,
             "KILL_LOOP_FOLDER": str(self.folder),
             "HVD_PIPE_TIMEOUT": str(cell.options.watch),
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_S[cell.mode],
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
         }
-        if cell.mode == "elastic":
-            launcher = self.elastic_launcher(cell)
-        else:
-            launcher = place.launcher(cell.launcher, self.ranks, env)
+        launcher = place.launcher(cell.launcher, self.ranks, env)
         words = [*launcher, sys.executable, str(HERE / "kill_loop_rank.py"), json.dumps(task)]
         with (self.folder / "log").open("wb") as log:
             self.launched = place.popen(
                 words, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         self.pids: dict[int, int] = {}
-
-    def elastic_launcher(self, cell: Cell) -> list[str]:
-        script = self.folder / "discover.sh"
-        # One host's names are hosts to Horovod.
-        names = ["localhost", "LOCALHOST", "127.0.0.1"] if cell.options.local else self.place.hosts
-        lines = "\\n".join(f"{host}:1" for host in names[: self.ranks])
-        script.write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n")
-        script.chmod(0o755)
-        return [
-            *(sys.executable, "-c", HOROVODRUN, "--gloo", "-np", str(self.ranks)),
-            *("--network-interface", self.place.interface, "--min-np", "1"),
-            *("--max-np", str(self.ranks), "--blacklist-cooldown-range", *COOLDOWN_S),
-            *("--host-discovery-script", str(script)),
-        ]
 
     def __enter__(self) -> Job:
         return self
@@ -310,102 +282,7 @@ def run_restarts(place: Here, cell: Cell, folder: Path, report: Report) -> Run:
         compared += count
         unequal += [f"rank {rank}, step {step}" for step in wrong]
     seconds = round(time.monotonic() - begun, 1)
-    return Run(cell.name, cell.settings, outcomes, compared, unequal, 0.0, [], seconds)
-
-
-# Elastic jobs ---------------------------------------------------------------------------------
-
-
-class Elastic:
-    """An elastic job, as its log and its processes show it."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.hosts: dict[int, str] = {}
-
-    def log(self) -> list[dict[str, Any]]:
-        file = self.job.folder / "log.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def starts(self) -> list[dict[str, Any]]:
-        return [line for line in self.log() if "start" in line]
-
-    def is_full(self) -> bool:
-        """Whether all ranks train; learns their processes, and whose host each is on."""
-        self.job.trains()
-        starts = self.starts()
-        self.hosts, pids = {}, {}
-        for who, line in {line["who"]: line for line in starts}.items():
-            host, _, pid = who.rpartition("-")
-            number = self.job.place.outside(int(pid), host)
-            if line["size"] == self.job.ranks and lives(number):
-                pids[line["rank"]], self.hosts[line["rank"]] = number, host
-        self.job.pids = pids
-        begun = max((line["start"] for line in starts), default=0)
-        return len(pids) == self.job.ranks and all(self.job.step(rank) > begun for rank in pids)
-
-    def born_as(self, rank: int) -> int:
-        """Return the rank that a process was started as, by which its launcher knows it."""
-        starts = self.starts()
-        who = [line["who"] for line in starts if line["rank"] == rank][-1]
-        return int(next(line["rank"] for line in starts if line["who"] == who))
-
-    def started_since(self, moment: float) -> dict[str, Any] | None:
-        """Return the first start of training after a moment."""
-        self.job.trains()
-        starts = (line for line in self.starts() if line["rank"] == 0)
-        return next((line for line in starts if line["time"] > moment), None)
-
-    def once(self, fault: Fault) -> Outcome:
-        """Let a fault happen when all ranks train; return when they trained again."""
-        job, rank = self.job, fault.rank
-        outcome = Outcome("none", [], fault.after_s, 0, None, [], [], load=os.getloadavg()[0])
-        log = job.folder / "log"
-        before = log.stat().st_size
-        try:
-            wait_for(self.is_full, START_S, "not all ranks train", 0.5)
-            time.sleep(fault.after_s)
-            wait_for(self.is_full, START_S, "not all ranks train", 0.5)
-            if fault.kind == "kill host" and self.hosts[rank] == job.place.hosts[0]:
-                rank = (rank + 1) % job.ranks  # not the launcher's host
-            outcome = replace(outcome, kind=fault.kind, victims=[self.born_as(rank)])
-            moment = time.time()
-            job.let_happen(fault.kind, rank, self.hosts[rank])
-            wait_for(lambda: self.started_since(moment), PATIENCE_S, "nobody trains")
-            start = self.started_since(moment)
-            assert start is not None
-            seconds = round(start["time"] - moment, 2)
-            outcome = replace(outcome, step=start["start"], ended_s=seconds)
-        except TooLateError as error:
-            return replace(outcome, said=f"{error}\n{job.output()[-6000:]}")
-        with suppress(TooLateError):
-            wait_for(lambda: log.stat().st_size > before, SETTLE_S, "the launcher's output")
-        output = log.read_bytes()[before:].decode(errors="replace")
-        outcome = replace(outcome, by_launcher=sorted(check.named_by_launcher(output, [])))
-        return replace(outcome, said=output[-6000:] if outcome.wrong() else "")
-
-
-def run_elastic(place: Here, cell: Cell, folder: Path, report: Report) -> Run:
-    """Let a run's faults happen to one elastic job."""
-    begun = time.monotonic()
-    outcomes = []
-    with Job(place, cell, folder, 0, 0, 0) as job:
-        elastic = Elastic(job)
-        for fault in cell.schedule():
-            outcomes.append(elastic.once(fault))
-            report(outcomes[-1])
-            if job.launched.poll() is not None:
-                break
-        with suppress(TooLateError, ValueError):
-            wait_for(elastic.is_full, START_S, "not all ranks train", 0.5)
-            (job.folder / "stop.part").write_text(str(job.step(0) + 200))
-            (job.folder / "stop.part").rename(job.folder / "stop")
-        left, log = job.settle(), elastic.log()
-    compared, unequal, largest = check.unequal_commits(log, cell.strategy, cell.options.seed)
-    grown = check.grown_files(log) + [f"left behind: {process}" for process in left]
-    seconds = round(time.monotonic() - begun, 1)
-    return Run(cell.name, cell.settings, outcomes, compared, unequal, largest, grown, seconds)
+    return Run(cell.name, cell.settings, outcomes, compared, unequal, seconds=seconds)
 
 
 # All of it ------------------------------------------------------------------------------------
@@ -413,11 +290,9 @@ def run_elastic(place: Here, cell: Cell, folder: Path, report: Report) -> Run:
 
 def cells(options: argparse.Namespace) -> list[Cell]:
     """Return the runs that are asked for; each has its share of the faults."""
-    found = []
-    for mode in options.modes:
-        launchers = itertools.cycle(options.launchers if mode == "restart" else ["gloo"])
-        known = [name for name in STRATEGIES[mode] if name in (options.strategies or [name])]
-        found += [(mode, next(launchers), strategy) for strategy in known]
+    launchers = itertools.cycle(options.launchers)
+    known = [name for name in STRATEGIES if name in (options.strategies or [name])]
+    found = [(next(launchers), strategy) for strategy in known]
     share, rest = divmod(options.faults, max(1, len(found)))
     return [Cell(*cell, share + (number < rest), options) for number, cell in enumerate(found)]
 
@@ -454,7 +329,6 @@ def carry_out(cell: Cell, bar: Any) -> Run:
         bar.update()
 
     ranks = cell.options.ranks
-    run = run_restarts if cell.mode == "restart" else run_elastic
     with (
         Here(ranks) if cell.options.local else Hosts(ranks) as place,
         tempfile.TemporaryDirectory(prefix="kill-loop-") as folder,
@@ -462,7 +336,7 @@ def carry_out(cell: Cell, bar: Any) -> Run:
         if isinstance(place, Hosts):
             for host in place.hosts:
                 place.cluster.run(host, ["sysctl", "-w", RETRIES], check=True)
-        return run(place, cell, Path(folder), report)
+        return run_restarts(place, cell, Path(folder), report)
 
 
 def arguments() -> argparse.Namespace:
@@ -473,8 +347,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=int, default=1, help="of victims, kinds and moments")
     add("--faults", type=int, default=200, help="of all runs together")
-    add("--modes", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    add("--strategies", nargs="+", choices=RESTART, help="default: all")
+    add("--strategies", nargs="+", choices=STRATEGIES, help="default: all")
     add("--launchers", nargs="+", choices=("mpi", "gloo"), default=["mpi", "gloo"], help="turns")
     add("--ranks", type=int, default=3, help="of a job, one a host")
     add("--pause", type=float, nargs=2, default=[2.0, 6.0], help="seconds of training, from, to")
@@ -485,9 +358,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.ranks < 2:
         parser.error(f"--ranks must be at least 2, as somebody must be left; got {options.ranks}")
-    if not (found := cells(options)):
-        parser.error("none of --modes has any of --strategies")
-    if options.faults < len(found):
+    if options.faults < len(found := cells(options)):
         parser.error(f"--faults must be at least {len(found)}, one a run; got {options.faults}")
     return options
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,18 +9,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from harness import markdown
 
-Weights = npt.NDArray[np.float64]
-
-LR = 2.0**-6  # of elastic jobs
-KINDS = {  # what may happen to a rank, or to all ranks of its host
-    "restart": ("kill", "stop", "raise", "kill host", "cut"),
-    "elastic": ("kill", "raise", "kill host"),
-}
-ROUNDED = 1e-12  # how far an elastic job's weights may be from those of plain loops
+KINDS = ("kill", "stop", "raise", "kill host", "cut")  # to a rank, or all ranks of its host
 
 
 @dataclass(frozen=True)
@@ -103,8 +93,8 @@ class Outcome:
     kind: str  # "none" where the job failed by itself before it happened
     victims: list[int]
     after_s: float
-    step: int  # the checkpoint, or commit, that training went on from
-    ended_s: float | None  # until all ranks had ended, or trained again; None: never
+    step: int  # the checkpoint that training went on from
+    ended_s: float | None  # until all ranks had ended; None: never
     by_ranks: list[int]  # ranks that hvd_pipe named
     by_launcher: list[int]
     misnamed: list[list[int]] = field(default_factory=list)  # who named whom wrongly
@@ -146,14 +136,14 @@ class Outcome:
 class Run:
     """All that happened under one strategy."""
 
-    name: str  # the mode, the launcher and the strategy
+    name: str  # "restart", the launcher and the strategy
     settings: dict[str, Any]
     outcomes: list[Outcome]
     compared: int  # sets of weights that were compared with the undisturbed run's
     unequal: list[str]
-    largest: float  # the largest difference, where equality is one of equations
-    grown: list[str]  # descriptors that were leaked
-    seconds: float
+    largest: float = 0.0  # of elastic jobs, which were measured until hvd_pipe 0.2
+    grown: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Run:
@@ -166,7 +156,7 @@ class Run:
             for number, one in enumerate(self.outcomes, start=1)
             for what in one.wrong()
         ]
-        found += [f"weights differ: {what}" for what in self.unequal] + self.grown
+        found += [f"weights differ: {what}" for what in self.unequal]
         if not self.compared:
             found.append("no weights were compared")
         return [f"{self.name}: {what}" for what in found]
@@ -189,163 +179,22 @@ def unequal_digests(disturbed: str, whole: str) -> tuple[int, list[str]]:
     return len(found), [*wrong, *missing]
 
 
-class Reference:
-    """Workers in one process that compute what a strategy's equation says, without messages."""
-
-    def __init__(self, strategy: str, seed: int, workers: int, numel: int, lr: float) -> None:
-        self._name, self._seed, self._lr = strategy.partition(":")[0], seed, lr
-        self._period = int((re.findall(r"period=(\d+)", strategy) or ["1"])[0])
-        self.x = [np.zeros(numel) for _ in range(workers)]
-        self._pending: Weights | None = None
-        self._start: list[Weights] = []
-        self._average = np.zeros(numel)
-        self._local = 0
-
-    def step(self, step: int) -> None:
-        gradients = [x - self._target(rank, step) for rank, x in enumerate(self.x)]
-        if self._name == "cocod":
-            self._cocod(gradients)
-            return
-        mean = np.asarray(np.mean(gradients, axis=0))
-        if self._name == "pipe-sgd":
-            self.drain()
-            self._pending = mean
-        else:
-            self.x = [x - self._lr * mean for x in self.x]
-
-    def drain(self) -> None:
-        """Do what ``synchronize()`` does."""
-        if self._name == "cocod":
-            self.x = [np.asarray(np.mean(self.x, axis=0)) for _ in self.x]
-            self._start = []
-        elif self._pending is not None:
-            self.x = [x - self._lr * self._pending for x in self.x]
-            self._pending = None
-
-    def move(self, rank: int, workers: int) -> None:
-        """Go on with so many workers, that are all as this one was."""
-        self.x = [self.x[rank].copy() for _ in range(workers)]
-        if self._start:
-            self._start = [self._start[rank].copy() for _ in range(workers)]
-
-    def _target(self, rank: int, step: int) -> Weights:
-        places = np.arange(len(self.x[0]), dtype=np.float64)
-        return np.asarray(np.cos(places * 0.3 + rank * 0.7 + step * 0.05 + self._seed))
-
-    def _cocod(self, gradients: list[Weights]) -> None:
-        if not self._start:
-            self._begin()
-        self.x = [x - self._lr * gradient for x, gradient in zip(self.x, gradients, strict=True)]
-        self._local += 1
-        if self._local == self._period:
-            pairs = zip(self.x, self._start, strict=True)
-            self.x = [self._average + (x - start) for x, start in pairs]
-            self._begin()
-
-    def _begin(self) -> None:
-        self._start, self._local = list(self.x), 0
-        self._average = np.asarray(np.mean(self.x, axis=0))
-
-
-def unequal_commits(
-    log: Sequence[Mapping[str, Any]], strategy: str, seed: int, lr: float = LR
-) -> tuple[int, list[str], float]:
-    """Compute an elastic job's weights again by plain loops, which are reset at the same commits.
-
-    Returns how many were compared, which differed, and the largest difference.
-    """
-    numel = next((len(line["weights"]) for line in log if "weights" in line), 0)
-    if not numel:
-        return 0, ["the job wrote no weights"], 0.0
-    reference = Reference(strategy, seed, 1, numel, lr)
-    commits = {0: reference}  # as they were at the newest ones
-    ranks: dict[str, int] = {}  # of each worker, since its last start
-    step, planned, broken, compared, largest, first = 0, False, False, 0, 0.0, ""
-    wrong: list[str] = []
-
-    def apart(line: Mapping[str, Any], one: Reference) -> float:
-        return float(np.abs(np.array(line["weights"]) - one.x[0]).max())
-
-    def compare(line: Mapping[str, Any], what: str) -> None:
-        nonlocal compared, largest
-        compared, largest = compared + 1, max(largest, apart(line, reference))
-        wrong.extend([what] if apart(line, reference) > ROUNDED else [])
-
-    for line in log:
-        was = ranks.get(line["who"], 0)
-        if "start" in line:
-            ranks[line["who"]] = line["rank"]
-        if line["rank"] != 0:
-            continue
-        if "planned" in line:
-            planned = True
-        elif "broken" in line:
-            broken = True
-        elif "start" in line:
-            if line["start"] > step and not planned:  # the first rank was lost before it said so
-                for number in range(step, line["start"]):
-                    reference.step(number)
-                commits[line["start"]] = copy.deepcopy(reference)
-            step = line["start"]
-            # A first rank that is lost in a commit has noted it, and others may not have it. Nor
-            # has one that another rank's loss has stopped in it.
-            is_kept = line["who"] == first and not broken
-            if step not in sorted(commits)[-1 if is_kept else -2 :]:
-                wrong.append(f"a start at step {step}, after commits at {sorted(commits)}")
-                break
-            commits = {number: one for number, one in commits.items() if number <= step}
-            first = line["who"]
-            # A planned change drains on all ranks, unless one of them fails in that, too.
-            resets = [copy.deepcopy(commits[step]) for _ in range(1 + planned)]
-            if planned:
-                resets[0].drain()
-            reference = min(resets, key=lambda one: apart(line, one))
-            reference.move(was, line["size"])
-            compare(line, f"the start at {step}")
-            planned = broken = False
-        elif "commit" in line:
-            for number in range(step, line["commit"]):
-                reference.step(number)
-            step = line["commit"]
-            commits[step] = copy.deepcopy(reference)
-            compare(line, f"commit at {step}")
-        elif "end" in line:
-            for number in range(step, line["end"]):
-                reference.step(number)
-            reference.drain()
-            compare(line, f"the end at {line['end']}")
-    if not any("end" in line for line in log):
-        wrong.append("the job had no end")
-    return compared, wrong, largest
-
-
-def grown_files(log: Sequence[Mapping[str, Any]], settled: int = 2) -> list[str]:
-    """Return workers whose open descriptors went on growing, in jobs of as many workers."""
-    counts: dict[tuple[str, int], list[int]] = {}
-    for line in log:
-        if "start" in line:
-            counts.setdefault((line["who"], line["size"]), []).append(line["files"])
-    return [
-        f"{who}: open descriptors at its starts among {size} workers: {files}"
-        for (who, size), files in counts.items()
-        if len(files) > settled and max(files[settled:]) > max(files[:settled])
-    ]
-
-
 # The table --------------------------------------------------------------------------------------
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Return a table in Markdown with a line a run and kind, and one of all."""
-    heads = ["run", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
+    """Return a line for each mode, launcher and kind of fault, all strategies together."""
+    heads = ["mode", "launcher", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
     heads += ["by the launcher", "orphans", "weights equal"]
     rows = []
-    for run in runs:
-        for kind in dict.fromkeys(outcome.kind for outcome in run.outcomes):
-            outcomes = [outcome for outcome in run.outcomes if outcome.kind == kind]
-            rows.append([run.name, kind, *_figures(outcomes, [run])])
+    for mode, launcher in sorted({tuple(run.name.split(", ")[:2]) for run in runs}, reverse=True):
+        group = [run for run in runs if run.name.startswith(f"{mode}, {launcher}, ")]
+        for kind in KINDS:
+            outcomes = [one for run in group for one in run.outcomes if one.kind == kind]
+            if outcomes:
+                rows.append([mode, launcher, kind, *_figures(outcomes, group)])
     everything = [outcome for run in runs for outcome in run.outcomes]
-    return markdown(heads, [*rows, ["all", "all", *_figures(everything, runs)]])
+    return markdown(heads, [*rows, ["all", "", "", *_figures(everything, runs)]])
 
 
 def _figures(outcomes: Sequence[Outcome], runs: Sequence[Run]) -> list[str]:

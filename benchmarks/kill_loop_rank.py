@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from torch import Tensor, nn
 
 import hvd_pipe.torch as hvd
@@ -43,9 +42,8 @@ class Task:
     seed: int
     start: int  # the checkpoint to go on from; 0 for none
     stop: int  # the last step; 0 for none
-    every: int  # steps between two checkpoints, or commits
+    every: int  # steps between two checkpoints
     pause_s: float  # of each step
-    elastic: bool = False
 
     @property
     def place(self) -> Path:
@@ -117,7 +115,6 @@ class Steps:
     def next(self, step: int) -> None:
         publish(self._task.place / f"step.{self._rank}", str(step))
         if self._told.exists():
-            self._told.unlink()  # in an elastic job, another one may have this number next
             raise ValueError(f"bad sample in step {step}")
         time.sleep(self._task.pause_s)
 
@@ -206,92 +203,11 @@ def train_pipeline(task: Task) -> None:
         steps.next(step)
 
 
-# Elastic jobs -----------------------------------------------------------------------------------
-
-NUMEL = 24
-
-
-def target(seed: int, rank: int, step: int) -> Tensor:
-    """Where a rank's gradient leads: it moves, and is unlike on each rank."""
-    places = torch.arange(NUMEL, dtype=torch.float64)
-    return torch.cos(places * 0.3 + rank * 0.7 + step * 0.05 + seed)
-
-
-class Quadratic(nn.Module):
-    """Its gradient is ``w - target``, so that plain loops can compute what must come out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(NUMEL - 7, dtype=torch.float64))
-        self.b = nn.Parameter(torch.zeros(7, dtype=torch.float64))
-
-    def forward(self, goal: Tensor) -> Tensor:
-        return 0.5 * ((torch.cat([self.w, self.b]) - goal) ** 2).sum()
-
-
-def weights_of(model: Quadratic) -> list[float]:
-    """Return all weights; a state dict applies what is pending."""
-    values = model.state_dict()
-    return torch.cat([values["w"], values["b"]]).tolist()  # type: ignore[no-any-return]
-
-
-def open_files() -> int:
-    """Return how many descriptors this process has open."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def train_elastic(task: Task) -> None:
-    """Train until the file "stop" names a step; rank 0 writes starts and commits to a log."""
-    hvd.init()
-    model, log = Quadratic(), task.place / "log.jsonl"
-    optimizer: Any = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=LR),
-        model.named_parameters(),
-        strategy=task.strategy,
-    )
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0)
-    born = f"{socket.gethostname()}-{os.getpid()}"
-    stop = task.place / "stop"
-
-    def note(**what: Any) -> None:
-        what |= {"rank": hvd.rank(), "size": hvd.size(), "who": born, "time": time.time()}
-        add(log, json.dumps(what))
-
-    @hvd.elastic.run
-    def run(state: Any) -> None:
-        introduce(task)
-        note(start=state.step, weights=weights_of(model), files=open_files())
-        steps = Steps(task, hvd.rank())
-        while not (stop.exists() and state.step >= int(stop.read_text())):
-            optimizer.zero_grad()
-            model(target(task.seed, hvd.rank(), state.step)).backward()
-            optimizer.step()
-            state.step += 1
-            steps.next(state.step)
-            if state.step % task.every == 0:
-                if hvd.rank() == 0:
-                    note(commit=state.step, weights=weights_of(model))
-                try:
-                    state.commit()
-                except HostsUpdatedInterrupt:
-                    note(planned=state.step)
-                    raise
-                except Exception:
-                    note(broken=state.step)
-                    raise
-
-    run(state)
-    optimizer.synchronize()
-    note(end=state.step, weights=weights_of(model), files=open_files())
-
-
 def main() -> None:
     """Train as told."""
     torch.set_num_threads(1)
     task = Task(**json.loads(sys.argv[1]))
-    if task.elastic:
-        train_elastic(task)
-    elif task.strategy.startswith("pipedream"):
+    if task.strategy.startswith("pipedream"):
         train_pipeline(task)
     else:
         train(task)

@@ -51,8 +51,6 @@ PLANS = {"vgg16": "3-1", "language-model": "straight"}  # as the paper has them 
 LATENCY_S = 1e-3  # Horovod's cycle
 STEPS_ALONE = 8  # of one worker without communication, to see how long computing takes
 LEAST_MINIBATCHES = 16  # of a short epoch: several rounds of all replicas
-UTILISATION, SPEEDUP, WITHIN, SAVED = 0.90, 3.0, 0.10, 0.85
-REACHED = 0.95  # of what the plan promises
 
 
 @dataclass(frozen=True)
@@ -311,28 +309,6 @@ def busy_of(row: dict[str, Any]) -> float:
     return float(row.get("busy_s") or row["predicted"]["busiest_s"])
 
 
-def bounds(cells: Sequence[dict[str, Any]]) -> str:
-    """Return what mode "stash" is held to, at r = 4 and above."""
-    rows = []
-    for cell in cells:
-        pipe = next((x for x in cell["rows"] if x["contestant"].endswith(" stash")), None)
-        if cell["ratio"] < 4.0 or pipe is None:
-            continue
-        stock, expected = row_of(cell, "horovod"), pipe["predicted"]
-        for what, bound, value, sign in (
-            ("speed / stock Horovod", SPEEDUP, stock["seconds"] / pipe["seconds"], 1),
-            ("the busiest stage's use", UTILISATION, busy_of(pipe) / pipe["seconds"], 1),
-            ("bytes saved", SAVED, 1.0 - pipe["sent_bytes"] / stock["sent_bytes"], 1),
-            ("prediction off by", WITHIN, abs(expected["seconds"] / pipe["seconds"] - 1.0), -1),
-            ("of the plan's speed", REACHED, expected["planned_s"] / pipe["seconds"], 1),
-        ):
-            missed = "" if sign * value >= sign * bound else " (missed)"
-            least = f"{'>=' if sign > 0 else '<='} {bound:g}"
-            where = f"{cell['model']}, r = {cell['ratio']:g}"
-            rows.append([what, least, f"{value:.2f}{missed}", where])
-    return markdown(["what", "bound", "reached", "where"], rows)
-
-
 def main() -> int:
     """Run the grid, or predict it, and report it."""
     options = parse_arguments()
@@ -350,8 +326,6 @@ def main() -> int:
             return 130  # as a shell says it
     if options.predict:
         print("\n".join(map(table, cells)))
-    else:
-        print(bounds(cells))
     if options.json:
         write(Path(options.json), cells)
     return 0

@@ -82,7 +82,7 @@ class PipelineRank(Rank):
         )
         self._pipelines[name] = engine, network, microbatches
         engine.train_epoch(self._loader(name, settle))
-        return {"planned_exposed_s": None}
+        return {}
 
     def race(self, name: str, steps: int) -> dict[str, Any]:
         """Train together, and say what it costs by the worker's batch."""

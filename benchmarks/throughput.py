@@ -1,6 +1,6 @@
 r"""Training throughput beside its peers: stock Horovod, PyTorch DDP, one worker, and hvd_pipe.
 
-    sudo python benchmarks/throughput.py --workers 4 --json grid.json --page grid.md
+    sudo python benchmarks/throughput.py --workers 4 --json grid.json
 
 Workers are hosts of an emulated cluster (`cluster.py`): the communication crosses links of a known
 rate, which is set so that an all-reduce of all gradients takes ``r`` times a worker's computation.
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from cluster import MOST_HOSTS, Cluster, ClusterError, end
 from contestants import DDP_BUCKETS, ENGINE, TENSORFLOW, period_of
 from models import MODELS
 from throughput_rank import write
-from throughput_report import all_bounds, table, write_page
+from throughput_report import table
 from tqdm import tqdm
 
 from hvd_pipe.planning.codec import CODECS
@@ -47,16 +47,6 @@ SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, millise
     "fusion=M-over-8,cycle=5": {"HOROVOD_FUSION_THRESHOLD": "M/8", "HOROVOD_CYCLE_TIME": "5"},
     "fusion=128M,cycle=5": {"HOROVOD_CYCLE_TIME": "5"},
 }
-AUTOTUNE = {  # as Horovod has it, but for fewer and shorter samples, and what cannot matter here
-    "HOROVOD_AUTOTUNE": "1",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "1",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "10",
-    "HOROVOD_CACHE_CAPACITY": "1024",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
-}
-TUNING_STEPS = (1 + 11) * 6 + 4  # a point is the median of 5 samples (parameter_manager.h)
 # Both stock Horovod and ours: Open MPI chooses one that takes 1.6 times as long, see
 # docs/launching.md.
 RING = {
@@ -195,8 +185,6 @@ def contestants_of(ratio: float, options: argparse.Namespace) -> dict[str, list[
     teams = {"stock": ["conventional", "horovod", "horovod:asleep", *ENGINE], "ours": ours}
     teams["ddp"] = ["single", "ddp", *DDP_BUCKETS, "ddp+fp16", "ddp:post-local"]
     teams |= {name: ["horovod"] for name in swept(options)}
-    if options.autotune:
-        teams["autotune"] = ["horovod"]
     if options.tensorflow:
         teams["tf-stock"] = ["tf:single", "tf:horovod"]
         teams["tf-ours"] = [
@@ -272,20 +260,6 @@ def busy(share: float) -> Iterator[None]:
         process.wait()
 
 
-@contextmanager
-def tuned(
-    cluster: Cluster, teams: dict[str, Team], options: argparse.Namespace
-) -> Iterator[dict[str, Team]]:
-    """The teams, and one that tunes itself, which it does once in its life."""
-    if not options.autotune:
-        yield teams
-        return
-    directory = teams["stock"].directory
-    with closing(Team(cluster, "autotune", AUTOTUNE, directory, options.backend)) as team:
-        team.ask("drop")  # it is up, and stops
-        yield {**teams, "autotune": team}
-
-
 def set_ratio(cluster: Cluster, team: Team, compute_s: float, ratio: float, size: int) -> float:
     """Limit the links so that an all-reduce takes ``ratio`` of the computation: its seconds."""
     workers = team.size
@@ -325,14 +299,11 @@ def run_cell(
     all_reduces = measured(teams["ours"], "all-reduce", [SMALL_BYTES, *sizes], all_reduce_s)
     all_reduces[size] = all_reduce_s
     exchanges = measured(teams["ours"], "exchange", sizes, all_reduce_s)
-    planned: dict[tuple[str, str], float | None] = {}
     for team, names in chosen.items():
         for name in names:
             if name != "single":
                 settle = settle_steps(name.removeprefix(TENSORFLOW))
-                settle = TUNING_STEPS if team == "autotune" else settle
-                built = teams[team].ask("build", name=name, settle=settle, **build)
-                planned[team, name] = built[0]["planned_exposed_s"]
+                teams[team].ask("build", name=name, settle=settle, **build)
     entrants = [(team, name) for team, names in chosen.items() for name in names]
     results: dict[tuple[str, str], list[dict[str, float]]] = {each: [] for each in entrants}
     steps = dict.fromkeys(entrants, 1)
@@ -358,7 +329,6 @@ def run_cell(
             "most_s": max(each["seconds"] for each in rounds),
             "cpu_s": median(each["cpu_s"] for each in rounds),
             "sent_bytes": median(each["sent_bytes"] for each in rounds),
-            "planned_exposed_s": planned.get((team, name)),
         }
         for (team, name), rounds in results.items()
     ]
@@ -393,7 +363,7 @@ def settle_steps(name: str) -> int:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what a cell's figures depend on besides its place in the grid."""
-    names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "autotune", "only")
+    names = ("compute_ms", "gradient_bytes", "rounds", "seconds", "no_sweep", "only")
     found = {name: getattr(options, name) for name in (*names, "realtime", "tensorflow", "busy")}
     return found | ({"per_host": options.per_host} if options.per_host > 1 else {})
 
@@ -445,8 +415,7 @@ def main() -> int:
                 busy(options.busy),
             ):
                 for cell in mine:
-                    with tuned(cluster, teams, options) as entered:
-                        found.append(run_cell(cell, cluster, entered, options))
+                    found.append(run_cell(cell, cluster, teams, options))
                     print("\n\n".join(table(found[-1])))
                     if options.json:
                         write(Path(options.json), found)
@@ -458,10 +427,6 @@ def main() -> int:
         return 130  # as a shell says it
     finally:
         progress.close()
-    for title, text in all_bounds(found):
-        print(f"\n{title}\n\n{text}")
-    if options.page:
-        write_page(found, Path(options.page))
     return 0
 
 
@@ -515,9 +480,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn (default 0.6)")
     parser.add_argument("--no-sweep", action="store_true", help="stock Horovod's default only")
-    parser.add_argument(
-        "--autotune", action="store_true", help="stock Horovod tuned by itself, too"
-    )
     parser.add_argument("--tensorflow", action="store_true", help="TensorFlow's contestants, too")
     parser.add_argument("--only", nargs="+", help="these contestants (contestants.py), and single")
     parser.add_argument(
@@ -532,7 +494,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="keep the cells that --json has with these settings, add the others",
     )
-    parser.add_argument("--page", help="write all tables here as Markdown")
     options = parser.parse_args(words)
     if min(options.workers) < 2:
         parser.error("--workers: 2 at least; one worker by itself is a row of each cell")
@@ -550,9 +511,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--ratios: more than 0, as they are reached by slowing the links down")
     if options.resume and not options.json:
         parser.error("--resume: of which run? Give its --json, too")
-    for file in (options.json, options.page):
-        if file and not Path(file).resolve().parent.is_dir():
-            parser.error(f"{file}: no such folder")
+    if options.json and not Path(options.json).resolve().parent.is_dir():
+        parser.error(f"{options.json}: no such folder")
     return options
 
 

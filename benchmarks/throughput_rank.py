@@ -125,10 +125,7 @@ class Rank:
         # A collection that walks over all contestants would stop one of them for 0.3 s.
         gc.collect()
         gc.freeze()
-        return {
-            "gradient_bytes": nbytes,
-            "planned_exposed_s": contestant.planned_exposed_s(),
-        }
+        return {"gradient_bytes": nbytes}
 
     def race(self, name: str, steps: int) -> dict[str, Any]:
         """Take steps together and say what they cost."""

@@ -1,4 +1,4 @@
-"""The watch and the agreements of hundreds of ranks on one machine, without Horovod between them.
+"""The watch of hundreds of ranks on one machine, without Horovod between them.
 
     python benchmarks/watch_scale.py --ranks 64 256 1024 2048
 
@@ -19,16 +19,13 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from harness import markdown, write_json
 
-from hvd_pipe.errors import RanksDisagreeError
 from hvd_pipe.runtime.consensus import Agreement
 from hvd_pipe.runtime.watch import watchdog
 from hvd_pipe.runtime.watch.rendezvous import connect
@@ -38,7 +35,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 LIMIT_S = 120.0
 QUIET_S = 30.0  # at 2,048 ranks a beat is 15 s
 LONGEST_S = 300.0  # for what a machine that is very busy takes
-TENSORS = 160  # of the model that is agreed on, as many as a ResNet-50 has
 
 
 @dataclass(frozen=True)
@@ -276,101 +272,6 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-# Agreements ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Agreed:
-    """What an agreement of n ranks took a rank; `AGREED` says what the figures are."""
-
-    ranks: int
-    alike: bool
-    collectives: int = 0
-    received_kb: float = 0.0
-    cpu_ms: float = 0.0
-    peak_mb: float = 0.0
-
-
-@dataclass
-class Turns:
-    """Gathers bytes between threads; between two gathers, one thread runs at a time."""
-
-    count: int
-    turn: Any = field(default_factory=threading.Lock)
-    sent: dict[str, list[bytes]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.count)
-
-    def gather_of(self, rank: int) -> Callable[[bytes, str, Any], list[bytes]]:
-        """Return the collective of one rank."""
-
-        def gather_bytes(data: bytes, name: str, _: Any) -> list[bytes]:
-            self.sent.setdefault(name, [b""] * self.count)[rank] = data
-            self.turn.release()
-            self.barrier.wait()
-            self.turn.acquire()
-            return self.sent[name]
-
-        return gather_bytes
-
-
-def measure_agreement(ranks: int, alike: bool) -> Agreed:
-    """Let ranks describe a model of `TENSORS` tensors; unless alike, the last one differs."""
-    sent = _agree(ranks, alike)
-    begun = time.process_time()
-    _take_part(0, ranks, alike, lambda _, name, __: sent[name])
-    cpu = time.process_time() - begun
-    with _traced() as peak_mb:  # which takes time of its own
-        _take_part(0, ranks, alike, lambda _, name, __: sent[name])
-        peak = peak_mb()
-    received = sum(len(part) for parts in sent.values() for part in parts)
-    return Agreed(ranks, alike, len(sent), received / 1e3, 1e3 * cpu, peak)
-
-
-def _take_part(rank: int, ranks: int, alike: bool, gather_bytes: Any) -> bool:
-    """Let one rank agree with the others; return whether it found all alike."""
-    lines = [(f"gradient {at}", f"module.{at}.weight float32 [256, 256]") for at in range(TENSORS)]
-    lines.append(("op", "Sum" if alike or rank < ranks - 1 else "Average"))
-    with suppress(RanksDisagreeError):
-        Agreement(gather_bytes).check_alike(lines, "scale", Ranks(ranks, rank))  # type: ignore[arg-type]
-        return True
-    return False
-
-
-def _agree(ranks: int, alike: bool) -> dict[str, list[bytes]]:
-    """Let all ranks agree, in threads; return what they have sent."""
-    turns, passed = Turns(ranks), []
-
-    def run(rank: int) -> None:
-        with turns.turn:
-            if _take_part(rank, ranks, alike, turns.gather_of(rank)):
-                passed.append(rank)
-
-    threading.stack_size(256 * 1024)
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(passed) != (ranks if alike else 0):
-        raise AssertionError(f"{ranks} ranks: {len(passed)} of them found all alike")
-    return turns.sent
-
-
-@contextmanager
-def _traced() -> Iterator[Callable[[], float]]:
-    """Trace memory; the function says how many MB were held at most beside what there was."""
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    try:
-        yield lambda: (tracemalloc.get_traced_memory()[1] - before) / 1e6
-    finally:
-        tracemalloc.stop()
-
-
-# The tables ------------------------------------------------------------------------------------
-
 WATCH = {
     "beat_s": "seconds between two messages of a rank",
     "join_s": "all connected and watched after, s",
@@ -384,31 +285,17 @@ WATCH = {
     "leave_s": "all leave at once: all know it after, s",
     "leave_cpu_s": "processor of the small process for that, s",
 }
-AGREED = {
-    "collectives": "gathered, times",
-    "received_kb": "bytes that a rank gets, KB",
-    "cpu_ms": "processor of a rank, ms",
-    "peak_mb": "memory of a rank at most, MB",
-}
 
 
-def table(found: list[dict[str, Any]], labels: dict[str, str]) -> str:
+def table(found: list[dict[str, Any]]) -> str:
     """Return a line for each figure, and a column for each number of ranks."""
-    body = [[label, *(_short(job[key]) for job in found)] for key, label in labels.items()]
+    body = [[label, *(_short(job[key]) for job in found)] for key, label in WATCH.items()]
     return markdown(["ranks", *(str(job["ranks"]) for job in found)], body)
 
 
 def _short(value: float) -> str:
     """Write a number with two digits or all of them before the point."""
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
-
-
-def tables(results: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return the tables of the watch, and of agreements where ranks are alike, and are not."""
-    alike, unlike = (
-        [job for job in results["agreement"] if job["alike"] is alike] for alike in (True, False)
-    )
-    return [table(results["watch"], WATCH), table(alike, AGREED), table(unlike, AGREED)]
 
 
 def main() -> int:
@@ -423,17 +310,15 @@ def main() -> int:
         others(options.others, options.limit)
     if min(options.ranks) < 3:
         parser.error(f"--ranks must be at least 3, as one is lost; got {min(options.ranks)}")
-    results: dict[str, list[dict[str, Any]]] = {"watch": [], "agreement": []}
+    results: list[dict[str, Any]] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 20000)), hard))
     for ranks in options.ranks:
-        for alike in (True, False):
-            results["agreement"].append(asdict(measure_agreement(ranks, alike)))
-        results["watch"].append(asdict(measure_watch(ranks, options.limit)))
+        results.append(asdict(measure_watch(ranks, options.limit)))
         print(f"{ranks} ranks: load {os.getloadavg()[0]:.1f}", flush=True)
         if options.json is not None:
             write_json(options.json, results)
-    print("\n\n".join(tables(results)))
+    print(table(results))
     return 0
 
 

@@ -331,41 +331,11 @@ def long_runs() -> str:
 
 
 def kill_loop() -> str:
-    """A line for each mode, launcher and kind of fault; all strategies together."""
     runs = [kill_loop_check.Run.read(run) for run in read("kill-loop")["runs"].values()]
-    outcomes = [outcome for run in runs for outcome in run.outcomes]
-    for outcome in outcomes:
+    for outcome in (outcome for run in runs for outcome in run.outcomes):
         if outcome.kind != "cut" and not set(outcome.by_ranks) <= set(outcome.victims):
             sys.exit(f"kill-loop.json: a rank was named that was no victim: {outcome}")
-    heads = ["mode", "launcher", "kind", "faults", "median s", "longest s", "named by hvd_pipe"]
-    heads += ["by the launcher", "orphans", "weights equal"]
-    body = []
-    for mode, launcher in sorted({tuple(run.name.split(", ")[:2]) for run in runs}, reverse=True):
-        group = [run for run in runs if run.name.startswith(f"{mode}, {launcher}, ")]
-        equal = _equal_weights(group)
-        for kind in kill_loop_check.KINDS[mode]:
-            of_kind = [o for run in group for o in run.outcomes if o.kind == kind]
-            body.append([mode, launcher, kind, *_faults(of_kind), equal])
-    body.append(["all", "", "", *_faults(outcomes), _equal_weights(runs)])
-    return markdown(heads, body)
-
-
-def _equal_weights(runs: Sequence[kill_loop_check.Run]) -> str:
-    compared = sum(run.compared for run in runs)
-    return f"{compared - sum(len(run.unequal) for run in runs)} of {compared}"
-
-
-def _faults(outcomes: Sequence[kill_loop_check.Outcome]) -> list[str]:
-    seconds = [outcome.ended_s for outcome in outcomes if outcome.ended_s is not None]
-    tellers = [outcome.teller for outcome in outcomes]
-    return [
-        f"{len(outcomes)}",
-        f"{median(seconds):.1f}",
-        f"{max(seconds):.1f}" if len(seconds) == len(outcomes) else "never",
-        f"{tellers.count('hvd_pipe')}",
-        f"{tellers.count('launcher')}",
-        f"{sum(len(outcome.left) for outcome in outcomes)}",
-    ]
+    return kill_loop_check.table(runs)
 
 
 def of_convergence() -> dict[str, str]:
@@ -386,7 +356,6 @@ def of_convergence() -> dict[str, str]:
 
 def of_scale() -> dict[str, str]:
     errors, choices, slopes, *_ = published.tables(published.studies())
-    watch, alike, unlike = watch_scale.tables(read("watch-scale"))
     facts = [
         f"- **{study['title']}.** {study['cluster']}. Measured: {study['source']}. "
         f"The network: {study['constants']}. The model: {study['profile']}."
@@ -398,9 +367,7 @@ def of_scale() -> dict[str, str]:
         "slopes": slopes,
         "sources": "\n".join(facts),
         "one job": scale.table(read("scale")),
-        "watch": watch,
-        "alike": alike,
-        "unlike": unlike,
+        "watch": watch_scale.table(read("watch-scale")),
     }
 
 

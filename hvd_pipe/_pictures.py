@@ -30,7 +30,6 @@ COLOURS: Mapping[str, str] = {
 """Of each category of events; those of Okabe and Ito, which colour-blind people tell apart."""
 
 WIDTH_IN, DPI = 12.0, 100
-_DARK = ("backward", "allreduce", "update")
 _WORKERS = 8
 _PASSES = 48  # more of them on a line are too narrow to see
 
@@ -91,12 +90,6 @@ def draw_timeline(timeline: Timeline, path: str | Path, whole: bool = False) -> 
             axes.broken_barh(
                 spans, (place - 0.38, 0.76), facecolors=COLOURS[category], edgecolors=edges, lw=0.6
             )
-            for event, (x, width) in zip(bars, spans, strict=True):
-                text = _label(event, event.duration_s * width_s)
-                colour = "white" if category in _DARK else "black"
-                style = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": colour}
-                if text:
-                    axes.text(x + width / 2, place, text, clip_on=True, **style)
     names = [f"{worker}   {lane}".strip() for worker, lane, _ in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -128,18 +121,6 @@ def _window(events: Sequence[Event]) -> tuple[float, float]:
     # From a forward pass on, so that the picture begins with a step.
     begin = next((event for event in middle if event.category == "forward"), middle[0])
     return begin.start_s, max(event.end_s for event in middle)
-
-
-def _label(event: Event, room: float) -> str:
-    """Return what fits into an event's bar, of so many pixels: its name, its number, or nothing.
-
-    >>> from hvd_pipe.timeline import Event
-    >>> event = Event("backward 3.1", "backward", 0, "compute", 0.0, 1.0)
-    >>> [_label(event, room) for room in (100, 30, 5)]
-    ['backward 3.1', '3.1', '']
-    """
-    texts = [event.name] if event.category == "wait" else [event.name, event.name.split(" ")[-1]]
-    return next((text for text in texts if len(text) * 6.6 + 6 <= room), "")
 
 
 def draw_sweep(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:

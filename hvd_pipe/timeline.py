@@ -12,7 +12,6 @@ The files that a job writes under ``HVD_PIPE_TIMELINE=dir`` have the same form, 
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import re
@@ -311,19 +310,15 @@ def stack(events: Iterable[Event]) -> list[list[Event]]:
         [['a', 'c'], ['b']]
     """
     rows: list[list[Event]] = []
-    busy: list[tuple[float, int]] = []  # when the last event of a row ends, and the row
-    idle: list[int] = []
+    ends: list[float] = []  # of what each row has
     for event in sorted(events, key=lambda event: (event.start_s, event.end_s)):
-        while busy and busy[0][0] <= event.start_s + _TOUCH_S:
-            heapq.heappush(idle, heapq.heappop(busy)[1])
-        if event.duration_s == 0.0 and rows:
-            rows[0].append(event)
-            continue
-        row = heapq.heappop(idle) if idle else len(rows)
+        free = (row for row, end in enumerate(ends) if end <= event.start_s + _TOUCH_S)
+        row = 0 if rows and event.duration_s == 0.0 else next(free, len(rows))
         if row == len(rows):
             rows.append([])
+            ends.append(-math.inf)
         rows[row].append(event)
-        heapq.heappush(busy, (event.end_s, row))
+        ends[row] = max(ends[row], event.end_s)
     return rows
 
 

@@ -14,19 +14,12 @@ from hvd_pipe.build_horovod.system import SetupError, installed
 
 @dataclass(frozen=True)
 class Features:
-    """What a Horovod is built with, beside Gloo.
-
-    Args:
-        torch: The version of PyTorch; None builds without it.
-        tensorflow: The version of TensorFlow; None builds without it.
-        mpi: Whether it has MPI.
-        cuda: Whether it has CUDA, and NCCL.
-    """
+    """What a Horovod is built with, beside Gloo: versions of frameworks, or None for without."""
 
     torch: str | None
     tensorflow: str | None
     mpi: bool = True
-    cuda: bool = False
+    cuda: bool = False  # and NCCL
 
     @property
     def cxx_standard(self) -> int:

@@ -6,7 +6,6 @@ Imports and trial runs happen in processes of their own, which print one line of
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
@@ -25,22 +24,10 @@ from typing import Any
 
 import click
 
-from hvd_pipe import strategy
 from hvd_pipe.cli.options import Command, count, job_size, json_option
-from hvd_pipe.cli.output import InputError, one_line, progress
+from hvd_pipe.cli.output import InputError, progress
 
 BUILD = "hvd-pipe build-horovod"
-VARIABLES = (
-    "HVD_PIPE_CHECK",
-    "HVD_PIPE_CHECK_SEED",
-    "HVD_PIPE_STRATEGY",
-    "HVD_PIPE_PROFILE",
-    "HVD_PIPE_TIMELINE",
-    "HVD_PIPE_TIMELINE_MB",
-    "HVD_PIPE_TIMEOUT",
-    "HVD_PIPE_CACHE",
-)
-
 _RANKS = 2
 _GRACE_S = 5
 _MARK = "hvd-pipe-doctor:"
@@ -72,11 +59,11 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing looked at; ``good`` is None for what is only told."""
+    """One thing looked at."""
 
     section: str
     name: str
-    good: bool | None
+    good: bool
     found: str = ""
     todo: str = ""
     required: bool = False
@@ -101,10 +88,10 @@ def command(self_test: bool, timeout: int, as_json: bool) -> None:
         raise InputError(
             "doctor starts its own ranks: run `hvd-pipe doctor` alone, not under a launcher"
         )
-    rows = [*_installed(timeout), *_environment()]
+    rows = [*_installed(timeout)]
     if self_test:
         rows += _self_test(rows, timeout)
-    bad = [row for row in rows if row.required and row.good is False]
+    bad = [row for row in rows if row.required and not row.good]
     if as_json:
         document = {"command": "doctor", "good": not bad, "rows": [asdict(row) for row in rows]}
         click.echo(json.dumps(document, indent=2))
@@ -151,28 +138,10 @@ def _installed(seconds: int) -> Iterator[Row]:
         yield Row("Launchers", name, bool(path), found, todo, name == "horovodrun")
 
 
-def _environment() -> Iterator[Row]:
-    """Rows for our variables: a name that nothing reads, and a strategy that there is not."""
-    for name in sorted(name for name in os.environ if name.startswith("HVD_PIPE_")):
-        todo = ""
-        if name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, 1)
-            todo = f"unset {name}: hvd_pipe reads {', '.join(near or VARIABLES)}"
-        elif name == "HVD_PIPE_STRATEGY":
-            try:
-                strategy.parse(os.environ[name])
-            except (ValueError, TypeError) as error:
-                todo = f"unset {name}, or mend it: {one_line(error)}"
-        good = False if todo else None
-        yield Row(
-            "Environment", name, good, os.environ[name], todo, bool(todo) and name in VARIABLES
-        )
-
-
 def _self_test(rows: Sequence[Row], seconds: int) -> Iterator[Row]:
     """Run an all-reduce over each controller; training needs one that works."""
     name = f"all-reduce on {_RANKS} ranks"
-    missing = [row.name for row in rows if row.required and row.good is False]
+    missing = [row.name for row in rows if row.required and not row.good]
     if missing:
         found = f"not run: {', '.join(missing)} first"
         yield Row("Self-test", name, False, found, required=True)
@@ -214,8 +183,8 @@ def _print(rows: Sequence[Row], bad: int) -> None:
         if row.section != section:
             section = row.section
             click.echo(("" if row is rows[0] else "\n") + click.style(f"{section}:", bold=True))
-        box = {True: "[X]", False: "[ ]", None: "   "}[row.good]
-        mark = "!" if row.required and row.good is False else " "
+        box = "[X]" if row.good else "[ ]"
+        mark = "!" if row.required and not row.good else " "
         click.echo(f"  {mark} {box} {row.name:<{width}}  {row.found}".rstrip())
         if row.todo:
             click.echo(f"        -> {row.todo}")

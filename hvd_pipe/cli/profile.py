@@ -222,14 +222,19 @@ def measure_model(
     with _telling(f"{name}() failed", "; it is called without arguments"):
         model = factory()
     if "keras" in sys.modules and isinstance(model, sys.modules["keras"].Model):
-        return _measure_keras(model, name, shapes or _known_shapes(model), loss, device, steps)
-    if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
-        if not shapes:
-            raise InputError("say what the model is fed: --input 32,3,224,224")
-        return _measure_torch(model, name, shapes, loss, device, steps)
-    raise InputError(
-        f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
-    )
+        shapes, measure = shapes or _known_shapes(model), _measure_keras
+    elif "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
+        measure = _measure_torch
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError(f"{name}()'s model has no parameter to train")
+    else:
+        raise InputError(
+            f"{name}() returned {type(model).__name__}, not a torch.nn.Module or a keras.Model"
+        )
+    if not shapes:
+        raise InputError("say what the model is fed: --input 32,3,224,224")
+    how = {"batch": shapes[0].sizes[0], "steps": steps, "name": name.rpartition(":")[2]}
+    return measure(model, shapes, None if loss is None else find(loss), device, **how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,11 +325,10 @@ def _given(shapes: Sequence[Shape]) -> str:
 
 def _measure_torch(
     model: Any,
-    name: str,
     shapes: Sequence[Shape],
-    loss: str | None,
+    loss_of: Callable[..., Any] | None,
     device: str | None,
-    steps: int,
+    **how: Any,
 ) -> ModelProfile:
     import torch
 
@@ -335,8 +339,6 @@ def _measure_torch(
         torch.empty(1, device=where)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError(f"{name}()'s model has no parameter to train")
     model = model.to(where).train()
     inputs = [
         torch.randn(shape.sizes, device=where, dtype=getattr(torch, shape.dtype))
@@ -344,7 +346,7 @@ def _measure_torch(
         else torch.randint(0, 2, shape.sizes, device=where, dtype=getattr(torch, shape.dtype))
         for shape in shapes
     ]
-    loss_of = _mean_of if loss is None else find(loss)
+    loss_of = loss_of or _mean_of
 
     def step() -> None:
         model.zero_grad()
@@ -360,8 +362,7 @@ def _measure_torch(
         raise InputError(f"the loss must be one number with a gradient, got a {what}")
     with _telling("the backward pass failed"):
         step()
-    short = name.rpartition(":")[2]
-    return measure_profile(model, step, batch=shapes[0].sizes[0], steps=steps, name=short)
+    return measure_profile(model, step, **how)
 
 
 def _mean_of(output: Any) -> Any:
@@ -387,11 +388,10 @@ def _tensors(output: Any) -> list[Any]:
 
 def _measure_keras(
     model: Any,
-    name: str,
     shapes: Sequence[Shape],
-    loss: str | None,
+    loss_of: Callable[..., Any] | None,
     device: str | None,
-    steps: int,
+    **how: Any,
 ) -> ModelProfile:
     import tensorflow as tf
 
@@ -413,9 +413,7 @@ def _measure_keras(
         with _telling(f"the model does not take {_given(shapes)}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the structure of inputs is another
             model(inputs[0] if len(inputs) == 1 else inputs)
-        loss_of = None if loss is None else find(loss)
-        short, batch = name.rpartition(":")[2], shapes[0].sizes[0]
-        return measure_profile(model, inputs, loss_of, batch=batch, steps=steps, name=short)
+        return measure_profile(model, inputs, loss_of, **how)
 
 
 def _known_shapes(model: Any) -> list[Shape]:

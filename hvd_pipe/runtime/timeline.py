@@ -330,14 +330,6 @@ class TraceFile:
 
     A full file drops events: a marker in it and one line in the log of ``hvd_pipe`` say so. A
     write that fails ends the file in the same way, and not the job. Any thread may add events.
-
-    Args:
-        path: The file, written anew; its directory must exist.
-        max_bytes: The file's limit in bytes.
-        marker: Returns the event that ends a full file, as JSON text of at most 512 bytes.
-
-    Raises:
-        OSError: The file cannot be written.
     """
 
     def __init__(self, path: Path, max_bytes: int, marker: Callable[[], str]) -> None:
@@ -529,10 +521,4 @@ def _host() -> str:
 
 def _both_clocks() -> tuple[int, float]:
     """Return Unix time in ns and ``perf_counter``, read at one moment as nearly as can be."""
-    readings = []
-    for _ in range(5):
-        before = time.perf_counter()
-        wall_ns = time.time_ns()
-        after = time.perf_counter()
-        readings.append((after - before, wall_ns, (before + after) / 2))
-    return min(readings)[1:]
+    return time.time_ns(), time.perf_counter()

@@ -271,7 +271,7 @@ def waits_for(frames: Frames) -> Wait | None:
     names = horovod_call(frame)
     activity = waits.activity(os.getpid(), thread.native_id or 0)
     pauses = None if activity is None else activity.pauses
-    return Wait((thread.native_id, pauses, *names), "join" in names)
+    return (thread.native_id, pauses, *names)
 
 
 def _python(frame: FrameType | None) -> FrameType | None:
@@ -291,7 +291,7 @@ def _calls_back(frame: FrameType | None) -> bool:
     while frame is not None:
         if module_of(frame) == _CALLS_BACK:
             return users
-        users = users or not is_library(frame)
+        users = users or not is_library(frame.f_code.co_filename)
         frame = frame.f_back
     return False
 

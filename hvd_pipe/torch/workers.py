@@ -265,7 +265,7 @@ def _wait_of(thread: int, frame: FrameType | None) -> Wait | None:
     if registered is not None or frame is None or module_of(frame) not in _WAITING:
         return registered
     names = horovod_call(frame)
-    return Wait((names[-1], *pending.known()), "join" in names)
+    return (names[-1], *pending.known())
 
 
 def _failed_elsewhere(error: BaseException) -> bool:

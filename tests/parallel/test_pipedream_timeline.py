@@ -147,18 +147,6 @@ def test_a_worker_does_one_thing_after_another(case: Written) -> None:
             assert after.start_s >= before.end_s - 1e-8, (before, after)
 
 
-def test_waits_end_as_passes_begin(case: Written) -> None:
-    _, written, stages, _ = case
-    for worker in stages:
-        mine = [e for e in written.events if e.worker == worker and e.lane == "compute"]
-        order = sorted((e for e in mine if e.category != "ready"), key=lambda e: e.start_s)
-        for wait, next_one in pairwise(order):
-            if wait.category == "wait":
-                kind, number = wait.name.rsplit(" ", 1)
-                category = {"activation": "forward", "gradient": "backward"}.get(kind, "update")
-                assert next_one.name == f"{category} {number}"
-
-
 def test_messages_are_in_the_network_s_lane(case: Written) -> None:
     name, written, stages, _ = case
     last, count = max(stages.values()), len(units(name))
@@ -182,32 +170,6 @@ def test_steps_count_updates(case: Written) -> None:
         assert len(updates) == -(-MINIBATCHES // each) == case.updates[worker]
         order = sorted(updates, key=lambda e: e.start_s)
         assert [e.args["step"] for e in order] == list(range(len(order)))
-
-
-def test_an_evaluation_has_forward_passes_only(folder: Path) -> None:
-    begin(folder / "evaluation")
-    make_engine("2-1", "stash", None).evaluate(loader())
-    written = end(folder / "evaluation")
-    assert {e.category for e in written.events} == {"forward", "wait", "send"}
-    assert len(passes(written, "forward")) == 2 * MINIBATCHES
-
-
-def test_other_models_are_traced_as_ever(folder: Path) -> None:
-    """Another model without a pipeline, after one with: its passes are found by hooks."""
-    begin(folder / "beside")
-    make_engine("2-1", "stash", None).train_epoch(loader())
-    model = nn.Linear(4, 4)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
-    )
-    for _ in range(PLAIN_STEPS):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    count = Counter((e.worker, e.name) for e in end(folder / "beside").events)
-    for worker in range(WORKERS):
-        for name in ("forward", "backward", "update"):
-            assert count[worker, name] == PLAIN_STEPS
 
 
 def test_a_directory_that_one_rank_cannot_write_is_refused_on_all(folder: Path) -> None:

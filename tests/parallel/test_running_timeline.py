@@ -2,34 +2,112 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import os
+import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import workers_timeline
-from cases import Raised
-from ranks import run_ranks
-from workers_timeline import BEGUN, CASES, STEPS
+import torch
+from on_ranks import gather, on_ranks, place
+from torch import nn
 
+import hvd_pipe.torch as hvd
+from hvd_pipe.runtime.timeline import DIRECTORY, MEGABYTES, OFF
 from hvd_pipe.timeline import Event, Timeline
+from hvd_pipe.torch.measuring import timeline as recording
 
 RANKS = 2
+two = on_ranks(RANKS, init=hvd.init)
+dynamic = on_ranks(RANKS, init=hvd.init, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+WIDTH = 256
+STEPS = 12
+BEGUN = 6  # overlap=forward defers updates by then
+PAUSE_S = 0.05
+
+CASES = {
+    "merged-gradient": ("merged-gradient", "none"),
+    "pipe-sgd": ("pipe-sgd", "none"),
+    "cocod": ("cocod:period=3", "none"),
+    "bf16": ("merged-gradient", "bf16"),
+    "int8": ("pipe-sgd", "int8"),
+    "overlap": ("merged-gradient:plan=wfbp,overlap=forward", "none"),
+}
+WHOLE = [case for case in CASES if case != "overlap"]
 SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 import hvd_pipe.torch as hvd
-import workers_timeline as job
+import test_running_timeline as job
 hvd.init()
 model = job.make_model()
 optimizer = job.wrap(model, "pipe-sgd")
 job.train(model, optimizer, steps=100)
 """
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, pause_s: float = 0.0
+) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        time.sleep(pause_s)
+        model(torch.randn(64, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def wrap(model: nn.Module, strategy: str, compression: str = "none") -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        model.named_parameters(),
+        compression=getattr(hvd.Compression, compression),
+        strategy=strategy,
+    )
+
+
+def begin(**environment: str) -> None:
+    """Be as a new process with this environment; what was written is on the disk."""
+    recording.active.close()
+    recording.active = OFF
+    for name in (DIRECTORY, MEGABYTES):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+
+
+def written(directory: Path) -> Timeline:
+    """Return what all ranks have written."""
+    begin()
+    gather(None)
+    return Timeline.load(directory)
+
+
+@functools.cache
+def timeline_of(case: str) -> Timeline:
+    """Train in one way. With overlap, rank 0 waits for rank 1, whose forward passes begin late."""
+    directory = place()[0] / case
+    begin(HVD_PIPE_TIMELINE=str(directory))
+    model = make_model()
+    optimizer = wrap(model, *CASES[case])
+    train(model, optimizer, pause_s=PAUSE_S * hvd.rank() if case == "overlap" else 0.0)
+    optimizer.synchronize()
+    timeline = written(directory)
+    assert sorted(path.name for path in directory.iterdir()) == ["rank0.json", "rank1.json"]
+    return timeline
 
 
 def of(timeline: Timeline, category: str, worker: int = 0) -> list[Event]:
@@ -40,29 +118,10 @@ def overlap(a: Event, b: Event) -> bool:
     return a.start_s < b.end_s and b.start_s < a.end_s
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Timeline]]:
-    """What each case writes on two ranks."""
-    directory = tmp_path_factory.mktemp("timelines")
-    for rank in range(RANKS):  # of an older run
-        (directory / "small").mkdir(exist_ok=True)
-        (directory / "small" / f"rank{rank}.json").write_text("x" * 100_000)
-    run_ranks(RANKS, workers_timeline.written, directory, timeout=120)
-    for case in CASES:
-        files = sorted(path.name for path in (directory / "made" / case).iterdir())
-        assert files == ["rank0.json", "rank1.json"]
-    found = {case: Timeline.load(directory / "made" / case) for case in (*CASES, "overlap")}
-    return directory, found
-
-
-@pytest.fixture
-def timelines(traced: tuple[Path, dict[str, Timeline]]) -> dict[str, Timeline]:
-    return traced[1]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_category_is_there(timelines: dict[str, Timeline], case: str) -> None:
-    timeline = timelines[case]
+@two
+@pytest.mark.parametrize("case", WHOLE)
+def test_every_category_is_there(case: str) -> None:
+    timeline = timeline_of(case)
     assert timeline.workers == (0, 1)
     for worker in timeline.workers:
         count = Counter(e.category for e in timeline.events if e.worker == worker)
@@ -73,10 +132,11 @@ def test_every_category_is_there(timelines: dict[str, Timeline], case: str) -> N
         assert (count["codec"] > 0) == (case in ("bf16", "int8"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_worker_does_one_thing_after_another(timelines: dict[str, Timeline], case: str) -> None:
+@two
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_worker_does_one_thing_after_another(case: str) -> None:
     for worker in range(RANKS):
-        passes = [e for e in timelines[case].events if (e.worker, e.lane) == (worker, "compute")]
+        passes = [e for e in timeline_of(case).events if (e.worker, e.lane) == (worker, "compute")]
         spans = sorted((e for e in passes if e.category != "ready"), key=lambda e: e.start_s)
         for before, after in pairwise(spans):
             assert before.end_s <= after.start_s + 1e-8, (before, after)
@@ -86,27 +146,10 @@ def test_a_worker_does_one_thing_after_another(timelines: dict[str, Timeline], c
         assert order.count("update") == STEPS
 
 
-@pytest.mark.nightly  # it needs a message that is on its way in a forward pass
-def test_pipe_sgd_sends_behind_the_next_step_and_synchronous_sgd_does_not(
-    timelines: dict[str, Timeline],
-) -> None:
-    behind = {}
-    for case in ("pipe-sgd", "merged-gradient"):
-        timeline = timelines[case]
-        behind[case] = sum(
-            any(overlap(message, forward) for forward in of(timeline, "forward"))
-            for message in of(timeline, "allreduce")
-        )
-    # On a loaded machine most messages may be over before the next forward pass begins.
-    assert behind["pipe-sgd"] > 0
-    assert behind["merged-gradient"] == 0
-
-
-def test_forward_passes_wait_at_their_gates_and_steps_do_not(
-    timelines: dict[str, Timeline],
-) -> None:
+@two
+def test_forward_passes_wait_at_their_gates_and_steps_do_not() -> None:
     """Rank 1 begins late, so rank 0 waits: in its next forward pass, for one bucket by name."""
-    timeline = timelines["overlap"]
+    timeline = timeline_of("overlap")
     for worker in range(RANKS):
         forward = {e.args["step"]: e for e in of(timeline, "forward", worker)}
         backward = {e.args["step"]: e for e in of(timeline, "backward", worker)}
@@ -134,11 +177,10 @@ def test_forward_passes_wait_at_their_gates_and_steps_do_not(
             assert any(e.start_s < around.start_s for e in behind)  # it left in the step before
 
 
+@two
 @pytest.mark.parametrize("case", ["merged-gradient", "pipe-sgd", "cocod", "int8"])
-def test_messages_begin_when_ready_and_end_on_all_ranks_together(
-    timelines: dict[str, Timeline], case: str
-) -> None:
-    timeline = timelines[case]
+def test_messages_begin_when_ready_and_end_on_all_ranks_together(case: str) -> None:
+    timeline = timeline_of(case)
     here, there = of(timeline, "allreduce", 0), of(timeline, "allreduce", 1)
     assert [e.args["message"] for e in here] == [e.args["message"] for e in there]
     for a, b in zip(here, there, strict=True):
@@ -151,53 +193,92 @@ def test_messages_begin_when_ready_and_end_on_all_ranks_together(
         assert b.end_s > a.start_s
 
 
-def test_merged_gradients_end_within_the_wait(timelines: dict[str, Timeline]) -> None:
-    timeline = timelines["merged-gradient"]
-    for worker in range(RANKS):
-        waits = {wait.args["step"]: wait for wait in of(timeline, "wait", worker)}
-        for message in of(timeline, "allreduce", worker):
-            # Who waits lets a message land, if the observer has not seen it before.
-            assert message.end_s <= waits[message.args["step"]].end_s + 2e-6
+@two
+def test_a_file_stays_within_its_limit_and_says_so() -> None:
+    directory = Path(place()[0] / "small")
+    directory.mkdir(exist_ok=True)
+    path = directory / f"rank{hvd.rank()}.json"
+    path.write_text("x" * 100_000)  # of an older run
+    begin(HVD_PIPE_TIMELINE=str(directory), HVD_PIPE_TIMELINE_MB="0.01")
+    model = make_model()
+    train(model, wrap(model, "pipe-sgd"))
+    timeline = written(directory)
+    assert path.stat().st_size <= 10_000
+    last = json.loads(path.read_text())["traceEvents"][-1]
+    assert last["name"] == "the trace ends here: raise HVD_PIPE_TIMELINE_MB"
+    assert len(of(timeline, "forward")) >= 2
 
 
-def test_without_the_variable_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_ranks(RANKS, workers_timeline.untraced)
-    assert list(tmp_path.iterdir()) == []
+class _Fails(nn.Module):
+    """Raises in its forward or backward pass when told to."""
+
+    where = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            raise RuntimeError(self.where)
+        if self.where == "backward":
+            x.register_hook(self._raise)
+        return x
+
+    def _raise(self, _: torch.Tensor) -> None:
+        raise RuntimeError(self.where)
 
 
-def test_a_file_stays_within_its_limit_and_says_so(
-    traced: tuple[Path, dict[str, Timeline]],
-) -> None:
-    directory = traced[0] / "small"
-    for rank in range(RANKS):
-        path = directory / f"rank{rank}.json"
-        assert path.stat().st_size <= 10_000
-        last = json.loads(path.read_text())["traceEvents"][-1]
-        assert last["name"] == "the trace ends here: raise HVD_PIPE_TIMELINE_MB"
-    assert len(of(Timeline.load(directory), "forward")) >= 2
-
-
-def test_jobs_that_stumble_go_on(tmp_path: Path) -> None:
-    env = {"HVD_PIPE_TIMELINE": str(tmp_path)}
-    run_ranks(RANKS, workers_timeline.troubled, env=env)
-    timeline = Timeline.load(tmp_path)
-    count = Counter(e.name for e in timeline.events if e.worker == 0)
+@two
+def test_jobs_that_stumble_go_on() -> None:
+    """What jobs do beside training in a loop; each of 5 trainings is of ``STEPS`` steps."""
+    directory = place()[0] / "troubled"
+    begin(HVD_PIPE_TIMELINE=str(directory))
+    model = nn.Sequential(make_model(), _Fails())
+    optimizer = wrap(model, "merged-gradient")
+    train(model, optimizer)
+    for where in ("forward", "backward"):
+        model[1].where = where
+        with pytest.raises(RuntimeError, match=where):
+            train(model, optimizer, steps=1)
+        model[1].where = ""
+    train(model, optimizer)
+    # A model that was traced is copied and pickled as any other.
+    model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    train(model, optimizer)
+    # Made anew; two at once; evaluation.
+    optimizer = wrap(model, "pipe-sgd")
+    other = copy.deepcopy(model)
+    train(model, optimizer)
+    train(other, wrap(other, "cocod:period=2"))
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    count = Counter(e.name for e in written(directory).events if e.worker == 0)
     # Five trainings, a forward pass that fails, one whose backward pass does, and an evaluation.
     assert count["forward"] == 5 * STEPS + 2
     assert count["forward, no gradients"] == 1
     # A copy hears of gradients from its first step() on.
     assert 5 * STEPS - 1 <= count["backward"] <= 5 * STEPS
-    assert json.loads((tmp_path / "rank0.json").read_text())
 
 
-def test_scripted_models_and_lbfgs_and_files_of_an_older_run(tmp_path: Path) -> None:
-    (tmp_path / "rank2.json").write_text("of a run on three ranks")
-    env = {"HVD_PIPE_TIMELINE": str(tmp_path)}
-    run_ranks(RANKS, workers_timeline.other_models, env=env)
-    timeline = Timeline.load(tmp_path)
+@two
+def test_scripted_models_and_lbfgs_and_files_of_an_older_run() -> None:
+    directory = place()[0] / "other models"
+    directory.mkdir(exist_ok=True)
+    (directory / "rank2.json").write_text("of a run on three ranks")
+    begin(HVD_PIPE_TIMELINE=str(directory))
+    model = torch.jit.script(make_model())
+    train(model, wrap(model, "merged-gradient"))
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=2), model.named_parameters()
+    )
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+    timeline = written(directory)
     assert timeline.workers == (0, 1)
     # A scripted model takes no hooks; LBFGS moves the weights after each of its closures.
     passes = len(of(timeline, "forward"))
@@ -205,10 +286,17 @@ def test_scripted_models_and_lbfgs_and_files_of_an_older_run(tmp_path: Path) -> 
     assert len(of(timeline, "update")) == STEPS + passes
 
 
-def test_a_rank_outside_of_the_first_process_set_has_the_clock_of_its_host(tmp_path: Path) -> None:
-    env = {"HVD_PIPE_TIMELINE": str(tmp_path), "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    run_ranks(RANKS, workers_timeline.outside, env=env)
-    timeline = Timeline.load(tmp_path)
+@dynamic
+def test_a_rank_outside_of_the_first_process_set_has_the_clock_of_its_host() -> None:
+    directory = place()[0] / "outside"
+    begin(HVD_PIPE_TIMELINE=str(directory))
+    first = hvd.add_process_set([0])
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, hvd.DistributedOptimizer(optimizer, process_set=first))
+    model = make_model()
+    train(model, wrap(model, "merged-gradient"))
+    timeline = written(directory)
     assert timeline.span_s < 60.0
     for a, b in zip(
         of(timeline, "allreduce", 0)[-3:], of(timeline, "allreduce", 1)[-3:], strict=True
@@ -217,23 +305,37 @@ def test_a_rank_outside_of_the_first_process_set_has_the_clock_of_its_host(tmp_p
         assert b.end_s > a.start_s
 
 
-def test_what_cannot_be_is_refused_on_every_rank(tmp_path: Path) -> None:
-    env = {"HVD_PIPE_TIMELINE": str(tmp_path)}
-    words = {
-        "one rank alone": ["ranks disagree on HVD_PIPE_TIMELINE: rank 0 has set"] * 2,
-        "unwritable": [
-            "rank 1 was given something wrong, and rank 0 was not: HvdPipeError: "
-            "HVD_PIPE_TIMELINE=/dev/null/traces",
-            "name a directory that this user can write on every host",
-        ],
-        "wrong limit": ["HVD_PIPE_TIMELINE_MB must be a number of megabytes"] * 2,
-    }
-    results = run_ranks(RANKS, workers_timeline.refused, env=env)
-    for rank, result in enumerate(results):
-        for case, wanted in words.items():
-            raised = result[case]
-            assert isinstance(raised, Raised), case
-            assert wanted[rank] in raised.traceback
+@two
+@pytest.mark.parametrize(
+    ("environments", "words"),
+    [
+        (
+            [{DIRECTORY: "{}"}, {}],
+            ["ranks disagree on HVD_PIPE_TIMELINE: rank 0 has set"] * 2,
+        ),
+        (
+            [{DIRECTORY: "{}"}, {DIRECTORY: "/dev/null/traces"}],
+            [
+                "rank 1 was given something wrong, and rank 0 was not: HvdPipeError: "
+                "HVD_PIPE_TIMELINE=/dev/null/traces",
+                "name a directory that this user can write on every host",
+            ],
+        ),
+        (
+            [{DIRECTORY: "{}", MEGABYTES: "64MB"}] * 2,
+            ["HVD_PIPE_TIMELINE_MB must be a number of megabytes"] * 2,
+        ),
+    ],
+    ids=["one rank alone", "unwritable", "wrong limit"],
+)
+def test_what_cannot_be_is_refused_on_every_rank(
+    environments: list[dict[str, str]], words: list[str]
+) -> None:
+    directory = str(place()[0] / "refused")
+    begin(**{k: v.format(directory) for k, v in environments[hvd.rank()].items()})
+    with pytest.raises((RuntimeError, ValueError), match=words[hvd.rank()]):
+        wrap(make_model(), "pipe-sgd")
+    begin()
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 
-from hvd_pipe.build_horovod import __main__ as program
 from hvd_pipe.build_horovod import features as chosen
 from hvd_pipe.build_horovod import recipe, system
 from hvd_pipe.build_horovod.features import Features, features_here
 from hvd_pipe.build_horovod.system import SetupError
-from hvd_pipe.cli import build_horovod as subcommand
-from hvd_pipe.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -107,18 +103,6 @@ def test_a_failing_step_says_why_and_what_to_do(tmp_path: Path) -> None:
     assert said.endswith("Install libopenmpi-dev.")
     with pytest.raises(SetupError, match=r"build it failed: .*no-such-program.*Do that\."):
         system.run("build it", ["no-such-program"], log, "Do that.")
-
-
-def test_a_step_keeps_its_output_in_the_log_and_shows_its_progress(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(system, "PROGRESS_S", 0.0)
-    program = "import time; print('[ 50%] half', flush=True); time.sleep(1)"
-    system.run("count", [sys.executable, "-c", program], tmp_path / "log", "")
-    assert (tmp_path / "log").read_text() == "[ 50%] half\n"
-    shown = capsys.readouterr().out
-    assert "count ... 50% in " in shown
-    assert "count: done in" in shown
 
 
 def test_the_cuda_build_uses_one_toolkit_and_its_libraries_find_nccl(
@@ -244,17 +228,6 @@ def test_one_recipe_builds_for_torch_alone(
     assert recipe.sum_of(wheel).read_text().strip() == hashlib.sha256(b"built").hexdigest()
 
 
-def test_the_set_up_builds_with_tensorflow_and_mpi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, _ = built(Features("2.13.0", "2.21.0"), tmp_path, monkeypatch)
-    assert seen["HOROVOD_WITH_MPI"] == seen["HOROVOD_WITH_TENSORFLOW"] == "1"
-    assert not any(name.startswith("HOROVOD_WITHOUT_TENSORFLOW") for name in seen)
-    # CMake 4 refuses what Gloo asks for; GCC 13 has no uint8_t or std::string without its header
-    assert seen["CMAKE_POLICY_VERSION_MINIMUM"] == "3.5"
-    assert "-include cstdint -include string" in seen["CXXFLAGS"]
-
-
 def test_the_key_names_all_that_a_wheel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wheels lie outside of checkouts under it, for years."""
     answers = {"mpirun": "mpirun (Open MPI) 4.1.4", "c++": "c++ 12.2.0", "nvcc": "nvcc 13.0"}
@@ -327,31 +300,6 @@ def test_system_packages_that_are_missing_are_named(
     assert "--without-mpi" not in said
 
 
-def test_packages_of_python_that_are_missing_are_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new environment of Python 3.12 has no setuptools, with which Horovod builds."""
-    commands: list[str] = []
-    absent = {"setuptools", "psutil"}
-    monkeypatch.setattr(recipe, "missing_packages", lambda mpi: [])
-    monkeypatch.setattr(recipe, "installed", lambda name: None if name in absent else "1")
-    monkeypatch.setattr(recipe, "cache_key", lambda _: "key")
-    monkeypatch.setattr(recipe, "cached_wheel", lambda _: Path("horovod.whl"))
-    monkeypatch.setattr(recipe, "check", lambda *_: commands.append("check"))
-    monkeypatch.setattr(
-        recipe, "run", lambda _, words, *__: commands.append(" ".join(map(str, words[3:])))
-    )
-    recipe.install(Features("2.13.0", None), tmp_path)
-    assert commands == [
-        "install psutil setuptools",
-        "install --no-deps --force-reinstall horovod.whl",
-        "check",
-    ]
-    absent.add("pip")
-    with pytest.raises(SetupError, match=r"has no pip: .*ensurepip"):
-        recipe.install(Features("2.13.0", None), tmp_path)
-
-
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match=r"cannot write the cache .*Set HVD_PIPE_CACHE"):
@@ -372,29 +320,6 @@ def test_it_needs_the_standard_library_alone() -> None:
             cwd=ROOT,
         )
         assert "--cuda" in answer.stdout
-
-
-def test_the_command_and_the_module_ask_for_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[object, ...]] = []
-
-    def install(features: Features, cache: Path, *more: object) -> None:
-        asked.append((features, cache))
-
-    options = ["--cuda", "--only", "torch", "--without-mpi", "--cache", os.fspath(tmp_path)]
-    monkeypatch.setattr(subcommand, "install", install)
-    monkeypatch.setattr(program, "install", install)
-    result = CliRunner().invoke(main, ["build-horovod", *options])
-    assert result.exit_code == 0, result.output
-    monkeypatch.setattr(sys, "argv", ["build_horovod", *options])
-    program.main()
-    here = features_here("torch", mpi=False, cuda=True)
-    assert asked == [(here, tmp_path)] * 2
-    assert here.tensorflow is None
-    monkeypatch.setenv("HVD_PIPE_CACHE", os.fspath(tmp_path / "kept"))
-    CliRunner().invoke(main, ["build-horovod"])
-    assert asked[-1] == (features_here(), tmp_path / "kept")
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

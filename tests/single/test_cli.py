@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 import json
 import math
 import os
@@ -21,11 +20,9 @@ from hvd_pipe.cli import bench, options, output, partition, profile
 from hvd_pipe.cli.main import COMMANDS, main
 from hvd_pipe.planning.cluster import Cluster, Network
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.partition import MAX_STATES
-from hvd_pipe.planning.partition import partition as divide
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.timeline import CATEGORIES, Event, Timeline
+from hvd_pipe.timeline import Event, Timeline
 
 DATA = Path(__file__).parent.parent / "data"
 GOOGLENET = str(DATA / "googlenet_k80_backward.csv")
@@ -85,11 +82,6 @@ def test_the_command_imports_no_framework() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_a_script(shell: str) -> None:
-    assert f"_HVD_PIPE_COMPLETE={shell}_complete" in run("completion", shell).stdout
-
-
 def test_bash_completes_commands(tmp_path: Path) -> None:
     command = tmp_path / "hvd-pipe"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hvd_pipe "$@"\n')
@@ -119,16 +111,6 @@ def test_a_plan_is_written_and_costs_what_its_messages_do(model: str, tmp_path: 
         assert buckets[-1]["end_s"] == pytest.approx(document["predicted_s"])
         assert count in (None, len(buckets))
         assert all(bucket["ready_s"] <= bucket["start_s"] + 1e-12 for bucket in buckets)
-
-
-def test_compression_and_fast_links_inside_shorten_messages(model: str) -> None:
-    one = ("plan", model, *CLUSTER, "--method", "single")
-    inside = ("--workers-per-node", 4, "--inner-bandwidth", "100gbit")
-    plain, half, nested = (
-        run_json(*one, *more)["predicted_s"] for more in ((), ("--compression", "bf16"), inside)
-    )
-    assert half < plain
-    assert nested < plain
 
 
 def test_a_cluster_is_understood_from_options_and_files_alike(model: str, tmp_path: Path) -> None:
@@ -167,16 +149,6 @@ def test_a_far_extrapolation_warns(
         assert json.loads(result.stdout)
 
 
-def test_a_noisy_measurement_warns(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.json"
-    for error, words in ((0.2, None), (0.55, "the measured all-reduce is off by 55% on average")):
-        ring = CommModel((0.0,), (1e-4,), (1e-9,), error=error)
-        Cluster(4, Network(None, measured=ring, measured_workers=4)).save(path)
-        result = run("plan", model, "--cluster", path)
-        assert (words or "") in result.stderr
-        assert bool(result.stderr) == (words is not None)
-
-
 def test_advice_is_to_be_pasted_where_it_is_usable(model: str) -> None:
     advice = run("advise", model, *CLUSTER, "--allow", "merged-gradient", "--allow", "pipe-sgd")
     assert 'Paste: strategy="' in advice.stdout
@@ -203,12 +175,6 @@ def test_advice_on_a_pipeline() -> None:
     assert "pipedream 15-1 stash (!)" in " ".join(run(*vgg, *unstable).stdout.split())
     resnet = run("advise", DATA / "resnet50.graph.txt", *CLUSTER, "--allow", "pipedream")
     assert "data parallelism is PipeDream's best partition" in " ".join(resnet.stdout.split())
-
-
-def test_advice_warns_of_instability(model: str) -> None:
-    unstable = ("--momentum", 0.9, "--learning-rate", 1, "--curvature", 1)
-    text = run("advise", model, *CLUSTER, "--allow", "pipe-sgd", *unstable).stdout
-    assert "! pipe-sgd: diverges" in text
 
 
 @pytest.mark.parametrize(
@@ -266,49 +232,6 @@ def test_simulate_sweeps(model: str, tmp_path: Path) -> None:
         assert all(n <= per_node or n % per_node == 0 for n in counts_filled)
 
 
-def test_jitter_is_slower(model: str) -> None:
-    one = ("simulate", model, *CLUSTER, "--method", "single")
-    still, jittery = run_json(*one), run_json(*one, "--jitter", 0.2)
-    assert still["rows"][0]["step_s"] < jittery["rows"][0]["step_s"]
-    assert run_json(*one, "--jitter", 0.2) == jittery
-    assert run_json(*one, "--jitter", 0.2, "--seed", 1) != jittery
-
-
-def test_messages_behind_the_next_forward_pass(model: str, tmp_path: Path) -> None:
-    """What all commands say about them is of one calculation."""
-    path = tmp_path / "run.json"
-    for jitter in ((), ("--jitter", 0.1)):
-        cluster = (*CLUSTER, *jitter)
-        [row] = run_json("simulate", model, *cluster, "--method", FORWARD, "--timeline", path)[
-            "rows"
-        ]
-        assert row["method"] == FORWARD
-        assert any(e.name.startswith("wait for bucket") for e in Timeline.load(path).events)
-        asked = ("--allow", "merged-gradient", "--allow", FORWARD)
-        rows = run_json("advise", model, *cluster, *asked)["rows"]
-        [advised] = (row for row in rows if row["strategy"] == FORWARD)
-        assert advised["time"]["total_s"] == pytest.approx(
-            row["step_s"], rel=1e-1 if jitter else 1e-9
-        )
-
-
-def test_trace_shows_messages_behind_the_next_forward_pass(model: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    unlike = ("--workers", 2, "--speeds", "1,0.5", *NETWORK)
-    run("trace", model, "--strategy", FORWARD, *unlike, "--steps", 3, "-o", path)
-    timeline = Timeline.load(path)
-    assert timeline.workers == (0, 1)
-    forward = [e for e in timeline.events if (e.worker, e.category) == (0, "forward")]
-    sent = [e for e in timeline.events if (e.worker, e.category) == (0, "allreduce")]
-    assert len(forward) > 3  # cut by waits
-    assert any(
-        message.start_s < part.end_s and part.start_s < message.end_s
-        for message in sent
-        for part in forward
-        if part.args["step"] == message.args["step"] + 1
-    )
-
-
 def test_partition(model: str, tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     machines = ("--machines", "2x2", *NETWORK, "--inner-bandwidth", "100gbit")
@@ -341,30 +264,6 @@ def test_partition_prints_what_is_fastest_as_it_runs() -> None:
     paper = f"On paper {other['config']} takes {other['period_s'] * 1e3:.2f} ms"
     assert f"{paper}, but its schedule reaches" in text
     assert "On paper" not in run(*asked, "--straight").stdout
-
-
-@pytest.mark.nightly  # a search of seconds
-def test_partition_finds_cuts_that_run_faster_with_the_same_replicas() -> None:
-    asked = ("partition", DATA / "gnmt.graph.txt", "-n", "8", "--bandwidth", "24gbit")
-    document = run_json(*asked, "--latency", "0us")
-    best, other = document["partition"], document["on_paper"]
-    assert document["config"] == other["config"]
-    assert best["simulated_s"] < 0.8 * other["simulated_period_s"]
-    again = run_json(*asked, "--latency", "0us", "--plan", document["config"])
-    assert again["partition"]["stages"] == best["stages"]
-
-
-def test_messages_within_a_machine_take_its_links() -> None:
-    machine = ("--machines", "1x4", "--bandwidth", "1gbit", "--latency", "1ms")
-    inside = ("--inner-bandwidth", "80gbit", "--straight")
-    document = run_json("partition", DATA / "vgg16.graph.txt", *machine, *inside)
-    assert document["simulated_period_s"] == pytest.approx(0.236, rel=0.01)
-
-
-def test_the_library_and_the_command_try_as_many_cuts() -> None:
-    [option] = [option for option in partition.command.params if option.name == "max_states"]
-    assert option.default == MAX_STATES
-    assert inspect.signature(divide).parameters["max_states"].default == MAX_STATES
 
 
 @pytest.mark.parametrize("suffix", ["json", "png", "svg"])
@@ -447,20 +346,6 @@ def steps(workers: int, count: int) -> Timeline:
     return Timeline((*events, *(replace(e, duration_s=0.01) for e in sent)), "steps")
 
 
-def drawn(timeline: Timeline, path: Path, *, whole: bool = False) -> str:
-    """A picture as SVG with its words as text."""
-    import matplotlib as mpl  # noqa: PLC0415
-
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        _pictures.draw_timeline(timeline, path, whole)
-    return path.read_text()
-
-
-def test_every_category_has_a_colour_of_its_own() -> None:
-    assert tuple(_pictures.COLOURS) == CATEGORIES
-    assert len(set(_pictures.COLOURS.values())) == len(CATEGORIES)
-
-
 @pytest.mark.parametrize(
     "timeline",
     [
@@ -476,15 +361,6 @@ def test_timelines_of_all_sizes_are_1200_pixels_wide(tmp_path: Path, timeline: T
     first, second = ((tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
     assert int.from_bytes(first[16:20], "big") == 1200
     assert first == second
-
-
-def test_a_picture_says_what_it_shows(tmp_path: Path) -> None:
-    text = drawn(steps(32, 2), tmp_path / "a.svg")
-    assert all(f">{word}<" in text for word in ("forward", "ready", "time, ms"))
-    assert ">send<" not in text
-    assert "(8 of 32 workers)" in text
-    assert " of 15.99 s)" in drawn(steps(1, 400), tmp_path / "b.svg")
-    assert ">steps<" in drawn(steps(1, 400), tmp_path / "c.svg", whole=True)
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import frozen
 import pytest
 from click.testing import CliRunner, Result
-from test_public_cli import VARIABLES
 
 from hvd_pipe.cli import doctor, options
 from hvd_pipe.cli.doctor import Answer
@@ -129,22 +128,6 @@ def test_tensorflow_alone_is_enough(
     result = invoke()
     assert result.exit_code == 1
     assert "! [ ] TensorFlow" in result.stdout
-
-
-def test_variables_of_ours_are_checked(
-    answers: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "pipe-sgd" if name == "HVD_PIPE_STRATEGY" else "1")
-    assert "unset" not in invoke().stdout
-    monkeypatch.setenv("HVD_PIPE_STRATGY", "cocod")
-    result = invoke()
-    assert result.exit_code == 0
-    assert "unset HVD_PIPE_STRATGY: hvd_pipe reads HVD_PIPE_STRATEGY" in result.stdout
-    monkeypatch.setenv("HVD_PIPE_STRATEGY", "cocoo")
-    result = invoke()
-    assert result.exit_code == 1
-    assert "-> unset HVD_PIPE_STRATEGY, or mend it" in result.stdout
 
 
 def test_it_is_not_run_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile.save("good.json")
     ModelProfile((LayerProfile("relu", 0, 1e-3),)).save("silent.json")
     Path("binary.json").write_bytes(b"\x89PNG\xff\xfe\x00\x01")
-    Path("empty.json").write_text("")
     Path("model.yaml").write_text("layers: []")
     Path("graph.txt").write_text("node1 -- what\n")
     Path("folder").mkdir()
@@ -38,28 +37,20 @@ def run(line: str) -> Result:
     [
         # the profile
         (f"plan absent.json {GOOD}", r"'absent.json' does not exist"),
-        (f"plan folder {GOOD}", r"'folder' is a directory"),
         (f"plan binary.json {GOOD}", r"error: binary.json: .*binary data"),
-        (f"plan empty.json {GOOD}", r"error: empty.json: this is no JSON"),
         (f"plan model.yaml {GOOD}", r"error: model.yaml: .* ends in .json .*\.csv .*\.txt"),
         (f"partition graph.txt {GOOD}", r"error: graph.txt"),
         (f"plan silent.json {GOOD}", r"error: .*nothing to send"),
-        (f"simulate silent.json {GOOD}", r"error: .*nothing to send"),
         # the cluster
         ("plan good.json", r"describe the network: --bandwidth 10gbit .*k80-10gbe"),
         ("plan good.json --bandwidth 10gbit", r"say how many workers: --workers 16"),
-        ("plan good.json -n 0 --bandwidth 10gbit", r"0 is not in the range"),
         ("plan good.json -n 4 --bandwidth 10GB", r"'--bandwidth': .*10GB/s"),
         (f"plan good.json {GOOD} --latency 30", r"'--latency': .*us"),
-        (f"plan good.json {GOOD} --memory 16gbit", r"'--memory': .*GB"),
         (f"plan good.json {GOOD} --algorithm rings", r"'--algorithm': 'rings' is not one of"),
         (f"plan good.json {GOOD} --jitter 1e308", r"error: jitter must be at most 10"),
-        (f"plan good.json {GOOD} --latency 1e400s", r"'--latency': .*1e-30 to 1e\+30"),
         ("plan good.json --cluster k80", r"neither a .json file nor one of k80-10gbe"),
         ("plan good.json --cluster k80-10bge", r"did you mean k80-10gbe"),
         ("plan good.json --cluster absent.json", r"error: absent.json: No such file"),
-        ("plan good.json --cluster folder", r"neither a .json file nor"),
-        ("plan good.json --cluster binary.json", r"error: binary.json: this is no text file"),
         ("plan good.json --cluster good.json", r"error: good.json: .*hvd_pipe.cluster/1"),
         (
             "plan good.json --cluster k80-10gbe --bandwidth 10gbit --latency 1us",
@@ -80,7 +71,6 @@ def run(line: str) -> Result:
             f"plan good.json {GOOD} --method exact --bucket-bytes 8MB",
             r"--bucket-bytes belongs to --method bytes",
         ),
-        (f"plan good.json {GOOD} --bucket-bytes 1e999999999", r"'--bucket-bytes': .*1e\+30"),
         (f"plan good.json {GOOD} -o plan.yaml", r"'plan.yaml' must end in .json"),
         (f"plan good.json {GOOD} -o nowhere/plan.json", r"no directory 'nowhere'"),
         ("plan", r"Missing argument 'PROFILE'"),
@@ -88,8 +78,6 @@ def run(line: str) -> Result:
         ("zebra good.json", r"no such command 'zebra': use one of build-horovod, doctor, bench"),
         # advise
         (f"advise good.json {GOOD} --allow pipesgd", r"unknown .*did you mean 'pipe-sgd'"),
-        (f"advise good.json {GOOD} --allow cocod:period=0", r"period must be >= 1, got 0"),
-        (f"advise good.json {GOOD} --allow wide-pipe-sgd:width=3000", r"width must be <= 64"),
         (f"advise good.json {GOOD} --momentum 1", r"'--momentum': 1"),
         # simulate
         (f"simulate good.json {GOOD} --sweep 4,8", r"leave out --workers, or --sweep"),
@@ -104,7 +92,6 @@ def run(line: str) -> Result:
             "simulate good.json --bandwidth 1GB/s --method wfbp --timeline a.json",
             r"one --method and --workers",
         ),
-        (f"simulate good.json {GOOD} -o sweep.pdf", r"must end in .png or .svg"),
         # partition
         (f"partition good.json {GOOD} --machines 4x4", r"leave out --workers"),
         ("partition good.json --machines 4 --bandwidth 1GB/s", r"such as 4x8"),
@@ -124,11 +111,9 @@ def run(line: str) -> Result:
         ("doctor -H h1:1,h2:1", r"-H is gone: .*hvd-pipe bench --budget 1` tries the hosts"),
         # trace
         ("trace good.json", r"Missing option '-o'"),
-        ("trace absent -o a.png", r"'absent' does not exist"),
         ("trace folder -o a.png", r"error: folder .*HVD_PIPE_TIMELINE=folder"),
         ("trace binary.json -o a.png", r"error: binary.json is no JSON: it is not text"),
         ("trace good.json -o a.png", r"error: good.json .*--strategy"),
-        ("trace good.json -o a.gif", r"must end in .json or .png or .svg"),
         (f"trace good.json {GOOD} -o a.png", r"say of which --strategy"),
         ("trace good.json --strategy wfbp -o a.png", r"describe it, e.g. --workers 16"),
         (f"trace folder --strategy wfbp {GOOD} -o a.png", r"'folder' is a directory"),

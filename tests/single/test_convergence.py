@@ -31,18 +31,6 @@ def test_an_interval_is_that_of_student() -> None:
     assert math.isnan(report.interval([1.0, 2.0])[1])
 
 
-def test_methods_are_compared_seed_by_seed() -> None:
-    """Seeds differ by far more than methods do."""
-    stock = [result("horovod", seed, seed) for seed in (1, 2, 3)]
-    late = [result("pipe-sgd", seed, seed + 0.1) for seed in (2, 3, 1)]
-    table = report.tables([*stock, *late])["images", 2].splitlines()
-    assert table[2] == "| stock Horovod | 2.000 +- 2.484 |  | 90.0 +- 0.0 |  | 0 | 3 |"
-    late_row = (
-        "| `pipe-sgd` | 2.100 +- 2.484 | +0.100 +- 0.000 | 90.0 +- 0.0 | +0.0 +- 0.0 | 0 | 3 |"
-    )
-    assert table[3] == late_row
-
-
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_all_methods_can_be_asked_for(task: str) -> None:
     for contestant in convergence.TASKS[task].contestants:

@@ -168,21 +168,3 @@ def test_an_image_gets_what_running_needs(
     assert last[last.index("-e") + 1] == f"{ROOT}[mpi,plot{'' if image else ',dev,docs'}]"
     # and-cuda brings CUDA 12 packages, which overwrite torch's CUDA 13 files (nvidia/nccl, cudnn)
     assert f"tensorflow{'' if cuda else '-cpu'}=={pins()['tensorflow-cpu']}" in last
-
-
-def test_an_image_sheds_what_only_compilers_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages, log = tmp_path / "lib" / "python3.11" / "site-packages", tmp_path / "log" / "log"
-    for name in ("torch/include/a.h", "torch/lib/a.so", "tensorflow/b.py", "horovod/torch/l.so"):
-        (packages / name).parent.mkdir(parents=True, exist_ok=True)
-        (packages / name).touch()
-    log.parent.mkdir()
-    commands: list[list[object]] = []
-    monkeypatch.setattr(setup_env, "run", lambda _, command, *__: commands.append(command))
-    setup_env.shrink(tmp_path, Path(sys.executable), log)
-    assert not (packages / "torch" / "include").exists()
-    assert (packages / "torch" / "lib" / "a.so").exists()
-    assert commands == [["strip", "--strip-unneeded", packages / "horovod/torch/l.so"]]
-    assert (packages / "tensorflow" / "__pycache__").is_dir()
-    assert not log.parent.exists()

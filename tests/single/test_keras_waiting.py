@@ -178,7 +178,7 @@ def test_a_wait_that_is_registered_counts_whatever_else_works() -> None:
 
 
 def test_where_one_cannot_tell_only_a_long_wait_counts() -> None:
-    process = _Process(0, lambda frames: Wait(("a step on a GPU",)), patience_s=LONG_S)
+    process = _Process(0, lambda frames: ("a step on a GPU",), patience_s=LONG_S)
     assert not process.status().waits
     time.sleep(LONG_S)
     assert process.status().waits

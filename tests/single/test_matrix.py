@@ -51,19 +51,3 @@ def test_it_goes_on_where_it_stopped_and_begins_anew_for_other_sources(
     monkeypatch.setattr(matrix, "sources", lambda: "others")
     assert matrix.carry_out([FIRST], tmp_path)
     assert tried[3:] == [FIRST.name]
-
-
-def test_one_cell_leaves_the_rows_of_the_others(tried: list[str], tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    other = matrix.CELLS[2].name
-    known = {**HAD, "torch": "2.13.0", "date": "2026-11-24"}
-    began = matrix.date.today()
-    results.write_text(json.dumps({other: known, SECOND.name: known, "gone": known}))
-    matrix.carry_out([FIRST, SECOND], tmp_path)
-    rows = matrix.merge(results, [FIRST, SECOND], tmp_path)
-    assert json.loads(results.read_text()) == rows
-    assert list(rows) == [FIRST.name, other]  # in the order of cells; SECOND has failed
-    assert rows[other] == known
-    assert rows[FIRST.name] == {**HAD, "date": rows[FIRST.name]["date"]}
-    assert began <= matrix.date.fromisoformat(rows[FIRST.name]["date"]) <= matrix.date.today()
-    assert matrix.table(rows).splitlines()[3] == "| 3.11.7 | 2.13.0 | - | - | 2.2.6 | 2026-11-24 |"

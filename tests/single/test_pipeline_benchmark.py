@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import pipeline
 import pipeline_models
 
 from hvd_pipe.planning._search import find_cuts
-from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
 
@@ -98,38 +94,3 @@ def test_layers_take_their_share_of_a_minibatch() -> None:
     [weight] = whole.parameters()
     assert weight.grad is not None
     assert weight.grad.tolist() == pytest.approx([0.001] * 10)
-
-
-def options(*words: str) -> Any:
-    return pipeline.parse_arguments(list(words))
-
-
-@pytest.mark.nightly  # plans of the benchmark, which change with it alone
-@pytest.mark.parametrize("model", list(pipeline.PLANS))
-def test_what_is_predicted_where_the_network_is_slow(model: str) -> None:
-    """The plans are the best there are, and would meet what the benchmark asks of them."""
-    cell = pipeline.prediction(model, 4.0, options("--predict"))
-    [stash] = (row for row in cell["rows"] if row["contestant"].endswith("stash"))
-    stock = pipeline.row_of(cell, "horovod")
-    assert stock["seconds"] / stash["seconds"] >= pipeline.SPEEDUP
-    assert stash["predicted"]["busiest_s"] / stash["seconds"] >= pipeline.UTILISATION
-    assert 1 - stash["sent_bytes"] / stock["sent_bytes"] >= pipeline.SAVED
-    profile = pipeline.profile_of(model, options())
-    cluster = pipeline.network(profile, 4, 4.0 * profile.compute_s)
-    best = partition(profile, cluster)
-    assert best.replicas == pipeline.parse_replicas(pipeline.PLANS[model], 4)
-    json.dumps(cell)
-
-
-def test_the_report_says_what_was_missed() -> None:
-    cell = pipeline.prediction("vgg16", 4.0, options("--predict"))
-    text = pipeline.table(cell)
-    assert "pipedream 3-1 stash" in text
-    assert "missed" not in pipeline.bounds([cell])
-    for row in cell["rows"]:
-        if row["contestant"].endswith("stash"):
-            row["seconds"] *= 1.2
-            row["sent_bytes"] *= 2
-    found = pipeline.bounds([cell])
-    assert found.count("(missed)") == 5
-    assert not pipeline.bounds([{**cell, "ratio": 1.0}]).count("vgg16")

@@ -249,8 +249,10 @@ def test_a_rank_that_is_killed_is_known_at_once_and_leaves_nothing(rank: Rank) -
 
 def test_a_terminal_that_takes_nothing_does_not_hold_up_the_small_process(rank: Rank) -> None:
     """A job whose output was paused would have called the rank silent."""
+    rank.do("Process.status = lambda self: Status('train.py:9', True, 100.0, busy=True)")
+    rank.hear(lambda one: one.get("status", {}).get("busy"))
     rank.do("os.write(2, b'x' * 65536)")  # as much as a pipe holds
-    time.sleep(LIMIT_S)  # it hears nothing, and has to say so
+    rank.tell({"lost": 7, "how": "rank 7 is gone"})  # it waits for the busy thread, and says so
     for _ in range(10):
         rank.hear(lambda one: "status" in one)
     assert rank.process.poll() is None

@@ -112,30 +112,6 @@ def test_slurm_is_installed_and_not_started(
     assert not (tmp_path / "policy-rc.d").exists()
 
 
-def test_a_policy_of_the_machine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "policy-rc.d").write_text("theirs")
-    monkeypatch.setattr(setup_env, "run", lambda *_, **__: None)
-    slurm(["munge"], 0, monkeypatch, tmp_path)
-    assert (tmp_path / "policy-rc.d").read_text() == "theirs"
-
-
-@pytest.mark.parametrize("user", [0, 1000])
-def test_setting_up_goes_on_without_slurm(
-    user: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def run(*_: object, **__: object) -> None:
-        assert user == 0
-        raise setup_env.SetupError("no such package")
-
-    monkeypatch.setattr(setup_env, "run", run)
-    slurm(["munge", "slurmd"], user, monkeypatch, tmp_path)
-    assert "skipped without munge slurmd" in capsys.readouterr().out
-    assert not (tmp_path / "policy-rc.d").exists()
-
-
 @pytest.mark.parametrize("nvidia", [False, True])
 def test_a_cpu_machine_never_gets_the_cuda_build_of_torch(
     nvidia: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

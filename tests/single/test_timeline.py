@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe import timeline as module
-from hvd_pipe.timeline import CATEGORIES, CLOCK, MARK, Event, Timeline, stack
+from hvd_pipe.timeline import CATEGORIES, CLOCK, MARK, Event, Timeline
 
 STEP = Timeline(
     (
@@ -90,12 +90,6 @@ def test_an_empty_part_is_refused(part: tuple[float, float]) -> None:
         STEP.between(*part)
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
-def test_every_category_travels(category: str) -> None:
-    event = Event("a", category, 3, "compute", 1.0, 0.0 if category == "ready" else 0.5, {"k": 1})
-    assert Timeline.from_chrome(Timeline((event,)).to_chrome()).events == (event,)
-
-
 def test_a_trace_is_what_perfetto_reads() -> None:
     document = json.loads(json.dumps(STEP.to_chrome()))
     records = document["traceEvents"]
@@ -128,12 +122,6 @@ def test_saved_timelines_come_back_and_nothing_overlaps_in_a_thread(some: list[E
         ordered = sorted(records, key=lambda record: record["ts"])
         for before, after in pairwise(ordered):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
-
-
-def test_events_are_stacked_in_few_rows() -> None:
-    some = [Event(str(i), "send", 0, "network", i * 1.0, 2.5) for i in range(30)]
-    assert len(stack(some)) == 3
-    assert stack([]) == []
 
 
 def test_saving_by_suffix(tmp_path: Path) -> None:

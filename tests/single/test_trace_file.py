@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_pipe.runtime.timeline import FLUSH_EVENTS, TraceFile
+from hvd_pipe.runtime.timeline import TraceFile
 
 LIMIT = 10**6
 
@@ -64,22 +64,6 @@ def test_the_file_is_whole_after_every_flush(tmp_path: Path) -> None:
     assert len(events(path)) == 20
 
 
-def test_many_events_are_written_without_a_flush(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "trace.json", LIMIT, str)
-    for i in range(FLUSH_EVENTS + 1):
-        file.add(number(i))
-    assert len(events(file.path)) == FLUSH_EVENTS
-    file.close()
-    assert len(events(file.path)) == FLUSH_EVENTS + 1
-
-
-def test_what_was_there_is_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("[" * 10_000)
-    TraceFile(path, LIMIT, str).close()
-    assert events(path) == []
-
-
 @pytest.mark.parametrize("limit", [4096, 5000, 20_000])
 @pytest.mark.parametrize("every", [1, 7, 10_000])
 def test_the_limit_holds(
@@ -102,11 +86,6 @@ def test_the_limit_holds(
     assert [record.message for record in caplog.records] == [
         f"{path} is full ({limit} bytes): raise HVD_PIPE_TIMELINE_MB"
     ]
-
-
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        TraceFile(tmp_path / "no" / "trace.json", LIMIT, str)
 
 
 def test_a_full_disk_ends_the_file_and_not_the_job(

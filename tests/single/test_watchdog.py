@@ -160,14 +160,6 @@ def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not process.status().waits
 
 
-def test_join_waits_for_ranks_that_get_on() -> None:
-    status = watchdog._Process(0, workers.waits_for).status
-    assert Stuck("horovod.torch.mpi_ops", "join", "synchronize").seen(status).joined
-    assert not Stuck("horovod.torch.mpi_ops", "allreduce", "synchronize").seen(status).joined
-    with waiting_for("hvd.join()", joined=True):
-        assert Stuck("ours", "wait", registered="a message").seen(status).joined
-
-
 def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing_leaves = SimpleNamespace(take=id)
     monkeypatch.setattr(compressed_allreduce, "communication_thread", nothing_leaves)

@@ -27,11 +27,7 @@ BACKLOG = 8192  # connections that wait to be accepted; the kernel lowers it to 
 
 
 class Listener:
-    """Accepts connections that show the secret, until it is closed.
-
-    Raises:
-        OSError: No port can be opened.
-    """
+    """Accepts connections that show the secret, until it is closed."""
 
     def __init__(self) -> None:
         own = _addresses_of(os.environ.get("HOROVOD_GLOO_IFACE", ""))

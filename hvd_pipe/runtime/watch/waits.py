@@ -24,32 +24,25 @@ _PROC = Path("/proc")  # other systems have none
 QUIET_S = 5.0  # a thread that has not run for so long is idle: one of a pool, say
 
 
-class Wait(NamedTuple):
-    """One wait of one thread; no two waits have equal messages.
-
-    ``joined`` says that other ranks get on meanwhile, as they do during ``hvd.join()``.
-    """
-
-    message: tuple[object, ...]
-    joined: bool = False
-
+Wait = tuple[object, ...]
+"""What one thread waits for; no two waits are equal."""
 
 _numbers = itertools.count()
 _waits: dict[int, list[Wait]] = {}  # by thread; each changes its own entry alone
 
 
 @contextmanager
-def waiting_for(what: str, joined: bool = False) -> Iterator[None]:
+def waiting_for(what: str) -> Iterator[None]:
     """Register that this thread waits for other ranks, and what for.
 
     Example:
         >>> with waiting_for("an all-reduce"):
-        ...     of_thread(threading.get_ident()).message[0]
+        ...     of_thread(threading.get_ident())[0]
         'an all-reduce'
         >>> of_thread(threading.get_ident()) is None
         True
     """
-    thread, wait = threading.get_ident(), Wait((what, next(_numbers)), joined)
+    thread, wait = threading.get_ident(), (what, next(_numbers))
     _waits.setdefault(thread, []).append(wait)
     try:
         yield
@@ -60,11 +53,8 @@ def waiting_for(what: str, joined: bool = False) -> Iterator[None]:
 
 
 def of_thread(thread: int) -> Wait | None:
-    """Return what a thread waits for: the innermost wait, within all that are around it."""
-    stack = list(_waits.get(thread, ()))
-    if not stack:
-        return None
-    return Wait(stack[-1].message, any(wait.joined for wait in stack))
+    """Return what a thread waits for: the innermost wait."""
+    return next(reversed(list(_waits.get(thread, ()))), None)
 
 
 def sleep_between_polls(begun: float) -> None:

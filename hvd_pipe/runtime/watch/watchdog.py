@@ -58,23 +58,14 @@ Frames = Mapping[int, FrameType]
 
 @dataclass(frozen=True)
 class Job:
-    """What a framework's adapter knows of the job and of this process.
-
-    Args:
-        ranks: All of them.
-        agreement: How they ask each other.
-        waits_for: Returns what the main thread, or one that it waits for, waits for, when that is
-            other ranks.
-        failed_elsewhere: Whether an exception says that Horovod's communication has failed.
-        is_sure: Whether `waits_for` can tell a wait from a long computation; where it cannot, only
-            what has lasted ``HVD_PIPE_TIMEOUT`` counts as a wait.
-    """
+    """What a framework's adapter knows of the job and of this process."""
 
     ranks: ProcessSet
     agreement: Agreement
-    waits_for: Callable[[Frames], Wait | None]
-    failed_elsewhere: Callable[[BaseException], bool]
+    waits_for: Callable[[Frames], Wait | None]  # what the main thread waits for of other ranks
+    failed_elsewhere: Callable[[BaseException], bool]  # whether Horovod's communication has failed
     is_sure: Callable[[], bool] = lambda: True
+    """Else a wait looks like a long computation, and counts after ``HVD_PIPE_TIMEOUT`` alone."""
 
 
 _reporter: Reporter | None = None
@@ -82,12 +73,7 @@ _job: Job | None = None
 
 
 def start(job: Job) -> None:
-    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time.
-
-    Raises:
-        ValueError: ``HVD_PIPE_TIMEOUT`` is not a number of seconds, on the first rank, which
-            decides for all (`HvdPipeError` elsewhere).
-    """
+    """Begin to watch the other ranks, and to be watched; all ranks do this at the same time."""
     global _reporter, _job
     stop()
     ranks, agreement, name = job.ranks, job.agreement, "hvd_pipe.watchdog"
@@ -95,16 +81,15 @@ def start(job: Job) -> None:
         return
     rank: int = ranks.rank()
     listener: Listener | None = None
-    why = ""
 
     def offer() -> dict[str, Any] | None:
-        nonlocal listener, why
+        nonlocal listener
         limit_s = _limit(os.environ.get(ENVIRONMENT_VARIABLE, ""))
         if limit_s == 0:
             return None
-        why = _short_of_files(ranks.size())
-        with suppress(OSError):  # no port can be opened: the warning below says so
-            listener = None if why else Listener()
+        if _has_files_for(ranks.size()):
+            with suppress(OSError):  # no port can be opened: the warning below says so
+                listener = Listener()
         return {"limit_s": limit_s, "listener": None if listener is None else listener.address}
 
     link: socket.socket | None = None
@@ -129,7 +114,14 @@ def start(job: Job) -> None:
     peers = [Peer(number, one["host"], one["pid"]) for number, one in enumerate(told)]
     missed = [peer for peer in peers if not told[peer.rank]["met"]]
     if missed and rank == FIRST:
-        warnings.warn(why or _unreachable(missed, peers[FIRST]), stacklevel=3)
+        names = ", ".join(map(str, missed[:3])) + (" and others" if len(missed) > 3 else "")
+        warnings.warn(
+            f"{names} cannot connect to {peers[FIRST]}: where one of them is stopped or its link "
+            "is cut, nobody notices. Let TCP connections between these hosts through, let that "
+            f"rank open {ranks.size() + SPARE_FILES} files or more (ulimit -n), or set "
+            f"{ENVIRONMENT_VARIABLE}=0 to go without.",
+            stacklevel=3,
+        )
     if links:
         limit_s = offered["limit_s"]
         process = _Process(rank, job.waits_for, 0.0 if job.is_sure() else limit_s)
@@ -138,27 +130,11 @@ def start(job: Job) -> None:
         _install()
 
 
-def _short_of_files(ranks: int) -> str:
-    """Return what to do where this process may not open a connection to every other rank."""
+def _has_files_for(ranks: int) -> bool:
+    """Whether this process may open a connection to every other rank beside its own files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = int(psutil.Process().num_fds()) + ranks - 1 + SPARE_FILES
-    if needed <= allowed or allowed == resource.RLIM_INFINITY:
-        return ""
-    return (
-        f"rank {FIRST} may open {allowed} files, too few for a connection to each of {ranks - 1} "
-        "other ranks: where one of them is stopped or its link is cut, nobody notices. Raise the "
-        f"limit where the job starts (ulimit -n {needed}, or more), or set "
-        f"{ENVIRONMENT_VARIABLE}=0 to go without."
-    )
-
-
-def _unreachable(missed: Sequence[Peer], first: Peer) -> str:
-    names = ", ".join(map(str, missed[:3])) + (" and others" if len(missed) > 3 else "")
-    return (
-        f"{names} cannot connect to {first}: where one of them is stopped or its link is cut, "
-        "nobody notices. Let TCP connections between these hosts through, or set "
-        f"{ENVIRONMENT_VARIABLE}=0 to go without."
-    )
+    return needed <= allowed or allowed == resource.RLIM_INFINITY
 
 
 def leave() -> None:
@@ -178,12 +154,7 @@ def stop() -> None:
 class Reporter:
     """Starts the process beside this rank, and a thread that tells it what the rank does.
 
-    Args:
-        peers: All ranks, in their order.
-        me: This rank.
-        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
-        limit_s: How long a rank may be silent.
-        process: What this rank does.
+    The first rank has links to all others, and these have one to the first.
     """
 
     def __init__(
@@ -355,10 +326,9 @@ class _Process:
             self._waits_for, self._since = waits_for, now
         seconds = now - self._since
         waits = waits_for is not None and seconds >= self._patience_s
-        joined = waits_for is not None and waits_for.joined
         where = _line(frames.get(threading.main_thread().ident or 0))
         frames.clear()  # this function's own frame is in it: a cycle, which keeps all frames alive
-        return Status(where, waits, seconds, joined, self._threads.are_busy())
+        return Status(where, waits, seconds, self._threads.are_busy())
 
     def say(self, text: str) -> None:
         _say(text)
@@ -400,15 +370,10 @@ def horovod_call(frame: FrameType | None) -> list[str]:
     return names
 
 
-def is_library(frame: FrameType) -> bool:
-    """Whether a frame runs code that is not the user's own."""
-    return _is_library(frame.f_code.co_filename)
-
-
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Whether a file is no user's own, wherever its library is installed.
 
-    >>> _is_library("/usr/lib/python3/dist-packages/torch/nn.py"), _is_library("/home/me/train.py")
+    >>> is_library("/usr/lib/python3/dist-packages/torch/nn.py"), is_library("/home/me/train.py")
     (True, False)
     """
     folders = Path(file).parts
@@ -419,9 +384,7 @@ def _is_library(file: str) -> bool:
 def _line(frame: FrameType | None) -> str:
     """Return the line of the user's own code that a thread is at, or the innermost one."""
     innermost = frame
-    while frame is not None:
-        if not is_library(frame):
-            break
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno)
@@ -476,7 +439,7 @@ def _forget() -> None:
 def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """Return an exception in a line, with the last line of the user's own code."""
     frames = traceback.extract_tb(trace)
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     place = "".join(
         f" ({_place(frame.filename, frame.lineno or 0)})" for frame in (own or frames)[-1:]
     )

@@ -16,7 +16,6 @@ a lost one. It imports only the standard library, and ends with its rank.
 
 from __future__ import annotations
 
-import errno
 import heapq
 import json
 import os
@@ -45,20 +44,18 @@ FIRST = 0
 
 BEAT_S = 1.0
 RANKS_A_SECOND = 100  # rank 0 hears of at most so many: larger jobs beat more slowly
-MOST_SILENT = 16  # so many silent ranks are named, and told to the others: the longest silent
-WARN = 0.25  # of the limit: who has been silent for so long is named
+MOST_SILENT = 16  # so many silent ranks are told to the others: the longest silent
+WAITED = 0.25  # of the limit: a rank that has waited for so long may be ended
 MISSED = 3  # beats without a report: the rank runs no Python
 LONGEST = 1 << 16  # bytes of a message
 SAY_S = 1.0
 
 _ASLEEP_TICKS = 1  # of 10 ms, that a sleeping thread takes in a beat to ask for Python's lock
-_CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _STOPPED = "it is stopped, by a signal (SIGSTOP, Ctrl-Z) or by a debugger."
 _SILENT = "it is stopped, its host is down, or the link to it is cut."
-_ENDED = "{} ended without a word: it was killed (by hand, or for memory), or crashed."
-_UNREACHABLE = (
-    "{} cannot be reached: its host is down or the link is cut. Try to ping it; how long TCP "
-    "itself tries is set by sysctl net.ipv4.tcp_retries2."
+_ENDED = (
+    "{} ended without a word: it was killed (by hand, or for memory), it crashed, its host is "
+    "down, or the link to it is cut."
 )
 
 
@@ -78,15 +75,13 @@ class Peer:
 class Status:
     """What a rank does: the line that its script is at, and whether it waits for other ranks.
 
-    ``since_s`` is for how long it has waited for one message, or not waited. ``joined`` says that
-    it is in ``hvd.join()``, and ``busy`` that other threads that it would not end without, such as
-    one that writes a checkpoint, get something done.
+    ``since_s`` is for how long it has waited for one message, or not waited. ``busy`` says that a
+    thread that it would not end without, such as one that writes a checkpoint, is at work.
     """
 
     where: str = ""
     waits: bool = False
     since_s: float = 0.0
-    joined: bool = False
     busy: bool = False
 
 
@@ -137,21 +132,16 @@ class Link:
         self.rank, self.socket = rank, connected
         self.heard = now
         self.status = Status()
-        self.warned = self.stopped = False
+        self.stopped = False
         self._rest = self._unsent = b""
-        self._error: OSError = ConnectionResetError()
         connected.setblocking(False)
 
     def send(self, messages: bytes) -> None:
         """Send as much as the network takes now; the rest goes with the next messages."""
         if len(self._unsent) < LONGEST:  # a link that is cut takes nothing: do not queue
             self._unsent += messages
-        try:
+        with suppress(OSError):  # `receive` meets it, too
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError as error:  # the kernel says it once: to `receive` it says "closed"
-            self._error = error
 
     def receive(self) -> list[dict[str, Any]]:
         """Return what has come; OSError where the connection is closed."""
@@ -160,7 +150,7 @@ class Link:
         except BlockingIOError:
             return []
         if not data:
-            raise self._error
+            raise ConnectionResetError
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines if line]
 
@@ -208,7 +198,7 @@ class Rank:
         if self._reports():
             return self._status
         since = self._rested if asleep else self._reported
-        return replace(self._status, waits=asleep, since_s=now - since, joined=False)
+        return replace(self._status, waits=asleep, since_s=now - since)
 
     def say(self, text: str) -> None:
         """Tell the user; not for longer than a moment, where a terminal is paused."""
@@ -247,14 +237,7 @@ def _write(text: str) -> None:
 
 
 class Watcher:
-    """Hears of the other ranks, and tells them of its own.
-
-    Args:
-        peers: All ranks, in their order.
-        links: Connected sockets by rank: to all others on the first rank, to that one elsewhere.
-        limit_s: How long a rank may be silent.
-        rank: Its own.
-    """
+    """Hears of the other ranks, and tells them of its own; a rank may be silent for a limit."""
 
     def __init__(
         self, peers: Sequence[Peer], links: Mapping[int, socket.socket], limit_s: float, rank: Rank
@@ -271,8 +254,6 @@ class Watcher:
         self._lost: dict[int, str] = {}  # the first is the cause of what follows
         self._news = b""  # what the first rank has heard and not passed on yet
         self._may_end: float | None = None
-        self._slow: set[int] = set()
-        self._all_wait = False
         self._asked_until: float | None = None
         self._selector = selectors.DefaultSelector()
         for link in (rank.control, *self._links.values()):
@@ -392,18 +373,16 @@ class Watcher:
     def _hear(self, link: Link) -> None:
         try:
             messages = link.receive()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError):
             self._selector.unregister(link.socket)
             del self._links[link.rank]
             if link.rank not in self._left:
-                cut = isinstance(error, OSError) and error.errno in _CUT
-                how = (_UNREACHABLE if cut else _ENDED).format(self.peers[link.rank])
-                self._note({"lost": link.rank, "how": how})
+                self._note({"lost": link.rank, "how": _ENDED.format(self.peers[link.rank])})
             return
         for message in messages:
             link.stopped = "stopped" in message
             if not link.stopped:
-                link.heard, link.warned = self.clock.now, False
+                link.heard = self.clock.now
             if "status" in message:
                 link.status = Status(**message["status"])
             if "silent" in message:
@@ -440,19 +419,16 @@ class Watcher:
     # Is anybody lost?
 
     def _judge(self) -> None:
-        self._warn()
         loss = self._loss(self.limit_s)
         if loss is None:
             self._may_end = None
-        elif self._status.waits and self._status.since_s > WARN * self.limit_s:
+        elif self._status.waits and self._status.since_s > WAITED * self.limit_s:
             lost, how = loss
             if self._holds_on(how):
                 return
             # Or the others would take this rank's end, and the next one's, for the cause.
             self._tell({"left": self.me, "lost": lost, "how": how})
             self._rank.end(how)
-        if self.me == FIRST:
-            self._name_the_slow()
 
     def _loss(self, silence_s: float) -> tuple[int, str] | None:
         """Return the rank that was lost first, or silent for longer, and what has become of it."""
@@ -469,24 +445,6 @@ class Watcher:
         last = f", last seen at {where}" if where else ""
         why = _STOPPED if stopped else _SILENT
         return f"{self.peers[rank]} has been silent for {seconds:.0f} s{last}: {why}"
-
-    def _warn(self) -> None:
-        """Name ranks that have been silent for long, each once; of many, some."""
-        late = [
-            link
-            for link in self._links.values()
-            if not link.warned and link.rank in self._silent
-            if self._silent[link.rank].seconds > WARN * self.limit_s
-        ]
-        for link in late:
-            link.warned = True
-        for link in late[:MOST_SILENT]:
-            self._rank.say(
-                f"{self._describe(link.rank)} Ranks that wait for it end after "
-                f"{self.limit_s:.0f} s (HVD_PIPE_TIMEOUT sets that; 0: never)."
-            )
-        if len(late) > MOST_SILENT:
-            self._rank.say(f"{len(late) - MOST_SILENT} more ranks are as silent.")
 
     def _someone_is_busy(self) -> bool:
         """Whether a rank has a thread at work: the launcher ends all with the first that ends."""
@@ -507,32 +465,6 @@ class Watcher:
                 "the latest (HVD_PIPE_TIMEOUT)."
             )
         return self._someone_is_busy() and self.clock.now < self._may_end
-
-    def _name_the_slow(self) -> None:
-        """Say whom all others wait for, or that all wait at unlike lines, when that lasts."""
-        statuses = {link.rank: link.status for link in self._links.values()}
-        statuses[self.me] = self._status
-        # Whoever does not run may be what the slow ones stand still for, too.
-        if self._silent or any(one.joined for one in statuses.values()):
-            return
-        long = {at: one for at, one in sorted(statuses.items()) if one.since_s > self.limit_s / 2}
-        places = {at: one.where or "an unknown line" for at, one in long.items()}
-        slow = {at for at, one in long.items() if not one.waits}
-        all_long = len(long) == len(statuses)
-        if all_long and not slow and not self._all_wait and len(set(places.values())) > 1:
-            some = [f"rank {at} at {line}" for at, line in places.items()][:MOST_SILENT]
-            self._rank.say(
-                f"all ranks have waited for {self.limit_s / 2:.0f} s, at unlike lines: "
-                f"{', '.join(some)}. A rank that reads a gradient waits for step() of the others."
-            )
-        self._all_wait = all_long and not slow
-        self._slow &= slow
-        for at in sorted(slow - self._slow) if all_long and len(slow) < len(long) else ():
-            self._slow.add(at)
-            self._rank.say(
-                f"{self.peers[at]} has kept {len(long) - len(slow)} other ranks waiting for "
-                f"{self.limit_s / 2:.0f} s: it is at {places[at]}."
-            )
 
 
 def main(control: socket.socket) -> None:
