@@ -89,7 +89,8 @@ class MergedGradient:
                     f"MergedGradient: plan={self.plan!r} and bucket_bytes={self.bucket_bytes} "
                     "contradict each other: give one of them."
                 )
-        if isinstance(self.plan, str) and self.plan not in _PLANS and not _is_path(self.plan):
+        is_path = str(self.plan).endswith(".json") or os.sep in str(self.plan)
+        if isinstance(self.plan, str) and self.plan not in _PLANS and not is_path:
             raise ValueError(
                 f"MergedGradient: unknown plan {self.plan!r}{nearest(self.plan, _PLANS)}: use "
                 f"one of {', '.join(map(repr, _PLANS))}, a Plan, or a saved plan's path (*.json)."
@@ -292,19 +293,11 @@ def _value(key: str, text: str) -> object:
     if key == "weights":
         parts = tuple(_number(part.strip()) for part in text.split("/"))
         return parts if all(map(is_number, parts)) else text
-    return _number(text) if key in _NUMBERS else _int(text)
-
-
-def _int(text: str) -> int | str:
-    return int(text) if text.lstrip("-").isdigit() else text
+    return _number(text) if key in _NUMBERS or text.lstrip("-").isdigit() else text
 
 
 def _number(text: str) -> float | str:
     try:
-        return _int(text) if text.lstrip("-").isdigit() else float(text)
+        return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         return text
-
-
-def _is_path(text: str) -> bool:
-    return text.endswith(".json") or os.sep in text

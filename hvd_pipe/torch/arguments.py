@@ -26,7 +26,7 @@ from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import all_names, owned_by, trainable
-from hvd_pipe.torch.strategies.settings import Owner, Settings, describe
+from hvd_pipe.torch.strategies.settings import Settings, describe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Arguments(arguments.Arguments):
             sparse_as_dense=self.sparse_as_dense,
             tag=tag,
             groups=None,
-            owner=Owner(lambda: None),
+            owner=lambda: None,
         )
         if self.groups is not None:
             indices = range(len(parameters))

@@ -85,7 +85,8 @@ class DistributedMixin(EngineHolder):
 
         LBFGS calls it as often as it likes: loss and gradients are averaged each time.
         """
-        if self._hvd_pipe_expects == "step" and not self._has_hooked_gradients():
+        hooked = self._hvd_pipe is not None and self._hvd_pipe.has_new_gradients
+        if self._hvd_pipe_expects == "step" and not hooked:
             self._hvd_pipe_expects = "state_dict"  # and no step, which would decay weights
             self._note_old()
             return None
@@ -131,16 +132,12 @@ class DistributedMixin(EngineHolder):
                 "step() inside skip_synchronize(), but gradients were computed since the last "
                 "synchronize(): call optimizer.synchronize() after backward() and before this."
             )
-        if self._hvd_pipe_skip and self._hvd_pipe_drained:
-            self._check_not_old(engine)
-
-    def _check_not_old(self, engine: Engine) -> None:
-        """Refuse to apply again what `synchronize` has just applied."""
-        old = (p.grad for p in self._owned() if p.grad is not None)
-        if (
-            engine.has_state_in_flight
+        if (  # what `synchronize` has just applied is not to be applied again
+            self._hvd_pipe_skip
+            and self._hvd_pipe_drained
+            and engine.has_state_in_flight
             and not self._has_new_gradients()
-            and not all(map(is_zero, old))
+            and not all(is_zero(p.grad) for p in self._owned() if p.grad is not None)
         ):
             raise HvdPipeError(
                 "step() inside skip_synchronize(), but synchronize() found no new gradient: what "
@@ -162,18 +159,9 @@ class DistributedMixin(EngineHolder):
 
     def _step_of_lbfgs(self, engine: Engine, closure: Callable[[], Any] | None) -> Any:
         """Let LBFGS step; each of its calls gets the mean of the ranks' losses and gradients."""
-        with contextlib.ExitStack() as updates:
-            found = super().step(self._averaged(engine, closure, updates))
-        self._note_old()
-        timeline.active.end_step()
-        return found
-
-    def _averaged(
-        self, engine: Engine, closure: Callable[[], Any] | None, updates: contextlib.ExitStack
-    ) -> Callable[[], Any]:
-        """Return the closure with its loss and gradients averaged, so that ranks decide alike."""
         if closure is None:
             raise TypeError("LBFGS needs a closure that computes the loss: step(closure).")
+        updates = contextlib.ExitStack()
 
         def averaged() -> Any:
             updates.close()
@@ -187,7 +175,11 @@ class DistributedMixin(EngineHolder):
             updates.enter_context(timeline.updating())
             return mean[0]
 
-        return averaged
+        with updates:
+            result = super().step(averaged)
+        self._note_old()
+        timeline.active.end_step()
+        return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the user's class; after ``backward()`` it drops this step's gradients."""
@@ -343,7 +335,8 @@ class DistributedMixin(EngineHolder):
             return
         before = self._hvd_pipe
         before.finish_before_others()
-        message, had_begun, plan = before.others_message, before.rounds > 0, before.plan
+        messages = before.loaded_before or before.next_messages
+        had_begun, plan = before.rounds > 0, before.plan
         before.discard()
         super().load_state_dict(state_dict)
         engine, in_flight = self._resumed(before, in_flight)
@@ -351,7 +344,7 @@ class DistributedMixin(EngineHolder):
         # What a state may change that ranks must do alike: messages, plans, trials of plans.
         parts = engine.has_state_in_flight or self._hvd_pipe_auto or engine.plan is not plan
         if parts and (had_begun or engine.rounds > 0):
-            engine.note_load(message)
+            engine.loaded_before = messages
         self._note_old()
 
     @property
@@ -510,28 +503,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         strategy=strategy,
     )
-    return distribute(optimizer, arguments)
-
-
-def distribute(optimizer: torch.optim.Optimizer, arguments: Arguments) -> DistributedMixin:
-    """Make the distributed twin; it shares the optimizer's ``__dict__``, so nothing is lost.
-
-    In an elastic job it sends nothing: when a worker that has come comes here, the others, which
-    have been here long ago, wait for it elsewhere.
-    """
+    # In an elastic job it sends nothing: when a worker that has come comes here, the others, which
+    # have been here long ago, wait for it elsewhere.
     workers.begin()
     elastic = is_elastic()
     checked = (check_alone if elastic else check_everywhere)(optimizer, arguments)
-    names, groups = checked.settings.names, checked.settings.groups
-    if groups is not None:
-        arguments = dataclasses.replace(
-            arguments, groups=[[names[i] for i in group] for group in groups]
-        )
+    settings = checked.settings
+    if settings.groups is not None:
+        named_groups = [[settings.names[i] for i in group] for group in settings.groups]
+        arguments = dataclasses.replace(arguments, groups=named_groups)
     arguments = dataclasses.replace(arguments, named_parameters=None, for_copy=True)
     wrapped = twin(optimizer, arguments, checked.all_names)
     if not elastic:
         wrapped._start(checked)
-    settings = checked.settings
     wrapped._hvd_pipe_profile = profile_job(
         wrapped, settings.names, settings.parameters, settings.reduction.process_set
     )

@@ -32,7 +32,6 @@ from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.make_engine import make_engine
 from hvd_pipe.torch.strategies.pending_parameters import memory_of
-from hvd_pipe.torch.strategies.settings import Owner
 
 _log = logging.getLogger("hvd_pipe")
 
@@ -56,7 +55,7 @@ class EngineHolder(torch.optim.Optimizer):
     def _start(self, checked: Checked) -> Engine:
         workers.note(self)
         say_left_out(checked)
-        self._hvd_pipe = engine = make_engine(checked, Owner(weakref.ref(self)))
+        self._hvd_pipe = engine = make_engine(checked, weakref.ref(self))
         if isinstance(checked.strategy, Auto):
             self._hvd_pipe_auto = AutoChoice(checked, self, engine)
         elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
@@ -104,9 +103,6 @@ class EngineHolder(torch.optim.Optimizer):
             groups = [[named[name] for name in group] for group in groups]
         return dataclasses.replace(arguments, named_parameters=named.items(), groups=groups)
 
-    def _has_hooked_gradients(self) -> bool:
-        return self._hvd_pipe is not None and self._hvd_pipe.has_new_gradients
-
     def _has_new_gradients(self) -> bool:
         """Return whether gradients wait to be applied, wherever they have come from."""
         return self._hvd_pipe_gradients.any_new(self._owned())
@@ -119,7 +115,11 @@ class EngineHolder(torch.optim.Optimizer):
         engine = self._hvd_pipe
         if engine is None:
             return self._hvd_pipe_saved
-        if engine.has_new_gradients and engine.current is not None and engine.remembers:
+        if (
+            engine.has_new_gradients
+            and engine.current is not None
+            and (engine.has_state_in_flight or engine.remembers_residuals)
+        ):
             raise HvdPipeError(
                 "a state was asked for after backward() and before step(), while gradients are on "
                 "their way: save or copy after step()."
@@ -147,8 +147,14 @@ class EngineHolder(torch.optim.Optimizer):
         if keep:
             try:
                 engine.finish()
-                self._hvd_pipe_saved = self._saved_state(engine)
-                self._warn_of_replicas(self._hvd_pipe_saved)
+                self._hvd_pipe_saved = saved = self._saved_state(engine)
+                if is_elastic() and "average" in saved.tensors and mpi_ops.rank() == 0:
+                    _log.warning(
+                        "elastic: replicas under %s have gone apart since their last average, and "
+                        "all of them become rank 0's now. hvd_pipe.torch.elastic.run averages "
+                        "them first, which horovod.torch.elastic.run does not know of.",
+                        saved.strategy,
+                    )
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", engine.name, error)
         else:
@@ -161,15 +167,6 @@ class EngineHolder(torch.optim.Optimizer):
         self._hvd_pipe = self._hvd_pipe_auto = None
         self._hvd_pipe_scale.clear()
         return engine.name
-
-    def _warn_of_replicas(self, found: SavedState) -> None:
-        if is_elastic() and "average" in found.tensors and mpi_ops.rank() == 0:
-            _log.warning(
-                "elastic: replicas under %s have gone apart since their last average, and all of "
-                "them become rank 0's now. hvd_pipe.torch.elastic.run averages them first, which "
-                "horovod.torch.elastic.run does not know of.",
-                found.strategy,
-            )
 
     def _finish(self) -> None:
         """Leave nothing in flight; not in the middle of a step, which is given up."""
@@ -187,10 +184,7 @@ class EngineHolder(torch.optim.Optimizer):
         self._engine().has_new_gradients = False
         self._note_old()
 
-    def _gradients_are_read(self, func: Any, args: tuple[Any, ...]) -> None:
-        raise NotImplementedError
-
-    # What the engine asks for: see `Owner`.
+    # What the engine asks for: see `Settings.optimizer`.
 
     def _update(self) -> None:
         with timeline.updating():

@@ -30,6 +30,7 @@ from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import FirstUses
+from hvd_pipe.torch.partial_updates import updates_each_parameter
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
@@ -294,7 +295,7 @@ def refusal(engine: MergedGradientEngine) -> str | None:
             f"the gradient of {settings.names[min(settings.sparse)]!r} is sparse "
             "(sparse_as_dense=True sends it as a dense one)"
         )
-    if not settings.owner.updates_each_parameter():
+    if not updates_each_parameter(settings.optimizer):
         return (
             "it is not known whether the optimizer updates each parameter by itself (as Adam "
             "does, and LBFGS does not): if it does, and draws no random numbers, set "

@@ -38,7 +38,7 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.torch.messages import buckets
 from hvd_pipe.torch.strategies import base
-from hvd_pipe.torch.strategies.backward_passes import GradientHooks
+from hvd_pipe.torch.strategies.settings import GradientHooks
 
 two = on_ranks(2, init=hvd.init)
 

@@ -21,7 +21,7 @@ from hvd_pipe.torch.strategies.pending_parameters import ModuleHook, is_compiled
 def test_a_copy_calls_nothing(copied: Callable[[nn.Module], nn.Module]) -> None:
     called: list[int] = []
     module = nn.Linear(3, 3)
-    module.register_forward_pre_hook(ModuleHook(lambda _: called.append(1)))
+    module.register_forward_pre_hook(ModuleHook(lambda: lambda _: called.append(1)))
     copied(module)(torch.ones(1, 3))
     assert not called
     module(torch.ones(1, 3))

@@ -19,7 +19,7 @@ from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.settings import Settings, State
+from hvd_pipe.torch.strategies.settings import Settings
 
 
 class AdasumEngine(Engine):
@@ -32,8 +32,8 @@ class AdasumEngine(Engine):
         self.build()
 
     @property
-    def next_message(self) -> Message:
-        return message_for(self.reduction, self._start[0].new_zeros(1), self._name_of(0))
+    def next_messages(self) -> list[Message]:
+        return [message_for(self.reduction, self._start[0].new_zeros(1), self._name_of(0))]
 
     def build(self) -> None:
         self._start = [torch.empty_like(p) for p in self.settings.parameters]
@@ -64,18 +64,6 @@ class AdasumEngine(Engine):
         for operation in operations:
             operation.complete()
         trace.waited(waiting, f"{self.settings.tag}.deltas")
-
-    def drain(self) -> None:
-        """Nothing is in flight between steps."""
-
-    def after_join(self) -> None:
-        """Every step begins with equal models."""
-
-    def state(self) -> State:
-        return State({}, {})
-
-    def load(self, state: State) -> None:
-        """Nothing was in flight."""
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self.settings.parameters]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import abc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +32,11 @@ from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
+from hvd_pipe.torch.messages.control_flags import RAISED, Changes
 from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
-from hvd_pipe.torch.pending_tensors import release
-from hvd_pipe.torch.strategies.backward_passes import (
-    BackwardPasses,
-    GradientHooks,
-    settle_weakly,
-)
-from hvd_pipe.torch.strategies.settings import Settings, State, describe
+from hvd_pipe.torch.pending_tensors import Settle, hold, release
+from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe
 
 if TYPE_CHECKING:
     from hvd_pipe.torch.measuring.step_times import FirstUses, ReadyTimes
@@ -76,7 +73,8 @@ class Engine(abc.ABC):
         """Identities of the parameters that take part."""
         self.held: dict[str, dict[int, torch.Tensor]] = {}
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
-        self._meeting: Message | None = None
+        self.loaded_before: list[Message] = []
+        """Where a state was loaded, what ranks that have loaded none send in a coming step."""
         self.passes = settings.passes
         self.has_new_gradients = False
         """Whether a gradient was computed since the last step()."""
@@ -93,9 +91,9 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes, self._settle = BackwardPasses(), settle_weakly(self._settling)
+        self._passes, self._settle = _BackwardPasses(), _settle_weakly(self._settling)
         self._retired = False
-        weakref.finalize(self, settings.owner.hooks.end)
+        weakref.finalize(self, settings.hooks.end)
         self._listen(settings.parameters)
         # The newest optimizer of a parameter hears of its gradients, as when one is made anew.
         for other in live_engines():
@@ -105,7 +103,7 @@ class Engine(abc.ABC):
         _live.add(self)
 
     def _listen(self, parameters: Sequence[torch.Tensor]) -> None:
-        hooks = self.settings.owner.hooks
+        hooks = self.settings.hooks
         hooks.tell(self, parameters, _hook(hooks))
         self._passes.add(len(parameters) - len(self.known))
         self.known = set(map(id, parameters))
@@ -116,11 +114,6 @@ class Engine(abc.ABC):
         return self.settings.reduction
 
     @property
-    def remembers(self) -> bool:
-        """Whether what a step leaves behind belongs into a checkpoint."""
-        return self.has_state_in_flight or self.remembers_residuals
-
-    @property
     def remembers_residuals(self) -> bool:
         """Whether a lossy codec keeps residuals."""
         compression = self.reduction.compression
@@ -129,27 +122,32 @@ class Engine(abc.ABC):
     def retire(self) -> None:
         """Take no further part."""
         self._passes.end()
-        self.settings.owner.hooks.end(self)
+        self.settings.hooks.end(self)
         self._retired = True
         _live.discard(self)
 
     # What a strategy defines.
 
     @property
-    @abc.abstractmethod
-    def next_message(self) -> Message:
-        """A message that every rank sends in this step or in a coming one."""
+    def next_messages(self) -> list[Message]:
+        """Messages of which every rank sends one in this step or in a coming one."""
+        assert self.current is not None
+        return [self.current.last_message]
+
+    def meet(self) -> None:
+        """Wait for all ranks under the names of messages that others may be about to send."""
+        for message in self.next_messages:
+            message.meet()
 
     @abc.abstractmethod
     def build(self) -> None:
         """Make the buffers for the parameters in ``settings``; parameters may have joined."""
 
-    @abc.abstractmethod
     def state(self) -> State:
         """Return what is in flight, in copies, when it has arrived; training can go on after."""
+        return State({}, {})
 
-    @abc.abstractmethod
-    def load(self, state: State) -> None:
+    def load(self, state: State) -> None:  # noqa: B027 - where nothing is in flight
         """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
 
         An index whose tensors are None belongs to a parameter that joins now.
@@ -159,13 +157,10 @@ class Engine(abc.ABC):
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
         """Make the gradients what the update shall apply; return whether there is one to apply.
 
-        Args:
-            shown_in: Tensors that shall show what is applied, by index, as somebody has read them,
-                or as they stay pending.
+        Tensors ``shown_in``, by index, show it: somebody has read them, or they stay pending.
         """
 
-    @abc.abstractmethod
-    def drain(self) -> None:
+    def drain(self) -> None:  # noqa: B027 - where nothing is in flight between steps
         """Finish what is in flight when no gradient waits to be applied."""
 
     def finish(self) -> None:  # noqa: B027 - most have nothing pending that they need not wait for
@@ -179,8 +174,7 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         self.after_join()
 
-    @abc.abstractmethod
-    def after_join(self) -> None:
+    def after_join(self) -> None:  # noqa: B027 - where every step begins with equal models
         """Go to a state that all ranks share, however many steps each has taken."""
 
     @property
@@ -223,15 +217,6 @@ class Engine(abc.ABC):
 
     # What all ranks do alike between two steps: take in parameters, go on from a state.
 
-    @property
-    def others_message(self) -> Message:
-        """A message that ranks which have not loaded a state send in a coming step."""
-        return self.next_message if self._meeting is None else self._meeting
-
-    def note_load(self, message: Message) -> None:
-        """Have ranks agree on a state that was loaded, as the next step begins."""
-        self._meeting = message
-
     def position(self) -> Description:
         """Say how far training has come, which all ranks must have alike."""
         return [("the number of steps", str(self.rounds))]
@@ -248,10 +233,11 @@ class Engine(abc.ABC):
 
     def _agree_on_load(self) -> None:
         """Tell all ranks where one alone has loaded a state: they would wait for ever."""
-        message, self._meeting = self._meeting, None
-        if message is None or self.reduction.alone:
+        messages, self.loaded_before = self.loaded_before, []
+        if not messages or self.reduction.alone:
             return
-        message.meet()
+        for message in messages:
+            message.meet()
         present, name = torch.ones(1), f"{self.settings.tag}.present"
         plain = replace(self.reduction, op=Average, compression=Compression.none)
         plain.reduce(present, name)
@@ -264,7 +250,7 @@ class Engine(abc.ABC):
         All ranks do this between the same two steps, or are told: first they meet under the
         name of a message that a rank which admits nobody is about to send.
         """
-        joining = self.settings.owner.new_parameters(self.known)
+        joining = self.settings.optimizer._joining(self.known)
         if not joining:
             return
         state, process_set = self.state(), self.reduction.process_set
@@ -275,7 +261,7 @@ class Engine(abc.ABC):
         except ValueError as error:
             failure = error
         if not self.reduction.alone:
-            self.next_message.meet()
+            self.meet()
             description = describe(joining) if failure is None else failed(failure)
             check_alike(description, f"{self.settings.tag}.joining", process_set)
         if failure is not None:
@@ -287,11 +273,9 @@ class Engine(abc.ABC):
         self.build()
         tensors = {}
         for label, indices in left.items():
-            loaded, kept = (
-                self.held.get(label, {}),
-                dict(zip(map(id, before.parameters), indices, strict=True)),
-            )
-            tensors[label] = [kept.get(id(p), loaded.get(id(p))) for p in parameters]
+            kept = dict(zip(map(id, before.parameters), indices, strict=True))
+            known = {**self.held.get(label, {}), **kept}
+            tensors[label] = [known.get(id(p)) for p in parameters]
         self.held.clear()
         self.load(State(state.counters, tensors))
 
@@ -310,7 +294,13 @@ class Engine(abc.ABC):
                 return  # another parameter has just taken this one's place
         self.has_new_gradients = True
         if self.current is not None and self.current.is_flushed and not self.synchronized:
-            self._refuse_late(index)
+            self.give_up()
+            raise HvdPipeError(
+                f"the gradient of {self.settings.names[index]!r} was computed after another "
+                "optimizer's step() had sent as many gradients of this optimizer as in the step "
+                "before: call backward() for all losses before the first step(), or this "
+                "optimizer's step() first. No gradient of this step was applied."
+            )
         self.synchronized = self.was_read = False
         done = self._passes.count(index, self.syncs)
         if self.current is None:
@@ -334,12 +324,24 @@ class Engine(abc.ABC):
         """Give up what an earlier pass has sent, where the script has cleared it."""
         if self.current is None or torch.is_grad_enabled():  # create_graph replaces gradients
             return
-        if self._is_dropped and not self.current.completed:
-            self._passes.end()
-        elif self._is_dropped:
-            self._say_dropped()
+        if self._is_dropped:
+            if not self.current.completed:
+                self._passes.end()
+                return
+            if not self._told_of_dropped:
+                self._told_of_dropped = True
+                _log.warning(
+                    "gradients (of %r, among others) were sent and then cleared before step(): "
+                    "where another optimizer's backward pass computes them, requires_grad_(False) "
+                    "on their parameters meanwhile saves both (said once)",
+                    self.settings.names[0],
+                )
             self.give_up()
-        elif self.synchronized and not self.accumulates and self._has_gradients(index):
+            return
+        if not self.synchronized or self.accumulates:
+            return
+        others = (p for i, p in enumerate(self.settings.parameters) if i != index)
+        if self.current.holds(index) or any(parameter.grad is not None for parameter in others):
             raise HvdPipeError(
                 f"backward() once more before step(), after the gradient of "
                 f"{self.settings.names[index]!r} had been read, changed or synchronized: a sum of "
@@ -349,27 +351,12 @@ class Engine(abc.ABC):
                 "optimizer.zero_grad() (model.zero_grad(set_to_none=False) is not seen)."
             )
 
-    def _has_gradients(self, first: int) -> bool:
-        """Return whether gradients are left from before a pass that begins with this one."""
-        assert self.current is not None
-        others = (p for i, p in enumerate(self.settings.parameters) if i != first)
-        return self.current.holds(first) or any(each.grad is not None for each in others)
-
-    def _refuse_late(self, index: int) -> None:
-        self.give_up()
-        raise HvdPipeError(
-            f"the gradient of {self.settings.names[index]!r} was computed after another "
-            "optimizer's step() had sent as many gradients of this optimizer as in the step "
-            "before: call backward() for all losses before the first step(), or this optimizer's "
-            "step() first. No gradient of this step was applied."
-        )
-
     def _end_pass(self) -> None:
         """Show the zeros that ``step()`` sends: ranks that clip list the same gradients then."""
         current = self.current
         if current is None or current.is_flushed or not self.has_new_gradients:
             return
-        if isinstance(self.settings.owner.itself(), torch.optim.SparseAdam):
+        if isinstance(self.settings.owner(), torch.optim.SparseAdam):
             return  # it takes no dense ones
         if len(current.completed) < len(current.slots):
             for index, gradient in current.show_missing().items():
@@ -380,7 +367,8 @@ class Engine(abc.ABC):
         """Whether the script has cleared all gradients that were sent."""
         if self.synchronized or self.current is None:
             return False
-        return self._passes.are_dropped(self.settings.parameters)
+        held, parameters = self._passes.held.items(), self.settings.parameters
+        return bool(held) and all(parameters[i].grad is not gradient for i, gradient in held)
 
     @property
     def accumulates(self) -> bool:
@@ -407,7 +395,7 @@ class Engine(abc.ABC):
         complete = set(current.completed)
         if not current.is_flushed:
             current.changes = self._passes.changes(self.settings.parameters, complete)
-            current.is_early = bool(self.was_read and len(self._passes) and not complete)
+            current.is_early = bool(self.was_read and len(self._passes.held) and not complete)
 
     def _check_unchanged(self, current: BucketSet) -> None:
         """Refuse what was done to gradients after another optimizer's ``step()`` had sent them."""
@@ -422,23 +410,15 @@ class Engine(abc.ABC):
                 "backward(), or change its values in place. No gradient of this step was applied."
             )
 
-    def _say_dropped(self) -> None:
-        if not self._told_of_dropped:
-            self._told_of_dropped = True
-            _log.warning(
-                "gradients (of %r, among others) were sent and then cleared before step(): where "
-                "another optimizer's backward pass computes them, requires_grad_(False) on their "
-                "parameters meanwhile saves both (said once)",
-                self.settings.names[0],
-            )
-
     def _settling(self, gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
         """Settle all gradients, as ``func`` is about to read or change one."""
         assert self.current is not None
-        if self.settings.owner.itself() is None:
+        if self.settings.owner() is None:
             release(gradient)  # nobody is going to apply it
             return
-        index, running = self._passes.place_of(gradient), self._passes.is_running
+        held, running = self._passes.held, self._passes.is_running
+        # Another thread may have taken it off.
+        index = next((index for index, each in held.items() if each is gradient), -1)
         if not self.syncs or (running and index not in self.current.completed):
             return  # it is this rank's own
         if running:
@@ -453,7 +433,7 @@ class Engine(abc.ABC):
                 return
             self._passes.end()
         release(gradient)
-        self.settings.owner.settle(func, args)
+        self.settings.optimizer._gradients_are_read(func, args)
 
     def send(self) -> None:
         """Send what has not left of a step whose gradients are computed."""
@@ -552,7 +532,7 @@ class Engine(abc.ABC):
                 "anew, or use strategy='merged-gradient'."
             )
         if other.has_new_gradients and not other.synchronized:
-            other.settings.owner.settle(None, ())
+            other.settings.optimizer._gradients_are_read(None, ())
 
     def abandon(self) -> None:
         """Forget gradients that were prepared and are not to be applied."""
@@ -579,7 +559,7 @@ def live_engines() -> Iterator[Engine]:
     All ranks have them in the same order, as one may be waited for before another one sends.
     """
     for engine in sorted(_live, key=lambda each: each.settings.tag):
-        if (_optimizer := engine.settings.owner.itself()) is not None:
+        if (_optimizer := engine.settings.owner()) is not None:
             yield engine  # whose optimizer would else go while the engine is asked
         else:
             engine.retire()
@@ -591,7 +571,93 @@ def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
         if engine is None or index is None or parameter.grad is None:
             return  # an earlier hook has applied and cleared it
         # Its optimizer may be gone, and what that had in common with the user's be kept.
-        if engine.settings.owner.itself() is not None:
+        if engine.settings.owner() is not None:
             engine.on_gradient(index)
 
     return on_gradient
+
+
+class _BackwardPasses:
+    """Counts one round's gradients, by index, and holds them: what backward passes have left.
+
+    Autograd numbers its passes (graph tasks) and calls back at the end of one that succeeds. A
+    pass that has begun, has not called back, and is over all the same, has raised.
+    """
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self.held: dict[int, torch.Tensor] = {}
+        self._running: set[int] = set()
+
+    def add(self, count: int) -> None:
+        """Count more gradients: parameters have joined."""
+        self._done += [0] * count
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this is asked within a backward pass of this thread that is not yet complete."""
+        return torch._C._current_graph_task_id() in self._running
+
+    def begins(self, at_end: Callable[[], object]) -> bool:
+        """Return whether the gradient that was just computed is the first one of its pass."""
+        task = torch._C._current_graph_task_id()
+        if task in self._running or task == -1:
+            return False
+        self._running.add(task)
+        end = partial(self._end_pass, task, at_end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return True
+
+    def _end_pass(self, task: int, at_end: Callable[[], object]) -> None:
+        self._running.discard(task)
+        if not self._running:
+            at_end()
+
+    def count(self, index: int, counts: bool) -> int:
+        """Count a gradient, if its pass counts; return how often it was computed in this round."""
+        before = self.held.pop(index, None)
+        if before is not None:
+            release(before)
+        self._done[index] = done = self._done[index] + counts
+        return done if counts else 0
+
+    def hold(self, index: int, gradient: torch.Tensor, settle: Settle) -> None:
+        """Make a gradient pending, until it is computed once more."""
+        self.held[index] = gradient
+        hold(gradient, settle)
+
+    def changes(
+        self, parameters: Sequence[torch.Tensor], complete: Collection[int]
+    ) -> Changes | None:
+        """Return what became of the gradients that are complete; None where nothing did."""
+        raised = bool(self._running) and not self.is_running
+        left = {
+            index: parameters[index].grad
+            for index, gradient in self.held.items()
+            if parameters[index].grad is not gradient and index in complete
+        }
+        return Changes(RAISED if raised else "", left) if raised or left else None
+
+    def end(self, stay_pending: bool = False) -> dict[int, torch.Tensor]:
+        """Begin the next round; return what was held, by index."""
+        held, self.held = self.held, {}
+        if not stay_pending:
+            for gradient in held.values():
+                release(gradient)
+        self._done = [0] * len(self._done)
+        self._running.clear()
+        return held
+
+
+def _settle_weakly(method: Settle) -> Settle:
+    """Return a function that calls an engine's method; it keeps no engine alive."""
+    reference = weakref.WeakMethod(method)
+
+    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
+        found = reference()
+        if found is None:
+            release(gradient)  # nobody is going to apply it
+        else:
+            found(gradient, func, args)
+
+    return settle

@@ -16,7 +16,7 @@ one message after another, so the models' message delays those that are ready be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,11 +38,11 @@ from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.model_average import (
     IN_FLIGHT,
     PREFIX,
+    UNSETTLED,
     AveragedMomenta,
     ModelAverage,
     ModelBuffers,
     Tensors,
-    Values,
 )
 from hvd_pipe.torch.strategies.settings import Settings, State
 
@@ -72,13 +72,14 @@ class CoCoDEngine(Engine):
         self.build()
 
     @property
-    def next_message(self) -> Message:
+    def next_messages(self) -> list[Message]:
+        # Those of a node tell its ranks, and the models' those of other nodes.
         nodes = [] if self.current is None else [self.current.last_message]
         if self._is_warm:
-            return nodes[0]
+            return nodes
         turn = (self._turn + self._started) % self._strategy.fragments
-        models = next(part.average for part in self._parts if part.fragment == turn).next_message
-        return Meeting([*nodes, models]) if nodes else models
+        average = next(part.average for part in self._parts if part.fragment == turn)
+        return [*nodes, average.next_message]
 
     @property
     def is_averaged(self) -> bool:
@@ -99,9 +100,7 @@ class CoCoDEngine(Engine):
         self._cut()
         self._momenta: AveragedMomenta | None = None
         if strategy.momentum == "average":
-            self._momenta = AveragedMomenta(
-                settings, partial(_average_of_momenta, self._everyone, strategy)
-            )
+            self._momenta = AveragedMomenta(settings, self._everyone, strategy)
         self._buffers.want(settings.parameters)
 
     def _cut(self) -> None:
@@ -134,13 +133,14 @@ class CoCoDEngine(Engine):
 
     def _choose_buckets(self) -> None:
         """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
-        settings = self.settings
-        self.current = None
-        groups = settings.index.default_groups(range(len(settings.names)))
-        if self._is_warm:
-            self.current = _buckets(settings, self._everyone, groups, "warmup")
-        elif self._node is not None:
-            self.current = _buckets(settings, self._node, groups, "node")
+        settings, self.current = self.settings, None
+        reduction, tag = (self._everyone, "warmup") if self._is_warm else (self._node, "node")
+        if reduction is not None:
+            groups = settings.index.default_groups(range(len(settings.names)))
+            # Sparse gradients that travel by themselves know no weights, and go as dense ones.
+            as_dense = settings.sparse_as_dense or bool(reduction.weights)
+            settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
+            self.current = BucketSet(settings, groups, tag)
 
     def position(self) -> Description:
         lines = [*super().position(), ("local steps of the round", str(self._local_steps))]
@@ -163,17 +163,15 @@ class CoCoDEngine(Engine):
     def after_update(self) -> None:
         super().after_update()
         if self._is_warm:
-            self._is_warm = self.rounds < self._strategy.warmup_steps
-            if not self._is_warm:
-                self._choose_buckets()
+            self._begin()
             return
         self._local_steps += 1
         if self._local_steps < (self._turn + 1) * self._strategy.turn:
             return
-        for average in self._in_turn():
+        for average in self._averages(in_turn=True):
             average.finish()
-        if self._momenta is not None:
-            self._momenta.heard(self._parts[0].average.words)
+        if self._momenta is not None and float(self._parts[0].average.words):
+            self._momenta.unsettled = max(self._momenta.unsettled, 1)
         self._turn = (self._turn + 1) % self._strategy.fragments
         if self._turn == 0:
             self._local_steps = 0
@@ -190,11 +188,11 @@ class CoCoDEngine(Engine):
         if not reduction.alone:
             for average in self._averages():
                 average.complete()
-            self.next_message.meet()  # with a rank that goes on to its next round, to be told
+            self.meet()  # with a rank that goes on to its next round, to be told
             check_alike(steps, f"{tag}.drain", reduction.process_set)
         if self._momenta is not None:
             self._momenta.agree()
-            self._momenta.settle_anew()
+            self._momenta.unsettled = UNSETTLED
         for average in self._averages():
             average.average_now()
         self._pause()
@@ -205,12 +203,12 @@ class CoCoDEngine(Engine):
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
     def after_join(self) -> None:
-        self._end_rounds(ModelAverage.rest)
+        self._end_rounds(joining=True)
         self.rounds = self._strategy.warmup_steps
         self._begin()
 
     def discard(self) -> None:
-        self._end_rounds(ModelAverage.discard)
+        self._end_rounds(joining=False)
         self.rounds = 0
         self._begin()
 
@@ -220,12 +218,12 @@ class CoCoDEngine(Engine):
         if was_warm != self._is_warm:
             self._choose_buckets()
 
-    def _end_rounds(self, end: Callable[[ModelAverage], None]) -> None:
+    def _end_rounds(self, joining: bool) -> None:
         super().discard()
         for average in self._averages():
-            end(average)
+            average.discard(joining)
         if self._momenta is not None:
-            self._momenta.settle_anew()
+            self._momenta.unsettled = UNSETTLED
         self._pause()
 
     def state(self) -> State:
@@ -294,22 +292,15 @@ class CoCoDEngine(Engine):
             self._cut()
         return found == self._fragment_of
 
-    def _averages(self) -> Iterator[ModelAverage]:
-        yield from (part.average for part in self._parts)
-        if self._momenta is not None:
-            yield from self._momenta.averages
-
-    def _in_turn(self) -> Iterator[ModelAverage]:
-        """What travels now: a fragment's, and the momenta where there is one fragment."""
-        yield from (part.average for part in self._parts if part.fragment == self._turn)
-        if self._momenta is not None:
-            yield from self._momenta.averages
+    def _averages(self, in_turn: bool = False) -> list[ModelAverage]:
+        """What travels; in turn, a fragment, and the momenta, with which there is one fragment."""
+        parts = [p.average for p in self._parts if p.fragment == self._turn or not in_turn]
+        return parts if self._momenta is None else [*parts, *self._momenta.averages]
 
     def _start(self) -> None:
         if self._momenta is not None:
-            self._momenta.settle()
-            self._parts[0].average.words.fill_(float(self._momenta.has_news()))
-        for average in self._in_turn():
+            self._parts[0].average.words.fill_(float(self._momenta.settle()))
+        for average in self._averages(in_turn=True):
             average.start()
         self._started = True
 
@@ -318,61 +309,8 @@ class CoCoDEngine(Engine):
         self._local_steps = self._turn = 0
 
 
-def _buckets(
-    settings: Settings, reduction: Reduction, groups: Sequence[Sequence[int]], tag: str
-) -> BucketSet:
-    # Sparse gradients that travel by themselves know no weights: with them, they go as dense ones.
-    as_dense = settings.sparse_as_dense or bool(reduction.weights)
-    settings = replace(settings, reduction=reduction, sparse_as_dense=as_dense)
-    return BucketSet(settings, groups, tag)
-
-
 def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:
     return [parameters[index].detach() for index in indices]
-
-
-def _average_of_momenta(
-    reduction: Reduction,
-    strategy: CoCoD,
-    like: Sequence[torch.Tensor],
-    values: Values,
-    name: str,
-    nonnegative: Sequence[bool],
-) -> ModelAverage:
-    # Without the momentum of an anchor or an outer optimizer, which could carry a second moment
-    # below zero; and float16 would make zeros of Adam's.
-    plain = replace(reduction, compression=Compression.none)
-    rule = CoCoD(pull_back=strategy.pull_back)
-    return ModelAverage(like, values, plain, name, rule, nonnegative=nonnegative)
-
-
-# Gradients that are averaged over the ranks of a node, and a meeting of ranks of all nodes.
-
-
-class Meeting(Message):
-    """What ranks meet by where each of several messages is sent by some that others do not reach.
-
-    The messages of a node tell its ranks, and the models' those of other nodes.
-    """
-
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages
-
-    def launch(self) -> None:
-        for message in self._messages:
-            message.launch()
-
-    @property
-    def arrived(self) -> bool:
-        return all(message.arrived for message in self._messages)
-
-    def wait(self) -> None:
-        for message in self._messages:
-            message.wait()
-
-    def meet(self) -> None:
-        for message in self._messages:
-            message.meet()
 
 
 def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:

@@ -41,7 +41,7 @@ from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.messages.buckets import Bucket, BucketSet
 from hvd_pipe.torch.messages.ordered import OrderedMessages
-from hvd_pipe.torch.partial_updates import Options
+from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
 from hvd_pipe.torch.strategies.merged_gradient import MergedGradientEngine
 from hvd_pipe.torch.strategies.pending_parameters import Memory, PendingParameters
 from hvd_pipe.torch.strategies.settings import Settings
@@ -52,11 +52,7 @@ _log = logging.getLogger("hvd_pipe")
 class ForwardOverlapEngine(MergedGradientEngine):
     """Sends in the order of a plan, and leaves updates to the first use of each parameter.
 
-    Args:
-        settings: The parameters, none of whose gradients is sparse.
-        plan: With an ``order``.
-        measured: Whether the plan was made from measured times: a checkpoint holds it then.
-        memory: The parameters' `memory_of` from when they were new.
+    No gradient is sparse. ``memory``: the parameters' `memory_of` from when they were new.
     """
 
     ready_times: FirstUses | None
@@ -65,8 +61,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self, settings: Settings, plan: Plan, measured: bool, memory: dict[int, Memory]
     ) -> None:
         self._memory = memory
-        self._ordered: OrderedMessages | None = None
-        self._parameters: PendingParameters | None = None
+        self._ordered = OrderedMessages(())
+        self._parameters = PendingParameters((), memory, self._use, self.finish_before_others)
         super().__init__(settings, MergedGradient(plan=plan), plan)
         self._measured = measured
         self._updater: int | None = None
@@ -78,7 +74,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._applying = threading.RLock()
         self._options: Options | None = None
         self._gradients: dict[int, torch.Tensor] = {}
-        self._said: set[str] = set()
+        self._told_of_hooks = False
 
     def take(self, plan: Plan) -> None:
         """Send by another plan from the next step on; all ranks call this."""
@@ -91,43 +87,37 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def message_seconds(self) -> list[tuple[int, float]]:
         """Return the bytes of each message of the plan, and how long the link was busy with it."""
-        return [] if self._ordered is None else self._ordered.seconds()
+        return self._ordered.seconds()
 
     def watch(self) -> None:
         """Note when the next pass uses each parameter: that step's updates wait in ``step()``."""
         assert self.ready_times is not None
-        assert self._parameters is not None
         self.ready_times.begin()
         self._parameters.watch()
 
     def end_watch(self) -> None:
         """Note no uses any more."""
-        assert self._parameters is not None
         self.ready_times = None
         self._parameters.show_all()
 
     def build(self) -> None:
         super().build()
         self._is_closed = False
-        if self._parameters is not None:
-            self._parameters.close()
+        self._parameters.close()
         self._parameters = PendingParameters(
-            self.settings.parameters, self._memory, self._use, self._before_load
+            self.settings.parameters, self._memory, self._use, self.finish_before_others
         )
 
     def retire(self) -> None:
         self._forget()
         super().retire()
         self._is_closed = True
-        assert self._parameters is not None
         self._parameters.close()
-        if self._ordered is not None:
-            self._ordered.close()
+        self._ordered.close()
 
     def _make_buckets(self, groups: Sequence[Sequence[int]]) -> BucketSet:
         assert self.plan is not None
-        if self._ordered is not None:
-            self._ordered.close()
+        self._ordered.close()
         order = self.plan.order or tuple(range(len(groups)))
         self._ordered = OrderedMessages(order)
         return BucketSet(self.settings, groups, "gradients", message=self._ordered.make)
@@ -144,20 +134,18 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _can_defer(self) -> bool:
         compares = check_mode.active.on and self._uncompared_steps + 1 >= check_mode.COMPARE_STEPS
-        owner = self.settings.owner
         if self.synchronized or self.reduction.alone or compares or self.ready_times is not None:
             return False  # a pass that waits does not tell when it would use its weights
-        if not owner.updates_each_parameter():
+        optimizer = self.settings.optimizer
+        if not updates_each_parameter(optimizer):
             return False
-        if not owner.updates_quietly():
-            self._say_once("while a hook is registered on the optimizer, or for all optimizers")
+        if not updates_quietly(optimizer):
+            if not self._told_of_hooks:
+                self._told_of_hooks = True
+                when = "while a hook is registered on the optimizer, or for all optimizers"
+                _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
             return False
         return True
-
-    def _say_once(self, when: str) -> None:
-        if when not in self._said:
-            self._said.add(when)
-            _log.warning("overlap='forward': updates stay in step() %s (said once)", when)
 
     # Architecture: F4
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
@@ -168,11 +156,10 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if self.current.compares:
             self._release_gradients()
             return super().prepare({})
-        assert self._parameters is not None
         self._deferred, self._pending = True, list(range(len(self.current.buckets)))
         self.is_due = True
         _unfinished.add(self)
-        self._options = self.settings.owner.options()
+        self._options = Options.of(self.settings.optimizer)
         # A graph that is kept must not be run again on old weights.
         torch.autograd.graph.increment_version(self.settings.parameters)
         for index in self.current.slots.keys() - set(self.current.completed):  # zeros, or a part
@@ -180,7 +167,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 pending_tensors.release(self._gradients[index])
             self._gradients[index] = gradient = self.current.shown(index)
             pending_tensors.hold(gradient, self._settle)
-        now = self._parameters.hold(self.settings.owner.itself())
+        now = self._parameters.hold(self.settings.owner())
         self._apply({self._bucket_of[index] for index in now | self.current.as_dense})
         return False
 
@@ -203,10 +190,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
             found = (i for i, each in self._gradients.items() if each is gradient)
             self._apply({self._bucket_of[index] for index in found})
 
-    def _before_load(self, _: torch.nn.Module) -> None:
-        self.finish_before_others()
-
-    def finish_before_others(self) -> None:
+    def finish_before_others(self, *_: object) -> None:
         """Finish before other weights take the place of these; they do so after a failure, too."""
         with contextlib.suppress(HorovodInternalError, HvdPipeError):
             self.finish()
@@ -250,8 +234,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _forget(self) -> None:
         """Take the last step's update for made, or for given up."""
-        if self._parameters is not None:
-            self._parameters.show_all()
+        self._parameters.show_all()
         self._release_gradients()
         self._deferred, self._pending, self._options = False, [], None
         self._end_due()
@@ -264,8 +247,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
     def _end_due(self) -> None:
         self.is_due = False
         _unfinished.discard(self)
-        if self._parameters is not None:
-            self._parameters.owner = None
+        self._parameters.owner = None
 
     @property
     def is_equal_everywhere(self) -> bool:
@@ -295,7 +277,6 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _update(self, waited: Sequence[int]) -> None:
         assert self._options is not None
-        assert self._parameters is not None
         buckets = self.current.buckets
         if len(self._pending) == len(buckets):  # no weight has moved
             self._wait_for(buckets[-1])
@@ -317,13 +298,12 @@ class ForwardOverlapEngine(MergedGradientEngine):
         try:
             with self._bound(indices):
                 self.current.bind_some(gradients)
-                self.settings.owner.update_some(parameters, self._options)
+                self.settings.optimizer._update_some(parameters, self._options)
         finally:
             self._pending = [number for number in self._pending if number not in due]
 
     def _update_all(self, options: Options) -> None:
         """Wait for all messages: ranks have to compare something before any weight moves."""
-        assert self._parameters is not None
         every = range(len(self.settings.parameters))
         self._receive()
         self._release_gradients()
@@ -333,14 +313,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 self.current.bind_gradients()
                 due = [p for p in self.settings.parameters if p.grad is not None]
                 if due:
-                    self.settings.owner.update_some(due, options)
+                    self.settings.optimizer._update_some(due, options)
         finally:
             self._forget()
 
     @contextlib.contextmanager
     def _bound(self, indices: Collection[int]) -> Iterator[None]:
         """Let ``p.grad`` be what is applied, and then what the script has made it since."""
-        assert self._parameters is not None
         parameters = {index: self.settings.parameters[index] for index in indices}
         averages = set(self.current.as_dense)  # nobody holds what these are put into
         with torch._C.DisableTorchFunctionSubclass():  # other threads wait for the update

@@ -49,7 +49,6 @@ from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.measuring.step_times import ReadyTimes
-from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.control_flags import ControlFlags
 from hvd_pipe.torch.messages.saved import (
@@ -135,10 +134,6 @@ class MergedGradientEngine(Engine):
             plan = settings.index.first_plan(strategy, settings.groups, every)
         self.plan = plan
         self.build()
-
-    @property
-    def next_message(self) -> Message:
-        return self.current.last_message
 
     @property
     def measures(self) -> bool:

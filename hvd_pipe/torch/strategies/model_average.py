@@ -19,13 +19,12 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import broadcast_
 
-from hvd_pipe.cocod import CoCoD
+from hvd_pipe.cocod import CoCoD, move_kept
 from hvd_pipe.runtime.consensus import members
 from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.checking import spoil
@@ -41,8 +40,6 @@ Tensors = dict[str, list[torch.Tensor | None]]
 IN_FLIGHT = ("average", "start")
 """The labels in a `state` of what has been sent in a round that is not over."""
 
-Values = Callable[[], Sequence[torch.Tensor | None]]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -50,22 +47,14 @@ class ModelAverage:
     """Averages values of one dtype and device behind a round of local steps.
 
     Float16 and bfloat16 values are averaged, and their progress is added, in float32; they are
-    rounded once a round, as they would be in an ordinary update.
-
-    Args:
-        like: Tensors with the values' shapes, of one dtype and device.
-        values: Returns the live values; None for one that this rank lacks, which counts as zeros.
-        reduction: How they are averaged.
-        name: Begins the messages' names.
-        rule: What `finish` does: which outer optimizer, or pull-back.
-        words: How many control flags travel along; see `words`.
-        nonnegative: For each value, whether it must not become negative; none of them: no.
+    rounded once a round, as they would be in an ordinary update. ``values`` returns the live ones;
+    None for one that this rank lacks, which counts as zeros.
     """
 
     def __init__(
         self,
         like: Sequence[torch.Tensor],
-        values: Values,
+        values: Callable[[], Sequence[torch.Tensor | None]],
         reduction: Reduction,
         name: str,
         rule: CoCoD,
@@ -140,17 +129,17 @@ class ModelAverage:
         self.complete()
         self.due = False
         if self._rule.outer != "none":
-            self._move_outer(self._rule.outer_lr, self._rule.outer_momentum)
+            self._move_kept()
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
         if self._rule.pull_back is None:
             assert self._start is not None
             self._add(self._mean.sub_(self._start))
         else:
-            self._move_anchor()
-            indices, present = self._present_values()
-            views = self._views(self._mean)
-            torch._foreach_sub_([views[i] for i in indices], present)
+            if self._rule.anchor_momentum:
+                self._move_kept()
+            values, views = self._places_in(self._mean)
+            torch._foreach_sub_(views, values)
             self._add(self._mean.mul_(self._rule.pull_back))
         spoil(self._mean, self._start)
 
@@ -166,22 +155,19 @@ class ModelAverage:
         self.complete()
         if self._difference is not None:
             self._base = _copy(self._mean, self._base)
-        indices, present = self._present_values()
-        views = self._views(self._mean)
-        torch._foreach_copy_(present, [views[i] for i in indices])
+        torch._foreach_copy_(*self._places_in(self._mean))
         spoil(self._mean, self._start)
 
-    def rest(self) -> None:
-        """End the round as ranks join; what goes on over rounds is kept for a `state`."""
-        anchor, velocity = self._anchor, self._velocity
-        self.discard()
-        self._anchor, self._velocity, self._is_left = anchor, velocity, True
+    def discard(self, joining: bool = False) -> None:
+        """Wait for what is in flight and forget it, and all rounds before.
 
-    def discard(self) -> None:
-        """Wait for what is in flight and forget it, and all rounds before."""
+        As ranks join, what goes on over rounds is kept for a `state`.
+        """
         self.complete()
-        self.due = self._is_left = False
-        self._base = self._anchor = self._velocity = None
+        self.due, self._is_left = False, joining
+        self._base = None
+        if not joining:
+            self._anchor = self._velocity = None
         for residual in self._residuals().values():
             residual.zero_()
 
@@ -243,48 +229,36 @@ class ModelAverage:
         timeline.active.ready(self._name)
         message.launch()
 
-    def _move_anchor(self) -> None:
-        """v = beta v + (mean - z), z = z + v; then ``_mean`` holds z."""
-        beta = self._rule.anchor_momentum
-        if not beta:
-            return
+    def _move_kept(self) -> None:
+        """Move the outer model (or the anchor); then ``_mean`` holds it."""
         if self._anchor is None or self._velocity is None:
             self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
-        self._velocity.mul_(beta).add_(self._mean.sub_(self._anchor))
-        self._anchor.add_(self._velocity)
-        self._mean.copy_(self._anchor)
-
-    def _move_outer(self, lr: float, momentum: float) -> None:
-        """u = mu u + d, g = g - lr (d + mu u), d = g - mean; then ``_mean`` holds g."""
-        if self._anchor is None or self._velocity is None:
-            self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
-        change = torch.sub(self._anchor, self._mean, out=self._mean)
-        self._velocity.mul_(momentum).add_(change)
-        self._anchor.sub_(change.add_(self._velocity, alpha=momentum), alpha=lr)
+        self._anchor, self._velocity = move_kept(
+            self._rule, self._anchor, self._velocity, self._mean
+        )
         self._mean.copy_(self._anchor)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(flat, [tensor.numel() for tensor in self._like])
         return [part.view(t.size()) for part, t in zip(parts, self._like, strict=True)]
 
-    def _present_values(self) -> tuple[list[int], list[torch.Tensor]]:
-        found = [(i, value) for i, value in enumerate(self._values()) if value is not None]
-        return [i for i, _ in found], [value for _, value in found]
+    def _places_in(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the values that this rank has, and their places in ``flat``."""
+        places = zip(self._values(), self._views(flat), strict=True)
+        pairs = [(value, view) for value, view in places if value is not None]
+        return [value for value, _ in pairs], [view for _, view in pairs]
 
     def _take(self, flat: torch.Tensor) -> None:
         """Copy the values into ``flat``, zeros for those that this rank lacks."""
-        indices, present = self._present_values()
-        if len(indices) < len(self._like):
+        values, views = self._places_in(flat)
+        if len(values) < len(self._like):
             flat.zero_()
-        views = self._views(flat)
-        torch._foreach_copy_([views[i] for i in indices], present)
+        torch._foreach_copy_(views, values)
 
     def _add(self, flat: torch.Tensor) -> None:
-        indices, present = self._present_values()
-        views = self._views(flat)
-        torch._foreach_add_(present, [views[i] for i in indices])
-        for i, value in zip(indices, present, strict=True):
-            if self._nonnegative and self._nonnegative[i]:
+        torch._foreach_add_(*self._places_in(flat))
+        for value, clamps in zip(self._values(), self._nonnegative, strict=False):
+            if clamps and value is not None:
                 value.clamp_(min=0.0)
 
 
@@ -338,17 +312,9 @@ class ModelBuffers:
 # The tensors of the user's optimizer that follow the models, under ``momentum="average"``.
 
 
+UNSETTLED = 2
 PREFIX = "momenta."
 """Begins the names of their tensors in a checkpoint."""
-
-
-class MakeAverage(Protocol):
-    """Makes the average of some momenta, uncompressed."""
-
-    def __call__(
-        self, like: Sequence[torch.Tensor], values: Values, name: str, nonnegative: Sequence[bool]
-    ) -> ModelAverage:
-        """Make it; arguments as those of `ModelAverage`."""
 
 
 class AveragedMomenta:
@@ -359,35 +325,25 @@ class AveragedMomenta:
     they usually come up; later a rank that has others says so by a control flag of its model, and
     all agree at the end of that round. A rank that lacks one contributes zeros.
 
-    They travel uncompressed: float16 would make zeros of Adam's second moments.
+    They travel uncompressed, as float16 would make zeros of Adam's second moments, and know no
+    momentum of an anchor or an outer optimizer, which could carry these below zero.
     """
 
-    def __init__(self, settings: Settings, make_average: MakeAverage) -> None:
-        self._settings, self._make_average = settings, make_average
+    def __init__(self, settings: Settings, reduction: Reduction, strategy: CoCoD) -> None:
+        self._settings, self._rule = settings, CoCoD(pull_back=strategy.pull_back)
+        self._reduction = dataclasses.replace(reduction, compression=Compression.none)
         self._keys: list[tuple[int, str]] = []
         self._keys_of: list[list[tuple[int, str]]] = []
         self.averages: list[ModelAverage] = []
-        self.unsettled = _UNSETTLED
+        self.unsettled = UNSETTLED
         """How many more rounds start with an agreement."""
 
-    def settle(self) -> None:
-        """Agree with the other ranks, if that is due."""
+    def settle(self) -> bool:
+        """Agree if that is due; return whether this rank has tensors that others do not know."""
         if self.unsettled:
             self.unsettled -= 1
             self.agree()
-
-    def settle_anew(self) -> None:
-        """Be as at the start of training."""
-        self.unsettled = _UNSETTLED
-
-    def has_news(self) -> bool:
-        """Return whether this rank has tensors that the others do not know of."""
         return not set(self._own()) <= set(self._keys)
-
-    def heard(self, news: torch.Tensor) -> None:
-        """Take the control flag of all ranks."""
-        if float(news):
-            self.unsettled = max(self.unsettled, 1)
 
     def agree(self) -> None:
         """Take what any rank has."""
@@ -409,7 +365,7 @@ class AveragedMomenta:
 
     def load(self, tensors: Tensors, unsettled: int | None) -> None:
         """Go on from a `state`, which may have other entries as well."""
-        self.unsettled = _UNSETTLED if unsettled is None else unsettled
+        self.unsettled = UNSETTLED if unsettled is None else unsettled
         found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
         for name, values in tensors.items():
             if name.startswith(PREFIX):
@@ -424,13 +380,13 @@ class AveragedMomenta:
         return [
             (index, key)
             for index, parameter in enumerate(self._settings.parameters)
-            for key in self._settings.owner.state(parameter)
+            for key in self._settings.optimizer.state.get(parameter, {})
             if self._tensor(index, key) is not None
         ]
 
     def _tensor(self, index: int, key: str) -> torch.Tensor | None:
         parameter = self._settings.parameters[index]
-        value = self._settings.owner.state(parameter).get(key)
+        value = self._settings.optimizer.state.get(parameter, {}).get(key)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return None
         return value if value.shape == parameter.shape and key not in _SCALARS else None
@@ -445,11 +401,13 @@ class AveragedMomenta:
         groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
         self._keys_of = [[key for key in keys if key[0] in group] for group in map(set, groups)]
         self.averages = [
-            self._make_average(
+            ModelAverage(
                 [parameters[index] for index, _ in same],
                 partial(self._tensors, same),
+                self._reduction,
                 f"{self._settings.tag}.momenta.{i}",
-                [key in _NONNEGATIVE for _, key in same],
+                self._rule,
+                nonnegative=[key in _NONNEGATIVE for _, key in same],
             )
             for i, same in enumerate(self._keys_of)
         ]
@@ -457,8 +415,6 @@ class AveragedMomenta:
     def _tensors(self, keys: Sequence[tuple[int, str]]) -> list[torch.Tensor | None]:
         return [self._tensor(index, key) for index, key in keys]
 
-
-_UNSETTLED = 2
 
 # Numbers that torch's optimizers keep as tensors: not momenta even where a parameter is one, too.
 _SCALARS = frozenset({"eta", "mu", "mu_product", "step"})

@@ -33,14 +33,10 @@ FIND_STEPS = 5
 
 
 class PendingParameters:
-    """Holds the parameters of one optimizer, by their index.
+    """Holds the parameters of one optimizer, by their index, whose `memory_of` when new is known.
 
-    Args:
-        parameters: The parameters.
-        memory: Their `memory_of` from when they were new.
-        use: A method, called with the indices of those that are about to be used; it calls `show`.
-            Not kept alive.
-        replace: A method, called before a module loads other weights. Not kept alive.
+    Two methods, which are not kept alive: ``use`` is called with the indices of those that are
+    about to be used, and calls `show`; ``replace`` before a module loads other weights.
     """
 
     def __init__(
@@ -154,7 +150,7 @@ class PendingParameters:
             if isinstance(module, torch.jit.ScriptModule):  # reads them in C++
                 self._gated -= self._of(module.parameters())
             else:
-                hook = ModuleHook(_call(self._replace))
+                hook = ModuleHook(self._replace)
                 self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def _gate(self, module: torch.nn.Module) -> set[int]:
@@ -174,7 +170,7 @@ class PendingParameters:
             for child in module.children():
                 own |= self._gate(child)
         if own:
-            gate = ModuleHook(_call(weakref.WeakMethod(self._before_module), frozenset(own)))
+            gate = ModuleHook(weakref.WeakMethod(self._before_module), frozenset(own))
             self._hooks.append(module.register_forward_pre_hook(gate, prepend=True))
             self._gated |= own
         return set()
@@ -198,18 +194,15 @@ def _memory(parameter: torch.Tensor) -> Memory:
 
 
 class ModuleHook:
-    """Calls a function with the module, whatever kind of hook it is; a copy calls nothing.
+    """Calls a method with the module, whatever kind of hook it is; a copy calls nothing."""
 
-    Args:
-        call: What to call before, or after, what the module does.
-    """
-
-    def __init__(self, call: Callable[[torch.nn.Module], object] | None = None) -> None:
-        self._call = call
+    def __init__(self, method: Callable[[], Any] = lambda: None, *arguments: Any) -> None:
+        self._method, self._arguments = method, arguments
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._call is not None and not torch.compiler.is_compiling():
-            self._call(module)
+        method = None if torch.compiler.is_compiling() else self._method()
+        if method is not None:
+            method(*self._arguments, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, ()
@@ -230,14 +223,3 @@ def _absent(parameter: torch.Tensor) -> torch.Tensor:
 def _count(storage: torch.UntypedStorage) -> int:
     """Return how many hold this memory, as torch counts them."""
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
-
-
-def _call(
-    method: weakref.WeakMethod[Callable[..., object]], *arguments: Any
-) -> Callable[[torch.nn.Module], None]:
-    def call(module: torch.nn.Module) -> None:
-        found = method()
-        if found is not None:
-            found(*arguments, module)
-
-    return call

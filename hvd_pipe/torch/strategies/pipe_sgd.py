@@ -34,7 +34,6 @@ from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import largest
-from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import (
     gradients_of,
@@ -46,7 +45,7 @@ from hvd_pipe.torch.messages.saved import (
 )
 from hvd_pipe.torch.parameters import are_finite, unscale
 from hvd_pipe.torch.strategies.base import Engine
-from hvd_pipe.torch.strategies.settings import Owner, Settings, State
+from hvd_pipe.torch.strategies.settings import Settings, State
 
 REFILL_STEPS = 3
 """Steps of a new plan that do not count: both sets are new, and none waits for the first one."""
@@ -67,8 +66,6 @@ class PipeSGDEngine(Engine):
         self._warmup_steps = strategy.warmup_steps
         self._bucket_bytes = strategy.bucket_bytes
         self._predict = strategy.prediction
-        self._plans = settings.groups is None and strategy.bucket_bytes is None
-        """Whether buckets may be chosen here."""
         self.build()
 
     def build(self) -> None:
@@ -85,16 +82,20 @@ class PipeSGDEngine(Engine):
             plans = index.fewer_and_fewer()
             self._adopt(plans[0])
             if len(plans) > 1 and not self.reduction.alone:
-                self._race = Race(plans, self._first_timed(SKIP_STEPS))
+                self._race = Race(plans, self._first_timed())
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
-        self._ahead = Prediction(self.settings.parameters, self.settings.owner)
+        self._ahead = Prediction(self.settings)
         self._applied: list[torch.Tensor | None] = []
 
-    def _first_timed(self, skipped: int) -> int:
+    def _first_timed(self) -> int:
         """Return the step whose end is timed first: steps of the warm-up are others."""
-        return max(self.rounds, self._warmup_steps) + skipped
+        return max(self.rounds, self._warmup_steps) + SKIP_STEPS
+
+    def _time_anew(self) -> None:
+        if self._race is not None:
+            self._race.begin(self._first_timed())
 
     def _adopt(self, plan: Plan) -> None:
         """Make both sets by a plan; nothing is in flight."""
@@ -113,10 +114,6 @@ class PipeSGDEngine(Engine):
         return BucketSet(self.settings, self._groups, suffix, self._predict == "local", like)
 
     @property
-    def next_message(self) -> Message:
-        return self.current.last_message
-
-    @property
     def measures(self) -> bool:
         return self._race is not None
 
@@ -129,9 +126,7 @@ class PipeSGDEngine(Engine):
         return self._shown is not None and self._shown.all_present
 
     def weights(self) -> Sequence[torch.Tensor]:
-        if not self._ahead.is_ahead:
-            return super().weights()
-        return [weight for weight in self._ahead.weights() if weight is not None]
+        return self._ahead.true or super().weights()
 
     def note_scale(self, scale: float) -> None:
         self._scales[self._pending or self.current] = scale
@@ -222,7 +217,7 @@ class PipeSGDEngine(Engine):
         self._ahead.restore()
         if self._pending is not None and not self.reduction.alone:
             self._pending.complete_buckets()
-            self.next_message.meet()
+            self.meet()
         shown = [(p, p.grad) for p in self.settings.parameters]
         is_cleared = all(g is None or not (g.is_sparse or g.any()) for _, g in shown)
         self._apply_pending()
@@ -242,7 +237,7 @@ class PipeSGDEngine(Engine):
                 warnings.warn("the last gradient overflowed and is left out", stacklevel=4)
                 return
             unscale(self.settings.parameters, scale)
-        self.settings.owner.update()
+        self.settings.optimizer._update()
 
     def after_join(self) -> None:
         self._ahead.restore()
@@ -250,10 +245,9 @@ class PipeSGDEngine(Engine):
         self.current = self._sets[0]
         if self.current in self._outdated:
             self.current = self._renewed(self.current)
-        self.settings.owner.note_old()
+        self.settings.optimizer._note_old()
         self.rounds = self._warmup_steps
-        if self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
+        self._time_anew()
 
     def state(self) -> State:
         due = self._pending
@@ -264,8 +258,8 @@ class PipeSGDEngine(Engine):
         if due is not None:
             counters["scale"] = self._scales.get(due)
             tensors["pending"] = gradients_of(due)
-        if self._ahead.is_ahead:  # of the weights that training has
-            tensors["weights"] = self._ahead.weights()
+        if self._ahead.true is not None:
+            tensors["weights"] = [value.clone() for value in self._ahead.true]
         if self.plan is not None and self._stays:
             counters["plan"] = self.plan.to_json()
         return State(counters, tensors)
@@ -273,7 +267,13 @@ class PipeSGDEngine(Engine):
     def load(self, state: State) -> None:
         self.rounds = state.counters["rounds"]
         text = state.counters.get("plan")
-        self._resume_plan(None if text is None else Plan.from_json(text))
+        is_free = self.settings.groups is None and self._bucket_bytes is None
+        plan = Plan.from_json(text) if text is not None and is_free else None
+        if plan is not None and set(plan.names) == set(self.settings.names):
+            self._race, self._stays = None, True  # others were tried against it
+            self._adopt(plan)
+        else:
+            self._time_anew()
         self.current = self._sets[0]
         restore_residuals(self._sets[0], state.tensors)
         if "weights" in state.tensors:
@@ -286,17 +286,9 @@ class PipeSGDEngine(Engine):
             if scale is not None:
                 self._scales[self._pending] = scale
 
-    def _resume_plan(self, plan: Plan | None) -> None:
-        """Take a plan that others were tried against, or go on with the trials."""
-        if plan is not None and set(plan.names) == set(self.settings.names) and self._plans:
-            self._race, self._stays = None, True
-            self._adopt(plan)
-        elif self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
-
     def discard(self) -> None:
         super().discard()
-        self._ahead.forget()
+        self._ahead.true = None  # others were loaded
         for buckets in self._sets:
             buckets.discard()
         self._pending = self._shown = None
@@ -305,8 +297,7 @@ class PipeSGDEngine(Engine):
         if self._outdated:
             assert self.plan is not None
             self._adopt(self.plan)
-        if self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
+        self._time_anew()
 
     # Architecture: P2
     def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
@@ -357,62 +348,40 @@ class Prediction:
     synchronised".
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], owner: Owner) -> None:
-        self._parameters, self._owner = parameters, owner
-        self._true: list[torch.Tensor] | None = None
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._parameters = settings, settings.parameters
+        self.true: list[torch.Tensor] | None = None
+        """The weights that training has, while others are ahead of them."""
         self._versions: list[int] | None = None
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the weights are ahead."""
-        return self._true is not None
-
     def predict(self, guess: Sequence[torch.Tensor | None], scale: float) -> None:
-        """Move the weights by the update that ``guess / scale`` makes; gradients stay as they are.
-
-        Args:
-            guess: One gradient a parameter, or None; the optimizer may write to them.
-            scale: The loss scale of the guess.
-        """
-        self._true = [value.clone() for value in self._values()]
+        """Move the weights by the update that ``guess / scale`` makes, which may be written to."""
+        self.true = [value.clone() for value in self._values()]
         shown = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, guess, strict=True):
-            ahead = gradient if gradient is None or scale == 1.0 else gradient / scale
-            parameter.grad = ahead
-        self._owner.predict()
+            parameter.grad = gradient if gradient is None or scale == 1.0 else gradient / scale
+        self._settings.optimizer._predict_update()
         for parameter, gradient in zip(self._parameters, shown, strict=True):
             parameter.grad = gradient
         self._versions = self._now()
 
     def restore(self) -> None:
-        """Put the true weights back.
-
-        Raises:
-            HvdPipeError: Somebody has changed the weights, which would be lost.
-        """
-        if self._true is None:
+        """Put the true weights back; raise where somebody has changed the weights since."""
+        if self.true is None:
             return
         if self._versions is not None and self._versions != self._now():
-            self._true = None
+            self.true = None
             raise HvdPipeError(
                 "weights were changed between two steps, while they were ahead of the updates "
                 "(prediction): call optimizer.synchronize() before changing them."
             )
-        torch._foreach_copy_(self._values(), self._true)
-        self._true = None
-
-    def forget(self) -> None:
-        """Take the weights as they are for the true ones: others were loaded."""
-        self._true = None
-
-    def weights(self) -> list[torch.Tensor | None]:
-        """Return copies of the true weights."""
-        return [value.clone() for value in self._true or []]
+        torch._foreach_copy_(self._values(), self.true)
+        self.true = None
 
     def load(self, weights: Sequence[torch.Tensor | None]) -> None:
         """Take these for the true weights; a parameter without one is where it should be."""
         self._versions = None
-        self._true = [
+        self.true = [
             value.clone() if true is None else true.to(value)
             for true, value in zip(weights, self._values(), strict=True)
         ]

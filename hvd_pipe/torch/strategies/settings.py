@@ -3,108 +3,86 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime.bucket_planner import GradientIndex
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.torch.messages.allreduce import Reduction
 from hvd_pipe.torch.parameters import gradient_dtype
-from hvd_pipe.torch.partial_updates import Options, updates_each_parameter, updates_quietly
-from hvd_pipe.torch.strategies.backward_passes import GradientHooks
 
 
-class Owner:
-    """Leads an engine to the user's optimizer, without keeping that alive.
+class GradientHooks:
+    """The hooks of an optimizer's parameters; engines that follow each other share them."""
 
-    Args:
-        itself: Returns the optimizer, a `hvd_pipe.torch.engine_holder.EngineHolder`; None where it
-            is gone. Who holds it keeps it alive.
-    """
+    def __init__(self) -> None:
+        self.engine: Callable[[], Any] = lambda: None
+        """Returns the engine that is told of gradients."""
+        self.places: dict[int, int] = {}
+        """The index of a parameter, by its identity."""
+        self._handles: dict[int, RemovableHandle] = {}
 
-    def __init__(self, itself: Callable[[], Any]) -> None:
-        self.itself, self.hooks = itself, GradientHooks()
+    def tell(self, engine: object, parameters: Sequence[torch.Tensor], hook: Any) -> None:
+        """Tell this engine of the gradients of these parameters, from now on.
 
-    def _optimizer(self) -> Any:
-        owner = self.itself()
-        if owner is None:
-            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
-        return owner
+        A hook that is there keeps its place among the script's own.
+        """
+        self.engine = weakref.ref(engine)
+        self.places = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for gone in self._handles.keys() - self.places.keys():
+            self._handles.pop(gone).remove()
+        for parameter in parameters:
+            if id(parameter) not in self._handles:
+                trains = parameter.requires_grad
+                parameter.requires_grad_()  # or torch takes no hook: it may be frozen for now
+                listen = parameter.register_post_accumulate_grad_hook
+                self._handles[id(parameter)] = listen(hook)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(trains)
 
-    def update(self) -> None:
-        """Make one update with the gradients as they are."""
-        self._optimizer()._update()
-
-    def predict(self) -> None:
-        """Move the weights as `update` would, and leave all else as it is."""
-        self._optimizer()._predict_update()
-
-    def updates_quietly(self) -> bool:
-        """Return whether nobody but the optimizer takes part in an update: no hook, no scaler."""
-        return updates_quietly(self._optimizer())
-
-    def updates_each_parameter(self) -> bool:
-        """Return whether updates of some parameters at a time equal one update of all."""
-        return updates_each_parameter(self._optimizer())
-
-    def options(self) -> Options:
-        """Return what an update depends on beside gradients and state, as it is now."""
-        return Options.of(self._optimizer())
-
-    def update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
-        """Update just these parameters, by the options that `options` has returned."""
-        self._optimizer()._update_some(parameters, options)
-
-    def settle(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Make gradients what ``step()`` will apply: this function of torch reads one of them."""
-        self._optimizer()._gradients_are_read(func, args)
-
-    def note_old(self) -> None:
-        """Take what is in ``p.grad`` for applied: no update is to come of it."""
-        self._optimizer()._note_old()
-
-    def state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the optimizer's live state of a parameter; empty where there is none."""
-        state: dict[str, Any] = self._optimizer().state.get(parameter, {})
-        return state
-
-    def new_parameters(self, known: set[int]) -> dict[str, torch.Tensor]:
-        """Return the parameters, by name, that train and whose identities are not ``known``."""
-        found: dict[str, torch.Tensor] = self._optimizer()._joining(known)
-        return found
+    def end(self, engine: object = None) -> None:
+        """Remove the hooks, unless another engine is told by now; None: one that is gone."""
+        if self.engine() in (engine, None):
+            for handle in self._handles.values():
+                handle.remove()
+            self._handles.clear()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a `DistributedOptimizer` was asked for, in terms of its parameters' indices.
-
-    Args:
-        names: The parameters' names, in an order that all ranks share.
-        parameters: The parameters, in the same order.
-        reduction: How gradients are reduced.
-        passes: Backward passes that make one gradient.
-        sparse_as_dense: Whether sparse gradients may travel as dense ones.
-        tag: Begins the names of all messages.
-        groups: Gradients that the user groups by hand (indices), or None.
-        owner: The user's optimizer.
-        sparse: Places of the gradients that all ranks know to be sparse.
-        frozen: Places of the parameters that were frozen in the last round.
-    """
+    """What a `DistributedOptimizer` was asked for, in terms of its parameters' indices."""
 
     names: Sequence[str]
+    """The parameters' names, in an order that all ranks share."""
     parameters: Sequence[torch.Tensor]
     reduction: Reduction
     passes: int
+    """Backward passes that make one gradient."""
     sparse_as_dense: bool
     tag: str
+    """Begins the names of all messages."""
     groups: Sequence[Sequence[int]] | None
-    owner: Owner
+    """Gradients that the user groups by hand (indices), or None."""
+    owner: Callable[[], Any]
+    """Returns the user's optimizer (an `EngineHolder`), or None where it is gone."""
     sparse: set[int] = field(default_factory=set)
+    """Places of the gradients that all ranks know to be sparse."""
     frozen: set[int] = field(default_factory=set)
+    """Places of the parameters that were frozen in the last round."""
+    hooks: GradientHooks = field(default_factory=GradientHooks)
+
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer; engines do not keep it alive."""
+        owner = self.owner()
+        if owner is None:
+            raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
+        return owner
 
     def with_parameters(self, joining: Mapping[str, torch.Tensor]) -> Settings:
         """Return the settings with more parameters, behind those that are there.
@@ -140,16 +118,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class State:
-    """What an engine needs to go on bit for bit, beside the model and the user's optimizer.
-
-    Args:
-        counters: Numbers and strings by name: steps taken, a plan.
-        tensors: By name, one tensor a parameter (by index), or None where there is none: a
-            gradient in flight, a model's start of the round, a codec's residuals.
-    """
+    """What an engine needs to go on bit for bit, beside the model and the user's optimizer."""
 
     counters: dict[str, Any]
     tensors: dict[str, list[torch.Tensor | None]]
+    """By label (a gradient in flight, a codec's residuals), one tensor a parameter, or None."""
 
 
 def describe(parameters: Mapping[str, torch.Tensor]) -> Description:
