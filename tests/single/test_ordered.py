@@ -82,7 +82,7 @@ class Fake(Message):
 
 
 def sender_of(wire: Wire, count: int) -> Sender:
-    return Sender([Fake(wire, i) for i in range(count)])
+    return Sender([Fake(wire, i) for i in range(count)], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("readiness", [*itertools.permutations(range(4))])
@@ -139,7 +139,6 @@ def test_rounds() -> None:
         sender.wait(range(3))
         assert wire.left == [0, 1, 2]
         wire.clear()
-        sender.restart()
         assert not sender.arrived([0])
     sender.close()
 
@@ -186,20 +185,6 @@ def test_close_ends_the_thread_and_those_who_wait() -> None:
     sender.ready(1)
     assert set(threads()) <= before
     assert wire.left == [0]
-
-
-def test_a_sender_that_nobody_has_ends_its_thread() -> None:
-    before = set(threads())
-    wire = Wire(at_once=True)
-    sender = sender_of(wire, 1)
-    sender.ready(0)
-    sender.wait([0])
-    (thread,) = set(threads()) - before
-    reference = weakref.ref(sender)
-    del sender
-    gc.collect()
-    assert reference() is None
-    assert not thread.is_alive()
 
 
 # What becomes ready while the thread falls asleep.
@@ -265,18 +250,17 @@ def test_a_message_that_is_ready_as_the_thread_falls_asleep_leaves(flying: bool)
         helpers[-1].start()
         assert happened.wait(LIMIT_S)
 
-    each = sender._round
-    each._changed = threading.Condition(SpiedLock(happened))  # type: ignore[arg-type]
-    each._ready = places = Ready(missed)  # type: ignore[assignment]
+    sender._changed = threading.Condition(SpiedLock(happened))  # type: ignore[arg-type]
+    sender._ready = places = Ready(missed)  # type: ignore[assignment]
     if flying:  # message 0 is not due for days
-        each.seconds[0] = 1e6
-        sleep = each._sleep_until_due
+        sender.seconds[0] = 1e6
+        sleep = sender._sleep_until_due
 
         def about_to_sleep() -> bool:
             places.armed = not helpers
             return sleep()
 
-        each._sleep_until_due = about_to_sleep  # type: ignore[method-assign]
+        sender._sleep_until_due = about_to_sleep  # type: ignore[method-assign]
         sender.ready(0)
     else:  # message 1 waits for message 0
         places.armed = True
@@ -401,6 +385,21 @@ def test_a_bucket_has_arrived_with_its_last_piece(monkeypatch: pytest.MonkeyPatc
     for message in (first, second):
         message.wait()
     job.messages.close()
+
+
+def test_messages_that_nobody_has_end_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threads())
+    job = Job(monkeypatch, [0], at_once=True)
+    _, message = job.bucket(4)
+    message.launch()
+    message.wait()
+    (thread,) = set(threads()) - before
+    reference = weakref.ref(job.messages)
+    monkeypatch.undo()
+    del job, message
+    gc.collect()
+    assert reference() is None
+    assert not thread.is_alive()
 
 
 def test_nothing_was_sent_yet() -> None:

@@ -64,7 +64,7 @@ def wait(handle: int) -> Any:
             _sleep_until_arrived(handle)
             return _synchronize(handle)
     except HorovodInternalError as error:
-        apart = error if _says_apart(error) else _gone_apart()
+        apart = error if _MISMATCH in str(error) else _gone_apart()
         forget()
         if apart is None:
             raise
@@ -97,10 +97,6 @@ def explaining() -> Iterator[None]:
             raise
 
 
-def _says_apart(error: HorovodInternalError) -> bool:
-    return "ismatched" in str(error)
-
-
 def _gone_apart() -> HorovodInternalError | None:
     """Return what Horovod has said of ranks that have gone apart, if nobody has heard it yet."""
     for handle in () if is_elastic() else tuple(_handles):
@@ -109,11 +105,12 @@ def _gone_apart() -> HorovodInternalError | None:
             try:
                 _synchronize(handle)
             except HorovodInternalError as error:
-                if _says_apart(error):
+                if _MISMATCH in str(error):
                     return error
     return None
 
 
+_MISMATCH = "ismatched"  # in Horovod's words
 _APART = (
     "ranks have sent different things at the same step: on one of them alone synchronize() was "
     "called, parameters have joined (add_param_group, requires_grad), a state was loaded, or all "
@@ -192,13 +189,8 @@ def settle() -> bool:
 
 
 @functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of a device in which hvd_pipe does its own work."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, reads: bool = False) -> torch.cuda.Stream:
+    """Return the one stream of a device in which hvd_pipe does its own work, or reads."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -219,7 +211,7 @@ def host_values(tensor: torch.Tensor, settled: bool) -> list[float]:
     """Return the elements; the host waits for them, and for nothing that does not write them."""
     if not tensor.is_cuda:
         return [float(value) for value in tensor.tolist()]
-    stream = _reading_stream(tensor.device)
+    stream = side_stream(tensor.device, reads=True)
     if not (settled and done_is_done()):
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):

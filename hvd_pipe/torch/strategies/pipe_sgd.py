@@ -35,8 +35,8 @@ from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import largest
 from hvd_pipe.torch.messages.allreduce import Message
-from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.saved import (
+from hvd_pipe.torch.messages.buckets import (
+    BucketSet,
     gradients_of,
     of_all_ranks,
     own_gradients_of,
