@@ -212,15 +212,7 @@ def measure_profile(
         raise ValueError(f"{type(model).__name__} has no weight to train: nothing to measure.")
     clock = partial(_median_seconds, skip, steps)
     weights = [raw(each) for each in model.trainable_variables]
-
-    def loss_of(output: Any) -> tf.Tensor:
-        value = tf.convert_to_tensor((loss or _mean_of)(output))
-        if value.shape.num_elements() != 1 or not value.dtype.is_floating:
-            raise ValueError(
-                f"the loss must be one number with a gradient, got a {list(value.shape)} tensor "
-                f"of {value.dtype.name}."
-            )
-        return value
+    loss_of = partial(_checked_loss, loss or _mean_of)
 
     def whole(*tensors: tf.Tensor) -> tf.Tensor:
         return loss_of(model(tensors[0] if len(tensors) == 1 else list(tensors), training=True))
@@ -249,6 +241,16 @@ def measure_profile(
         update_s=update_s,
         name=name or model.name,
     )
+
+
+def _checked_loss(loss: Callable[[Any], Any], output: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(loss(output))
+    if value.shape.num_elements() != 1 or not value.dtype.is_floating:
+        raise ValueError(
+            f"the loss must be one number with a gradient, got a {list(value.shape)} tensor "
+            f"of {value.dtype.name}."
+        )
+    return value
 
 
 def _mean_of(output: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
+from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, global_process_set
 
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
@@ -176,6 +176,35 @@ class Reduction:
     def reduce(self, tensor: torch.Tensor, name: str) -> None:
         """All-reduce in place and wait for it."""
         pending.wait(self.launch(tensor, name))
+
+
+Residuals = dict[str, list[torch.Tensor | None]]
+"""By label, one tensor a parameter, or None."""
+
+
+def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Residuals:
+    """Return the residuals, with those of sums from all ranks; every rank calls this.
+
+    Each rank encodes the sums of its own slice of a buffer, and keeps the residual of that slice
+    only. In other buffers, a gradient's sum may be encoded by another rank::
+
+        rank 0   [ r0 |    ]                       [ r0 r1 ]
+        rank 1   [    | r1 ]   --sum over ranks--> [ r0 r1 ]   each then keeps its new slice
+    """
+    reduced = residuals.get(REDUCED)
+    if reduced is None or reduction.alone:
+        return residuals
+    plain = replace(reduction, op=Sum, compression=Compression.none)
+    whole = list(reduced)
+    devices = sorted({tensor.device for tensor in reduced if tensor is not None}, key=str)
+    for i, device in enumerate(devices):
+        parts = {p: t for p, t in enumerate(reduced) if t is not None and t.device == device}
+        flat = torch.cat([part.flatten() for part in parts.values()])
+        plain.reduce(flat, f"{name}.{i}")
+        totals = torch.split(flat, [part.numel() for part in parts.values()])
+        for (index, part), total in zip(parts.items(), totals, strict=True):
+            whole[index] = total.view(part.size())
+    return {**residuals, REDUCED: whole}
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,6 @@ A round of a plan with two buckets::
     flat buffers   [ bucket 1 |ccc][ bucket 0 ]     each leaves when its last gradient is ready
                         |               |
                     launch / wait, in place         c: the control flags, in the last bucket
-
-A checkpoint holds gradients and residuals by index. Each rank encodes the sums of its own slice of
-a bucket, and keeps the residual of that slice only (see `compressed_allreduce`). With other
-buckets, a gradient's sum may be encoded by another rank::
-
-    rank 0   [ r0 |    ]                       [ r0 r1 ]
-    rank 1   [    | r1 ]   --sum over ranks--> [ r0 r1 ]   each then keeps its new slice
 """
 
 from __future__ import annotations
@@ -28,8 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from horovod.torch.compression import Compression
-from horovod.torch.mpi_ops import Average, Sum
+from horovod.torch.mpi_ops import Average
 
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime import check_mode
@@ -37,11 +29,11 @@ from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import refuse_changed, spoil
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import (
-    REDUCED,
     CheckedMessage,
     Feedback,
     Message,
     Reduction,
+    Residuals,
 )
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, Changes, ControlFlags
@@ -524,9 +516,6 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
 
 # What a checkpoint holds of buckets, by index.
 
-Residuals = dict[str, list[torch.Tensor | None]]
-"""By label, one tensor a parameter, or None."""
-
 
 def gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
     """Return a copy of each gradient as the last `BucketSet.wait` has left it."""
@@ -584,21 +573,3 @@ def restore_residuals(
                 if saved is not None:
                     view.copy_(saved)
         bucket.message.drop_foreign_residuals()
-
-
-def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Residuals:
-    """Return the residuals, with those of sums from all ranks; every rank calls this."""
-    reduced = residuals.get(REDUCED)
-    if reduced is None or reduction.alone:
-        return residuals
-    plain = replace(reduction, op=Sum, compression=Compression.none)
-    whole = list(reduced)
-    devices = sorted({tensor.device for tensor in reduced if tensor is not None}, key=str)
-    for i, device in enumerate(devices):
-        parts = {p: t for p, t in enumerate(reduced) if t is not None and t.device == device}
-        flat = torch.cat([part.flatten() for part in parts.values()])
-        plain.reduce(flat, f"{name}.{i}")
-        totals = torch.split(flat, [part.numel() for part in parts.values()])
-        for (index, part), total in zip(parts.items(), totals, strict=True):
-            whole[index] = total.view(part.size())
-    return {**residuals, REDUCED: whole}

@@ -164,10 +164,10 @@ class CompressedAllReduce(Message):
         assert self._phases is not None
         check_mode.active.delay()
         trace, begun = timeline.active, timeline.active.now()
-        cuda = self._flat.is_cuda
-        stream = torch.cuda.stream(side_stream(self._flat.device)) if cuda else nullcontext()
         try:
             handle, self._handle = self._handle, None
+            cuda = self._flat.is_cuda
+            stream = torch.cuda.stream(side_stream(self._flat.device)) if cuda else nullcontext()
             with stream, pending.explaining():
                 arrived = None if handle is None else pending.wait(handle)
                 self._handle = self._phases.send(arrived)
