@@ -117,7 +117,7 @@ class CompressedAllReduce(Message):
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
         self._operation = timeline.active.launched(self._name, workers * self._row_bytes)
-        pending.follow(self.done)
+        pending.operations.add(self.done)
         communication_thread.take(self)
 
     @property
@@ -130,7 +130,7 @@ class CompressedAllReduce(Message):
         with waiting_for(self._name):
             self.done.wait()
         self._launched = False
-        pending.finished(self.done)
+        pending.operations.discard(self.done)
         if self._error is not None:
             error, self._error = self._error, None
             raise error

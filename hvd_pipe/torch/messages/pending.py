@@ -45,7 +45,8 @@ from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 PATIENCE_S = 30.0
 
 _handles: set[int] = set()
-_operations: set[threading.Event] = set()
+operations: set[threading.Event] = set()
+"""The ends of operations of several messages that nobody has waited for."""
 _endings: list[Callable[[], None]] = []
 
 
@@ -135,20 +136,10 @@ def known() -> tuple[int, ...]:
     return tuple(mpi_ops._handle_map)
 
 
-def follow(done: threading.Event) -> None:
-    """Remember an operation of several messages until it is `finished`; ``done`` is its end."""
-    _operations.add(done)
-
-
-def finished(done: threading.Event) -> None:
-    """Forget an operation that was waited for."""
-    _operations.discard(done)
-
-
 def forget() -> None:
     """Wait for nothing that was sent: after a failure it may never arrive."""
     _handles.clear()
-    _operations.clear()
+    operations.clear()
 
 
 def before_shutdown(end: Callable[[], None]) -> None:
@@ -160,10 +151,10 @@ def complete_all(limit_s: float = float("inf")) -> None:
     """Block until all that was sent has been reduced, or the time is over."""
     end = time.monotonic() + limit_s
     with waiting_for("all that was sent"):
-        while (_handles or _operations) and time.monotonic() < end:
+        while (_handles or operations) and time.monotonic() < end:
             # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
             _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
-            _operations.difference_update([done for done in tuple(_operations) if done.is_set()])
+            operations.difference_update([done for done in tuple(operations) if done.is_set()])
             time.sleep(0.001)
 
 
@@ -172,7 +163,7 @@ def settle() -> bool:
 
     Not after an exception: the others then wait for this rank, which must go.
     """
-    if (_handles or _operations) and not is_failing():
+    if (_handles or operations) and not is_failing():
         if not is_elastic():  # there, workers that change are no end
             warnings.warn(
                 "training ended with averages in flight: call optimizer.synchronize() after the "
@@ -181,7 +172,7 @@ def settle() -> bool:
                 stacklevel=2,
             )
         complete_all(PATIENCE_S)
-    whole = not (_handles or _operations)
+    whole = not (_handles or operations)
     forget()
     for end in _endings:
         end()
