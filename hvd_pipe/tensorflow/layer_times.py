@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,11 +34,15 @@ from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.tensorflow.graphs import raw
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 
+__all__ = ["measure_profile"]
+
 LOSS = "(loss)"
 """From the model's output to its loss."""
+UNUSED = "(unused)"
+"""Weights of no layer of the graph."""
 
 
-def functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
+def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
     """Return the graph of a model's layers."""
     if isinstance(model, Functional):
         return model
@@ -60,29 +66,6 @@ def functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
         ) from error
 
 
-@dataclass
-class Call:
-    """One call of a layer, or of an operation, in one pass of the model."""
-
-    name: str
-    what: str
-    run: Callable[[Sequence[tf.Tensor]], Any]
-    """The layer, as a function of the tensors that it gets."""
-    tensors: list[tf.Tensor]
-    """What it got."""
-    sources: list[str | None]
-    """Which call made each of these; None for an input of the model."""
-    wanted: list[bool]
-    """Whether a gradient of each is wanted."""
-    weights: list[Any]
-    outputs: list[tf.Tensor]
-
-    @property
-    def trains(self) -> bool:
-        """Whether backward comes here."""
-        return bool(self.weights) or any(self.wanted)
-
-
 @dataclass(frozen=True)
 class _Made:
     """A tensor of the pass: its value, who made it, and whether it depends on a weight."""
@@ -92,48 +75,74 @@ class _Made:
     trains: bool
 
 
-def calls_of(graph: Functional, inputs: Sequence[tf.Tensor], outputs: Outputs) -> list[Call]:
+@dataclass
+class _Call:
+    """One call of a layer, or of an operation, in one pass of the model."""
+
+    name: str
+    what: str
+    run: Callable[[Sequence[tf.Tensor]], Any]
+    """The layer, as a function of the tensors that it gets."""
+    given: list[_Made]
+    weights: list[Any]
+
+    def __post_init__(self) -> None:
+        self.tensors = [each.value for each in self.given]
+        self.wanted = [each.trains and each.value.dtype.is_floating for each in self.given]
+        """Whether a gradient of each is wanted."""
+        self.outputs: list[tf.Tensor] = tf.nest.flatten(self.run(self.tensors))
+        self.what = f"{self.what} {tuple(self.outputs[0].shape)}"
+        self.trains = bool(self.weights) or any(self.wanted)
+        """Whether backward comes here."""
+
+    def forward(self, *tensors: tf.Tensor) -> Any:
+        return self.run(tensors)
+
+
+def _calls_of(
+    graph: Functional, inputs: Sequence[tf.Tensor], loss_of: Callable[[Any], tf.Tensor]
+) -> list[_Call]:
     """Run the model once, layer by layer, then its loss; return all calls in that order."""
-    calls: list[Call] = []
+    calls: list[_Call] = []
+    counts: Counter[str] = Counter()
+
+    def run(graph: Functional, made: dict[int, _Made], prefix: str) -> None:
+        """Run a graph layer by layer, nested ones in their place, and note every call."""
+        for depth in sorted(graph._nodes_by_depth, reverse=True):
+            for node in graph._nodes_by_depth[depth]:
+                symbols = list(node.arguments.keras_tensors)
+                if node.is_input or any(id(symbol) not in made for symbol in symbols):
+                    continue
+                layer = node.operation
+                path = f"{prefix}{layer.name}"
+                nested = layer if isinstance(layer, Functional) else None
+                if isinstance(layer, keras.Sequential):
+                    nested = layer._functional
+                given = [made[id(symbol)] for symbol in symbols]
+                if nested is not None and len(nested.inputs) == len(given):
+                    within = dict(zip(map(id, nested.inputs), given, strict=True))
+                    run(nested, within, f"{path}/")
+                    results = [within[id(symbol)] for symbol in nested.outputs]
+                else:
+                    counts[path] += 1
+                    name = path if counts[path] == 1 else f"{path}#{counts[path]}"
+                    weights = [raw(each) for each in getattr(layer, "trainable_variables", [])]
+                    what = type(layer).__name__
+                    calls.append(call := _Call(name, what, _layer(node), given, weights))
+                    results = [_Made(value, name, call.trains) for value in call.outputs]
+                made.update(zip(map(id, node.outputs), results, strict=True))
+
     made = {
         id(symbol): _Made(tf.cast(value, symbol.dtype), None, False)
         for symbol, value in zip(graph.inputs, inputs, strict=True)
     }
-    _pass(graph, made, "", calls, {})
-    return [*calls, _loss_call(graph, made, outputs)]
+    run(graph, made, "")
+    given = [made[id(symbol)] for symbol in graph.outputs]
 
+    def loss(tensors: Sequence[tf.Tensor]) -> Any:
+        return loss_of(keras.tree.pack_sequence_as(graph._outputs_struct, tensors))
 
-def _pass(
-    graph: Functional,
-    made: dict[int, _Made],
-    prefix: str,
-    calls: list[Call],
-    counts: dict[str, int],
-) -> None:
-    """Run a graph layer by layer, nested ones in their place, and note every call."""
-    for depth in sorted(graph._nodes_by_depth, reverse=True):
-        for node in graph._nodes_by_depth[depth]:
-            symbols = list(node.arguments.keras_tensors)
-            if node.is_input or any(id(symbol) not in made for symbol in symbols):
-                continue
-            layer = node.operation
-            path = f"{prefix}{layer.name}"
-            nested = layer if isinstance(layer, Functional) else None
-            if isinstance(layer, keras.Sequential):
-                nested = layer._functional
-            found = [made[id(symbol)] for symbol in symbols]
-            if nested is not None and len(nested.inputs) == len(found):
-                within = dict(zip(map(id, nested.inputs), found, strict=True))
-                _pass(nested, within, f"{path}/", calls, counts)
-                results = [within[id(symbol)] for symbol in nested.outputs]
-            else:
-                count = counts[path] = counts.get(path, 0) + 1
-                name = path if count == 1 else f"{path}#{count}"
-                weights = [raw(each) for each in getattr(layer, "trainable_variables", [])]
-                what = type(layer).__name__
-                calls.append(call := _called(name, what, _layer(node), found, weights))
-                results = [_Made(value, name, call.trains) for value in call.outputs]
-            made.update(zip(map(id, node.outputs), results, strict=True))
+    return [*calls, _Call(LOSS, "from the model's output to one number", loss, given, [])]
 
 
 def _layer(node: Any) -> Callable[[Sequence[tf.Tensor]], Any]:
@@ -148,75 +157,8 @@ def _layer(node: Any) -> Callable[[Sequence[tf.Tensor]], Any]:
     return run
 
 
-def _called(
-    name: str,
-    what: str,
-    run: Callable[[Sequence[tf.Tensor]], Any],
-    found: Sequence[_Made],
-    weights: list[Any],
-) -> Call:
-    """Make a call, and note it."""
-    tensors = [each.value for each in found]
-    outputs = tf.nest.flatten(run(tensors))
-    return Call(
-        name,
-        f"{what} {tuple(outputs[0].shape)}",
-        run,
-        tensors,
-        [each.by for each in found],
-        [each.trains and each.value.dtype.is_floating for each in found],
-        weights,
-        outputs,
-    )
-
-
-class Outputs:
-    """The whole model with its loss."""
-
-    def __init__(self, model: Any, loss: Callable[[Any], Any]) -> None:
-        self._model, self._loss = model, loss
-
-    def of(self, tensors: Sequence[tf.Tensor]) -> Any:
-        return self._model(tensors[0] if len(tensors) == 1 else list(tensors), training=True)
-
-    def checked(self, output: Any) -> tf.Tensor:
-        """Return the loss of an output, which must be one number."""
-        value = tf.convert_to_tensor(self._loss(output))
-        if value.shape.num_elements() != 1 or not value.dtype.is_floating:
-            raise ValueError(
-                f"the loss must be one number with a gradient, got a {list(value.shape)} tensor "
-                f"of {value.dtype.name}."
-            )
-        return value
-
-    def loss(self, *tensors: tf.Tensor) -> tf.Tensor:
-        return self.checked(self.of(tensors))
-
-    def gradients(self, *tensors: tf.Tensor) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.loss(*tensors)
-        weights = [raw(each) for each in self._model.trainable_variables]
-        return loss, present(tape.gradient(loss, weights))
-
-
-def _loss_call(graph: Functional, made: Mapping[int, _Made], outputs: Outputs) -> Call:
-    """Return the loss as the last call."""
-    found = [made[id(symbol)] for symbol in graph.outputs]
-
-    def run(tensors: Sequence[tf.Tensor]) -> Any:
-        return outputs.checked(keras.tree.pack_sequence_as(graph._outputs_struct, tensors))
-
-    return _called(LOSS, "from the model's output to one number", run, found, [])
-
-
-def present(gradients: Sequence[Any]) -> list[Any]:
+def _present(gradients: Sequence[Any]) -> list[Any]:
     return [each for each in gradients if each is not None]
-
-
-__all__ = ["measure_profile"]
-
-UNUSED = "(unused)"
-"""Weights of no layer of the graph."""
 
 
 def measure_profile(
@@ -260,7 +202,7 @@ def measure_profile(
         raise ValueError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow to measure."
         )
-    graph = functional(model, inputs)
+    graph = _functional(model, inputs)
     if len(graph.inputs) != len(inputs):
         raise ValueError(
             f"the model has {len(graph.inputs)} inputs, and {len(inputs)} were given: give a "
@@ -268,31 +210,32 @@ def measure_profile(
         )
     if not model.trainable_variables:
         raise ValueError(f"{type(model).__name__} has no weight to train: nothing to measure.")
-    clock = _Clock(skip, steps)
+    clock = partial(_median_seconds, skip, steps)
+    weights = [raw(each) for each in model.trainable_variables]
+    loss_of = partial(_checked_loss, loss or _mean_of)
+
+    def whole(*tensors: tf.Tensor) -> tf.Tensor:
+        return loss_of(model(tensors[0] if len(tensors) == 1 else list(tensors), training=True))
+
+    def with_gradients(*tensors: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            value = whole(*tensors)
+        return value, _present(tape.gradient(value, weights))
+
     with _kept(model.variables):
-        outputs = Outputs(model, loss or mean_of)
-        calls = calls_of(graph, inputs, outputs)
-        forward = [_forward_seconds(call, clock) for call in calls]
+        calls = _calls_of(graph, inputs, loss_of)
+        forward = [clock(call.forward, call.tensors) for call in calls]
         backward = [
             _backward_seconds(call, clock, alone)
             for call, alone in zip(calls, forward, strict=True)
         ]
-        forward_s = clock.of(tf.function(outputs.loss), inputs)
-        backward_s = clock.of(tf.function(outputs.gradients), inputs) - forward_s
+        forward_s = clock(whole, inputs)
+        backward_s = clock(with_gradients, inputs) - forward_s
         update_s = _update_seconds(model, clock)
-    forward, backward = _scaled(forward, forward_s), _scaled(backward, backward_s)
-    sizes = _gradient_bytes(model, calls)
-    layers = [
-        LayerProfile(
-            call.name, sizes.pop(call.name, 0), b, f, sum(map(_nbytes, call.outputs)), call.what
-        )
-        for call, f, b in zip(calls, forward, backward, strict=True)
-    ]
-    if sizes:
-        what = "weights of no layer of the model's graph"
-        layers.insert(0, LayerProfile(UNUSED, sizes[UNUSED], 0.0, 0.0, 0, what))
     return ModelProfile(
-        tuple(layers),
+        tuple(
+            _layers_of(calls, _scaled(forward, forward_s), _scaled(backward, backward_s), weights)
+        ),
         _edges(calls),
         batch=batch or int(inputs[0].shape[0]),
         update_s=update_s,
@@ -300,7 +243,17 @@ def measure_profile(
     )
 
 
-def mean_of(output: Any) -> Any:
+def _checked_loss(loss: Callable[[Any], Any], output: Any) -> tf.Tensor:
+    value = tf.convert_to_tensor(loss(output))
+    if value.shape.num_elements() != 1 or not value.dtype.is_floating:
+        raise ValueError(
+            f"the loss must be one number with a gradient, got a {list(value.shape)} tensor "
+            f"of {value.dtype.name}."
+        )
+    return value
+
+
+def _mean_of(output: Any) -> Any:
     """Return the sum of the means of all tensors of an output that can carry a gradient."""
     means = [
         tf.reduce_mean(tf.cast(each, tf.float32))
@@ -315,30 +268,24 @@ def mean_of(output: Any) -> Any:
     return tf.add_n(means)
 
 
-class _Clock:
-    """Times compiled functions: medians over some calls, the first ones left out."""
-
-    def __init__(self, skip: int, steps: int) -> None:
-        self._skip, self._steps = skip, steps
-
-    def of(self, function: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> float:
-        for _ in range(1 + self._skip):
-            function(*tensors)
-        seconds = []
-        for _ in range(self._steps):
-            tf.test.experimental.sync_devices()
-            start = time.perf_counter()
-            function(*tensors)
-            tf.test.experimental.sync_devices()
-            seconds.append(time.perf_counter() - start)
-        return median(seconds)
+def _median_seconds(
+    skip: int, steps: int, function: Callable[..., Any], tensors: Sequence[tf.Tensor]
+) -> float:
+    """Compile a function and return the median time of its calls, the first ones left out."""
+    compiled = tf.function(function)
+    for _ in range(1 + skip):
+        compiled(*tensors)
+    seconds = []
+    for _ in range(steps):
+        tf.test.experimental.sync_devices()
+        start = time.perf_counter()
+        compiled(*tensors)
+        tf.test.experimental.sync_devices()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
 
 
-def _forward_seconds(call: Call, clock: _Clock) -> float:
-    return clock.of(tf.function(lambda *tensors: call.run(tensors)), call.tensors)
-
-
-def _backward_seconds(call: Call, clock: _Clock, forward_s: float) -> float:
+def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float) -> float:
     """Return what the gradients of a call take; the forward pass is not left out by its graph."""
     floats = [each for each in call.outputs if each.dtype.is_floating]
     if not call.trains or not floats:
@@ -347,7 +294,6 @@ def _backward_seconds(call: Call, clock: _Clock, forward_s: float) -> float:
     seeds = [tf.random.normal(each.shape, dtype=each.dtype) for each in floats]
     count = len(call.tensors)
 
-    @tf.function  # type: ignore[untyped-decorator]
     def both(*given: tf.Tensor) -> Any:
         tensors, arriving = given[:count], list(given[count:])
         wanted = [each for each, is_wanted in zip(tensors, call.wanted, strict=True) if is_wanted]
@@ -355,12 +301,12 @@ def _backward_seconds(call: Call, clock: _Clock, forward_s: float) -> float:
             tape.watch(wanted)
             results = tf.nest.flatten(call.run(tensors))
         targets = [each for each in results if each.dtype.is_floating]
-        return results, present(tape.gradient(targets, [*wanted, *call.weights], arriving))
+        return results, _present(tape.gradient(targets, [*wanted, *call.weights], arriving))
 
-    return max(0.0, clock.of(both, [*call.tensors, *seeds]) - forward_s)
+    return max(0.0, clock(both, [*call.tensors, *seeds]) - forward_s)
 
 
-def _update_seconds(model: Any, clock: _Clock) -> float:
+def _update_seconds(model: Any, clock: Callable[..., float]) -> float:
     """Time the update of a compiled model's optimizer, with another of its kind."""
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
@@ -372,11 +318,10 @@ def _update_seconds(model: Any, clock: _Clock) -> float:
     other = plain.from_config(optimizer.get_config())
     other.build(model.trainable_variables)
 
-    @tf.function  # type: ignore[untyped-decorator]
     def update(*gradients: tf.Tensor) -> None:
         other.apply(list(gradients), model.trainable_variables)
 
-    return clock.of(update, [tf.zeros_like(raw(each)) for each in model.trainable_variables])
+    return clock(update, [tf.zeros_like(raw(each)) for each in model.trainable_variables])
 
 
 def _scaled(seconds: Sequence[float], total: float) -> list[float]:
@@ -390,23 +335,32 @@ def _scaled(seconds: Sequence[float], total: float) -> list[float]:
     return [scale * each for each in seconds]
 
 
-def _gradient_bytes(model: Any, calls: Sequence[Call]) -> dict[str, int]:
-    """Return the bytes of each layer's gradients, which are complete at its first call."""
+def _layers_of(
+    calls: Sequence[_Call],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[Any],
+) -> Iterator[LayerProfile]:
+    """Yield the layers; a layer's gradients are complete at its first call."""
     owners: dict[int, str] = {}
     for call in calls:
         for each in call.weights:
             owners.setdefault(id(each), call.name)
-    sizes: dict[str, int] = {}
-    for each in map(raw, model.trainable_variables):
-        owner = owners.get(id(each), UNUSED)
-        sizes[owner] = sizes.get(owner, 0) + _nbytes(each)
-    return sizes
+    sizes: Counter[str] = Counter()
+    for each in weights:
+        sizes[owners.get(id(each), UNUSED)] += _nbytes(each)
+    if UNUSED in sizes:
+        what = "weights of no layer of the model's graph"
+        yield LayerProfile(UNUSED, sizes[UNUSED], 0.0, 0.0, 0, what)
+    for call, f, b in zip(calls, forward, backward, strict=True):
+        activations = sum(map(_nbytes, call.outputs))
+        yield LayerProfile(call.name, sizes[call.name], b, f, activations, call.what)
 
 
-def _edges(calls: Sequence[Call]) -> tuple[tuple[str, str], ...] | None:
+def _edges(calls: Sequence[_Call]) -> tuple[tuple[str, str], ...] | None:
     """Return who uses whose output; None for a chain."""
     edges = dict.fromkeys(
-        (source, call.name) for call in calls for source in call.sources if source is not None
+        (each.by, call.name) for call in calls for each in call.given if each.by is not None
     )
     chain = [(before.name, after.name) for before, after in itertools.pairwise(calls)]
     return None if list(edges) == chain else tuple(edges)

@@ -46,13 +46,10 @@ def scale_of(optimizer: torch.optim.Optimizer, func: Any, args: tuple[Any, ...])
 
 @dataclass
 class LossScale:
-    """What is known of the loss scale in the coming step.
-
-    Args:
-        given: What the user has passed to ``synchronize()``, or GradScaler is dividing by.
-    """
+    """What is known of the loss scale in the coming step."""
 
     given: float | None = None
+    """What the user has passed to ``synchronize()``, or GradScaler is dividing by."""
 
     def clear(self) -> None:
         """Begin another step."""
@@ -73,8 +70,11 @@ class LossScale:
         """Divide the gradients by their scale in the scaler's place; False on an overflow."""
         scale: torch.Tensor | None = optimizer.__dict__["grad_scale"]
         found_inf: torch.Tensor = optimizer.__dict__["found_inf"]
-        if scale is None:
-            self._check_given(engine)
+        if scale is None and engine.needs_loss_scale and self.given is None:
+            raise HvdPipeError(
+                "with scaler.unscale_() this strategy must know the loss scale: call "
+                "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
+            )
         # An optimizer that knows of scales (fused=True) must not divide once more.
         optimizer.__dict__.update(grad_scale=None, found_inf=None)
         if scale is not None:
@@ -85,14 +85,6 @@ class LossScale:
             due = engine.gradient_scale
             unscale(engine.settings.parameters, float(scale) if due is None else due)
         return True
-
-    def _check_given(self, engine: Engine) -> None:
-        """Raise where the user's ``scaler.unscale_`` has divided gradients of an unknown scale."""
-        if engine.needs_loss_scale and self.given is None:
-            raise HvdPipeError(
-                "with scaler.unscale_() this strategy must know the loss scale: call "
-                "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
-            )
 
 
 def forget_scaler(optimizer: torch.optim.Optimizer) -> None:

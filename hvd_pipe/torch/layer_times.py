@@ -40,6 +40,10 @@ LOSS = "(loss)"
 """What lies between the model's forward pass and the gradient of its output."""
 UNUSED = "(unused)"
 """Parameters that got no gradient: `DistributedOptimizer` sends zeros for them, at the end."""
+_DESCRIPTIONS = {
+    LOSS: "from the model's output to its gradient",
+    UNUSED: "parameters without a gradient, sent as zeros at the end",
+}
 
 
 def measure_profile(
@@ -82,13 +86,14 @@ def measure_profile(
     return times.profile(batch, name)
 
 
-@dataclass
-class _Layer:
-    """A module that ran without running others."""
+@dataclass(slots=True)
+class _Mark:
+    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
 
-    description: str
-    activations: dict[int, int] = field(default_factory=dict)
-    """Bytes of its outputs by the number of the step."""
+    moment: Moment
+    kind: str
+    who: str = ""
+    parameter: int = 0
 
 
 @dataclass(slots=True)
@@ -99,6 +104,16 @@ class _Call:
     muted: bool
     inputs: list[tuple[torch.Tensor, Any]]
     leaf: bool = True
+
+
+@dataclass
+class _LayerSeconds:
+    """What a step took, by layer."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+    update: float = 0.0
+    ran_backward: bool = False
 
 
 class LayerTimes:
@@ -128,7 +143,10 @@ class LayerTimes:
         self._parameters = {id(p): p for p in model.parameters() if p.requires_grad}
         self._names = dict(_modules(model))
         self._names[model] = type(model).__name__
-        self._layers: dict[str, _Layer] = {}
+        self._descriptions: dict[str, str] = {}
+        """What each layer is; by name, in forward order."""
+        self._activations: dict[str, dict[int, int]] = {}
+        """Bytes of each layer's outputs, by the number of the step."""
         self._owners: dict[int, str] = {}
         self._had_gradient: set[int] = set()
         self._calls: list[_Call] = []
@@ -161,14 +179,21 @@ class LayerTimes:
                     f"{name!r} is a {type(module).__name__}, which takes no hooks: measure the "
                     "model before torch.jit.script or torch.jit.trace."
                 )
-        enter, leave = _Enter(self), _Leave(self)
+        enter, leave = _Hook(self._enter), _Hook(self._leave)
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         for parameter in self._parameters.values():
             self._follow(parameter)
-        self._handles.append(register_optimizer_step_pre_hook(self._hook("update")))
-        self._handles.append(register_optimizer_step_post_hook(self._hook("updated")))
+
+        def mark(kind: str, optimizer: Optimizer) -> None:
+            owned = (p for group in optimizer.param_groups for p in group["params"])
+            if any(id(p) in self._parameters for p in owned):
+                self._mark(kind)
+
+        before = register_optimizer_step_pre_hook(lambda optimizer, *_: mark("update", optimizer))
+        after = register_optimizer_step_post_hook(lambda optimizer, *_: mark("updated", optimizer))
+        self._handles += [before, after]
 
     def stop(self) -> None:
         """Take the hooks out; what was measured stays."""
@@ -227,21 +252,19 @@ class LayerTimes:
         for number, parameter in self._parameters.items():
             owner = self._owners.get(number, LOSS) if number in self._had_gradient else UNUSED
             sizes[owner] = sizes.get(owner, 0) + parameter.numel() * parameter.element_size()
-        names = [n for n in (UNUSED, *self._layers, LOSS) if n in sizes or n in forward]
         layers = []
-        for each in names:
-            layer = self._layers.get(each)
-            activations = list(layer.activations.values()) if layer is not None else []
-            layers.append(
-                LayerProfile(
-                    each,
-                    sizes.get(each, 0),
-                    backward.get(each, 0.0),
-                    forward.get(each, 0.0),
-                    round(median(activations)) if activations else 0,
-                    _DESCRIPTIONS[each] if layer is None else layer.description,
+        for each in (UNUSED, *self._descriptions, LOSS):
+            if each in sizes or each in forward:
+                layers.append(
+                    LayerProfile(
+                        each,
+                        sizes.get(each, 0),
+                        backward.get(each, 0.0),
+                        forward.get(each, 0.0),
+                        round(median(self._activations.get(each, {}).values() or [0])),
+                        {**self._descriptions, **_DESCRIPTIONS}[each],
+                    )
                 )
-            )
         return ModelProfile(
             tuple(layers),
             batch=batch,
@@ -252,11 +275,11 @@ class LayerTimes:
     # Hooks.
 
     def _follow(self, parameter: nn.Parameter) -> None:
-        self._handles.append(
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._ready
-            )
-        )
+        def ready(parameter: torch.Tensor) -> None:
+            self._mark("ready", parameter=id(parameter))
+
+        hook = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+        self._handles.append(hook)
 
     def _mark(self, kind: str, who: str = "", parameter: int = 0) -> _Mark:
         mark = _Mark(self._stopwatch.now(), kind, who, parameter)
@@ -268,7 +291,7 @@ class LayerTimes:
             muted, self._calls[-1].leaf = self._calls[0].muted, False
         else:
             # Evaluation, or a checkpoint that recomputes within backward.
-            muted = not torch.is_grad_enabled() or _in_backward()
+            muted = not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
         mark = _Mark(0.0, "inside") if muted else self._mark("inside", self._names[module])
         tensors = [(t, t.grad_fn) for t in inputs if isinstance(t, torch.Tensor)]
         self._calls.append(_Call(mark, muted, tensors))
@@ -276,56 +299,70 @@ class LayerTimes:
     def _leave(self, module: nn.Module, _: object, output: Any) -> None:
         if not self._calls:
             return
-        call, name = self._calls.pop(), self._names[module]
+        call = self._calls.pop()
         if call.leaf:
             call.mark.kind = "forward"
-            self._note(module, name, call, output)
+            self._note(module, call, output)
         elif not self._calls:
             call.mark.kind = "start"
         if not self._calls and not call.muted:
             self._mark("leave", LOSS)
 
-    def _note(self, module: nn.Module, name: str, call: _Call, output: Any) -> None:
-        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    def _note(self, module: nn.Module, call: _Call, output: Any) -> None:
+        name = self._names[module]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not call.muted:
-            layer = self._layers.get(name)
-            if layer is None:
-                layer = self._layers[name] = _Layer(" ".join(repr(module).split()))
+            if name not in self._descriptions:
+                self._descriptions[name] = " ".join(repr(module).split())
                 for parameter in module.parameters():
                     self._owners.setdefault(id(parameter), name)
             if self.steps >= self._skip:
+                sizes = self._activations.setdefault(name, {})
                 size = sum(tensor.nbytes for tensor in tensors)
-                layer.activations[self.steps] = layer.activations.get(self.steps, 0) + size
+                sizes[self.steps] = sizes.get(self.steps, 0) + size
+
+        def hook(_: torch.Tensor) -> None:
+            if self._handles:
+                self._mark("backward", name)
+
         for tensor in tensors:
             # What a layer passes on unchanged stays the one's that made it.
             passed = any(tensor is t and tensor.grad_fn is made_by for t, made_by in call.inputs)
             # A leaf (a parameter that is returned) outlives the step; its gradient marks itself.
             if tensor.grad_fn is not None and not passed:
-                hook = self._output_hook(name)
                 self._outputs.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
 
-    def _output_hook(self, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(_: torch.Tensor) -> None:
-            if self._handles:
-                self._mark("backward", name)
-
-        return hook
-
-    def _ready(self, parameter: torch.Tensor) -> None:
-        self._mark("ready", parameter=id(parameter))
-
-    def _hook(self, kind: str) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, *_: object) -> None:
-            owned = (p for group in optimizer.param_groups for p in group["params"])
-            if any(id(p) in self._parameters for p in owned):
-                self._mark(kind)
-
-        return hook
+    # Whose the time between two moments of a step is.
 
     def _read(self, marks: list[_Mark]) -> None:
-        seconds = _read_step(marks, self._owners)
-        self._had_gradient |= seconds.had_gradient
+        """Note what a step took; all of its moments have passed."""
+        seconds, owners = _LayerSeconds(), self._owners
+        idle = whose = _Mark(0.0, "idle")
+        for before, mark in itertools.pairwise(marks):
+            if before.kind == "ready":
+                whose = _Mark(0.0, "backward", owners.get(before.parameter, whose.who))
+            elif before.kind == "start":  # what comes before the first layer is the first layer's
+                whose = _Mark(0.0, "forward", mark.who)
+            elif before.kind in ("updated", "end"):
+                whose = idle
+            elif before.kind != "inside":
+                whose = before
+            elif whose.kind == "leave":
+                whose = idle
+            # Backward has ended where something else begins: the time until then is nobody's.
+            ended = whose.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
+            after, spent = idle if ended else whose, Stopwatch.seconds(before.moment, mark.moment)
+            if mark.kind == "ready":
+                self._had_gradient.add(mark.parameter)
+                owner = owners.setdefault(mark.parameter, after.who or LOSS)
+                seconds.backward[owner] = seconds.backward.get(owner, 0.0) + spent
+            elif after.kind in ("forward", "leave"):
+                seconds.forward[after.who] = seconds.forward.get(after.who, 0.0) + spent
+            elif after.kind == "backward":
+                seconds.backward[after.who] = seconds.backward.get(after.who, 0.0) + spent
+            elif after.kind == "update":
+                seconds.update += spent
+            seconds.ran_backward |= mark.kind in ("ready", "backward")
         if seconds.forward and seconds.ran_backward:
             self._seconds.append(seconds)
 
@@ -333,27 +370,17 @@ class LayerTimes:
 class _Hook:
     """A hook that a model can be copied and pickled with: the copy's does nothing."""
 
-    def __init__(self, times: LayerTimes | None = None) -> None:
-        self._times = weakref.ref(times) if times is not None else lambda: None
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+        return _Hook, ()
 
-
-class _Enter(_Hook):
     @_disable_dynamo  # it is traced where m.compile() includes the hooks of m
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        times = self._times()
-        if times is not None:
-            times._enter(module, inputs)
-
-
-class _Leave(_Hook):
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        times = self._times()
-        if times is not None:
-            times._leave(module, inputs, output)
+    def __call__(self, *arguments: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*arguments)
 
 
 def _modules(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]]:
@@ -365,80 +392,6 @@ def _modules(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str
         return
     for key, child in module.named_children():
         yield from _modules(child, f"{name}.{key}" if name else key)
-
-
-_DESCRIPTIONS = {
-    LOSS: "from the model's output to its gradient",
-    UNUSED: "parameters without a gradient, sent as zeros at the end",
-}
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-# Whose the time between two moments of a step is.
-
-
-@dataclass(slots=True)
-class _Mark:
-    """A moment, and whose the time after it is (``kind`` "ready": the time before it)."""
-
-    moment: Moment
-    kind: str
-    who: str = ""
-    parameter: int = 0
-
-
-@dataclass
-class _LayerSeconds:
-    """What a step took, by layer."""
-
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
-    update: float = 0.0
-    ran_backward: bool = False
-    had_gradient: set[int] = field(default_factory=set)
-    """Identities of the parameters whose gradient was computed."""
-
-
-def _read_step(marks: Sequence[_Mark], owners: dict[int, str]) -> _LayerSeconds:
-    """Return what a step took; all of its moments have passed."""
-    seconds = _LayerSeconds()
-    for mark, spent, after in _intervals(marks, owners):
-        if mark.kind == "ready":
-            seconds.had_gradient.add(mark.parameter)
-            owner = owners.setdefault(mark.parameter, after.who or LOSS)
-            seconds.backward[owner] = seconds.backward.get(owner, 0.0) + spent
-        elif after.kind in ("forward", "leave"):
-            seconds.forward[after.who] = seconds.forward.get(after.who, 0.0) + spent
-        elif after.kind == "backward":
-            seconds.backward[after.who] = seconds.backward.get(after.who, 0.0) + spent
-        elif after.kind == "update":
-            seconds.update += spent
-        seconds.ran_backward |= mark.kind in ("ready", "backward")
-    return seconds
-
-
-def _intervals(
-    marks: Sequence[_Mark], owners: dict[int, str]
-) -> Iterator[tuple[_Mark, float, _Mark]]:
-    """Yield each mark, the seconds since the one before it, and whose they are."""
-    idle = after = _Mark(0.0, "idle")
-    for before, mark in itertools.pairwise(marks):
-        if before.kind == "ready":
-            after = _Mark(0.0, "backward", owners.get(before.parameter, after.who))
-        elif before.kind == "start":  # what comes before the first layer is the first layer's
-            after = _Mark(0.0, "forward", mark.who)
-        elif before.kind in ("updated", "end"):
-            after = idle
-        elif before.kind != "inside":
-            after = before
-        elif after.kind == "leave":
-            after = idle
-        # Backward has ended where something else begins: the time until then is nobody's.
-        ended = after.kind in ("backward", "leave") and mark.kind not in ("ready", "backward")
-        yield mark, Stopwatch.seconds(before.moment, mark.moment), idle if ended else after
 
 
 def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:

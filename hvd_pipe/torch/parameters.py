@@ -19,6 +19,7 @@ Nothing tells zeros that a user writes into all of them, as gradients, from thos
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -64,11 +65,7 @@ def all_names(
             f"named_parameters has a name that is no string, {strange[0]!r}: write (name, "
             "parameter), not (parameter, name)."
         )
-    twice = (
-        sorted({name for name in given if given.count(name) > 1})
-        if len(set(given)) < len(given)
-        else []
-    )
+    twice = sorted(name for name, count in Counter(given).items() if count > 1)
     if twice:
         raise ValueError(
             f"named_parameters has {twice[0]!r} twice: give each model a prefix, as in "
@@ -88,20 +85,20 @@ def all_names(
 def trainable(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the parameters that require a gradient, by name, in group order."""
     owned = owned_by(optimizer)
-    found = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
+    training = {name: p for name, p in zip(names, owned, strict=True) if p.requires_grad}
     if not owned:
         raise ValueError(
             "this optimizer has no parameters: give it model.parameters() (a generator that was "
             "read before is empty)."
         )
-    if not found:
+    if not training:
         raise ValueError(
             f"none of this optimizer's {len(owned)} parameters requires a gradient: call "
             "requires_grad_(True) on what shall train before DistributedOptimizer."
         )
-    for name, parameter in found.items():
+    for name, parameter in training.items():
         check_parameter(name, parameter)
-    return found
+    return training
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
@@ -114,8 +111,8 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             "DistributedOptimizer."
         )
     dtype, device = parameter.dtype, parameter.device.type
-    there = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
-    if dtype in _DTYPES and there and parameter.layout == torch.strided:
+    sendable = device == "cpu" or (device == "cuda" and mpi_ops.cuda_built())
+    if dtype in _DTYPES and sendable and parameter.layout == torch.strided:
         return
     fix = "keep parameters in float32, float64, float16 or bfloat16"
     if dtype.is_complex:
@@ -179,17 +176,16 @@ class NewGradients:
         """Return whether any gradient is new."""
         noted = zip(self._gradients, self._versions, strict=True)
         old = dict(zip(map(id, self._parameters), noted, strict=True))
-        return any(_is_new(p.grad, *old.get(id(p), (None, 0))) for p in parameters)
-
-
-def _is_new(
-    gradient: torch.Tensor | None, old: weakref.ref[torch.Tensor] | None, version: int
-) -> bool:
-    if gradient is None:
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            reference, version = old.get(id(parameter), (None, 0))
+            if reference is None or reference() is not gradient:
+                return True
+            if gradient._version != version and not is_zero(gradient):
+                return True
         return False
-    if old is None or old() is not gradient:
-        return True
-    return gradient._version != version and not is_zero(gradient)
 
 
 def is_zero(gradient: torch.Tensor) -> bool:
@@ -221,16 +217,10 @@ class ModelFinder:
     """Finds the models of an optimizer's parameters: an optimizer sees parameters only.
 
     Until all have been found, and for some steps at most, a hook on all modules looks for the
-    first one called that holds some of them: the outermost. Under ``torch.func.functional_call``
-    a module has other tensors in their place; where these were computed from the parameters,
-    autograd's graph leads back.
-
-    Args:
-        found: A method, called with each such module as it is about to run forward, and with the
-            identities of the parameters found; again if more of its parameters are looked for.
-            Not kept alive.
-        steps: Steps after which to look no further.
-        through_graph: Whether to follow autograd's graph.
+    first one called that holds some of them: the outermost. The method ``found`` is called with
+    it, about to run forward, and the identities of these parameters. Under
+    ``torch.func.functional_call`` a module has other tensors in their place; where these were
+    computed from the parameters, autograd's graph leads back.
     """
 
     def __init__(
@@ -262,7 +252,7 @@ class ModelFinder:
         hook = self._hook = torch.nn.modules.module.register_module_forward_pre_hook(look)
 
     def end_step(self) -> None:
-        """Look no further after some steps: a whole forward pass has shown the models."""
+        """Look no further after some steps: whole forward passes have shown the models."""
         self._steps += 1
         if self._steps > self._most_steps:
             self._stop()

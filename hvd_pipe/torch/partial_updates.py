@@ -18,25 +18,16 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-Groups = Sequence[Mapping[str, Any]]
-
-Step = Callable[[], object]
-"""The user's ``step()``, beneath torch's wrapper for hooks."""
-
 
 @dataclass(frozen=True)
 class Options:
-    """What an update depends on beside gradients and state, as it was in ``step()``.
+    """What an update depends on beside gradients and state, as it was in ``step()``."""
 
-    Args:
-        groups: The parameter groups.
-        device: Torch's default device.
-        streams: The current CUDA stream of each device with parameters.
-    """
-
-    groups: Groups
+    groups: Sequence[Mapping[str, Any]]
     device: torch.device
+    """Torch's default device."""
     streams: Sequence[torch.cuda.Stream]
+    """The current CUDA stream of each device with parameters."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Options:
@@ -94,11 +85,11 @@ def updates_quietly(optimizer: torch.optim.Optimizer) -> bool:
 # Architecture: F8
 def update_quietly(
     optimizer: torch.optim.Optimizer,
-    step: Step,
+    step: Callable[[], object],
     parameters: Sequence[torch.Tensor],
     options: Options,
 ) -> None:
-    """Let an optimizer update some of its parameters, wherever this is called."""
+    """Update some parameters by the user's ``step()``, which runs beneath torch's hooks."""
     due, groups = set(map(id, parameters)), optimizer.param_groups
     shown = [
         {**group, "params": [p for p in group["params"] if id(p) in due]}
@@ -111,11 +102,7 @@ def update_quietly(
             step()
     finally:
         optimizer.param_groups = groups
-    _check_unwritten(optimizer, shown, options.groups)
-
-
-def _check_unwritten(optimizer: torch.optim.Optimizer, shown: Groups, before: Groups) -> None:
-    for group, noted in zip(shown, before, strict=True):
+    for group, noted in zip(shown, options.groups, strict=True):
         written = [key for key in group if group[key] is not noted.get(key) and key != "params"]
         if written:
             raise ValueError(

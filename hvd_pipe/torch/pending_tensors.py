@@ -16,7 +16,7 @@ told.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,7 +150,7 @@ def _pending_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     if issubclass(kind, torch.nn.Parameter):  # optimizers ask before they take their fast way
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
     # torch.func wraps the leaves of its arguments in C++, and takes the arguments apart before.
-    register_pytree_node(made, _taken_apart, _put_together)
+    register_pytree_node(made, _taken_apart, lambda parts, _: next(iter(parts)))
     return made
 
 
@@ -158,11 +158,6 @@ def _taken_apart(tensor: torch.Tensor) -> tuple[list[torch.Tensor], None]:
     with _shown(tensor):
         alias = tensor.detach()
     return [alias if is_pending(tensor) else tensor], None
-
-
-def _put_together(parts: Iterable[Any], _: None) -> Any:
-    (tensor,) = parts
-    return tensor
 
 
 @contextmanager

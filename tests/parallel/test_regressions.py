@@ -251,7 +251,7 @@ def test_residuals_move_to_who_encodes_a_sum_next() -> None:
         for group, bucket in zip(engine.current.groups, engine.current.buckets, strict=True):
             own = bucket.message._slices[hvd.rank()]
             used = torch.zeros_like(bucket.message.feedback.reduced)
-            own.of(used).copy_(own.of(bucket.message.feedback.reduced))
+            used[own] = bucket.message.feedback.reduced[own]
             views |= dict(zip(group, bucket.views_of(used), strict=True))
         whole = torch.cat([views[place].flatten() for place in sorted(views)])
         return hvd.allreduce(whole, name=name, op=hvd.Sum).numpy()

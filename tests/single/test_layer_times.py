@@ -58,9 +58,25 @@ class Slow(torch.autograd.Function):
         return g * 2
 
 
-class Sleeper(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Slow.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+class Of(nn.Module):
+    """A model of these parts, with this forward pass."""
+
+    def __init__(self, run: Callable[[Any, torch.Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._run(self, x)
+
+
+def sleeper() -> nn.Module:
+    return Of(lambda _, x: Slow.apply(x))  # type: ignore[no-untyped-call]
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("no")
 
 
 def step_of(model: nn.Module, *inputs: Any) -> Callable[[], None]:
@@ -79,6 +95,14 @@ def step_of(model: nn.Module, *inputs: Any) -> Callable[[], None]:
 
 def layers_of(profile: ModelProfile) -> dict[str, LayerProfile]:
     return {layer.name: layer for layer in profile.layers}
+
+
+def measured(model: nn.Module, *inputs: Any) -> dict[str, LayerProfile]:
+    return layers_of(measure_profile(model, step_of(model, *(inputs or [torch.ones(2, 3)]))))
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -103,7 +127,7 @@ def test_whose_each_moment_is(ticks: list[float]) -> None:
 
 
 def test_a_slow_layer_is_found_and_the_sums_are_the_passes() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Sleeper(), nn.Linear(4, 1), Sleeper())
+    model = nn.Sequential(nn.Linear(4, 4), sleeper(), nn.Linear(4, 1), sleeper())
     step, start = step_of(model, torch.ones(2, 4)), time.perf_counter()
     profile = measure_profile(model, step, steps=5, skip=1)
     spent = time.perf_counter() - start
@@ -118,19 +142,15 @@ def test_a_slow_layer_is_found_and_the_sums_are_the_passes() -> None:
 
 def test_what_containers_compute_counts_with_a_layer(ticks: list[float]) -> None:
     """Functions between layers, a container's own parameter, an identity, an unused layer."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.same, self.last = nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 1)
-            self.token, self.unused = nn.Parameter(torch.zeros(3)), nn.Linear(7, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.same(torch.tanh(self.first(x) + self.token))
-            return self.last(y)  # type: ignore[no-any-return]
-
-    model = Model()
-    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    model = Of(
+        lambda m, x: m.last(m.same(torch.tanh(m.first(x) + m.token))),
+        first=nn.Linear(3, 3),
+        same=nn.Identity(),
+        last=nn.Linear(3, 1),
+        token=nn.Parameter(torch.zeros(3)),
+        unused=nn.Linear(7, 1),
+    )
+    layers = measured(model)
     assert list(layers) == ["(unused)", "first", "same", "last", "(loss)"]
     assert layers["(unused)"].gradient_bytes == 4 * 8
     total = sum(p.numel() * 4 for p in model.parameters())
@@ -140,23 +160,22 @@ def test_what_containers_compute_counts_with_a_layer(ticks: list[float]) -> None
 
 
 def test_modules_that_are_called_several_times_and_return_structures() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.cell = nn.Embedding(11, 4), nn.LSTMCell(4, 4)
-            self.lstm, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 11, bias=False)
-            self.out.weight = self.embed.weight
+    def run(m: Any, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, state = m.lstm(m.embed(words))
+        h, c = state[0][0], state[1][0]
+        for place in range(3):
+            h, c = m.cell(x[:, place], (h, c))
+        return {"words": m.out(h), "state": c}
 
-        def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
-            x, state = self.lstm(self.embed(words))
-            h, c = state[0][0], state[1][0]
-            for place in range(3):
-                h, c = self.cell(x[:, place], (h, c))
-            return {"words": self.out(h), "state": c}
-
-    model = Model()
-    profile = measure_profile(model, step_of(model, torch.zeros(2, 3, dtype=torch.long)))
-    layers = layers_of(profile)
+    model = Of(
+        run,
+        embed=nn.Embedding(11, 4),
+        cell=nn.LSTMCell(4, 4),
+        lstm=nn.LSTM(4, 4, batch_first=True),
+        out=nn.Linear(4, 11, bias=False),
+    )
+    model.out.weight = model.embed.weight
+    layers = measured(model, torch.zeros(2, 3, dtype=torch.long))
     assert list(layers) == ["embed", "lstm", "cell", "out", "(loss)"]
     assert layers["embed"].gradient_bytes == 11 * 4 * 4  # tied: complete here, sent once
     assert layers["out"].gradient_bytes == 0
@@ -167,36 +186,24 @@ def test_modules_that_are_called_several_times_and_return_structures() -> None:
 
 def test_attention_is_one_layer() -> None:
     """Its output projection is a module that never runs, with parameters that train."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.out = nn.MultiheadAttention(4, 2), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
-
-    model = Model()
-    layers = layers_of(measure_profile(model, step_of(model, torch.ones(3, 2, 4))))
+    attention = nn.MultiheadAttention(4, 2)
+    model = Of(
+        lambda m, x: m.out(m.attention(x, x, x)[0]), attention=attention, out=nn.Linear(4, 1)
+    )
+    layers = measured(model, torch.ones(3, 2, 4))
     assert list(layers) == ["attention", "out", "(loss)"]
-    size = sum(p.numel() for p in model.attention.parameters())
+    size = sum(p.numel() for p in attention.parameters())
     assert layers["attention"].gradient_bytes == 4 * size
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_is_part_of_backward(reentrant: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.block = nn.Sequential(nn.Linear(3, 3), Sleeper())
-            self.last = nn.Linear(3, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = checkpoint(self.block, self.first(x), use_reentrant=reentrant)
-            return self.last(y)  # type: ignore[no-any-return]
-
-    model = Model()
+    model = Of(
+        lambda m, x: m.last(checkpoint(m.block, m.first(x), use_reentrant=reentrant)),
+        first=nn.Linear(3, 3),
+        block=nn.Sequential(nn.Linear(3, 3), sleeper()),
+        last=nn.Linear(3, 1),
+    )
     profile = measure_profile(model, step_of(model, torch.ones(2, 3)), steps=3)
     layers = layers_of(profile)
     assert list(layers) == ["first", "block.0", "block.1", "last", "(loss)"]
@@ -208,7 +215,7 @@ def test_recomputation_is_part_of_backward(reentrant: bool) -> None:
 
 
 def test_evaluation_between_steps_does_not_count(ticks: list[float]) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
     step = step_of(model, torch.ones(2, 3))
 
     def with_evaluation() -> None:
@@ -223,7 +230,7 @@ def test_evaluation_between_steps_does_not_count(ticks: list[float]) -> None:
 
 
 def test_several_passes_a_step_add_up(ticks: list[float]) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
 
     def passes(count: int) -> Callable[[], None]:
         def step() -> None:
@@ -239,18 +246,15 @@ def test_several_passes_a_step_add_up(ticks: list[float]) -> None:
 
 
 def test_frozen_layers_send_nothing() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
     model[0].requires_grad_(False)
-    step = step_of(model, torch.ones(2, 3))
-    profile = measure_profile(model, step)
+    profile = measure_profile(model, step_of(model, torch.ones(2, 3)))
     assert profile.gradient_order() == ("1",)
     assert [layer.gradient_bytes for layer in profile.layers] == [0, 16, 0]
 
 
 def test_a_model_without_submodules_has_its_class_for_a_name() -> None:
-    model = nn.Linear(3, 1)
-    profile = measure_profile(model, step_of(model, torch.ones(2, 3)))
-    assert [layer.name for layer in profile.layers] == ["Linear", "(loss)"]
+    assert list(measured(nn.Linear(3, 1))) == ["Linear", "(loss)"]
 
 
 def test_hooks_are_gone_afterwards_and_training_is_the_same() -> None:
@@ -270,15 +274,8 @@ def test_hooks_are_gone_afterwards_and_training_is_the_same() -> None:
 
 
 def test_a_step_that_raises_leaves_no_hooks_and_may_be_repeated() -> None:
-    class Fails(nn.Module):
-        broken = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.broken:
-                raise RuntimeError("no")
-            return x
-
-    model = nn.Sequential(nn.Linear(3, 1), Fails())
+    last = Of(fail)
+    model = nn.Sequential(nn.Linear(3, 1), last)
     step = step_of(model, torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="no"):
         measure_profile(model, step)
@@ -287,14 +284,14 @@ def test_a_step_that_raises_leaves_no_hooks_and_may_be_repeated() -> None:
         with pytest.raises(RuntimeError, match="no"):
             step()
         times.step()
-        Fails.broken = False
+        last._run = lambda _, x: x
         step()
         times.step()
     assert times.profile().gradient_order() == ("0",)
 
 
 def test_copies_do_not_record_and_can_be_saved(ticks: list[float]) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
     step = step_of(model, torch.ones(2, 3))
     alone = measure_profile(model, step, steps=2, skip=0)
     with LayerTimes(model, skip=0) as times:
@@ -307,51 +304,26 @@ def test_copies_do_not_record_and_can_be_saved(ticks: list[float]) -> None:
 
 
 def test_a_parameter_that_a_layer_returns_keeps_no_hooks() -> None:
-    class Token(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.weight
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token, self.last = Token(), nn.Linear(3, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(x + self.token(x))  # type: ignore[no-any-return]
-
-    model = Model()
-    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
-    assert not model.token.weight._backward_hooks
+    token = Of(lambda m, _: m.weight, weight=nn.Parameter(torch.zeros(3)))
+    model = Of(lambda m, x: m.last(x + m.token(x)), token=token, last=nn.Linear(3, 1))
+    layers = measured(model)
+    assert not token.weight._backward_hooks
     assert layers["token"].gradient_bytes == 12
 
 
 def test_a_layer_whose_exception_is_caught_is_a_layer(ticks: list[float]) -> None:
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("no")
+    def run(m: Any, x: torch.Tensor) -> Any:
+        x = m.a(x)
+        with pytest.raises(RuntimeError):
+            m.b(x)
+        return m.c(x)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(3, 3), Fails(), nn.Linear(3, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.a(x)
-            with pytest.raises(RuntimeError):
-                self.b(x)
-            return self.c(x)  # type: ignore[no-any-return]
-
-    model = Model()
-    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    layers = measured(Of(run, a=nn.Linear(3, 3), b=Of(fail), c=nn.Linear(3, 1)))
     assert list(layers) == ["a", "b", "c", "(loss)"]
 
 
 def test_a_layer_that_thaws_counts() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
     model[0].requires_grad_(False)
     step = step_of(model, torch.ones(2, 3))
     with LayerTimes(model, skip=0) as times:
@@ -365,14 +337,14 @@ def test_a_layer_that_thaws_counts() -> None:
 @pytest.mark.parametrize("way", ["torch.compile", "inner", "m.compile"])
 def test_compiled_models_that_have_not_run(way: str) -> None:
     torch._dynamo.reset()
-    model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model: nn.Module = chain()
     if way == "torch.compile":
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     elif way == "inner":
         model[0] = torch.compile(model[0], backend="eager")  # type: ignore[operator, index]
     else:
         model.compile(backend="eager")
-    layers = layers_of(measure_profile(model, step_of(model, torch.ones(2, 3))))
+    layers = measured(model)
     assert list(layers)[:-1] == (["OptimizedModule"] if way == "torch.compile" else ["0", "1"])
     assert sum(layer.gradient_bytes for layer in layers.values()) == 64
 
@@ -380,7 +352,7 @@ def test_compiled_models_that_have_not_run(way: str) -> None:
 def test_scripted_models_are_refused_with_the_way_out() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 1))
     with pytest.raises(ValueError, match=r"'0' is a Recursive.*before torch\.jit\.script"):
-        measure_profile(model, step_of(model, torch.ones(2, 3)))
+        measured(model)
     assert hooks_of(model[1:]) == 0
 
 
@@ -395,7 +367,7 @@ def test_mistakes() -> None:
 
 
 def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
     times = JobTimes(optimizer, parameters)

@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +64,6 @@ class Fake(Message):
         self.waits = 0
 
     @property
-    def settled(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
     def arrived(self) -> bool:
         return self.number in self.wire.there
 
@@ -82,7 +80,7 @@ class Fake(Message):
 
 
 def sender_of(wire: Wire, count: int) -> Sender:
-    return Sender([Fake(wire, i) for i in range(count)])
+    return Sender([Fake(wire, i) for i in range(count)], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("readiness", [*itertools.permutations(range(4))])
@@ -130,20 +128,6 @@ def test_few_are_on_the_wire_at_a_time() -> None:
     sender.close()
 
 
-def test_rounds() -> None:
-    wire = Wire(at_once=True)
-    sender = sender_of(wire, 3)
-    for number in range(20):
-        for i in random.Random(number).sample(range(3), 3):
-            sender.ready(i)
-        sender.wait(range(3))
-        assert wire.left == [0, 1, 2]
-        wire.clear()
-        sender.restart()
-        assert not sender.arrived([0])
-    sender.close()
-
-
 def test_a_message_that_cannot_leave_raises_where_it_is_waited_for() -> None:
     wire = Wire(at_once=True)
     wire.failing[1] = RuntimeError("the wire is cut")
@@ -188,20 +172,6 @@ def test_close_ends_the_thread_and_those_who_wait() -> None:
     assert wire.left == [0]
 
 
-def test_a_sender_that_nobody_has_ends_its_thread() -> None:
-    before = set(threads())
-    wire = Wire(at_once=True)
-    sender = sender_of(wire, 1)
-    sender.ready(0)
-    sender.wait([0])
-    (thread,) = set(threads()) - before
-    reference = weakref.ref(sender)
-    del sender
-    gc.collect()
-    assert reference() is None
-    assert not thread.is_alive()
-
-
 # What becomes ready while the thread falls asleep.
 
 
@@ -210,17 +180,14 @@ class SpiedLock:
 
     def __init__(self, found_taken: threading.Event) -> None:
         self._lock, self._found_taken = threading.Lock(), found_taken
+        self.release = self._lock.release
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         if self._lock.acquire(blocking=False):
             return True
-        if not blocking:
-            return False
-        self._found_taken.set()
-        return self._lock.acquire(timeout=timeout)
-
-    def release(self) -> None:
-        self._lock.release()
+        if blocking:
+            self._found_taken.set()
+        return blocking and self._lock.acquire(timeout=timeout)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -265,18 +232,17 @@ def test_a_message_that_is_ready_as_the_thread_falls_asleep_leaves(flying: bool)
         helpers[-1].start()
         assert happened.wait(LIMIT_S)
 
-    each = sender._round
-    each._changed = threading.Condition(SpiedLock(happened))  # type: ignore[arg-type]
-    each._ready = places = Ready(missed)  # type: ignore[assignment]
+    sender._changed = threading.Condition(SpiedLock(happened))  # type: ignore[arg-type]
+    sender._ready = places = Ready(missed)  # type: ignore[assignment]
     if flying:  # message 0 is not due for days
-        each.seconds[0] = 1e6
-        sleep = each._sleep_until_due
+        sender.seconds[0] = 1e6
+        sleep = sender._sleep_until_due
 
         def about_to_sleep() -> bool:
             places.armed = not helpers
             return sleep()
 
-        each._sleep_until_due = about_to_sleep  # type: ignore[method-assign]
+        sender._sleep_until_due = about_to_sleep  # type: ignore[method-assign]
         sender.ready(0)
     else:  # message 1 waits for message 0
         places.armed = True
@@ -311,13 +277,11 @@ class Job:
 
         monkeypatch.setattr(ordered, "message_for", message_for)
         self.messages = OrderedMessages(order)
-        self.reduction = Reduction.__new__(Reduction)
-        object.__setattr__(self.reduction, "compression", None)
-        monkeypatch.setattr(ordered, "codec_for", lambda *_: None)
+        self.reduction: Any = SimpleNamespace(compression=None)
 
     def bucket(self, numel: int, exact: int = 0) -> tuple[torch.Tensor, ordered.OrderedMessage]:
         flat = torch.arange(float(numel))
-        name = f"bucket {len(self.messages._made)}"
+        name = f"{len(self.messages._made)}"
         return flat, self.messages.make(self.reduction, flat, name, exact)
 
 
@@ -357,28 +321,14 @@ def test_buckets_leave_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch)
     """In which the pieces of one are among those of another; a piece too few is left out."""
     job = Job(monkeypatch, [1, 0, 1, 2, 1, 0, 1], at_once=True)
     made = [job.bucket(numel) for numel in (4, 3, 5)]
-    assert job.names == [
-        "bucket 0-0",
-        "bucket 0-1",
-        "bucket 1-0",
-        "bucket 1-1",
-        "bucket 1-2",
-        "bucket 2",
-    ]
+    assert job.names == ["0-0", "0-1", "1-0", "1-1", "1-2", "2"]
     for _ in range(3):
         for _, message in reversed(made):
             message.launch()
         for _, message in made:
             message.wait()
         left = [job.names[number] for number in job.wire.left]
-        assert left == [
-            "bucket 1-0",
-            "bucket 0-0",
-            "bucket 1-1",
-            "bucket 2",
-            "bucket 1-2",
-            "bucket 0-1",
-        ]
+        assert left == ["1-0", "0-0", "1-1", "2", "1-2", "0-1"]
         job.wire.clear()
     sizes = sorted(size for size, _ in job.messages.seconds())
     assert sizes == [4, 4, 4, 8, 8, 20]
@@ -403,7 +353,16 @@ def test_a_bucket_has_arrived_with_its_last_piece(monkeypatch: pytest.MonkeyPatc
     job.messages.close()
 
 
-def test_nothing_was_sent_yet() -> None:
-    messages = OrderedMessages([0])
-    assert messages.seconds() == []
-    messages.close()
+def test_messages_that_nobody_has_end_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threads())
+    job = Job(monkeypatch, [0], at_once=True)
+    _, message = job.bucket(4)
+    message.launch()
+    message.wait()
+    (thread,) = set(threads()) - before
+    reference = weakref.ref(job.messages)
+    monkeypatch.undo()
+    del job, message
+    gc.collect()
+    assert reference() is None
+    assert not thread.is_alive()

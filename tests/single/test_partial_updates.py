@@ -54,18 +54,15 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(3, 2 + i)) for i in range(5)]
 
 
-def in_groups(made: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+def groups_of(made: Sequence[nn.Parameter], rate: Any = 0.02) -> list[dict[str, Any]]:
     return [
         {"params": list(made[:2])},
-        {"params": list(made[2:]), "lr": torch.tensor(0.02), "weight_decay": 0.1},
+        {"params": list(made[2:]), "lr": rate, "weight_decay": 0.1},
     ]
 
 
-def groups_for(name: str, made: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    groups = in_groups(made)
-    if "a tensor" not in name:
-        groups[1]["lr"] = 0.02
-    return groups
+def make(name: str, made: Sequence[nn.Parameter]) -> Optimizer:
+    return KINDS[name](groups_of(made, torch.tensor(0.02) if "a tensor" in name else 0.02))
 
 
 def set_gradients(made: Sequence[nn.Parameter], number: int) -> None:
@@ -76,31 +73,15 @@ def set_gradients(made: Sequence[nn.Parameter], number: int) -> None:
 
 def everything(optimizer: Optimizer, made: Sequence[nn.Parameter]) -> list[Any]:
     """Weights, state and options."""
-    found: list[Any] = [p.detach().clone() for p in made]
-    for parameter in made:
-        found.append(sorted(optimizer.state[parameter].items()))
-    found.append([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
-    return found
-
-
-def flat(found: Any) -> Iterator[Any]:
-    if isinstance(found, dict):
-        found = [*found.items()]
-    if isinstance(found, (list, tuple)):
-        for each in found:
-            yield from flat(each)
-    else:
-        yield found
+    options = [
+        {k: v for k, v in group.items() if isinstance(v, (float, tuple, torch.Tensor))}
+        for group in optimizer.param_groups
+    ]
+    return [[p.detach().clone() for p in made], [optimizer.state[p] for p in made], options]
 
 
 def assert_same(one: Any, other: Any) -> None:
-    for a, b in zip(flat(one), flat(other), strict=True):
-        if isinstance(a, torch.Tensor):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)
-            assert a.is_inference() == b.is_inference()
-        else:
-            assert a == b
+    torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
 
 
 def update(optimizer: Optimizer, due: Sequence[nn.Parameter], options: Options) -> None:
@@ -118,7 +99,7 @@ def update(optimizer: Optimizer, due: Sequence[nn.Parameter], options: Options) 
 def test_updates_of_some_are_one_update_of_all(name: str) -> None:
     """In inference mode and with autocast, and though the learning rate is another by then."""
     one, other = parameters(), parameters()
-    whole, parts = (KINDS[name](groups_for(name, made)) for made in (one, other))
+    whole, parts = make(name, one), make(name, other)
     begun = torch.cat([p.detach().flatten() for p in one])
     for number in range(ROUNDS):
         set_gradients(one, number)
@@ -145,7 +126,7 @@ def test_updates_of_some_are_one_update_of_all(name: str) -> None:
 
 def test_an_update_that_raises_leaves_the_groups() -> None:
     made = parameters()
-    optimizer = SGD(in_groups(made), lr=0.1)
+    optimizer = SGD(groups_of(made), lr=0.1)
     groups = optimizer.param_groups
 
     def step() -> None:
@@ -163,19 +144,17 @@ def test_an_update_that_raises_leaves_the_groups() -> None:
 
 def test_hooks_and_scalers_are_seen() -> None:
     optimizer = SGD(parameters(), lr=0.1)
-    assert updates_quietly(optimizer)
-    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        handle = register(lambda *_: None)
-        assert not updates_quietly(optimizer)
-        handle.remove()
-        assert updates_quietly(optimizer)
     for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
         register_optimizer_step_pre_hook,
         register_optimizer_step_post_hook,
     ):
+        assert updates_quietly(optimizer)
         handle = register(lambda *_: None)
         assert not updates_quietly(optimizer)
         handle.remove()
+    assert updates_quietly(optimizer)
     optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
     assert not updates_quietly(optimizer)
 
@@ -249,9 +228,9 @@ def declared_later() -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "known"),
+    ("made", "known"),
     [
-        *((lambda name=name: KINDS[name](groups_for(name, parameters())), True) for name in KINDS),
+        *((lambda name=name: make(name, parameters()), True) for name in KINDS),
         (lambda: torch.optim.LBFGS(parameters()), False),
         (lambda: Own(parameters()), False),
         (lambda: Recounting(parameters(), lr=0.1), False),
@@ -260,6 +239,6 @@ def declared_later() -> Optimizer:
     ],
 )
 def test_what_is_known_to_update_each_parameter(
-    make: Callable[[], Optimizer], known: bool
+    made: Callable[[], Optimizer], known: bool
 ) -> None:
-    assert updates_each_parameter(wrapped(make())) == known
+    assert updates_each_parameter(wrapped(made())) == known

@@ -47,7 +47,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("computing", lines))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: Stream("default", lines))
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(pending, "_reading_stream", lambda _: Stream("reading", lines))
+    monkeypatch.setattr(pending, "side_stream", lambda _, reads: Stream("reading", lines))
     monkeypatch.setattr(pending.mpi_ops, "nccl_built", lambda: 23007)
     monkeypatch.delenv(ASYNC, raising=False)
     return lines

@@ -1,7 +1,7 @@
 """All-reduce one flat buffer in place, also through a compressor such as ``Compression.fp16``.
 
 A `Message` is a buffer that travels again and again under one name. `message_for` in
-`compressed_allreduce` returns the one that a `Reduction` asks for::
+`compressed_allreduce` makes the one that a `Reduction` asks for::
 
     message = message_for(reduction, flat, "gradients.0")
     message.launch()    the buffer belongs to the network from here
@@ -11,15 +11,13 @@ A `Message` is a buffer that travels again and again under one name. `message_fo
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from horovod.torch.mpi_ops import Average, ProcessSet, allreduce_async_, global_process_set
+from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, global_process_set
 
-from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
@@ -49,17 +47,13 @@ class Traffic:
 class Feedback:
     """The residuals of error feedback: each is added to what is encoded next.
 
-    Messages of the same layout that carry one gradient in turn share one. Its tensors may be read
-    and written while none of these is between `Message.launch` and `Message.wait`, to save and
-    restore them.
-
-    Args:
-        sent: Lost where this rank encoded its own values; float32, of the buffer's size.
-        reduced: Lost where it encoded the sums of its slice; the same, zero outside the slice.
+    Messages of the same layout that carry one gradient in turn share one.
     """
 
     sent: torch.Tensor
+    """Lost where this rank encoded its own values; float32, of the buffer's size."""
     reduced: torch.Tensor
+    """Lost where it encoded the sums of its slice; the same, zero outside the slice."""
 
     @classmethod
     def of(cls, flat: torch.Tensor) -> Feedback:
@@ -77,8 +71,8 @@ class Message(abc.ABC):
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
         """The residuals by their labels in a checkpoint, each of the buffer's size."""
-        feedback = self.feedback
-        return {} if feedback is None else {SENT: feedback.sent, REDUCED: feedback.reduced}
+        kept = self.feedback
+        return {} if kept is None else {SENT: kept.sent, REDUCED: kept.reduced}
 
     settled = False
     """Whether Horovod alone has written what `wait` has left in the buffer."""
@@ -113,14 +107,7 @@ class Message(abc.ABC):
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings.
-
-    Args:
-        op, gradient_predivide_factor, compression, process_set: As in Horovod.
-        traffic: Counts the bytes that are sent.
-        weights: In a weighted average, one positive number a rank of the process set: rank i
-            counts ``weights[i] / sum(weights)``. Empty for equal weights.
-    """
+    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings."""
 
     op: Any = Average
     gradient_predivide_factor: float = 1.0
@@ -128,6 +115,7 @@ class Reduction:
     process_set: ProcessSet = global_process_set
     traffic: Traffic = field(default_factory=Traffic)
     weights: tuple[float, ...] = ()
+    """Rank i of the process set counts ``weights[i] / sum(weights)``; empty for equal weights."""
 
     @property
     def alone(self) -> bool:
@@ -138,7 +126,6 @@ class Reduction:
 
     @property
     def workers(self) -> int:
-        """How many ranks reduce."""
         return 1 if self.alone else len(self.process_set.ranks)
 
     @property
@@ -149,8 +136,8 @@ class Reduction:
         """
         if self.alone or not self.weights:
             return 1.0
-        mine = float(self.weights[self.process_set.rank()])
-        return mine * len(self.weights) / sum(self.weights)
+        own = float(self.weights[self.process_set.rank()])
+        return own * len(self.weights) / sum(self.weights)
 
     def ratio(self, like: torch.Tensor) -> float:
         """Return the bytes that are sent over the bytes of a buffer of this dtype."""
@@ -166,9 +153,8 @@ class Reduction:
         ratio, codec = self.ratio(like), codec_for(self.compression, like.dtype)
         if codec is None:
             return CodecCost("wire", ratio)
-        known = CODECS[codec.name]
-        seconds = known.seconds_per_byte if like.device.type == "cpu" else 0.0
-        return replace(known, ratio=ratio, seconds_per_byte=seconds)
+        cost = replace(CODECS[codec.name], ratio=ratio)
+        return cost if like.device.type == "cpu" else replace(cost, seconds_per_byte=0.0)
 
     # Architecture: G4
     def launch(self, tensor: torch.Tensor, name: str) -> int:
@@ -192,6 +178,35 @@ class Reduction:
         pending.wait(self.launch(tensor, name))
 
 
+Residuals = dict[str, list[torch.Tensor | None]]
+"""By label, one tensor a parameter, or None."""
+
+
+def of_all_ranks(residuals: Residuals, reduction: Reduction, name: str) -> Residuals:
+    """Return the residuals, with those of sums from all ranks; every rank calls this.
+
+    Each rank encodes the sums of its own slice of a buffer, and keeps the residual of that slice
+    only. In other buffers, a gradient's sum may be encoded by another rank::
+
+        rank 0   [ r0 |    ]                       [ r0 r1 ]
+        rank 1   [    | r1 ]   --sum over ranks--> [ r0 r1 ]   each then keeps its new slice
+    """
+    reduced = residuals.get(REDUCED)
+    if reduced is None or reduction.alone:
+        return residuals
+    plain = replace(reduction, op=Sum, compression=Compression.none)
+    whole = list(reduced)
+    devices = sorted({tensor.device for tensor in reduced if tensor is not None}, key=str)
+    for i, device in enumerate(devices):
+        parts = {p: t for p, t in enumerate(reduced) if t is not None and t.device == device}
+        flat = torch.cat([part.flatten() for part in parts.values()])
+        plain.reduce(flat, f"{name}.{i}")
+        totals = torch.split(flat, [part.numel() for part in parts.values()])
+        for (index, part), total in zip(parts.items(), totals, strict=True):
+            whole[index] = total.view(part.size())
+    return {**residuals, REDUCED: whole}
+
+
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as Horovod can copy it, over the same memory, where it lacks the dtype."""
     if tensor.is_complex():
@@ -201,10 +216,13 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class AllReduce(Message):
-    """One Horovod all-reduce, with a compressor around it."""
+    """One Horovod all-reduce, with a compressor around it; as `message_for` says."""
 
-    def __init__(self, reduction: Reduction, flat: torch.Tensor, name: str) -> None:
+    def __init__(
+        self, reduction: Reduction, flat: torch.Tensor, name: str, exact: int = 0
+    ) -> None:
         self._reduction, self._flat, self._name = reduction, flat, name
+        self._values, self._factor = flat[: flat.numel() - exact], reduction.factor
         self._wire: torch.Tensor | None = None
         self._context: Any = None
         self._handle: int | None = None
@@ -213,6 +231,8 @@ class AllReduce(Message):
     def launch(self) -> None:
         if self._reduction.alone:
             return
+        if self._factor != 1.0:
+            self._values.mul_(self._factor)
         self._wire, self._context = self._reduction.compression.compress(self._flat)
         trace = timeline.active
         begun = trace.moment()  # it may be over when launch() returns
@@ -242,81 +262,6 @@ class AllReduce(Message):
         self._wire = self._context = None
 
 
-class _Wrapped(Message):
-    """A message that another one carries, under its name."""
-
-    def __init__(self, inner: Message) -> None:
-        self._inner, self.feedback = inner, inner.feedback
-
-    @property
-    def arrived(self) -> bool:
-        return self._inner.arrived
-
-    def wait(self) -> None:
-        self._inner.wait()
-
-    def drop_foreign_residuals(self) -> None:
-        self._inner.drop_foreign_residuals()
-
-    def meet(self) -> None:
-        self._inner.meet()
-
-
-class CheckedMessage(_Wrapped):
-    """A message whose buffer is compared with what was sent, before the result takes its place.
-
-    Args:
-        flat: The buffer that the user sees.
-        exact: How many elements at its end are not the user's.
-        inner: Makes the message that carries a buffer like this one.
-    """
-
-    def __init__(
-        self, flat: torch.Tensor, exact: int, inner: Callable[[torch.Tensor], Message]
-    ) -> None:
-        self._flat, self._wire = flat.data, torch.zeros_like(flat)
-        self._values = self._flat[: flat.numel() - exact]
-        super().__init__(inner(self._wire))
-        self._kept: torch.Tensor | None = None
-        self._launched = False
-        self._changed: int | None = None
-
-    def keep(self) -> None:
-        """Take down the buffer as it is: from here on nobody may write to it."""
-        self._kept = self._values.clone()
-
-    def launch(self) -> None:
-        self._compare()
-        self.keep()
-        self._wire.copy_(self._flat)
-        self._launched = True
-        self._inner.launch()
-
-    def wait(self) -> None:
-        if not self._launched:
-            return
-        self._launched = False
-        self._inner.wait()
-        self._compare()
-        self._kept = None
-        self._flat.copy_(self._wire)
-        spoil(self._wire)
-
-    def take_changed(self) -> int | None:
-        """Return the first element that was changed since `keep`; a round ends with this."""
-        changed, self._changed, self._kept = self._changed, None, None
-        return changed
-
-    def _compare(self) -> None:
-        if self._kept is None or self._changed is not None:
-            return
-        # Bits, as NaN is not equal to itself.
-        before, now = (each.view(torch.uint8) for each in (self._kept, self._values))
-        found = (before != now).nonzero()
-        if len(found):
-            self._changed = int(found[0]) // self._values.element_size()
-
-
 class InTwo(Message):
     """Values by way of a compressor, and words beside them as they are."""
 
@@ -340,103 +285,65 @@ class InTwo(Message):
         self._values.meet()
 
 
-class Scaled(_Wrapped):
-    """A message whose values are multiplied by a factor as they leave."""
+class CheckedMessage(Message):
+    """A message whose buffer is compared with what was sent, before the result takes its place.
 
-    def __init__(self, inner: Message, values: torch.Tensor, factor: float) -> None:
-        super().__init__(inner)
-        self._values, self._factor = values, factor
+    ``inner`` makes the message that carries a buffer like ``flat``, which the user sees but for
+    its last ``exact`` elements.
+    """
+
+    def __init__(
+        self, flat: torch.Tensor, exact: int, inner: Callable[[torch.Tensor], Message]
+    ) -> None:
+        self._flat, self._wire = flat.data, torch.zeros_like(flat)
+        self._values = self._flat[: flat.numel() - exact]
+        self._inner = inner(self._wire)
+        self.feedback = self._inner.feedback
+        self._kept: torch.Tensor | None = None
+        self._launched = False
+        self._changed: int | None = None
+
+    def keep(self) -> None:
+        """Take down the buffer as it is: from here on nobody may write to it."""
+        self._kept = self._values.clone()
 
     def launch(self) -> None:
-        self._values.mul_(self._factor)
+        self._compare()
+        self.keep()
+        self._wire.copy_(self._flat)
+        self._launched = True
         self._inner.launch()
 
-
-# The thread that takes operations of several phases through them, behind the backward pass.
-
-
-POLL_S = 0.0002
-"""How long the thread sleeps between two looks at what is on the wire."""
-
-
-class Operation(Protocol):
-    """An operation of several phases, as `compressed_allreduce.CompressedAllReduce`."""
-
     @property
-    def feedback(self) -> object | None:
-        """What it shares with others that must not overtake it."""
+    def arrived(self) -> bool:
+        return self._inner.arrived
 
-    def ready(self) -> bool:
-        """Return whether the phase that is on the wire is over."""
-
-    def advance(self) -> bool:
-        """Work up to the next phase on the wire; return whether there is one."""
-
-    def end(self, error: Exception | None) -> None:
-        """Let its owner go on, or raise ``error`` there."""
-
-
-class CommunicationThread:
-    """Advances all operations, one phase at a time; the first one starts the thread."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: list[Operation] = []
-        self._moving: list[Operation] = []
-        self._halting = False
-        self._thread: threading.Thread | None = None
-
-    def take(self, operation: Operation) -> None:
-        """Advance an operation to its end; returns at once."""
-        with self._changed:
-            self._queue.append(operation)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hvd_pipe", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def halt(self) -> None:
-        """End the thread before Horovod and Python do, and with it what is still in flight.
-
-        A daemon thread that is inside C++ when Python ends would end the process with an abort.
-        """
-        thread = self._thread
-        if thread is None:
+    def wait(self) -> None:
+        if not self._launched:
             return
-        with self._changed:
-            self._halting = True
-            self._changed.notify()
-        thread.join()
-        for operation in (*self._queue, *self._moving):
-            operation.end(HvdPipeError("Horovod was shut down while this message was in flight."))
-        self._queue, self._moving = [], []
-        self._thread, self._halting = None, False
+        self._launched = False
+        self._inner.wait()
+        self._compare()
+        self._kept = None
+        self._flat.copy_(self._wire)
+        spoil(self._wire)
 
-    def _run(self) -> None:
-        busy = False
-        while True:
-            with self._changed:
-                if not (busy or self._queue or self._halting):
-                    self._changed.wait(POLL_S if self._moving else None)
-                if self._halting:
-                    return
-                queue, self._queue = self._queue, []
-            self._moving += [operation for operation in queue if operation.advance()]
-            busy = self._advance_one()
+    def drop_foreign_residuals(self) -> None:
+        self._inner.drop_foreign_residuals()
 
-    def _advance_one(self) -> bool:
-        """Take one operation into its next phase, so that new ones wait for no more than that."""
-        older: set[object] = set()
-        for operation in self._moving:
-            if operation.feedback not in older and operation.ready():
-                if not operation.advance():
-                    self._moving.remove(operation)
-                return True
-            if operation.feedback is not None:
-                older.add(operation.feedback)
-        return False
+    def meet(self) -> None:
+        self._inner.meet()
 
+    def take_changed(self) -> int | None:
+        """Return the first element that was changed since `keep`; a round ends with this."""
+        changed, self._changed, self._kept = self._changed, None, None
+        return changed
 
-communication_thread = CommunicationThread()
-"""The process's one."""
-pending.before_shutdown(communication_thread.halt)
+    def _compare(self) -> None:
+        if self._kept is None or self._changed is not None:
+            return
+        # Bits, as NaN is not equal to itself.
+        before, now = self._kept.view(torch.uint8), self._values.view(torch.uint8)
+        differing = (before != now).nonzero()
+        if len(differing):
+            self._changed = int(differing[0]) // self._values.element_size()

@@ -28,7 +28,13 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import refuse_changed, spoil
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import CheckedMessage, Feedback, Message, Reduction
+from hvd_pipe.torch.messages.allreduce import (
+    CheckedMessage,
+    Feedback,
+    Message,
+    Reduction,
+    Residuals,
+)
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
 from hvd_pipe.torch.messages.control_flags import COUNT, Changes, ControlFlags
 from hvd_pipe.torch.messages.pending import host_values
@@ -40,16 +46,9 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Gradients of one dtype and device that travel in one message.
+    """Gradients of one dtype and device, and ``extra`` control flags, that travel in one message.
 
-    Args:
-        name: The message's name.
-        parameters: Whose gradients; of one dtype and device.
-        reduction: How the buffer is reduced.
-        extra: How many control flags follow the gradients.
-        keep_local: Whether `local` keeps this rank's own gradients.
-        feedback: The residuals of a bucket of the same gradients, to be shared.
-        message: Makes its message; arguments as `compressed_allreduce.message_for`.
+    A ``feedback`` is that of a bucket of the same gradients, to be shared.
     """
 
     def __init__(
@@ -95,11 +94,12 @@ class Bucket:
     def fill(self) -> bool:
         """Count one gradient that is complete; return whether that was the last one."""
         self.waiting -= 1
-        if self.waiting == 0:
-            self._filled_version = self.flat._version
-            if self._checked is not None:
-                self._checked.keep()
-        return self.waiting == 0
+        if self.waiting > 0:
+            return False
+        self._filled_version = self.flat._version
+        if self._checked is not None:
+            self._checked.keep()
+        return True
 
     @property
     def touched(self) -> bool:
@@ -139,7 +139,7 @@ class BucketSet:
             sparse or frozen is kept up to date there, for all sets of the same settings.
         groups: The plan: indices of parameters, grouped; each group of one dtype and device.
         suffix: Ends the tag of the messages: the same on all ranks, unique in these settings.
-        keep_local: Whether `local` keeps this rank's own gradients.
+        keep_local: Whether `own_gradients_of` returns this rank's own gradients.
         like: A set of the same buckets, which shares the residuals of lossy codecs.
         message: Makes the message of a bucket, called for one after the other.
     """
@@ -512,3 +512,64 @@ def _in_place_of(held: torch.Tensor | None, gradient: torch.Tensor) -> torch.Ten
     else:
         held.data = gradient.to_sparse(1) if held.is_sparse else gradient.to_dense()
     return held
+
+
+# What a checkpoint holds of buckets, by index.
+
+
+def gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
+    """Return a copy of each gradient as the last `BucketSet.wait` has left it."""
+    gradients: list[torch.Tensor | None] = [None] * len(buckets.parameters)
+    for index, (_, view) in buckets.slots.items():
+        gradients[index] = None if index in buckets.frozen else view.clone()
+    for index, gathered in buckets.sparse.gathered.items():
+        gradients[index] = gathered.clone()
+    return gradients
+
+
+def own_gradients_of(buckets: BucketSet) -> list[torch.Tensor | None]:
+    """Return this rank's own gradients of the round in flight, where they are kept."""
+    gradients: list[torch.Tensor | None] = [None] * len(buckets.parameters)
+    for group, bucket in zip(buckets.groups, buckets.buckets, strict=True):
+        for index, own in zip(group, bucket.local, strict=False):
+            gradients[index] = own
+    return gradients
+
+
+def restore_gradients(buckets: BucketSet, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Make these the result of the last round, as `gradients_of` returned them."""
+    buckets.forget_flags()
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.is_sparse and buckets.sparse.known is not None:
+            buckets.sparse.gathered[index] = gradient
+        elif index in buckets.slots:
+            view = buckets.slots[index][1]
+            if gradient is None:
+                view.zero_()
+                buckets.frozen.add(index)
+            else:
+                view.copy_(gradient)
+
+
+def residuals_of(buckets: BucketSet) -> Residuals:
+    """Return the residuals of lossy codecs."""
+    residuals: Residuals = {}
+    for group, bucket in zip(buckets.groups, buckets.buckets, strict=True):
+        for label, flat in bucket.message.residuals.items():
+            whole = residuals.setdefault(label, [None] * len(buckets.parameters))
+            for index, view in zip(group, bucket.views_of(flat), strict=True):
+                whole[index] = view.clone()
+    return residuals
+
+
+def restore_residuals(
+    buckets: BucketSet, residuals: Mapping[str, Sequence[torch.Tensor | None]]
+) -> None:
+    """Take up what `residuals_of` returned, in these buckets or in others of the same ranks."""
+    for group, bucket in zip(buckets.groups, buckets.buckets, strict=True):
+        for label, flat in bucket.message.residuals.items():
+            for index, view in zip(group, bucket.views_of(flat), strict=True):
+                saved = residuals[label][index] if label in residuals else None
+                if saved is not None:
+                    view.copy_(saved)
+        bucket.message.drop_foreign_residuals()

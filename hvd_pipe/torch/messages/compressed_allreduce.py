@@ -18,10 +18,11 @@ orders would wait for each other for ever::
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ from hvd_pipe.torch.messages.allreduce import (
     InTwo,
     Message,
     Reduction,
-    Scaled,
-    communication_thread,
 )
 from hvd_pipe.torch.messages.pending import follow_horovod, side_stream
+
+POLL_S = 0.0002
+"""How long the thread sleeps between two looks at what is on the wire."""
 
 
 class CompressedAllReduce(Message):
@@ -60,17 +62,12 @@ class CompressedAllReduce(Message):
     Ranks may launch them in different orders, but those that share a `Feedback` in one.
 
     Args:
-        reduction: The operation, the process set and the count of bytes that are sent.
+        reduction: The operation (Average or Sum), the process set and the count of sent bytes.
         flat: Floating dtype, one-dimensional, contiguous.
         name: The same on all ranks, unique among what is in flight.
         codec: How values travel.
         exact: How many elements at the end travel as they are, in float32 (or float64).
         feedback: What error feedback starts with; None starts with zeros.
-
-    Raises:
-        ValueError: ``op`` is neither Average nor Sum, or ``flat``, ``exact`` and ``feedback`` do
-            not fit.
-        TypeError: ``flat`` is not floating.
     """
 
     def __init__(
@@ -88,11 +85,12 @@ class CompressedAllReduce(Message):
         self.feedback = feedback
         self._reduction, self._flat, self._name, self._codec = reduction, flat, name, codec
         self._values, self._words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
+        self._factor = reduction.factor
         self._word_dtype = torch.promote_types(flat.dtype, torch.float32)
         self._word_bytes = exact * self._word_dtype.itemsize
         self._slices = _slices(self._values.numel(), reduction.workers, codec.chunk)
         # The first slice is never shorter than another; an empty buffer sends a byte all the same.
-        self._row_bytes = max(self._word_bytes + codec.nbytes(self._slices[0].numel), 1)
+        self._row_bytes = max(self._word_bytes + codec.nbytes(self._slices[0].stop), 1)
         self._rows: torch.Tensor | None = None
         self._launched = False
         self._phases: Generator[int, Any, None] | None = None
@@ -105,20 +103,21 @@ class CompressedAllReduce(Message):
         """Set when the buffer holds the reduced values, or an error has ended it."""
 
     def launch(self) -> None:
-        """Send the buffer; it belongs to the network until `wait`."""
         if self._reduction.alone:
             return
         if self._launched:
             raise HvdPipeError(f"{self._name} is in flight already: call wait() before launch().")
         self._launched = True
         self.done.clear()
+        if self._factor != 1.0:
+            self._values.mul_(self._factor)
         if self._flat.is_cuda:
             self._filled = torch.cuda.current_stream(self._flat.device).record_event()
         workers = self._reduction.workers
         self._reduction.traffic.add(workers * self._row_bytes, workers)
         self._phases = self._carry()
         self._operation = timeline.active.launched(self._name, workers * self._row_bytes)
-        pending.follow(self.done)
+        pending.operations.add(self.done)
         communication_thread.take(self)
 
     @property
@@ -126,13 +125,12 @@ class CompressedAllReduce(Message):
         return not self._launched or self.done.is_set()
 
     def wait(self) -> None:
-        """Block until the buffer holds the reduced values; at once if nothing was launched."""
         if not self._launched:
             return
         with waiting_for(self._name):
             self.done.wait()
         self._launched = False
-        pending.finished(self.done)
+        pending.operations.discard(self.done)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -144,7 +142,7 @@ class CompressedAllReduce(Message):
             return
         own = self._slices[self._reduction.process_set.rank()]
         self.feedback.reduced[: own.start].zero_()
-        self.feedback.reduced[own.start + own.numel :].zero_()
+        self.feedback.reduced[own.stop :].zero_()
 
     def meet(self) -> None:
         if self._reduction.alone:
@@ -168,14 +166,25 @@ class CompressedAllReduce(Message):
         trace, begun = timeline.active, timeline.active.now()
         try:
             handle, self._handle = self._handle, None
-            with self._stream(), pending.explaining():
+            cuda = self._flat.is_cuda
+            stream = torch.cuda.stream(side_stream(self._flat.device)) if cuda else nullcontext()
+            with stream, pending.explaining():
                 arrived = None if handle is None else pending.wait(handle)
                 self._handle = self._phases.send(arrived)
             return True
         except StopIteration:
             self.end(None)
         except Exception as error:
-            self.end(self._explained(error))
+            if "not supported with Join" in str(error):
+                left = HvdPipeError(
+                    f"a rank has left by hvd.join(), and {self._codec!r} needs all ranks: give "
+                    "every rank the same number of steps, or use hvd.Compression.fp16. Horovod "
+                    f"says: {error}"
+                )
+                left.__cause__ = error
+                self.end(left)
+            else:
+                self.end(error)
         finally:
             trace.codec(begun, self._name)
         return False
@@ -186,26 +195,16 @@ class CompressedAllReduce(Message):
         self._operation.complete()
         self.done.set()
 
-    def _explained(self, error: Exception) -> Exception:
-        """Return the error, with the way out where Horovod's own words lack it."""
-        if "not supported with Join" not in str(error):
-            return error
-        told = HvdPipeError(
-            f"a rank has left by hvd.join(), and {self._codec!r} needs all ranks: give every rank "
-            f"the same number of steps, or use hvd.Compression.fp16. Horovod says: {error}"
-        )
-        told.__cause__ = error
-        return told
-
-    def _stream(self) -> AbstractContextManager[object]:
-        if not self._flat.is_cuda:
-            return nullcontext()
-        return torch.cuda.stream(side_stream(self._flat.device))
-
     def _carry(self) -> Generator[int, Any, None]:
         """Carry the buffer through both phases; yields what is on the wire, is sent what came."""
         process_set = self._reduction.process_set
-        self._take_over()
+        if self._filled is not None:
+            # This thread's stream uses the caller's buffers, after the caller has filled them.
+            stream = torch.cuda.current_stream(self._flat.device)
+            stream.wait_event(self._filled)
+            shared = (self.feedback.sent, self.feedback.reduced) if self.feedback else ()
+            for tensor in (self._flat, *shared):
+                tensor.record_stream(stream)
         rows = self._encode()
         received, _ = yield alltoall_async(rows, name=self._name, process_set=process_set)
         _take_from_horovod(received)
@@ -214,20 +213,11 @@ class CompressedAllReduce(Message):
         gathered = yield allgather_async(reply, name=reply_name, process_set=process_set)
         _take_from_horovod(gathered)
         for row, part in zip(gathered, self._slices, strict=True):
-            self._codec.decode(self._code(row, part), part.of(self._values))
+            values = self._values[part]
+            self._codec.decode(self._code(row, values), values)
         self._words.copy_(words)
         if self._flat.is_cuda:
             self._reduced = torch.cuda.current_stream(self._flat.device).record_event()
-
-    def _take_over(self) -> None:
-        """Let this thread's stream use the caller's buffers, after the caller has filled them."""
-        if self._filled is None:
-            return
-        stream = torch.cuda.current_stream(self._flat.device)
-        stream.wait_event(self._filled)
-        shared = (self.feedback.sent, self.feedback.reduced) if self.feedback else ()
-        for tensor in (self._flat, *shared):
-            tensor.record_stream(stream)
 
     def _encode(self) -> torch.Tensor:
         """Return the rows for all ranks: the exact words, then the rank's slice of the values."""
@@ -239,38 +229,25 @@ class CompressedAllReduce(Message):
         words = self._words.to(self._word_dtype).view(torch.uint8)
         for row, part in zip(self._rows, self._slices, strict=True):
             row[: self._word_bytes].copy_(words)
-            values, code = part.of(self._values), self._code(row, part)
-            if self.feedback is None:
-                self._codec.encode(values, code)
-                continue
-            residual = part.of(self.feedback.sent)
-            for lost, value in blocks(residual, values):
-                lost.add_(value)
-            self._codec.encode(residual, code)
-            self._keep_lost(residual, code)
+            values = self._values[part]
+            residual = None if self.feedback is None else self.feedback.sent[part]
+            self._encode_values(values, residual, self._code(row, values))
         return self._rows
 
     def _sum_own(self, received: torch.Tensor) -> torch.Tensor:
         """Return the encoded sum (or mean) of this rank's slice, as the row for all ranks."""
         part = self._slices[self._reduction.process_set.rank()]
-        total = self._flat.new_empty(part.numel, dtype=torch.float32)
-        self._codec.decode(self._code(received[0], part), total)
+        total = torch.empty_like(self._values[part], dtype=torch.float32)
+        self._codec.decode(self._code(received[0], total), total)
         for row in received[1:]:
-            self._codec.add(self._code(row, part), total)
+            self._codec.add(self._code(row, total), total)
         if self._reduction.op == Average:
             for (piece,) in blocks(total):
                 piece.div_(len(received))
         reply = received.new_empty(1, self._row_bytes)
         spoil(reply)
-        code = self._code(reply[0], part)
-        if self.feedback is None:
-            self._codec.encode(total, code)
-            return reply
-        residual = part.of(self.feedback.reduced)
-        for lost, piece in blocks(residual, total):
-            lost.add_(piece)
-        self._codec.encode(residual, code)
-        self._keep_lost(residual, code)
+        residual = None if self.feedback is None else self.feedback.reduced[part]
+        self._encode_values(total, residual, self._code(reply[0], total))
         return reply
 
     def _sum_words(self, received: torch.Tensor) -> torch.Tensor:
@@ -282,15 +259,23 @@ class CompressedAllReduce(Message):
             total.add_(word)
         return total.div_(len(words)) if self._reduction.op == Average else total
 
-    def _keep_lost(self, residual: torch.Tensor, code: torch.Tensor) -> None:
-        """Turn what was encoded into what that has lost."""
+    def _encode_values(
+        self, values: torch.Tensor, residual: torch.Tensor | None, code: torch.Tensor
+    ) -> None:
+        """Encode values with what was lost before, if that is kept, and keep what this loses."""
+        if residual is None:
+            self._codec.encode(values, code)
+            return
+        for lost, value in blocks(residual, values):
+            lost.add_(value)
+        self._codec.encode(residual, code)
         self._codec.add(code, residual, factor=-1.0)
         for (lost,) in blocks(residual):
             lost.nan_to_num_(0.0, 0.0, 0.0)
 
-    def _code(self, row: torch.Tensor, part: _Slice) -> torch.Tensor:
-        """Return the part of a row that holds the encoded values of a slice."""
-        return row[self._word_bytes :][: self._codec.nbytes(part.numel)]
+    def _code(self, row: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Return the part of a row that holds these values, encoded."""
+        return row[self._word_bytes :][: self._codec.nbytes(values.numel())]
 
 
 def message_for(
@@ -301,42 +286,30 @@ def message_for(
     feedback: Feedback | None = None,
 ) -> Message:
     """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec."""
-    values, words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
     codec = codec_for(reduction.compression, flat.dtype)
-    message: Message
     if codec is not None:
-        message = CompressedAllReduce(reduction, flat, name, codec, exact, feedback)
-    elif not exact or is_horovods(reduction.compression):
-        message = AllReduce(reduction, flat, name)
-    else:  # a compressor of the user's may round the exact elements to zero
-        plain = replace(reduction, compression=Compression.none, weights=())
-        if not values.numel():
-            return message_for(plain, words, name, exact)
-        apart = message_for(plain, words, f"{name}.words", exact)
-        message = InTwo(AllReduce(reduction, values, name), apart)
-    return message if reduction.factor == 1.0 else Scaled(message, values, reduction.factor)
+        return CompressedAllReduce(reduction, flat, name, codec, exact, feedback)
+    if not exact or is_horovods(reduction.compression):
+        return AllReduce(reduction, flat, name, exact)
+    # A compressor of the user's may round the exact elements to zero.
+    values, words = flat[: flat.numel() - exact], flat[flat.numel() - exact :]
+    plain = replace(reduction, compression=Compression.none, weights=())
+    if not values.numel():
+        return message_for(plain, words, name, exact)
+    apart = message_for(plain, words, f"{name}.words", exact)
+    return InTwo(AllReduce(reduction, values, name), apart)
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """What one rank sums of a buffer."""
-
-    start: int
-    numel: int
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.start : self.start + self.numel]
-
-
-def _slices(numel: int, workers: int, chunk: int) -> list[_Slice]:
+def _slices(numel: int, workers: int, chunk: int) -> list[slice]:
     """Cut a buffer into equal slices of whole chunks; the last ones may be shorter, or empty.
 
-    >>> [part.numel for part in _slices(1000, 3, 256)], [p.numel for p in _slices(1, 3, 256)]
-    ([512, 488, 0], [1, 0, 0])
+    >>> _slices(1000, 3, 256), _slices(1, 2, 256)
+    ([slice(0, 512, None), slice(512, 1000, None), slice(1000, 1000, None)], \
+[slice(0, 1, None), slice(1, 1, None)])
     """
     size = -(-numel // (chunk * workers)) * chunk
-    starts = [min(rank * size, numel) for rank in range(workers)]
-    return [_Slice(start, min(size, numel - start)) for start in starts]
+    ends = [min(rank * size, numel) for rank in range(workers + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def _check(
@@ -372,3 +345,68 @@ def _take_from_horovod(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
         follow_horovod(tensor)
+
+
+class CommunicationThread:
+    """Advances all messages, one phase at a time; the first one starts the thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: list[CompressedAllReduce] = []
+        self._moving: list[CompressedAllReduce] = []
+        self._halting = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, message: CompressedAllReduce) -> None:
+        """Advance a message to its end; returns at once."""
+        with self._changed:
+            self._queue.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hvd_pipe", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def halt(self) -> None:
+        """End the thread before Horovod and Python do, and with it what is still in flight.
+
+        A daemon thread that is inside C++ when Python ends would end the process with an abort.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._halting = True
+            self._changed.notify()
+        thread.join()
+        for message in (*self._queue, *self._moving):
+            message.end(HvdPipeError("Horovod was shut down while this message was in flight."))
+        self._queue, self._moving = [], []
+        self._thread, self._halting = None, False
+
+    def _run(self) -> None:
+        busy = False
+        while True:
+            with self._changed:
+                if not (busy or self._queue or self._halting):
+                    self._changed.wait(POLL_S if self._moving else None)
+                if self._halting:
+                    return
+                queue, self._queue = self._queue, []
+            self._moving += [message for message in queue if message.advance()]
+            busy = self._advance_one()
+
+    def _advance_one(self) -> bool:
+        """Take one message into its next phase, so that new ones wait for no more than that."""
+        older: set[Feedback] = set()
+        for message in self._moving:
+            if message.feedback not in older and message.ready():
+                if not message.advance():
+                    self._moving.remove(message)
+                return True
+            if message.feedback is not None:
+                older.add(message.feedback)
+        return False
+
+
+communication_thread = CommunicationThread()
+pending.before_shutdown(communication_thread.halt)

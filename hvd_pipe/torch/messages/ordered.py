@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,63 +35,27 @@ PATIENCE_S = 10.0  # for the thread to leave what it does, in `Sender.close`
 
 
 class Sender:
-    """Sends a round of messages in its order, in a thread of its own.
-
-    Args:
-        messages: What travels, in the order of sending. Every round sends each of them once.
-        device: Where the messages lie; None for the host's memory.
-    """
-
-    def __init__(self, messages: Sequence[Message], device: torch.device | None = None) -> None:
-        self.first = messages[0]
-        self._round = _Round(messages, device or torch.device("cpu"))
-        self._close = weakref.finalize(self, _Round.close, self._round)
-        _running.add(self._round)
-
-    def ready(self, place: int) -> None:
-        """Let the message at this place of the order leave, once those before it have left."""
-        self._round.ready(place)
-
-    def wait(self, places: Sequence[int]) -> None:
-        """Block until these messages are reduced."""
-        self._round.wait(places)
-
-    def arrived(self, places: Sequence[int]) -> bool:
-        """Return whether these messages are reduced."""
-        return self._round.arrived(places)
-
-    def restart(self) -> None:
-        """Begin the next round; all messages of the last one have arrived."""
-        self._round.restart()
-
-    @property
-    def seconds(self) -> Mapping[int, float]:
-        """By place, the least time of all rounds that a message has kept the link busy."""
-        return self._round.seconds
-
-    def close(self) -> None:
-        """End the thread; what has not left stays."""
-        self._close()
-
-
-class _Round:
-    """The thread and what it knows; it does not keep the `Sender` alive."""
+    """Sends a round of messages in their order, in a thread of its own."""
 
     def __init__(self, messages: Sequence[Message], device: torch.device) -> None:
-        self._messages, self._device = messages, device
+        self.messages, self._device = messages, device
         self._changed = threading.Condition()
         self._ready: dict[int, torch.cuda.Event | None] = {}
         self._left = 0
         self._flying: list[int] = []
         self._done: set[int] = set()
+        self._waited: set[int] = set()
         self._error: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._sent: dict[int, float] = {}
         self._free = 0.0
         self.seconds: dict[int, float] = {}
+        """By place, the least time of all rounds that a message has kept the link busy."""
+        _running.add(self)
 
     def ready(self, place: int) -> None:
+        """Let the message at this place of the order leave, once those before it have left."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.current_stream(self._device).record_event()
@@ -108,23 +72,26 @@ class _Round:
         return self._done.issuperset(places)
 
     def wait(self, places: Sequence[int]) -> None:
-        if self._done.issuperset(places) and self._error is None:
-            return
-        with waiting_for(f"messages {list(places)} of a plan"), self._changed:
-            while not self._done.issuperset(places) and self._error is None and not self._closed:
-                self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        if not self._done.issuperset(places):
-            raise HvdPipeError("Horovod was shut down while gradients were in flight.")
-
-    def restart(self) -> None:
-        with self._changed:
-            self._ready.clear()
-            self._done.clear()
-            self._left = 0
+        """Block until these messages are reduced; the round is over with the last of all."""
+        if not self._done.issuperset(places) or self._error is not None:
+            with waiting_for(f"messages {list(places)} of a plan"), self._changed:
+                self._changed.wait_for(
+                    lambda: self._done.issuperset(places) or self._error or self._closed
+                )
+            if self._error is not None:
+                raise self._error
+            if not self._done.issuperset(places):
+                raise HvdPipeError("Horovod was shut down while gradients were in flight.")
+        self._waited.update(places)
+        if len(self._waited) == len(self.messages):
+            with self._changed:
+                self._ready.clear()
+                self._done.clear()
+                self._waited.clear()
+                self._left = 0
 
     def close(self) -> None:
+        """End the thread; what has not left stays."""
         thread = self._thread
         with self._changed:
             self._closed = True
@@ -164,10 +131,10 @@ class _Round:
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
             self._sent[place] = time.monotonic()
-            self._messages[place].launch()
+            self.messages[place].launch()
             self._flying.append(place)
             return True
-        arrived = [place for place in self._flying if self._messages[place].arrived]
+        arrived = [place for place in self._flying if self.messages[place].arrived]
         for place in arrived:
             self._flying.remove(place)
         if arrived:
@@ -212,9 +179,7 @@ class OrderedMessages:
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
         self._made: list[OrderedMessage] = []
-        self._device = torch.device("cpu")
         self._sender: Sender | None = None
-        self._waited: set[OrderedMessage] = set()
 
     def make(
         self,
@@ -228,66 +193,28 @@ class OrderedMessages:
 
         What is ``exact`` travels with the last piece.
         """
-        self._device = flat.device
         values = flat.numel() - exact
         count = min(self._order.count(len(self._made)), max(values, 1))
         codec = codec_for(reduction.compression, flat.dtype)
         if feedback is None and codec is not None and codec.error_feedback:
             feedback = Feedback.of(flat)
-        ends = [round(values * (i + 1) / count) for i in range(count)]
-        pieces, sizes, start = [], [], 0
-        for i, end in enumerate(ends):
-            last = i == count - 1
+        message = OrderedMessage(self, flat.device, feedback)
+        start = 0
+        for i in range(count):
+            last, end = i == count - 1, round(values * (i + 1) / count)
             part = slice(start, end + exact if last else end)
             own = feedback and Feedback(feedback.sent[part], feedback.reduced[part])
             label = name if count == 1 else f"{name}-{i}"
-            pieces.append(message_for(reduction, flat[part], label, exact if last else 0, own))
-            sizes.append((end - start) * flat.element_size())
+            piece = message_for(reduction, flat[part], label, exact if last else 0, own)
+            message.pieces.append(piece)
+            message.sizes.append((end - start) * flat.element_size())
             start = end
-        message = OrderedMessage(pieces, sizes, feedback, self)
         self._made.append(message)
         return message
 
-    def launch(self, message: OrderedMessage) -> None:
-        """Let a message leave in its turn."""
-        sender = self._sending()
-        for place in message.places:
-            sender.ready(place)
-
-    def wait(self, message: OrderedMessage) -> None:
-        """Block until it is reduced; the round is over with the last of all."""
-        sender = self._sending()
-        sender.wait(message.places)
-        self._waited.add(message)
-        if len(self._waited) == len(self._made):
-            self._waited.clear()
-            sender.restart()
-
-    def arrived(self, message: OrderedMessage) -> bool:
-        """Return whether it is reduced."""
-        return self._sending().arrived(message.places)
-
-    def meet(self) -> None:
-        """Meet under the name of what leaves first: other ranks send no more until it arrives."""
-        self._sending().first.meet()
-
-    def seconds(self) -> list[tuple[int, float]]:
-        """Return the bytes of each message, before compression, and how long the link was busy."""
-        if self._sender is None:
-            return []
-        sizes = {
-            place: size
-            for message in self._made
-            for place, size in zip(message.places, message.sizes, strict=True)
-        }
-        return [(sizes[place], seconds) for place, seconds in self._sender.seconds.items()]
-
-    def close(self) -> None:
-        """Send nothing more."""
-        if self._sender is not None:
-            self._sender.close()
-
-    def _sending(self) -> Sender:
+    @property
+    def sender(self) -> Sender:
+        """What sends them; by its first use, all have been made."""
         if self._sender is None:
             left = [list(message.pieces) for message in self._made]
             messages: list[Message] = []
@@ -295,29 +222,36 @@ class OrderedMessages:
                 if left[bucket]:
                     self._made[bucket].places.append(len(messages))
                     messages.append(left[bucket].pop(0))
-            self._sender = Sender(messages, self._device)
+            self._sender = Sender(messages, self._made[-1].device)
+            weakref.finalize(self, self._sender.close)
         return self._sender
+
+    def seconds(self) -> list[tuple[int, float]]:
+        """Return the bytes of each message, before compression, and how long the link was busy."""
+        seconds = {} if self._sender is None else self._sender.seconds
+        return [
+            (size, seconds[place])
+            for message in self._made
+            for place, size in zip(message.places, message.sizes, strict=False)
+            if place in seconds
+        ]
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._sender is not None:
+            self._sender.close()
 
 
 class OrderedMessage(Message):
-    """A buffer that travels in one or more pieces, each when its turn has come.
-
-    Args:
-        pieces: The messages of its pieces.
-        sizes: Their bytes, before compression.
-        feedback: The residuals of all of it.
-        messages: What sends them.
-    """
+    """A buffer that travels in one or more pieces, each when its turn has come."""
 
     def __init__(
-        self,
-        pieces: Sequence[Message],
-        sizes: Sequence[int],
-        feedback: Feedback | None,
-        messages: OrderedMessages,
+        self, messages: OrderedMessages, device: torch.device, feedback: Feedback | None
     ) -> None:
-        self.sizes = sizes
-        self.pieces, self.feedback, self._messages = pieces, feedback, messages
+        self._messages, self.device, self.feedback = messages, device, feedback
+        self.pieces: list[Message] = []
+        self.sizes: list[int] = []
+        """The bytes of the pieces, before compression."""
         self.places: list[int] = []
         """Where the pieces stand in the order."""
         self._launched = False
@@ -328,18 +262,19 @@ class OrderedMessage(Message):
 
     @property
     def arrived(self) -> bool:
-        return not self._launched or self._messages.arrived(self)
+        return not self._launched or self._messages.sender.arrived(self.places)
 
     # Architecture: F1
     def launch(self) -> None:
-        self._launched = True
-        self._messages.launch(self)
+        self._launched, sender = True, self._messages.sender
+        for place in self.places:
+            sender.ready(place)
 
     # Architecture: F7
     def wait(self) -> None:
         if not self._launched:
             return
-        self._messages.wait(self)
+        self._messages.sender.wait(self.places)
         self._launched = False
         for piece in self.pieces:
             piece.wait()
@@ -349,15 +284,16 @@ class OrderedMessage(Message):
             piece.drop_foreign_residuals()
 
     def meet(self) -> None:
-        self._messages.meet()
+        # Under the name of what leaves first: other ranks send no more until it arrives.
+        self._messages.sender.messages[0].meet()
 
 
-_running: weakref.WeakSet[_Round] = weakref.WeakSet()
+_running: weakref.WeakSet[Sender] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for each in list(_running):
-        each.close()
+    for sender in list(_running):
+        sender.close()
 
 
 pending.before_shutdown(_close_all)

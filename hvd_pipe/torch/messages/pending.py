@@ -45,7 +45,8 @@ from hvd_pipe.runtime.watch.waits import sleep_between_polls, waiting_for
 PATIENCE_S = 30.0
 
 _handles: set[int] = set()
-_operations: set[threading.Event] = set()
+operations: set[threading.Event] = set()
+"""The ends of operations of several messages that nobody has waited for."""
 _endings: list[Callable[[], None]] = []
 
 
@@ -64,7 +65,7 @@ def wait(handle: int) -> Any:
             _sleep_until_arrived(handle)
             return _synchronize(handle)
     except HorovodInternalError as error:
-        apart = error if _says_apart(error) else _gone_apart()
+        apart = error if _MISMATCH in str(error) else _gone_apart()
         forget()
         if apart is None:
             raise
@@ -97,10 +98,6 @@ def explaining() -> Iterator[None]:
             raise
 
 
-def _says_apart(error: HorovodInternalError) -> bool:
-    return "ismatched" in str(error)
-
-
 def _gone_apart() -> HorovodInternalError | None:
     """Return what Horovod has said of ranks that have gone apart, if nobody has heard it yet."""
     for handle in () if is_elastic() else tuple(_handles):
@@ -109,11 +106,12 @@ def _gone_apart() -> HorovodInternalError | None:
             try:
                 _synchronize(handle)
             except HorovodInternalError as error:
-                if _says_apart(error):
+                if _MISMATCH in str(error):
                     return error
     return None
 
 
+_MISMATCH = "ismatched"  # in Horovod's words
 _APART = (
     "ranks have sent different things at the same step: on one of them alone synchronize() was "
     "called, parameters have joined (add_param_group, requires_grad), a state was loaded, or all "
@@ -138,20 +136,10 @@ def known() -> tuple[int, ...]:
     return tuple(mpi_ops._handle_map)
 
 
-def follow(done: threading.Event) -> None:
-    """Remember an operation of several messages until it is `finished`; ``done`` is its end."""
-    _operations.add(done)
-
-
-def finished(done: threading.Event) -> None:
-    """Forget an operation that was waited for."""
-    _operations.discard(done)
-
-
 def forget() -> None:
     """Wait for nothing that was sent: after a failure it may never arrive."""
     _handles.clear()
-    _operations.clear()
+    operations.clear()
 
 
 def before_shutdown(end: Callable[[], None]) -> None:
@@ -163,10 +151,10 @@ def complete_all(limit_s: float = float("inf")) -> None:
     """Block until all that was sent has been reduced, or the time is over."""
     end = time.monotonic() + limit_s
     with waiting_for("all that was sent"):
-        while (_handles or _operations) and time.monotonic() < end:
+        while (_handles or operations) and time.monotonic() < end:
             # Another thread, in `wait`, may take from these sets meanwhile, or clear them.
             _handles.difference_update([handle for handle in tuple(_handles) if poll(handle)])
-            _operations.difference_update([done for done in tuple(_operations) if done.is_set()])
+            operations.difference_update([done for done in tuple(operations) if done.is_set()])
             time.sleep(0.001)
 
 
@@ -175,7 +163,7 @@ def settle() -> bool:
 
     Not after an exception: the others then wait for this rank, which must go.
     """
-    if (_handles or _operations) and not is_failing():
+    if (_handles or operations) and not is_failing():
         if not is_elastic():  # there, workers that change are no end
             warnings.warn(
                 "training ended with averages in flight: call optimizer.synchronize() after the "
@@ -184,7 +172,7 @@ def settle() -> bool:
                 stacklevel=2,
             )
         complete_all(PATIENCE_S)
-    whole = not (_handles or _operations)
+    whole = not (_handles or operations)
     forget()
     for end in _endings:
         end()
@@ -192,13 +180,8 @@ def settle() -> bool:
 
 
 @functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of a device in which hvd_pipe does its own work."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, reads: bool = False) -> torch.cuda.Stream:
+    """Return the one stream of a device in which hvd_pipe does its own work, or reads."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -219,7 +202,7 @@ def host_values(tensor: torch.Tensor, settled: bool) -> list[float]:
     """Return the elements; the host waits for them, and for nothing that does not write them."""
     if not tensor.is_cuda:
         return [float(value) for value in tensor.tolist()]
-    stream = _reading_stream(tensor.device)
+    stream = side_stream(tensor.device, reads=True)
     if not (settled and done_is_done()):
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):

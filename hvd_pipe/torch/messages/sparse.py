@@ -8,12 +8,13 @@ found one, and all ranks gather after that round. Later buckets have no room for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from horovod.torch.mpi_ops import Average, allgather_async
 
 from hvd_pipe.runtime import check_mode
-from hvd_pipe.runtime.timeline import NOT_SHOWN
+from hvd_pipe.runtime.timeline import NOT_SHOWN, PendingOperation
 from hvd_pipe.torch.agree import gather
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -23,12 +24,8 @@ from hvd_pipe.torch.messages.allreduce import Reduction, sendable
 class SparseGradients:
     """The sparse gradients of one round.
 
-    Args:
-        parameters: All parameters, in an order that all ranks share.
-        reduction: How gradients are reduced.
-        tag: Begins the messages' names.
-        known: Indices of the parameters that all ranks know to be sparse; this adds to them. None
-            sends all gradients as dense ones.
+    ``known`` are the indices of the parameters that all ranks know to be sparse; this adds to
+    them. None sends all gradients as dense ones. Average or Sum apply, compressors do not.
     """
 
     def __init__(
@@ -40,7 +37,7 @@ class SparseGradients:
     ) -> None:
         self._parameters, self._reduction, self._tag = parameters, reduction, tag
         self.known = known
-        self._gathers: dict[int, SparseGather] = {}
+        self._gathers: dict[int, _Gather] = {}
         self.found: dict[int, torch.Tensor] = {}
         """This rank's gradients of which the others do not know, by index."""
         self.gathered: dict[int, torch.Tensor] = {}
@@ -71,11 +68,6 @@ class SparseGradients:
         self.known.update(indices)
         self.found.clear()
 
-    def complete(self) -> None:
-        """Block until all that was sent is in `gathered`."""
-        for index, gathering in self._gathers.items():
-            self.gathered[index] = gathering.wait()
-
     def end_round(self) -> None:
         """Forget what was sent, and be ready for the next round."""
         self._gathers.clear()
@@ -86,64 +78,53 @@ class SparseGradients:
             kept.clear()
 
     def _send(self, index: int, gradient: torch.Tensor | None) -> None:
-        name = f"{self._tag}.sparse.{index}"
-        self._gathers[index] = SparseGather(
-            self._parameters[index], gradient, self._reduction, name
-        )
-
-
-class SparseGather:
-    """One sparse gradient on its way; a rank that has none takes part with no entries.
-
-    Args:
-        parameter: Whose gradient it is.
-        gradient: This rank's, or None.
-        reduction: Average or Sum, over which ranks. Compressors do not apply.
-        name: The same on all ranks, unique among what is in flight.
-    """
-
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor | None,
-        reduction: Reduction,
-        name: str,
-    ) -> None:
-        own = _sparse(parameter, gradient).coalesce()
-        self._size, self._dtype = own.size(), own.dtype
-        self._reduction = reduction
-        self._parts = [own.indices().t().contiguous(), own.values().contiguous()]
-        self._handles: list[int] = []
-        self._operation = NOT_SHOWN
+        """Start to gather a gradient; a rank that has none takes part with no entries."""
+        own = _sparse(self._parameters[index], gradient).coalesce()
+        parts = [own.indices().t().contiguous(), own.values().contiguous()]
+        self._gathers[index] = gathering = _Gather(own.size(), own.dtype, parts)
+        reduction, name = self._reduction, f"{self._tag}.sparse.{index}"
         if reduction.alone:
             return
         check_mode.active.delay()
         begun = timeline.active.moment()
-        for part, what in zip(self._parts, ("indices", "values"), strict=True):
+        for part, what in zip(parts, ("indices", "values"), strict=True):
             with pending.explaining():
                 handle = allgather_async(
                     sendable(part), f"{name}.{what}", process_set=reduction.process_set
                 )
-            self._handles.append(pending.sent(handle))
+            gathering.handles.append(pending.sent(handle))
             # An all-gather moves half of what an all-reduce of the gathered bytes would.
             reduction.traffic.add(part.nbytes * reduction.workers // 2, reduction.workers)
-        nbytes = sum(part.nbytes for part in self._parts)
-        self._operation = timeline.active.launched(name, nbytes, self._handles[-1], begun=begun)
+        nbytes = sum(part.nbytes for part in parts)
+        gathering.operation = timeline.active.launched(name, nbytes, handle, begun=begun)
 
-    def wait(self) -> torch.Tensor:
-        """Block until all entries are here; return the reduced gradient."""
-        if self._handles:
-            check_mode.active.delay()
-            self._parts = [pending.wait(handle) for handle in self._handles]
-            self._handles.clear()
-            self._operation.complete()
-        indices, values = self._parts
-        if values.dtype != self._dtype:
-            values = values.view(self._dtype)
-        if self._reduction.op == Average:
-            values = values / self._reduction.workers
-        whole = torch.sparse_coo_tensor(indices.t(), values, self._size, check_invariants=False)
-        return whole.coalesce()
+    def complete(self) -> None:
+        """Block until all that was sent is in `gathered`."""
+        for index, gathering in self._gathers.items():
+            if gathering.handles:
+                check_mode.active.delay()
+                gathering.parts = [pending.wait(handle) for handle in gathering.handles]
+                gathering.handles.clear()
+                gathering.operation.complete()
+            indices, values = gathering.parts
+            if values.dtype != gathering.dtype:
+                values = values.view(gathering.dtype)
+            if self._reduction.op == Average:
+                values = values / self._reduction.workers
+            self.gathered[index] = torch.sparse_coo_tensor(
+                indices.t(), values, gathering.size, check_invariants=False
+            ).coalesce()
+
+
+@dataclass
+class _Gather:
+    """One sparse gradient on its way: this rank's indices and values, then those of all ranks."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    parts: list[torch.Tensor]
+    handles: list[int] = field(default_factory=list)
+    operation: PendingOperation = NOT_SHOWN
 
 
 def _sparse(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

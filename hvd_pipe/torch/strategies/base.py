@@ -31,9 +31,8 @@ from hvd_pipe.torch.agree import check_alike
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
-from hvd_pipe.torch.messages.allreduce import Message, Reduction
+from hvd_pipe.torch.messages.allreduce import Message, Reduction, of_all_ranks
 from hvd_pipe.torch.messages.control_flags import RAISED, Changes
-from hvd_pipe.torch.messages.saved import of_all_ranks
 from hvd_pipe.torch.parameters import check_parameter
 from hvd_pipe.torch.pending_tensors import Settle, hold, release
 from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe

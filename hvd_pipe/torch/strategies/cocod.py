@@ -32,8 +32,7 @@ from hvd_pipe.strategy import CoCoD
 from hvd_pipe.torch.agree import agreement, check_alike
 from hvd_pipe.torch.checking import compare_replicas
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction, Traffic
-from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.saved import residuals_of, restore_residuals
+from hvd_pipe.torch.messages.buckets import BucketSet, residuals_of, restore_residuals
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.model_average import (
     IN_FLIGHT,

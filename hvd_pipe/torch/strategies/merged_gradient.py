@@ -49,13 +49,9 @@ from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.measuring.step_times import ReadyTimes
-from hvd_pipe.torch.messages.buckets import BucketSet
+from hvd_pipe.torch.messages.allreduce import of_all_ranks
+from hvd_pipe.torch.messages.buckets import BucketSet, residuals_of, restore_residuals
 from hvd_pipe.torch.messages.control_flags import ControlFlags
-from hvd_pipe.torch.messages.saved import (
-    of_all_ranks,
-    residuals_of,
-    restore_residuals,
-)
 from hvd_pipe.torch.strategies.base import Engine
 from hvd_pipe.torch.strategies.settings import Settings, State
 

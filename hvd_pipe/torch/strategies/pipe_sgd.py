@@ -34,10 +34,10 @@ from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import PipeSGD
 from hvd_pipe.torch.agree import largest
-from hvd_pipe.torch.messages.buckets import BucketSet
-from hvd_pipe.torch.messages.saved import (
+from hvd_pipe.torch.messages.allreduce import of_all_ranks
+from hvd_pipe.torch.messages.buckets import (
+    BucketSet,
     gradients_of,
-    of_all_ranks,
     own_gradients_of,
     residuals_of,
     restore_gradients,
