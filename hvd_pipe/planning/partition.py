@@ -17,16 +17,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from hvd_pipe.planning._search import (
-    Cuts,
-    GivenSearch,
-    Leaf,
-    Level,
-    Memory,
-    Search,
-    find_cuts,
-    replicated,
-)
+from hvd_pipe.planning._search import Cuts, Leaf, Level, Memory, Search, find_cuts, replicated
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, Stage
@@ -129,23 +120,28 @@ def partition(
         replicas = _given(replicas, network, straight, use_fewer)
     cuts = find_cuts(profile, max_states)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
-    searches: list[Search]
-    if replicas is not None:
-        searches = [GivenSearch(cuts, network[0], memory, memory_bytes, replicas)]
-    else:
+    networks = [network]
+    if replicas is None:
         _affordable(len(cuts.compute), network)
-        parts = _smaller(network) if use_fewer else [network]
-        searches = [Search(cuts, part, memory, memory_bytes, straight) for part in parts]
+    if use_fewer:
+        *inner, outer = network
+        used = range(1, outer.components + 1)
+        networks = [[*inner, Level(n, outer.bandwidth, outer.latency)] for n in used]
+    searches = [Search(cuts, part, memory, memory_bytes, straight, replicas) for part in networks]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
         _refuse(searches, profile)
     stages, in_flight = _stages(profile, cuts, search.stages(), memory)
+    data_parallel_s = float(cuts.compute[-1])
+    for level in network:
+        whole = replicated(level, level.components, data_parallel_s, cuts.parameters[-1])
+        data_parallel_s = float(whole)
     return Partition(
         stages=stages,
         workers=math.prod(level.components for level in network),
         period_s=search.best,
         single_s=float(cuts.compute[-1]),
-        data_parallel_s=_data_parallel(cuts, network),
+        data_parallel_s=data_parallel_s,
         convention="paper",
         in_flight=in_flight,
         exact=cuts.exact,
@@ -183,29 +179,12 @@ def _stages(
     return tuple(stages), tuple(in_flight)
 
 
-def _data_parallel(cuts: Cuts, network: Sequence[Level]) -> float:
-    """Seconds per minibatch with the whole model on every worker, level by level."""
-    time = float(cuts.compute[-1])
-    for level in network:
-        time = float(replicated(level, level.components, time, cuts.parameters[-1]))
-    return time
-
-
-def _smaller(network: list[Level]) -> list[list[Level]]:
-    """The network with 1, 2, ... of its outermost components."""
-    *inner, outer = network
-    return [
-        [*inner, Level(used, outer.bandwidth, outer.latency)]
-        for used in range(1, outer.components + 1)
-    ]
-
-
 def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
     """Says why there is no partition at all."""
     search = searches[-1]
     workers = math.prod(level.components for level in search.levels)
     least = min(search.for_memory().best for search in searches)
-    if isinstance(search, GivenSearch) and not math.isfinite(least):
+    if search.replicas is not None and not math.isfinite(least):
         raise ValueError(
             f"replicas = {search.replicas} are {len(search.replicas)} stages, each of which needs "
             f"a layer: there are {len(profile.layers)} layers in {search.count - 1} places to "
