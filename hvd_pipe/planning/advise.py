@@ -24,17 +24,7 @@ from hvd_pipe.planning.methods import (
     parse,
     spell,
 )
-from hvd_pipe.planning.pipeline_cost import (
-    PipelineCost,
-)
-from hvd_pipe.planning.pipeline_plans import (
-    Offer,
-    divider,
-    fastest,
-    offer_of,
-    plans_of,
-    slack_of,
-)
+from hvd_pipe.planning.pipeline_plans import Offer, PipelineCost, Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import mode_named
 from hvd_pipe.planning.simulate import simulate
@@ -194,13 +184,12 @@ def pipeline_rows(
     plans: list[Partition] = []
     fitting = False
     for mode in ADVISED_MODES:
-        divide = divider(profile, cluster, mode, training.optimizer_ratio)
+        search = Planner(profile, cluster, mode, training.optimizer_ratio)
         # Without a limit of memory, plans do not depend on the versions that a mode keeps.
         if mode == ADVISED_MODES[0] or cluster.memory_bytes is not None:
-            plans = plans_of(divide, cluster, reasons)
+            plans = search.candidates(reasons)
         fitting = fitting or bool(plans)
-        offer = partial(offer_of, profile, cluster, mode, training.optimizer_ratio)
-        best = fastest(offer, plans, slack_of(divide, cluster, mode), cluster, slowest_s)
+        best = search.fastest(plans, search.divide, slowest_s)
         if best is not None:
             rows.append(_pipeline_row(profile, cluster, best, training))
     if rows:
@@ -290,8 +279,6 @@ def _plan(name: str, offer: Offer, workers: int) -> PipelinePlan:
     cost = offer.cost
     cut = f", microbatches={cost.microbatches}" if cost.microbatches > 1 else ""
     cut += f", in_transit={offer.plan.in_transit}" if offer.plan.in_transit else ""
-    # Of as many minibatches of one worker each, data parallelism sends for n of them at once.
-    parallel = cost.data_parallel_bytes * cost.microbatches
     return PipelinePlan(
         plan=name,
         replicas=offer.plan.replicas,
@@ -301,7 +288,7 @@ def _plan(name: str, offer: Offer, workers: int) -> PipelinePlan:
         memory_bytes=cost.memory_bytes,
         versions=tuple(one.versions for one in cost.held),
         staleness=tuple(one.staleness for one in cost.held),
-        saved=1.0 - cost.wire_bytes / parallel if parallel else 0.0,
+        saved=cost.saved(cost.microbatches),
         paste=f'PipeDream(model, loss_fn, optimizer_fn, plan="{name}", mode="{cost.mode}"{cut})',
     )
 

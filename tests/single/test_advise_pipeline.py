@@ -16,7 +16,7 @@ from hvd_pipe.planning import stability
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_cost import pipeline_cost
+from hvd_pipe.planning.pipeline_plans import pipeline_cost
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.stability import delayed_rate
 from hvd_pipe.planning.stages import parse_replicas
@@ -84,7 +84,7 @@ def test_a_row_is_what_its_plan_costs() -> None:
     assert row.samples_per_s == pytest.approx(128 / cost.period_s)
     assert row.speedup == pytest.approx(model.compute_s / cost.period_s)
     assert row.pipeline.memory_bytes == cost.memory_bytes
-    assert row.pipeline.saved == pytest.approx(cost.saved)
+    assert row.pipeline.saved == pytest.approx(cost.saved())
     assert (row.pipeline.staleness, row.pipeline.versions) == ((1, 0), (2, 1))
     assert (row.staleness, row.identical, row.exact, row.usable) == (1, True, False, True)
     assert row.pipeline.paste == (

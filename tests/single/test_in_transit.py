@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
 from collections import Counter
 from dataclasses import replace
@@ -17,13 +16,16 @@ from hvd_pipe.cli.main import main
 from hvd_pipe.planning import pipeline_plans
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_cost import pipeline_cost
-from hvd_pipe.planning.pipeline_plans import MOST_IN_TRANSIT, REACHED, best_plan, scheduled
+from hvd_pipe.planning.pipeline_plans import (
+    MOST_IN_TRANSIT,
+    REACHED,
+    best_plan,
+    pipeline_cost,
+    scheduled,
+)
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate_pipeline import PipelineSimulation, simulate_partition
 from hvd_pipe.planning.stages import Partition
-
-pipeline_cost_module = importlib.import_module("hvd_pipe.planning.pipeline_cost")
 
 DATA = Path(__file__).parents[1] / "data"
 GNMT = ModelProfile.read(DATA / "gnmt.graph.txt")
@@ -113,8 +115,7 @@ class Simulations:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[object] = Counter()
-        for module in (pipeline_plans, pipeline_cost_module):
-            monkeypatch.setattr(module, "simulate_partition", self.simulate)
+        monkeypatch.setattr(pipeline_plans, "simulate_partition", self.simulate)
 
     def simulate(self, plan: Partition, *others: Any, **options: Any) -> PipelineSimulation:
         layers = tuple(stage.layers for stage in plan.stages)
