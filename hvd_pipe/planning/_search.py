@@ -92,27 +92,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Cuts:
-    """N cuts in a topological order; the first has no layer before it, the last all L of them.
+    """N cuts in a topological order; the first has no layer before it, the last all L of them."""
 
-    Args:
-        members: (N, L) bool, which layers lie before a cut.
-        inside: (N, N) bool, ``inside[i, j]``: all that lies before cut i, and not that alone,
-            lies before cut j; then i < j.
-        compute: (N,) seconds of the layers before a cut, forward, backward and update.
-        parameters: (N,) bytes of their parameters.
-        held: (N,) bytes that they keep from forward to backward: their ``saved_bytes`` where
-            those are known, else their outputs.
-        crossing: (N,) bytes of those outputs that layers after the cut use.
-        exact: no cut of the model is missing.
-    """
-
-    members: npt.NDArray[np.bool_]
-    inside: npt.NDArray[np.bool_]
-    compute: FloatArray
-    parameters: FloatArray
-    held: FloatArray
-    crossing: FloatArray
-    exact: bool
+    members: npt.NDArray[np.bool_]  # (N, L): which layers lie before a cut
+    inside: npt.NDArray[np.bool_]  # (N, N): before j lies all that does before i, and more: i < j
+    compute: FloatArray  # (N,) seconds of the layers before a cut: forward, backward, update
+    parameters: FloatArray  # (N,) bytes of their parameters
+    held: FloatArray  # (N,) bytes that they keep from forward to backward
+    crossing: FloatArray  # (N,) bytes of those of their outputs that layers after the cut use
+    exact: bool  # no cut of the model is missing
 
 
 def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:

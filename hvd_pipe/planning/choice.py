@@ -24,18 +24,11 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """Medians over steps, in seconds.
+    """Medians over steps, in seconds."""
 
-    Args:
-        before_s: From the end of a step to the first gradient of the next one.
-        ready_s: From the first gradient to each one, by index; one that was not computed is
-            ready with the last.
-        update_s: The user's optimizer.
-    """
-
-    before_s: float
-    ready_s: Sequence[float]
-    update_s: float
+    before_s: float  # from the end of a step to the first gradient of the next one
+    ready_s: Sequence[float]  # from there to each one; one that was not computed: to the last
+    update_s: float  # of the user's optimizer
 
 
 def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
@@ -67,18 +60,7 @@ WORTH = 0.01
 def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
-    """One of each strategy, as it fits.
-
-    Example:
-        >>> from hvd_pipe.planning.methods import spell
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((LayerProfile("fc", 1000, backward_s=0.01),))
-        >>> for method in candidates(model, CommModel.linear(0.025, 0.0)):
-        ...     print(spell(method))
-        merged-gradient
-        pipe-sgd
-        cocod:period=3
-    """
+    """One of each strategy, as it fits."""
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
     return MergedGradient(), PipeSGD(), CoCoD(period=period)
 
@@ -188,11 +170,7 @@ _ORDER = tuple(kind_of(method) for method in (*_EXACT, PipeSGD(), CoCoD()))
 
 
 def least_of(methods: Sequence[Method]) -> Method:
-    """Return the method that changes the mathematics least.
-
-    >>> least_of([CoCoD(), PipeSGD()]).name
-    'pipe-sgd'
-    """
+    """Return the method that changes the mathematics least."""
     return min(methods, key=lambda one: _ORDER.index(kind_of(one)))
 
 

@@ -185,13 +185,7 @@ class CommModel:
     @overload
     def __call__(self, bytes: npt.NDArray[Any]) -> FloatArray: ...
     def __call__(self, bytes: float | npt.NDArray[Any]) -> float | FloatArray:
-        """Seconds that the all-reduce of a message takes.
-
-        Args:
-            bytes: size of one message, or an array of sizes of any shape; not negative.
-
-        Returns:
-            Seconds: a float for a number, a float64 array of the same shape for an array.
+        """Seconds for a message of so many bytes, or a float64 array of them for an array.
 
         Example:
             >>> CommModel.linear(1.0, 0.5)(np.array([[0, 2]])).tolist()
@@ -272,14 +266,8 @@ class CommModel:
     def scaled(self, bytes_factor: float, seconds_factor: float = 1.0) -> CommModel:
         """The model ``T'(x) = seconds_factor * T(bytes_factor * x)``; its starts move along.
 
-        The delay and the relative error stay what they were.
-
-        Args:
-            bytes_factor: what each byte of ``x`` becomes here, positive.
-            seconds_factor: what each second becomes, not negative.
-
-        Raises:
-            ValueError: a factor out of its range.
+        The delay and the relative error stay what they were. The first factor is positive, the
+        second not negative.
 
         Example:
             >>> jump = CommModel(starts=(0, 8192), intercepts=(1e-4, 8e-4), slopes=(1e-8, 3e-9))
@@ -321,12 +309,9 @@ class CommModel:
     def compressed(self, codec: CodecCost) -> CommModel:
         """The model for gradients that travel encoded: ``T(ratio x) + seconds_per_byte x``.
 
-        Coding is counted as a part of the communication: this is exact where one thread codes and
-        sends. Of p phases each carries a p-th of the bytes and has latency and delay of its own:
+        Here x counts bytes before encoding, and one thread codes and sends. Of p phases each
+        carries a p-th of the bytes and has latency and delay of its own:
         ``p T(ratio x / p) + seconds_per_byte x``.
-
-        Args:
-            codec: sizes and times of the codec; ``x`` counts bytes before encoding.
 
         Example:
             >>> half = CodecCost("half", ratio=0.5, seconds_per_byte=1e-9)
@@ -409,10 +394,8 @@ def blocked_ends(
         link    d 1111 d 2222 3333
 
     Args:
-        ready: When each may leave; not decreasing.
-        seconds: That the link carries each.
-        delay: Of a negotiation, in which the link is idle.
-        free: When the thread is.
+        ready, seconds: When each may leave, not decreasing, and how long the link carries it.
+        delay, free: Of a negotiation, in which the link is idle; when the thread is free.
 
     Example:
         >>> blocked_ends([0.0, 2.0, 4.5], [4.0, 4.0, 4.0], delay=1.0)

@@ -56,10 +56,8 @@ def partition(
     ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``.
 
     Memory of a worker: parameters times versions, gradients, optimizer state, and for each
-    minibatch in flight its stage's input and what its layers keep: their ``saved_bytes``, which
-    leave out what a layer gets, or their outputs where those are not known. In flight are
-    ``ceil(workers from this stage on / its replicas)``, in a hierarchy too, where that is counted
-    over the whole pipeline.
+    minibatch in flight its stage's input and what its layers keep (``LayerProfile.held_bytes``).
+    In flight are ``ceil(workers from this stage on / its replicas)``, in the whole pipeline.
 
     Args:
         profile: the model; layers of its ``edges`` None are a chain.
@@ -73,12 +71,10 @@ def partition(
             two (PipeDream-2BW), "flush" one.
         optimizer_bytes_per_parameter_byte: state of the optimizer; 1 for momentum, 2 for Adam.
         use_fewer: leave components of the outermost level idle where that is faster.
-        max_states: cuts of the model to try, at most. One with branches may have very many, and
-            then the parts of it with the most give up cuts (``Partition.exact`` says so): first
-            those within a linear run of a branch, then all but those in the order of the profile,
-            then all. The answer's times are true, but another division may be faster. N cuts on M
-            components of the outermost level take ``N^2 M^2 / 2`` steps, and on m of an inner one
-            ``N^3 m^2 / 12``.
+        max_states: cuts of the model to try, at most. Branches may have very many, and then give
+            up all but those in the order of the profile, or all (``Partition.exact`` says so). The
+            answer's times are true, but another division may be faster. N cuts on M components of
+            the outermost level take ``N^2 M^2 / 2`` steps, on m of an inner one ``N^3 m^2 / 12``.
         replicas: workers of each stage, the first stage first, where these are settled: the best
             cuts for them, on a network of one level. They add up to its workers.
             :func:`hvd_pipe.planning.stages.parse_replicas` reads "3-1".

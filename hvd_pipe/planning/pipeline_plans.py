@@ -46,46 +46,27 @@ _MOST_TURNS = 8  # rounds of unlike replicas, in workers, above which a plan is 
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker holds at most, as its schedule has it.
+    """What a worker holds at most, as its schedule has it."""
 
-    Args:
-        versions: of its weights, the newest among them.
-        in_flight: microbatches that have been forward and not yet backward.
-        staleness: updates that its weights have seen between a gradient's forward pass and its
-            own update.
-    """
-
-    versions: int
-    in_flight: int
-    staleness: int
+    versions: int  # of its weights, the newest among them
+    in_flight: int  # microbatches that have been forward and not yet backward
+    staleness: int  # updates between a gradient's forward pass and its own update
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """What a partition costs in a mode; tuples have an entry a stage.
-
-    Args:
-        mode: of :data:`hvd_pipe.planning.schedule.MODES`.
-        microbatches: of a minibatch; 1 where the mode has none.
-        held: by the worker of a stage that holds the most.
-        memory_bytes: of that worker: weights, gradients, optimizer state, activations.
-        activation_bytes: the last of these.
-        period_s: seconds per minibatch in the steady state.
-        compute_s: seconds per minibatch that the busiest stage computes, shared by its replicas.
-        sent_bytes: bytes that leave each worker of a stage, a minibatch of the whole pipeline.
-        data_parallel_bytes: that leave all workers for a minibatch, were each to hold the model.
-    """
+    """What a partition costs in a mode; tuples have an entry a stage."""
 
     mode: str
-    microbatches: int
-    held: tuple[Held, ...]
-    memory_bytes: tuple[int, ...]
-    activation_bytes: tuple[float, ...]
-    period_s: float
-    compute_s: float
+    microbatches: int  # of a minibatch; 1 where the mode has none
+    held: tuple[Held, ...]  # by the worker of a stage that holds the most
+    memory_bytes: tuple[int, ...]  # of it: weights, gradients, optimizer state, activations
+    activation_bytes: tuple[float, ...]  # the last of these
+    period_s: float  # per minibatch in the steady state
+    compute_s: float  # per minibatch, of the busiest stage, shared by its replicas
     replicas: tuple[int, ...]
-    sent_bytes: tuple[float, ...]
-    data_parallel_bytes: float
+    sent_bytes: tuple[float, ...]  # that leave each worker for a minibatch of the whole pipeline
+    data_parallel_bytes: float  # that leave all workers for one, were each to hold the model
 
     @property
     def wire_bytes(self) -> float:
@@ -122,8 +103,6 @@ def fewest_microbatches(
     Example:
         >>> fewest_microbatches("2bw", (15, 1)), fewest_microbatches("flush", (1, 1), least=8)
         (30, 8)
-        >>> fewest_microbatches("stash", (15, 1))
-        1
     """
     chosen = mode_named(mode)
     if not chosen.coalesces:
@@ -284,8 +263,8 @@ def pipeline_cost(
     for stage, most in zip(partition.stages, stages, strict=True):
         layers = [by_name[name] for name in stage.layers]
         r, w, share = stage.replicas, stage.parameter_bytes, most.in_flight / microbatches
-        kept = sum(layer.held_bytes for layer in layers)
-        kept *= 1 / microbatches if recompute else share
+        part = 1 / microbatches if recompute else share
+        kept = sum(layer.held_bytes for layer in layers) * part
         activations.append(kept + stage.activation_in_bytes * share)
         memory.append(math.ceil(w * (most.versions + 1 + optimizer) + activations[-1]))
         # Each replica makes every update: one a minibatch, or one for a minibatch of each.

@@ -238,13 +238,9 @@ class ModelProfile(Document):
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
-        """The model in a JSON document.
+        """The model in ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
 
-        Of a layer, ``forward_s``, ``activation_bytes``, ``description`` and ``saved_bytes`` may be
-        left out, and of the model all but its layers; they have the defaults of the classes then.
-
-        Args:
-            text: ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
+        What has a default in the classes may be left out.
 
         Raises:
             ValueError: no such document; says which key or layer is wrong.
@@ -299,10 +295,9 @@ class ModelProfile(Document):
     def from_graph(cls, path: str | os.PathLike[str]) -> ModelProfile:
         """The model in a profile of PipeDream (``graph.txt``).
 
-        Its nodes become layers in forward order, without ``Input`` nodes and without sinks
-        ``__getitem__``: see :meth:`Graph.pruned`. The format says neither
-        the batch nor the model, so the name is that of the file, or of its folder where the file
-        is a bare ``graph.txt``.
+        Its nodes become layers in forward order, without those that do no work
+        (:meth:`Graph.pruned`). The name is that of the file, or of its folder where the file is a
+        bare ``graph.txt``.
 
         Raises:
             ValueError: malformed, or a cycle; names the file and the line.

@@ -40,21 +40,13 @@ from hvd_pipe.planning.instructions import (
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a pipeline.
+    """One way to run a pipeline."""
 
-    Args:
-        name: The user's word for it.
-        method: Its schedule, one of :data:`hvd_pipe.planning.schedule.METHODS`.
-        versions: What the planner counts, one of :data:`hvd_pipe.planning.partition.VERSIONS`.
-        coalesces: Whether an update takes a minibatch of several microbatches.
-        synchronous: Whether all stages end a minibatch before the next begins.
-    """
-
-    name: str
-    method: str
-    versions: str
-    coalesces: bool
-    synchronous: bool = False
+    name: str  # the user's word for it
+    method: str  # one of METHODS
+    versions: str  # what the planner counts: `hvd_pipe.planning.partition.VERSIONS`
+    coalesces: bool  # an update takes a minibatch of several microbatches
+    synchronous: bool = False  # all stages end a minibatch before the next begins
 
 
 MODES = {
@@ -96,12 +88,8 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     them where links are not busy all of the time.
 
     Example:
-        >>> [warm_up(stage, [1, 1, 1, 1]) for stage in range(4)]
-        [3, 2, 1, 0]
-        >>> [warm_up(stage, [1, 1, 1, 1], in_transit=1) for stage in range(4)]
-        [6, 4, 2, 0]
-        >>> [warm_up(stage, [15, 1]) for stage in range(2)]
-        [1, 0]
+        >>> [warm_up(s, [1] * 4) for s in range(4)], [warm_up(s, [15, 1]) for s in range(2)]
+        ([3, 2, 1, 0], [1, 0])
 
     Source: PipeDream's runtime, whose num_versions is this plus one, for k = 0.
     """

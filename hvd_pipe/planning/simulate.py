@@ -122,8 +122,8 @@ def simulate(
         trace_workers: whose events the timeline has.
 
     Raises:
-        TypeError, ValueError: an unknown method, a plan of another model, weights of another
-            number of workers, no iterations, or a worker that there is not.
+        TypeError, ValueError: an unknown method, a plan or weights that do not fit, no iterations,
+            or a worker that there is not.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network
@@ -132,8 +132,6 @@ def simulate(
         >>> cluster = Cluster(4, Network(Link(alpha=0.125, beta=0.0)))
         >>> simulate(model, cluster, "wfbp").step_s  # a ring of 4: 6 alpha
         1.5
-        >>> simulate(model, cluster, "pipe-sgd").exposed_s
-        0.0
     """
     method = parse(method)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:

@@ -78,8 +78,7 @@ def step_time(
     Args:
         method: a method or its string, such as ``"cocod:period=8"``.
         profile: the model on one worker.
-        comm: all-reduce time of an uncompressed message.
-        codec: compression of what travels.
+        comm, codec: all-reduce time of an uncompressed message, and compression of what travels.
         node: all-reduce time within a node, for ``within=node``.
 
     Raises:
@@ -89,12 +88,11 @@ def step_time(
         >>> from hvd_pipe.planning.profile import LayerProfile
         >>> layers = (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0))
         >>> net = CommModel.linear(0.5, 1.0)
-        >>> for name in ("conventional", "wfbp", "pipe-sgd", "local-sgd:period=4", "cocod"):
+        >>> for name in ("conventional", "wfbp", "pipe-sgd", "cocod"):
         ...     print(name, step_time(name, ModelProfile(layers), net).total_s)
         conventional 19.0
         wfbp 16.0
         pipe-sgd 12.5
-        local-sgd:period=4 9.125
         cocod 6.0
     """
     method = parse(method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from pathlib import Path
 
@@ -29,12 +28,6 @@ from hvd_pipe.planning.schedule import MODES, schedule
 DATA = Path(__file__).parent.parent / "data"
 MODE_NAMES = tuple(MODES)
 PLANS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(module)
-    assert result.failed == 0
-    assert result.attempted > 0
 
 
 def model(stages: int, **kwargs: float) -> ModelProfile:
@@ -213,25 +206,6 @@ def test_vgg_sends_a_tenth() -> None:
     cost = pipeline_cost(plan, profile, cluster(16, 1.25e9))
     assert plan.config == "15-1"
     assert 0.85 < cost.saved() < 0.95
-
-
-@pytest.mark.parametrize(
-    ("mode", "replicas", "least", "fewest"),
-    [
-        ("stash", (3, 2), 9, 1),
-        ("vertical-sync", (1, 1), 4, 1),
-        ("flush", (3, 2), 1, 6),
-        ("gpipe", (3, 2), 7, 12),
-        ("2bw", (3, 2), 1, 6),
-        ("2bw", (1, 1, 1), 1, 3),
-        ("2bw", (1, 3), 1, 6),
-    ],
-)
-def test_the_fewest_microbatches(
-    mode: str, replicas: tuple[int, ...], least: int, fewest: int
-) -> None:
-    assert fewest_microbatches(mode, replicas, least) == fewest
-    schedule(MODES[mode].method, replicas, 2, fewest)
 
 
 def test_arguments_that_cannot_be() -> None:

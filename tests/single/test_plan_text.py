@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import math
 import re
@@ -14,19 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_partition import BruteForce, check, choices, models
 
-from hvd_pipe.planning import stages
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.stages import parse_replicas
 
 DATA = Path(__file__).parent.parent / "data"
 CHAIN = ModelProfile(tuple(LayerProfile(f"l{at}", 100, 0.5, 0.5, 10) for at in range(3)))
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(stages)
-    assert result.failed == 0
-    assert result.attempted > 0
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
@@ -105,16 +97,6 @@ def test_best_cuts_for_given_replicas(
         tight = math.ceil(least) - 1
         with pytest.raises(ValueError, match=rf"takes {math.ceil(least)} bytes a worker"):
             partition(model, levels, replicas=replicas, memory_bytes=tight, **options)
-
-
-@pytest.mark.parametrize("name", ["vgg16", "alexnet", "gnmt", "resnet50"])
-def test_the_best_replicas_given_back_are_cut_alike(name: str) -> None:
-    model = ModelProfile.read(DATA / f"{name}.graph.txt")
-    for straight in (False, True):
-        best = partition(model, [(4, 1.25e9)], straight=straight)
-        again = partition(model, [(4, 1.25e9)], replicas=best.replicas)
-        assert again.period_s == pytest.approx(best.period_s, rel=1e-12)
-        assert again.in_flight == best.in_flight
 
 
 @pytest.mark.parametrize(
