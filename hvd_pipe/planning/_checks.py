@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -136,3 +146,21 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_integer(name: str, value: object, least: int = 1) -> None:
+    """TypeError or ValueError unless it is an integer, of numpy too, of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_finite(name: str, value: object, positive: bool = False) -> None:
+    """TypeError or ValueError unless it is a finite number of at least 0, or above."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"{name} must be finite and {'above' if positive else 'at least'} 0, got {value}"
+        )

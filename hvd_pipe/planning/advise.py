@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from hvd_pipe.planning._checks import check_finite
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
@@ -400,8 +401,8 @@ def advise(
     """
     numbers = {"learning_rate": learning_rate, "curvature": curvature, "margin": margin}
     for name, value in numbers.items():
-        if value is not None and not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")
+        if value is not None:
+            check_finite(name, value)
     if momentum is not None and not 0.0 <= momentum < 1.0:
         raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
     if not profile.gradient_bytes().size:

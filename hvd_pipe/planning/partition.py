@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
 import numpy as np
 
+from hvd_pipe.planning._checks import check_finite, check_integer
 from hvd_pipe.planning._search import Cuts, Leaf, Level, Memory, Search, find_cuts, replicated
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
@@ -108,9 +108,9 @@ def partition(
     if memory_bytes is None and isinstance(levels, Cluster):
         memory_bytes = levels.memory_bytes
     if memory_bytes is not None:
-        _number("memory_bytes", memory_bytes, positive=True)
-    _number("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
-    _count("max_states", max_states, 2)
+        check_finite("memory_bytes", memory_bytes, positive=True)
+    check_finite("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
+    check_integer("max_states", max_states, 2)
 
     if replicas is not None:
         replicas = _given(replicas, network, straight, use_fewer)
@@ -210,7 +210,7 @@ def _given(
             f"{replicas!r}; hvd_pipe.planning.stages.parse_replicas reads '3-1'"
         )
     for stage, width in enumerate(replicas):
-        _count(f"replicas of stage {stage}", width, 1)
+        check_integer(f"replicas of stage {stage}", width, 1)
     if straight or use_fewer:
         raise ValueError(
             "replicas settles what straight and use_fewer would choose: leave these out, and give "
@@ -246,7 +246,7 @@ def _affordable(cuts: int, network: Sequence[Level]) -> None:
 
 def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None) -> list[Level]:
     if latency is not None:
-        _number("latency", latency)
+        check_finite("latency", latency)
     if isinstance(levels, Cluster):
         network = levels.network
         if levels.speeds is not None and len(set(levels.speeds)) > 1:
@@ -277,24 +277,8 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
             raise ValueError(
                 f"levels[{number}] must be (components, bandwidth in bytes/s), got {pair!r}"
             )
-        _count(f"the components of levels[{number}]", pair[0], 1)
+        check_integer(f"the components of levels[{number}]", pair[0], 1)
         if pair[1] != math.inf:
-            _number(f"the bandwidth of levels[{number}]", pair[1], positive=True)
+            check_finite(f"the bandwidth of levels[{number}]", pair[1], positive=True)
         found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
     return found
-
-
-def _count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if operator.index(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _number(name: str, value: object, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(
-            f"{name} must be finite and {'above' if positive else 'at least'} 0, got {value}"
-        )

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hvd_pipe.planning._checks import check_integer
 from hvd_pipe.planning.instructions import (
     Instruction,
     Passes,
@@ -94,7 +95,7 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     Source: PipeDream's runtime, whose num_versions is this plus one, for k = 0.
     """
     _check_place(stage, replicas, 0)
-    _check_count("in_transit", in_transit, least=0)
+    check_integer("in_transit", in_transit, least=0)
     waiting = sum(replicas[stage:]) - 1 + in_transit * (len(replicas) - 1 - stage)
     return waiting // replicas[stage]
 
@@ -131,7 +132,7 @@ def one_f_one_b(
     Source: PipeDream, SOSP 2019, sections 3.2 and 3.3.
     """
     _check_place(stage, replicas, replica)
-    _check_count("minibatches", minibatches)
+    check_integer("minibatches", minibatches)
     if versions not in {"stash", "vertical-sync"}:
         raise ValueError(
             f"versions of 1F1B must be 'stash' or 'vertical-sync', got {versions!r}; one version "
@@ -319,18 +320,11 @@ def _check_method(method: str, microbatches: int) -> None:
         )
 
 
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def _check_place(stage: int, replicas: Sequence[int], replica: int) -> None:
     if not replicas:
         raise ValueError("replicas must hold the workers of each stage, got none")
     for s, width in enumerate(replicas):
-        _check_count(f"replicas of stage {s}", width)
+        check_integer(f"replicas of stage {s}", width)
     if not 0 <= stage < len(replicas):
         raise ValueError(f"stage must be in 0..{len(replicas) - 1}, got {stage}")
     if not 0 <= replica < replicas[stage]:
@@ -344,8 +338,8 @@ def _check_microbatches(
 ) -> int:
     """The share of a worker of this stage in the microbatches of a minibatch."""
     _check_place(stage, replicas, replica)
-    _check_count("minibatches", minibatches)
-    _check_count("microbatches", microbatches)
+    check_integer("minibatches", minibatches)
+    check_integer("microbatches", microbatches)
     step = math.lcm(*replicas)
     if microbatches % step:
         below = microbatches // step * step

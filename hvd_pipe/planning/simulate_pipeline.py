@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_pipe.planning._checks import check_finite
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.instructions import (
     AllReduce,
@@ -69,7 +70,7 @@ class StageCost:
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "update_s", "activation_bytes", "allreduce_s"):
-            check(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
 
 
 @dataclass
@@ -241,12 +242,6 @@ class PipelineRun:
             self.events.append(Event(name, category, rank, lane, start_s, seconds, args))
 
 
-def check(name: str, value: float) -> None:
-    """Raise ValueError unless it is finite and not negative."""
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-
-
 @dataclass(frozen=True)
 class PipelineSimulation:
     """How a schedule went.
@@ -315,8 +310,8 @@ def simulate_pipeline(
         )
     if not bandwidth > 0.0:
         raise ValueError(f"bandwidth must be above 0 bytes/s, got {bandwidth}")
-    check("latency", latency)
-    check("jitter", jitter)
+    check_finite("latency", latency)
+    check_finite("jitter", jitter)
     if per_node < 1:
         raise ValueError(f"per_node must be at least 1, got {per_node}")
     workers = list(schedule.programs)
