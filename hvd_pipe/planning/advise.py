@@ -28,7 +28,7 @@ from hvd_pipe.planning.methods import (
 from hvd_pipe.planning.pipeline_plans import Offer, PipelineCost, Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import mode_named
-from hvd_pipe.planning.simulate import simulate
+from hvd_pipe.planning.simulate import pace_of, simulate
 from hvd_pipe.planning.stability import delayed_rate, stable_rate
 from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime, step_time
@@ -570,22 +570,13 @@ def _balanced(
 ) -> tuple[Method, tuple[int, ...] | None, float]:
     """The method with weights where it has them, its batches, the slowest worker's pace."""
     speeds = cluster.speeds or (1.0,) * cluster.workers
-    weights = method.weights if isinstance(method, CoCoD) else None
-    if weights is not None and len(weights) != cluster.workers:
-        raise ValueError(
-            f"CoCoD's weights are one a worker: {len(weights)} weights, {cluster.workers} workers"
-        )
     batches = None
-    if isinstance(method, CoCoD) and weights is None and min(speeds) < max(speeds):
+    if isinstance(method, CoCoD) and method.weights is None and min(speeds) < max(speeds):
         weights = speeds
         if profile.batch is not None:
             weights = batches = tuple(split_batch(cluster.workers * profile.batch, speeds))
         method = replace(method, weights=weights)
-    if weights is None:
-        return method, None, 1.0 / min(speeds)
-    mean = sum(weights) / len(weights)
-    pace = max(weight / mean / speed for weight, speed in zip(weights, speeds, strict=True))
-    return method, batches, pace
+    return method, batches, float(pace_of(cluster, method).max())
 
 
 def _unbalanced(profile: ModelProfile, cluster: Cluster, pace: float) -> str:

@@ -124,14 +124,14 @@ def predict(
         found = MergedGradient(overlap=method.overlap)
         return Prediction(found, step_time(method, profile, comm, codec).total_s)
     carried = comm.compressed(codec)
+    timed: Method
     if isinstance(method, CoCoD):
         period = fitted_period(profile, carried, profile.compute_s)
-        method = replace(method, period=period)
+        method = timed = replace(method, period=period)
     else:
         method = fitted_buckets(method, profile, carried)
-        time = step_time(_usual_buckets(method), profile, comm, codec)
-        return Prediction(method, time.total_s)
-    return Prediction(method, step_time(method, profile, comm, codec).total_s)
+        timed = _usual_buckets(method)
+    return Prediction(method, step_time(timed, profile, comm, codec).total_s)
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:

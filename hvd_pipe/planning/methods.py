@@ -272,14 +272,11 @@ def memory_bytes(
         copies = 2.0
     elif isinstance(method, CoCoD):
         averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
-        copies += averaged + (codec.ratio != 1.0) + _slow_copies(method)
+        copies += averaged + (codec.ratio != 1.0)
+        # An anchor that has momentum, or an outer model, and its velocity.
+        copies += 2.0 if method.anchor_momentum or method.outer != "none" else 0.0
         copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
     elif isinstance(method, HorovodFusion):
         extra = method.threshold_bytes
     model = int(profile.gradient_bytes().sum())
     return round(model * (1.0 + optimizer_ratio + copies)) + extra
-
-
-def _slow_copies(method: CoCoD) -> float:
-    """An anchor that has momentum, or an outer model, and its velocity."""
-    return 2.0 if method.anchor_momentum or method.outer != "none" else 0.0

@@ -302,26 +302,15 @@ class ModelProfile(Document):
         Raises:
             ValueError: malformed, or a cycle; names the file and the line.
         """
-        found = read_graph(path)
-        try:
-            pruned = found.pruned()
-            layers = tuple(
-                LayerProfile(
-                    node.name,
-                    node.parameter_bytes,
-                    node.backward_s,
-                    node.forward_s,
-                    node.activation_bytes,
-                    node.description,
-                )
-                for node in pruned.nodes
-            )
-            file = Path(path)
-            name = file.name.removesuffix(file.suffix).removesuffix(".graph")
-            name = file.absolute().parent.name if name == "graph" else name
-            return cls(layers, pruned.edges, name=name)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        file = Path(path)
+        name = file.name.removesuffix(file.suffix).removesuffix(".graph")
+        name = file.absolute().parent.name if name == "graph" else name
+
+        def parse(text: str) -> ModelProfile:
+            graph = parse_graph(text).pruned()
+            return cls(graph.nodes, graph.edges, name=name)
+
+        return load_text(path, parse, "this is no graph, but binary data")
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ModelProfile:
@@ -335,10 +324,11 @@ class ModelProfile(Document):
         Raises:
             ValueError: another header or a malformed row; names the file and the row.
         """
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: this is no trace, but binary data") from error
+        return load_text(path, cls._from_trace, "this is no trace, but binary data")
+
+    @classmethod
+    def _from_trace(cls, text: str) -> ModelProfile:
+        lines = text.splitlines()
         rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
         header = rows[0] if rows else []
         more = header[len(_CSV_COLUMNS) :]
@@ -346,7 +336,7 @@ class ModelProfile(Document):
             more not in ([], *([column] for column in _CSV_OPTIONAL), _CSV_OPTIONAL)
         ):
             raise ValueError(
-                f"{os.fspath(path)}: the header must be {','.join(_CSV_COLUMNS)!r}, "
+                f"the header must be {','.join(_CSV_COLUMNS)!r}, "
                 f"got {','.join(header) if rows else 'an empty file'!r}; "
                 f"{' and '.join(_CSV_OPTIONAL)} may follow"
             )
@@ -355,36 +345,16 @@ class ModelProfile(Document):
             try:
                 name, size, microseconds, *rest = row
                 extra = dict(zip(more, rest, strict=True))
-                layers.append(
-                    LayerProfile(
-                        name,
-                        int(size),
-                        float(microseconds) * 1e-6,
-                        float(extra.get("forward_us", 0.0)) * 1e-6,
-                        int(extra.get("activation_bytes", 0)),
-                    )
-                )
+                forward_s = float(extra.get("forward_us", 0.0)) * 1e-6
+                activation = int(extra.get("activation_bytes", 0))
+                backward_s = float(microseconds) * 1e-6
+                layers.append(LayerProfile(name, int(size), backward_s, forward_s, activation))
             except ValueError as error:
-                raise ValueError(f"{os.fspath(path)}: row {','.join(row)!r}: {error}") from error
-        try:
-            return cls(tuple(layers))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+                raise ValueError(f"row {','.join(row)!r}: {error}") from error
+        return cls(tuple(layers))
 
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a file: seconds of its passes, bytes of its outputs and parameters."""
-
-    name: str
-    description: str
-    forward_s: float
-    backward_s: float
-    activation_bytes: int
-    parameter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -396,13 +366,13 @@ class Graph:
         >>> times = "forward_compute_time=1.5, backward_compute_time=2"
         >>> text = f"node2 -- ReLU() -- {times}, {sizes}\nnode1 -- Input -- {times}, {sizes}"
         >>> graph = parse_graph(text + "\n\tnode1 -- node2")
-        >>> graph.nodes[0].forward_s, graph.nodes[0].parameter_bytes, graph.edges
+        >>> graph.nodes[0].forward_s, graph.nodes[0].gradient_bytes, graph.edges
         (0.0015, 8, (('node1', 'node2'),))
         >>> [node.name for node in graph.pruned().nodes]
         ['node2']
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[LayerProfile, ...]
     edges: tuple[tuple[str, str], ...]
 
     def pruned(self) -> Graph:
@@ -470,14 +440,9 @@ def forward_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> lis
     return order
 
 
-def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """The graph in a file."""
-    return load_text(path, parse_graph, "this is no graph, but binary data")
-
-
 def parse_graph(text: str) -> Graph:
     """The graph in a text; ValueError names the line that is wrong."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, LayerProfile] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -513,7 +478,7 @@ def _edge(line: str) -> tuple[str, str]:
     return ends[0], ends[1]
 
 
-def _node(line: str) -> Node:
+def _node(line: str) -> LayerProfile:
     parts = line.strip().split(" -- ")
     if len(parts) == 4 and re.fullmatch(r"stage_id=-?\d+", parts[3]):
         parts.pop()
@@ -535,9 +500,9 @@ def _node(line: str) -> Node:
         if not values[key].is_integer():
             raise ValueError(f"{key} is a whole number of bytes, got {values[key]}")
     forward, backward, activation, parameters = (values[key] for key in _FIELDS)
-    return Node(
-        parts[0], parts[1], forward / 1e3, backward / 1e3, int(activation), int(parameters)
-    )
+    name, description, _ = parts
+    seconds = backward / 1e3, forward / 1e3
+    return LayerProfile(name, int(parameters), *seconds, int(activation), description)
 
 
 def _number(key: str, text: str) -> float:

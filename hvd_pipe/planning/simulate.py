@@ -138,7 +138,7 @@ def simulate(
         raise ValueError(f"iterations must be an int of at least 1, got {iterations!r}")
     links = Links(cluster.comm(), node_comm(method, cluster.network), cluster.network.per_node)
     random = np.random.default_rng(seed)
-    workers = Workers(_pace(cluster, method), cluster.jitter, random)
+    workers = Workers(pace_of(cluster, method), cluster.jitter, random)
     trace = _Recorder(_checked(trace_workers, cluster.workers))
     return simulate_workers(profile, links, workers, method, codec, iterations, trace)
 
@@ -504,7 +504,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
     return network
 
 
-def _pace(cluster: Cluster, method: Method) -> FloatArray:
+def pace_of(cluster: Cluster, method: Method) -> FloatArray:
     """What each worker's step takes, in the profile's: its part of the batch over its speed."""
     pace = np.ones(cluster.workers)
     if cluster.speeds is not None:

@@ -234,12 +234,10 @@ def test_a_method_that_is_asked_for_is_no_baseline() -> None:
     ("arguments", "message"),
     [
         ({"methods": ["magic"]}, r"unknown method"),
-        ({"methods": []}, r"nothing to choose from"),
         ({"codecs": []}, r"nothing to choose from"),
         ({"codecs": ["zip"]}, r"unknown codec 'zip': use one of 'none', 'fp16', 'bf16', 'int8'"),
         ({"margin": -1.0}, r"margin must be finite and at least 0, got -1"),
         ({"learning_rate": float("nan")}, r"learning_rate must be finite and at least 0"),
-        ({"curvature": -2.0}, r"curvature must be finite and at least 0, got -2"),
         ({"momentum": 1.0}, r"momentum must be from 0 to below 1, got 1"),
         ({"optimizer_ratio": -1.0}, r"bytes a byte of weights must be at least 0"),
         ({"methods": [CoCoD(weights=(1, 2))]}, r"2 weights, 8 workers"),

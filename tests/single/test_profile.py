@@ -93,10 +93,8 @@ def test_whole_model() -> None:
         ({"edges": (("a", "a"),)}, r"leads from layer 0 to layer 0"),
         ({"edges": (("a", "b"), ("a", "b"))}, r"occur twice: \[\('a', 'b'\)\]"),
         ({"batch": 0}, r"batch is an integer of at least 1, or None, got 0"),
-        ({"batch": 32.0}, r"batch is an integer .*got 32.0"),
         ({"update_s": -1.0}, r"update_s must be finite and at least 0 seconds, got -1.0"),
         ({"update_s": float("inf")}, r"update_s must be finite .*got inf"),
-        ({"update_s": "1ms"}, r"update_s must be finite .*got '1ms'"),
         ({"name": None}, r"name of a model must be a string, got None"),
     ],
 )

@@ -282,10 +282,8 @@ def test_the_timeline_is_bounded() -> None:
     ("arguments", "message"),
     [
         ({"iterations": 0}, r"iterations must be an int of at least 1, got 0"),
-        ({"iterations": 1.5}, r"iterations must be an int of at least 1, got 1.5"),
         ({"method": "magic"}, r"unknown method"),
         ({"trace_workers": (3,)}, r"ranks from 0 to 2, got 3"),
-        ({"trace_workers": (-1,)}, r"ranks from 0 to 2, got -1"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
