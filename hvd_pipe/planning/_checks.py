@@ -98,12 +98,7 @@ def load_text(path: str | os.PathLike[str], parse: Callable[[str], T], binary: s
 def read_object(
     text: str, schema: str, keys: Collection[str], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The JSON object in a text, checked for its schema and its keys.
-
-    Example:
-        >>> read_object('{"schema": "x/1", "size": 3}', "x/1", {"size"})
-        {'schema': 'x/1', 'size': 3}
-    """
+    """The JSON object in a text, checked for its schema and its keys."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

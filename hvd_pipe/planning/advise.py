@@ -156,21 +156,7 @@ ADVISED_MODES = ("stash", "2bw", "flush")
 def pipeline_rows(
     profile: ModelProfile, cluster: Cluster, training: Training, data_parallel_s: float
 ) -> tuple[list[Row], tuple[str, ...]]:
-    """A row for each mode in which a pipeline is faster than data parallelism.
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((
-        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
-        >>> cluster = Cluster(4, Network(Link.of(1e9, 0.0)))
-        >>> rows, notes = pipeline_rows(model, cluster, Training(None, None, None, 1.0), 0.19)
-        >>> for row in rows:
-        ...     print(row.strategy, round(row.time.total_s, 3), row.staleness)
-        pipedream 3-1 stash 0.04 2
-        pipedream 3-1 2bw 0.041 1
-        pipedream 3-1 flush 0.083 0
-    """
+    """A row for each mode in which a pipeline beats data parallelism, or why there is none."""
     refused = None
     if cluster.workers == 1:
         refused = "there is one worker"

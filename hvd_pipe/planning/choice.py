@@ -155,11 +155,7 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def kind_of(method: Method) -> str:
-    """Return the name by which `Auto` allows a method; other options do not count.
-
-    >>> kind_of(CoCoD(period=8)), kind_of(MergedGradient(plan="wfbp", overlap="forward"))
-    ('cocod', 'merged-gradient:overlap=forward')
-    """
+    """Return the name by which `Auto` allows a method; other options do not count."""
     if isinstance(method, MergedGradient):
         return spell(MergedGradient(overlap=method.overlap))
     return method.name

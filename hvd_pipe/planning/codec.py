@@ -48,12 +48,7 @@ class CodecCost:
             raise ValueError(f"codec {self.name!r}: phases must be 1 or 2, got {self.phases}")
 
     def of_encoded(self) -> CodecCost:
-        """The same costs, where sizes count bytes after encoding.
-
-        Example:
-            >>> CodecCost("half", ratio=0.5, seconds_per_byte=1e-10).of_encoded()
-            CodecCost(name='half', ratio=1.0, seconds_per_byte=2e-10, phases=1)
-        """
+        """The same costs, where sizes count bytes after encoding."""
         return replace(self, ratio=1.0, seconds_per_byte=self.seconds_per_byte / self.ratio)
 
 

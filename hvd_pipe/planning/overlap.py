@@ -119,12 +119,7 @@ def plan_overlap(
 
 
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
-    """The line through what messages have taken in training, by least squares.
-
-    Example:
-        >>> fitted([(100, 3.0), (200, 5.0), (300, 7.0)])(50)
-        2.0
-    """
+    """The line through what messages have taken in training, by least squares."""
     bytes, times = (np.array(each, dtype=np.float64) for each in zip(*seconds, strict=True))
     if np.ptp(bytes) == 0.0:
         return CommModel.linear(0.0, float(np.median(times) / max(bytes[0], 1.0)))

@@ -144,15 +144,7 @@ def coalesced(
 
 
 def held(program: Iterable[Instruction]) -> Held:
-    """What a worker holds at most while it carries out its program.
-
-    Example:
-        >>> from hvd_pipe.planning.schedule import one_f_one_b
-        >>> for versions in ("stash", "vertical-sync"):
-        ...     print([held(one_f_one_b(s, [1] * 3, 0, 12, versions)).versions for s in range(3)])
-        [3, 2, 1]
-        [3, 3, 3]
-    """
+    """What a worker holds at most while it carries out its program."""
     steps = list(program)
     named = Counter(step.version for step in steps if isinstance(step, Forward | Backward))
     newest = 0

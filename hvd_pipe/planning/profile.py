@@ -45,17 +45,12 @@ class LayerProfile:
         forward_s: seconds of its forward pass.
         activation_bytes: bytes of its output for one minibatch.
         description: what it is, for people: "Conv2d(3, 64, kernel_size=(3, 3))".
-        saved_bytes: bytes kept from forward to backward; None: its activation_bytes. Of tensors
-            that it makes, its output among them, by whichever layer they are needed; not what it
-            gets, which counts for the layer that made that, so that layers add up.
+        saved_bytes: bytes kept from forward to backward, of tensors that it makes, its output
+            among them, by whichever layer they are needed; None: its activation_bytes.
 
     Raises:
         ValueError: an empty name, a description that is no string, or a negative or non-finite
             number.
-
-    Example:
-        >>> LayerProfile("fc", gradient_bytes=4096, backward_s=1e-3).forward_s
-        0.0
     """
 
     name: str
@@ -108,11 +103,10 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ModelProfile(Document):
-    """The layers of a model in forward order.
+    """The layers of a model in forward order; the backward pass takes them in reverse.
 
-    The backward pass takes them in reverse. :meth:`gradient_order`, :meth:`ready_times` and
-    :meth:`gradient_bytes` agree entry by entry, and leave out layers without a gradient, which
-    send nothing; the time that those take still delays what comes after them.
+    :meth:`gradient_order`, :meth:`ready_times` and :meth:`gradient_bytes` agree entry by entry,
+    and leave out layers without a gradient, whose time still delays what comes after them.
 
     Args:
         layers: at least one, in forward order; where ``edges`` are given, in a topological one.
@@ -132,12 +126,8 @@ class ModelProfile(Document):
         ...     LayerProfile("relu", gradient_bytes=0, backward_s=0.25),
         ...     LayerProfile("fc", gradient_bytes=64, backward_s=1.0),
         ... ))
-        >>> model.gradient_order()
-        ('fc', 'conv')
-        >>> model.ready_times().tolist()
-        [1.0, 1.75]
-        >>> model.gradient_bytes().tolist()
-        [64, 8]
+        >>> model.gradient_order(), model.ready_times().tolist(), model.gradient_bytes().tolist()
+        (('fc', 'conv'), [1.0, 1.75], [64, 8])
 
     Source: MG-WFBP, arXiv 1912.09268 (its tau_b + t_b is the ready time).
     """

@@ -63,12 +63,7 @@ MODES = {
 
 
 def mode_named(name: str) -> Mode:
-    """Return a mode by its name.
-
-    Example:
-        >>> mode_named("2bw").versions
-        '2bw'
-    """
+    """Return a mode by its name."""
     if name not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {name!r}")
     return MODES[name]
@@ -116,9 +111,8 @@ def one_f_one_b(
     have unequal replicas, the newest version that has seen no minibatch that the input's has not,
     ``floor(version R_0 / R_s)``.
 
-    Each round of R_s minibatches ends in one update. If R_s does not divide the minibatches, the
-    last round has fewer contributors, and the others bring zeros: all replicas make equally many
-    updates, and all minibatches are used.
+    Each round of R_s minibatches ends in one update. In a last round with fewer, the other
+    replicas bring zeros: all make equally many updates, and all minibatches are used.
 
     Example:
         >>> for instruction in one_f_one_b(1, [1, 1], 0, minibatches=1):

@@ -76,17 +76,15 @@ class Simulation:
     """What a simulated run took.
 
     Args:
-        method: as :func:`hvd_pipe.planning.methods.label` writes it.
-        workers: how many took part.
+        method, workers: as :func:`hvd_pipe.planning.methods.label` writes it; how many took part.
         step_s: seconds of a step once the run has settled: mean over the second half, of the last
             worker, of all, or of the link, whichever is slowest (while messages queue up, a
             bottleneck has not reached the workers yet).
         iteration_ends: when the last worker was done with each step, seconds; 1-D.
         compute_s: seconds of a step's own work, mean over workers.
         exposed_s: what a step takes longer: waiting for the network, or for slower workers.
-        comm_s: seconds per step in which the link is busy.
+        comm_s, messages: seconds per step in which the link is busy, and with how many.
         timeline: the first steps of the workers that were asked for.
-        messages: how many a step.
     """
 
     method: str

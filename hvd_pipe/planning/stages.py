@@ -152,14 +152,7 @@ class Partition(Document):
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """The partition in a JSON document; ValueError says what makes it none.
-
-        Example:
-            >>> stages = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),)
-            >>> made = Partition(stages, 1, 0.1, 0.1, 0.1, "paper", (1,))
-            >>> Partition.from_json(made.to_json()) == made
-            True
-        """
+        """The partition in a JSON document; ValueError says what makes it none."""
         required = {field.name for field in fields(cls)} - _ADDED
         data = read_object(text, SCHEMA, required, _ADDED)
         if not isinstance(data["stages"], list) or not isinstance(data["in_flight"], list):

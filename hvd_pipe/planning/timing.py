@@ -34,14 +34,8 @@ class StepTime:
         method: as :func:`hvd_pipe.planning.methods.label` writes it.
         compute_s: seconds of a worker's own work: forward, backward, update (two with prediction).
         comm_s: seconds in which the link is busy.
-        total_s: seconds of a step.
-        limit_s: lower bound of ``total_s``: the method's physical limit.
+        total_s, limit_s: seconds of a step, and a lower bound of it: the method's physical limit.
         messages: how many a step.
-
-    Example:
-        >>> time = StepTime("wfbp", compute_s=1, comm_s=0.5, total_s=1.25, limit_s=1, messages=3)
-        >>> time.exposed_s, time.of_limit, time.speedup(workers=10)
-        (0.25, 0.8, 8.0)
     """
 
     method: str
