@@ -234,10 +234,7 @@ def pipeline_cost(
         )
     if microbatches is None:
         microbatches = fewest_microbatches(mode, replicas, in_transit=partition.in_transit)
-    steady = 8
-    if microbatches == 1:  # whole rounds of all replicas, so many that it is steady for a while
-        rounds, between = math.lcm(*replicas), 4 * partition.in_transit * (len(replicas) - 1)
-        steady = rounds * -(-(max(128, 8 * workers) + between) // rounds)
+    steady = _steady_minibatches(partition) if microbatches == 1 else 8
     run = simulate_partition(
         partition,
         profile,
@@ -278,6 +275,13 @@ def pipeline_cost(
         sent_bytes=tuple(sent),
         data_parallel_bytes=2 * (workers - 1) / workers * parameters,
     )
+
+
+def _steady_minibatches(partition: Partition) -> int:
+    """So many that the pipeline is steady for a while: whole rounds of all replicas."""
+    a_round = math.lcm(*partition.replicas)
+    between = 4 * partition.in_transit * (len(partition.replicas) - 1)
+    return a_round * -(-(max(128, 8 * sum(partition.replicas)) + between) // a_round)
 
 
 def scheduled(
