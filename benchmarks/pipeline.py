@@ -37,8 +37,12 @@ from throughput_rank import write
 from tqdm import tqdm
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.pipeline_cost import coalesced, fewest_microbatches
-from hvd_pipe.planning.pipeline_plans import best_plan, scheduled
+from hvd_pipe.planning.pipeline_plans import (
+    best_plan,
+    coalesced,
+    fewest_microbatches,
+    scheduled,
+)
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import MODES
 from hvd_pipe.planning.stages import Partition, parse_replicas

@@ -10,7 +10,6 @@ With --json, in bytes and seconds::
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -25,8 +24,8 @@ from hvd_pipe import units
 from hvd_pipe.cli import options
 from hvd_pipe.cli.output import InputError, emit, from_to, one_line
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.partition import MAX_STATES, VERSIONS, partition
-from hvd_pipe.planning.pipeline_plans import Offer, best_plan, offer_of
+from hvd_pipe.planning.partition import MAX_STATES, VERSIONS
+from hvd_pipe.planning.pipeline_plans import Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, parse_replicas
@@ -87,8 +86,8 @@ def command(
     if timeline is not None and versions != "stash":
         raise click.UsageError("--timeline shows PipeDream's own schedule: --versions stash.")
     try:
-        how = {"replicas": replicas, "max_states": max_states}
-        best, on_paper = _plans(profile, cluster, versions, optimizer_state, straight, how)
+        search = Planner(profile, cluster, versions, optimizer_state, max_states=max_states)
+        best, on_paper = _plans(search, straight, replicas)
     except ValueError as error:
         raise InputError(_with_flags(one_line(error))) from error
     if path is not None:
@@ -137,29 +136,18 @@ def _found(best: Partition, on_paper: Partition | None) -> dict[str, Any]:
 
 
 def _plans(
-    profile: ModelProfile,
-    cluster: Cluster,
-    versions: str,
-    optimizer_state: float,
-    straight: bool,
-    how: dict[str, Any],
+    search: Planner, straight: bool, replicas: tuple[int, ...] | None
 ) -> tuple[Partition, Partition | None]:
     """The plan that is fastest as it runs, and that which only is so on paper, if another."""
-    ratio: dict[str, Any] = {"optimizer_bytes_per_parameter_byte": optimizer_state}
-    plan = partition(profile, cluster, versions=versions, straight=straight, **ratio, **how)
-    if versions != "stash":
+    plan = search.divide(straight=straight, replicas=replicas)
+    if search.mode.name != "stash":
         return plan, None
-
-    @functools.cache
-    def offer(plan: Partition) -> Offer:
-        return offer_of(profile, cluster, "stash", optimizer_state, plan)
-
-    plan = offer(plan).plan
+    plan = search.offer(plan).plan
     if straight:
         return plan, None
-    best = best_plan(profile, cluster, "stash", optimizer_state, offer=offer, **how)
+    best = search.best(replicas)
     if best.simulated_s is None:  # one stage
-        best = offer(best).plan
+        best = search.offer(best).plan
     assert plan.simulated_s is not None
     assert best.simulated_s is not None
     return (best, plan) if best.simulated_s < plan.simulated_s else (plan, None)

@@ -16,8 +16,13 @@ from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
-from hvd_pipe.planning.pipeline_cost import PipelineCost, coalesced, fewest_microbatches
-from hvd_pipe.planning.pipeline_plans import best_plan, scheduled
+from hvd_pipe.planning.pipeline_plans import (
+    PipelineCost,
+    best_plan,
+    coalesced,
+    fewest_microbatches,
+    scheduled,
+)
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import Mode, mode_named
 from hvd_pipe.planning.stages import Partition, parse_replicas

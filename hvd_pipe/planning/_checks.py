@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Self,
+    SupportsIndex,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -88,12 +98,7 @@ def load_text(path: str | os.PathLike[str], parse: Callable[[str], T], binary: s
 def read_object(
     text: str, schema: str, keys: Collection[str], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The JSON object in a text, checked for its schema and its keys.
-
-    Example:
-        >>> read_object('{"schema": "x/1", "size": 3}', "x/1", {"size"})
-        {'schema': 'x/1', 'size': 3}
-    """
+    """The JSON object in a text, checked for its schema and its keys."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
@@ -136,3 +141,21 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_integer(name: str, value: object, least: int = 1) -> None:
+    """TypeError or ValueError unless it is an integer, of numpy too, of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if operator.index(value) < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_finite(name: str, value: object, positive: bool = False) -> None:
+    """TypeError or ValueError unless it is a finite number of at least 0, or above."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"{name} must be finite and {'above' if positive else 'at least'} 0, got {value}"
+        )

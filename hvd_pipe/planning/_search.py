@@ -16,19 +16,13 @@ worker has b + 1 minibatches in flight. A stage of r parts of w workers, with a 
 it in its level and b workers behind the level, has ``ceil((a w + b) / r)`` behind each of its r
 copies. That is exact for any number of levels, as rounding up twice is rounding up once.
 
-Where the replicas R of each stage are given (:class:`GivenSearch`, one level), ``best[s][j]`` is
-the least seconds per minibatch of the layers before cut j on the stages 0..s::
-
-    best[0][j] = replicated(0, j, R_0)
-    best[s][j] = min over cuts i before j of max(best[s-1][i], step(i, j, R_s))
-
-The minibatches in flight of a stage are then ``ceil((R_s + ... + R_last) / R_s)``.
+Where the replicas of each stage are given (on one level), only ``best[q]`` of their sums q is
+wanted, and r is then that of the last of these stages.
 
 A stage is the difference of two sets of layers, one inside of the other, each of which holds all
-that its layers use. These sets, the cuts, are the states. In a chain of L layers there are L + 1.
-Two branches of m and n layers side by side have (m + 1)(n + 1): where that is more than the caller
-will have, the branches that cause it lose cuts (:func:`find_cuts`). They are PipeDream's
-antichains, which as sets need no augmenting: which outputs cross a cut follows from the set.
+that its layers use. These sets, the cuts, are the states: PipeDream's antichains. A chain of L
+layers has L + 1 of them, two branches of m and n layers side by side (m + 1)(n + 1). Where that is
+more than the caller will have, such branches lose cuts (:func:`find_cuts`).
 
 Source: PipeDream, SOSP 2019, section 3.1. The memory is ours.
 """
@@ -38,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -97,35 +92,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Cuts:
-    """N cuts in a topological order; the first has no layer before it, the last all L of them.
+    """N cuts in a topological order; the first has no layer before it, the last all L of them."""
 
-    Args:
-        members: (N, L) bool, which layers lie before a cut.
-        inside: (N, N) bool, ``inside[i, j]``: all that lies before cut i, and not that alone,
-            lies before cut j; then i < j.
-        compute: (N,) seconds of the layers before a cut, forward, backward and update.
-        parameters: (N,) bytes of their parameters.
-        held: (N,) bytes that they keep from forward to backward: their ``saved_bytes`` where
-            those are known, else their outputs.
-        crossing: (N,) bytes of those outputs that layers after the cut use.
-        exact: no cut of the model is missing.
-    """
-
-    members: npt.NDArray[np.bool_]
-    inside: npt.NDArray[np.bool_]
-    compute: FloatArray
-    parameters: FloatArray
-    held: FloatArray
-    crossing: FloatArray
-    exact: bool
-
-
-@dataclass(frozen=True)
-class _Region:
-    """The layers between two that every path goes through; ``base`` is all before them."""
-
-    base: int
-    layers: tuple[int, ...]
+    members: npt.NDArray[np.bool_]  # (N, L): which layers lie before a cut
+    inside: npt.NDArray[np.bool_]  # (N, N): before j lies all that does before i, and more: i < j
+    compute: FloatArray  # (N,) seconds of the layers before a cut: forward, backward, update
+    parameters: FloatArray  # (N,) bytes of their parameters
+    held: FloatArray  # (N,) bytes that they keep from forward to backward
+    crossing: FloatArray  # (N,) bytes of those of their outputs that layers after the cut use
+    exact: bool  # no cut of the model is missing
 
 
 def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
@@ -136,36 +111,7 @@ def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
         edges = [(at, at + 1) for at in range(size - 1)]
     else:
         edges = [(place[a], place[b]) for a, b in profile.edges]
-    before, after = [0] * size, [0] * size  # bit sets of direct neighbours
-    for source, target in edges:
-        before[target] |= 1 << source
-        after[source] |= 1 << target
-
-    regions = _regions(before, after)
-    detail = [0] * len(regions)
-    sets = [_region_sets(region, 0, before, after, max_states) for region in regions]
-
-    def count(at: int) -> int:
-        found = sets[at]
-        return max_states + 1 if found is None else len(found)
-
-    while (total := sum(map(count, range(len(regions))))) > max_states:
-        coarser = [at for at, level in enumerate(detail) if level < 3 and count(at) > 2]
-        if not coarser:
-            raise ValueError(
-                f"the model of {size} layers has {total} cuts even without those inside of "
-                f"branches, more than max_states = {max_states}: raise max_states (time grows "
-                "with its square, with several levels of a network with its cube), or profile "
-                "coarser layers"
-            )
-        worst = max(coarser, key=count)
-        detail[worst] += 1
-        sets[worst] = _region_sets(
-            regions[worst], detail[worst], before, after, max(max_states, size + 1)
-        )
-    cuts = [cut for found in sets if found is not None for cut in found]
-    cuts.sort(key=int.bit_count)
-
+    cuts, exact = _cut_sets(edges, size, max_states)
     members = _matrix(cuts, size)
     m = members.astype(np.float32)  # counts below 2^24 are exact, and its products are fast
     users = np.zeros((size, size), dtype=np.float32)
@@ -174,8 +120,11 @@ def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
     crosses = members & (m @ users < users.sum(axis=0))
     sizes = m.sum(axis=1)
     layers = profile.layers
-    compute = np.array([x.forward_s + x.backward_s for x in layers]) + _updates(profile)
     parameters = np.array([x.gradient_bytes for x in layers], dtype=np.float64)
+    # The update touches each parameter once.
+    weights = parameters if parameters.any() else parameters + 1.0
+    update = weights * (profile.update_s / weights.sum())
+    compute = np.array([x.forward_s + x.backward_s for x in layers]) + update
     activations = np.array([x.activation_bytes for x in layers], dtype=np.float64)
     held = np.array([x.held_bytes for x in layers], dtype=np.float64)
     return Cuts(
@@ -185,20 +134,40 @@ def find_cuts(profile: ModelProfile, max_states: int) -> Cuts:
         parameters=members @ parameters,
         held=members @ held,
         crossing=crosses @ activations,
-        exact=not any(detail),
+        exact=exact,
     )
 
 
-def _updates(profile: ModelProfile) -> FloatArray:
-    """The update's seconds by layer: it touches each parameter once."""
-    weights = np.array([layer.gradient_bytes for layer in profile.layers], dtype=np.float64)
-    if not weights.any():
-        weights += 1.0
-    weights *= profile.update_s / weights.sum()
-    return weights
+def _cut_sets(edges: list[tuple[int, int]], size: int, max_states: int) -> tuple[list[int], bool]:
+    """The cuts as bit sets of layers, the smallest first, and whether these are all of them.
+
+    Regions of branches that have too many keep those in the order of the layers, then none inside.
+    """
+    before, after = [0] * size, [0] * size  # bit sets of direct neighbours
+    for source, target in edges:
+        before[target] |= 1 << source
+        after[source] |= 1 << target
+    regions = _regions(before, after)
+    sets = [_closed_sets(base, layers, before, max_states) for base, layers in regions]
+    exact = True
+    for fewer in (_in_order, _at_the_ends):
+        for at in sorted(range(len(sets)), key=lambda at: -len(sets[at])):
+            found = fewer(*regions[at])
+            if sum(map(len, sets)) > max_states and len(found) < len(sets[at]):
+                sets[at], exact = found, False
+    cuts = sorted((cut for region in sets for cut in region), key=int.bit_count)
+    if len(cuts) > max_states:
+        raise ValueError(
+            f"the model of {size} layers has {len(cuts)} cuts even without those inside of "
+            f"branches, more than max_states = {max_states}: raise max_states (time grows "
+            "with its square, with several levels of a network with its cube), or profile "
+            "coarser layers"
+        )
+    return cuts, exact
 
 
-def _regions(before: list[int], after: list[int]) -> list[_Region]:
+def _regions(before: list[int], after: list[int]) -> list[tuple[int, list[int]]]:
+    """The layers between two that every path goes through, each with the set of all before."""
     size = len(before)
     ancestors, descendants = [0] * size, [0] * size
     for at in range(size):
@@ -212,46 +181,30 @@ def _regions(before: list[int], after: list[int]) -> list[_Region]:
     base, rest = 0, everything
     for at in range(size):
         if (ancestors[at] | descendants[at] | 1 << at) == everything:
-            regions.append(_Region(base, tuple(_bits(rest & ancestors[at]))))
+            regions.append((base, _bits(rest & ancestors[at])))
             base, rest = ancestors[at] | 1 << at, descendants[at]
-    return [*regions, _Region(base, tuple(_bits(rest)))]
+    return [*regions, (base, _bits(rest))]
 
 
-def _region_sets(
-    region: _Region, detail: int, before: list[int], after: list[int], limit: int
-) -> list[int] | None:
-    """The cuts of a region, from none to all of its layers before it; None if above the limit."""
-    whole = sum(1 << layer for layer in region.layers)
-    if detail == 3:
-        return [region.base, region.base | whole]
-    if detail == 2:
-        found = [region.base]
-        for layer in region.layers:
-            found.append(found[-1] | 1 << layer)
-        return found
-    groups: list[tuple[int, int]] = []  # layers that stay together, and what they use
-    chain: dict[int, int] = {}  # the group that ends with a layer
-    for layer in region.layers:
-        source = max(before[layer].bit_length() - 1, 0)
-        alone = before[layer] == 1 << source and after[source] == 1 << layer
-        if detail == 1 and source in chain and alone:
-            at = chain[layer] = chain[source]
-            groups[at] = groups[at][0] | 1 << layer, groups[at][1]
-        else:
-            chain[layer] = len(groups)
-            groups.append((1 << layer, before[layer] & whole))
-    sets = {0}
-    queue = [0]
-    for cut in queue:
-        for group, needs in groups:
-            if not cut & group and not needs & ~cut:
-                more = cut | group
-                if more not in sets:
-                    if len(sets) >= limit:
-                        return None
-                    sets.add(more)
-                    queue.append(more)
-    return [region.base | cut for cut in queue]
+def _closed_sets(base: int, layers: list[int], before: list[int], limit: int) -> list[int]:
+    """All sets of a region's layers that hold what these use; one above the limit is enough."""
+    found = [base]
+    known = {base}
+    for cut in found:
+        for layer in layers:
+            more = cut | 1 << layer
+            if more not in known and not before[layer] & ~cut and len(found) <= limit:
+                known.add(more)
+                found.append(more)
+    return found
+
+
+def _in_order(base: int, layers: list[int]) -> list[int]:
+    return list(accumulate(layers, lambda cut, layer: cut | 1 << layer, initial=base))
+
+
+def _at_the_ends(base: int, layers: list[int]) -> list[int]:
+    return sorted({base, base | sum(1 << layer for layer in layers)})
 
 
 def _bits(mask: int) -> list[int]:
@@ -275,16 +228,17 @@ class Search:
         memory: Memory,
         limit: float | None = None,
         straight: bool = False,
+        replicas: Sequence[int] | None = None,
         least_memory: bool = False,
     ) -> None:
         self.cuts, self.levels, self.memory = cuts, tuple(levels), memory
         self.limit, self.straight, self.least_memory = limit, straight, least_memory
+        self.replicas = replicas
         self.count = len(cuts.compute)
         self._compute = self._between(cuts.compute, np.inf)
         self._parameters = self._between(cuts.parameters, 0.0)
         # A stage keeps what its layers made, and what it got, until backward has used that.
-        held = self._between(cuts.held, 0.0) + cuts.crossing[:, None] * cuts.inside
-        self._held = held
+        self._held = self._between(cuts.held, 0.0) + cuts.crossing[:, None] * cuts.inside
         self._workers = [1]  # of a part of each level
         for level in self.levels:
             self._workers.append(self._workers[-1] * level.components)
@@ -309,11 +263,19 @@ class Search:
 
     def for_memory(self) -> Search:
         """The same search for the least memory that any partition needs; ``best`` is in bytes."""
-        return Search(self.cuts, self.levels, self.memory, None, self.straight, True)
+        return Search(
+            self.cuts, self.levels, self.memory, None, self.straight, self.replicas, True
+        )
 
-    def _shares(self, q: int) -> range:
-        """Replicas that the last stage may have, with at least one part left for those before."""
-        return range(1, min(q, 2) if self.straight else q)
+    def _shares(self, q: int) -> Sequence[int]:
+        """Replicas that the last stage on q parts may have; all q where it is the only one."""
+        if self.replicas is not None:
+            return [
+                r
+                for r, end in zip(self.replicas, accumulate(self.replicas), strict=True)
+                if end == q
+            ]
+        return (1,) if self.straight else range(1, q + 1)
 
     def _behind(self, level: int, replicas: int, after: int, behind: int) -> int:
         """Workers behind each copy of a part of the level below."""
@@ -353,15 +315,15 @@ class Search:
         components = self.levels[level - 1].components
         best: list[FloatArray] = []
         for q in range(1, components + 1):
-            after = components - q
-            if self.straight and q > 1:
-                least = np.full((1 if outermost else self.count, self.count), np.inf)
-            else:
-                part = self._part(level - 1, self._behind(level, q, after, behind))
-                least = self._replicated(level, q, part[rows], (rows, slice(None))).copy()
+            least = np.full((1 if outermost else self.count, self.count), np.inf)
             for r in self._shares(q):
-                step = self._step(level, r, self._behind(level, r, after, behind))
-                _lower(least, best[q - r - 1], step)
+                after = self._behind(level, r, components - q, behind)
+                if r < q:
+                    _lower(least, best[q - r - 1], self._step(level, r, after))
+                else:
+                    part = self._part(level - 1, after)[rows]
+                    whole = self._replicated(level, r, part, (rows, slice(None)))
+                    np.minimum(least, whole, out=least)
             best.append(least)
         return best
 
@@ -371,16 +333,17 @@ class Search:
         stages: list[Leaf] = []
         while True:
             after = self.levels[level - 1].components - q
-            part = np.inf
-            if not self.straight or q == 1:
-                part = self._part(level - 1, self._behind(level, q, after, behind))[i, j]
-            whole = float(self._replicated(level, q, part, (i, j)))
             # Of equal divisions, one stage; else where the faster side is fastest, then where
             # the least crosses.
-            choices = [(whole, 0.0, 0.0, i, q)]
+            choices = []
             for r in self._shares(q):
-                before = best[q - r - 1][i]
-                step = self._step(level, r, self._behind(level, r, after, behind))[:, j]
+                held = self._behind(level, r, after, behind)
+                if r == q:
+                    part = self._part(level - 1, held)[i, j]
+                    whole = float(self._replicated(level, r, part, (i, j)))
+                    choices.append((whole, 0.0, 0.0, i, r))
+                    continue
+                before, step = best[q - r - 1][i], self._step(level, r, held)[:, j]
                 times, other = np.maximum(before, step), np.minimum(before, step)
                 s = int(np.lexsort((self.cuts.crossing, other, times))[0])
                 sent = float(self.cuts.crossing[s])
@@ -418,65 +381,3 @@ def _lower(least: FloatArray, before: FloatArray, step: FloatArray) -> None:
     for s in range(1, len(step) - 1):  # s lies after i and before j, so a block is enough
         through = np.maximum(before[:s, s, None], step[s, None, s + 1 :])
         np.minimum(least[:s, s + 1 :], through, out=least[:s, s + 1 :])
-
-
-class GivenSearch(Search):
-    """The dynamic program over the cuts of one model, for stages of given replicas."""
-
-    def __init__(
-        self,
-        cuts: Cuts,
-        level: Level,
-        memory: Memory,
-        limit: float | None,
-        replicas: Sequence[int],
-        least_memory: bool = False,
-    ) -> None:
-        super().__init__(cuts, [level], memory, limit, least_memory=least_memory)
-        self.replicas = tuple(replicas)
-        self._rows: list[FloatArray] = []
-
-    @property
-    def best(self) -> float:
-        """Seconds per minibatch of the best cuts (or bytes); infinite where there are none."""
-        return float(self._best()[-1][-1])
-
-    def stages(self) -> list[Leaf]:
-        """The stages between the best cuts, first to last; only where :attr:`best` is finite."""
-        rows = self._best()
-        leaves: list[Leaf] = []
-        j = self.count - 1
-        for stage in reversed(range(len(self.replicas))):
-            i, time = 0, float(rows[0][j])
-            if stage:
-                step = self._given_step(stage)[:, j]
-                before = rows[stage - 1]
-                times, other = np.maximum(before, step), np.minimum(before, step)
-                # Of equal cuts, the one whose faster side is fastest, then where least crosses.
-                i = int(np.lexsort((self.cuts.crossing, other, times))[0])
-                time = float(step[i])
-            leaves.append(Leaf(i, j, self.replicas[stage], time))
-            j = i
-        return leaves[::-1]
-
-    def for_memory(self) -> GivenSearch:
-        """The same search for the least memory that any cuts need; ``best`` is in bytes."""
-        level, given = self.levels[0], self.replicas
-        return GivenSearch(self.cuts, level, self.memory, None, given, True)
-
-    def _best(self) -> list[FloatArray]:
-        if not self._rows:
-            first = self._part(0, self._waiting(0))[0]
-            at = (0, slice(None))
-            self._rows = [self._replicated(1, self.replicas[0], first, at)]
-            for stage in range(1, len(self.replicas)):
-                times = np.maximum(self._rows[-1][:, None], self._given_step(stage))
-                self._rows.append(times.min(axis=0))
-        return self._rows
-
-    def _given_step(self, stage: int) -> FloatArray:
-        return self._step(1, self.replicas[stage], self._waiting(stage))
-
-    def _waiting(self, stage: int) -> int:
-        """Minibatches that wait in a worker, besides the one that it works on."""
-        return -(-sum(self.replicas[stage:]) // self.replicas[stage]) - 1

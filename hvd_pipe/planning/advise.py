@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from hvd_pipe.planning._checks import check_finite
 from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
@@ -24,20 +25,10 @@ from hvd_pipe.planning.methods import (
     parse,
     spell,
 )
-from hvd_pipe.planning.pipeline_cost import (
-    PipelineCost,
-)
-from hvd_pipe.planning.pipeline_plans import (
-    Offer,
-    divider,
-    fastest,
-    offer_of,
-    plans_of,
-    slack_of,
-)
+from hvd_pipe.planning.pipeline_plans import Offer, PipelineCost, Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import mode_named
-from hvd_pipe.planning.simulate import simulate
+from hvd_pipe.planning.simulate import pace_of, simulate
 from hvd_pipe.planning.stability import delayed_rate, stable_rate
 from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime, step_time
@@ -65,13 +56,10 @@ class PipelinePlan:
     """PipeDream's stages, and their price; tuples have an entry a stage.
 
     Args:
-        plan: what ``plan=`` takes: "15-1", "straight".
-        replicas: workers of each stage.
-        mode: what ``mode=`` takes.
-        microbatches: of a minibatch, each as large as a worker's batch; 1 where the mode has none.
+        plan, replicas: what ``plan=`` takes, such as "15-1", and workers of each stage.
+        mode, microbatches: what ``mode=`` takes, and a minibatch's number of workers' batches.
         period_s: seconds in which the pipeline trains one worker's batch.
-        memory_bytes: of a worker, its activations included.
-        versions: of the weights that a worker holds.
+        memory_bytes, versions: of a worker, activations included, and of weights that it holds.
         staleness: how many updates old its gradients are.
         saved: the part of data parallelism's bytes that it does not send.
         paste: the call that makes it.
@@ -95,20 +83,18 @@ class Row:
 
     Args:
         strategy: what ``strategy=`` takes; of methods that are not hvd_pipe's, their name.
-        compression: what ``compression=`` takes.
-        codec: its name.
+        compression, codec: what ``compression=`` takes, and its name.
         baseline: shown for comparison, not to be recommended.
         time: seconds of a step, its limit, messages; simulated where workers jitter.
         speedup: samples per second over those of one worker of speed 1 that computes alone.
         samples_per_s: of all workers; None where the profile has no batch.
-        memory_bytes: of a worker, without activations (:mod:`hvd_pipe.planning.advise`).
+        memory_bytes: of a worker, without activations.
         staleness: how many updates old a worker's gradient is, at most, when all have it.
         identical: whether replicas are equal after each step.
         exact: whether it computes what synchronous SGD without compression does.
         batches: samples per step of each worker, where that keeps unequal workers in step.
         usable: stable and within the memory, as far as is known.
-        warnings: what to look out for.
-        reason: what its time is made of, in a sentence.
+        warnings, reason: what to look out for, and what its time is made of.
         pipeline: the plan, of PipeDream alone.
     """
 
@@ -170,22 +156,17 @@ ADVISED_MODES = ("stash", "2bw", "flush")
 def pipeline_rows(
     profile: ModelProfile, cluster: Cluster, training: Training, data_parallel_s: float
 ) -> tuple[list[Row], tuple[str, ...]]:
-    """A row for each mode in which a pipeline is faster than data parallelism.
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((
-        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
-        >>> cluster = Cluster(4, Network(Link.of(1e9, 0.0)))
-        >>> rows, notes = pipeline_rows(model, cluster, Training(None, None, None, 1.0), 0.19)
-        >>> for row in rows:
-        ...     print(row.strategy, round(row.time.total_s, 3), row.staleness)
-        pipedream 3-1 stash 0.04 2
-        pipedream 3-1 2bw 0.041 1
-        pipedream 3-1 flush 0.083 0
-    """
-    refused = _no_pipeline(profile, cluster)
+    """A row for each mode in which a pipeline beats data parallelism, or why there is none."""
+    refused = None
+    if cluster.workers == 1:
+        refused = "there is one worker"
+    elif cluster.speeds is not None and len(set(cluster.speeds)) > 1:
+        refused = "its stages are for workers of one speed"
+    elif not any(layer.activation_bytes for layer in profile.layers):
+        refused = (
+            "the profile has no activation_bytes, so nothing is known of the messages between "
+            "stages; measure it with hvd-pipe profile models.py:make --input 32,3,224,224"
+        )
     if refused:
         return [], (f"No pipeline: {refused}.",)
     rows = []
@@ -194,13 +175,12 @@ def pipeline_rows(
     plans: list[Partition] = []
     fitting = False
     for mode in ADVISED_MODES:
-        divide = divider(profile, cluster, mode, training.optimizer_ratio)
+        search = Planner(profile, cluster, mode, training.optimizer_ratio)
         # Without a limit of memory, plans do not depend on the versions that a mode keeps.
         if mode == ADVISED_MODES[0] or cluster.memory_bytes is not None:
-            plans = plans_of(divide, cluster, reasons)
+            plans = search.candidates(reasons)
         fitting = fitting or bool(plans)
-        offer = partial(offer_of, profile, cluster, mode, training.optimizer_ratio)
-        best = fastest(offer, plans, slack_of(divide, cluster, mode), cluster, slowest_s)
+        best = search.fastest(plans, search.divide, slowest_s)
         if best is not None:
             rows.append(_pipeline_row(profile, cluster, best, training))
     if rows:
@@ -213,31 +193,29 @@ def pipeline_rows(
     )
 
 
-def _no_pipeline(profile: ModelProfile, cluster: Cluster) -> str | None:
-    """Why there can be no pipeline."""
-    if cluster.workers == 1:
-        return "there is one worker"
-    if cluster.speeds is not None and len(set(cluster.speeds)) > 1:
-        return "its stages are for workers of one speed"
-    if not any(layer.activation_bytes for layer in profile.layers):
-        return (
-            "the profile has no activation_bytes, so nothing is known of the messages between "
-            "stages; measure it with hvd-pipe profile models.py:make --input 32,3,224,224"
-        )
-    return None
-
-
 def _pipeline_row(
     profile: ModelProfile, cluster: Cluster, offer: Offer, training: Training
 ) -> Row:
     cost, plan, workers = offer.cost, offer.plan, cluster.workers
-    staleness = tuple(one.staleness for one in cost.held)
-    oldest = max(staleness)
     name = STRAIGHT if max(plan.replicas) == 1 else plan.config
+    cut = f", microbatches={cost.microbatches}" if cost.microbatches > 1 else ""
+    cut += f", in_transit={plan.in_transit}" if plan.in_transit else ""
+    pipeline = PipelinePlan(
+        plan=name,
+        replicas=plan.replicas,
+        mode=cost.mode,
+        microbatches=cost.microbatches,
+        period_s=offer.period_s,
+        memory_bytes=cost.memory_bytes,
+        versions=tuple(one.versions for one in cost.held),
+        staleness=tuple(one.staleness for one in cost.held),
+        saved=cost.saved(cost.microbatches),
+        paste=f'PipeDream(model, loss_fn, optimizer_fn, plan="{name}", mode="{cost.mode}"{cut})',
+    )
+    oldest = max(pipeline.staleness)
     time = _pipeline_time(f"{PIPEDREAM} {name} {cost.mode}", cluster, offer)
     unstable, warnings = stability(partial(delayed_rate, oldest), training)
-    samples = profile.batch / offer.period_s if profile.batch and offer.period_s else None
-    made = _plan(name, offer, workers)
+    weights = zip(cost.memory_bytes, cost.activation_bytes, strict=True)
     return Row(
         strategy=time.method,
         compression="hvd.Compression.none",
@@ -245,21 +223,16 @@ def _pipeline_row(
         baseline=False,
         time=time,
         speedup=profile.compute_s / offer.period_s if offer.period_s else float(workers),
-        samples_per_s=samples,
-        memory_bytes=round(
-            max(
-                whole - part
-                for whole, part in zip(cost.memory_bytes, cost.activation_bytes, strict=True)
-            )
-        ),
+        samples_per_s=profile.batch / offer.period_s if profile.batch and offer.period_s else None,
+        memory_bytes=round(max(whole - activations for whole, activations in weights)),
         staleness=oldest,
         identical=True,
         exact=mode_named(cost.mode).synchronous,
         batches=None,
         usable=not unstable,
         warnings=tuple(warnings),
-        reason=_pipeline_reason(made, cost, workers),
-        pipeline=made,
+        reason=_pipeline_reason(pipeline, cost, workers),
+        pipeline=pipeline,
     )
 
 
@@ -283,26 +256,6 @@ def _pipeline_time(name: str, cluster: Cluster, offer: Offer) -> StepTime:
         total_s=total,
         limit_s=compute,
         messages=max(messages),
-    )
-
-
-def _plan(name: str, offer: Offer, workers: int) -> PipelinePlan:
-    cost = offer.cost
-    cut = f", microbatches={cost.microbatches}" if cost.microbatches > 1 else ""
-    cut += f", in_transit={offer.plan.in_transit}" if offer.plan.in_transit else ""
-    # Of as many minibatches of one worker each, data parallelism sends for n of them at once.
-    parallel = cost.data_parallel_bytes * cost.microbatches
-    return PipelinePlan(
-        plan=name,
-        replicas=offer.plan.replicas,
-        mode=cost.mode,
-        microbatches=cost.microbatches,
-        period_s=offer.period_s,
-        memory_bytes=cost.memory_bytes,
-        versions=tuple(one.versions for one in cost.held),
-        staleness=tuple(one.staleness for one in cost.held),
-        saved=1.0 - cost.wire_bytes / parallel if parallel else 0.0,
-        paste=f'PipeDream(model, loss_fn, optimizer_fn, plan="{name}", mode="{cost.mode}"{cut})',
     )
 
 
@@ -432,22 +385,23 @@ def advise(
         >>> print(advice.reason)
         pipe-sgd takes 30 ms a step, the fastest exact one (merged-gradient) 59.6 ms: 1.99 times.
     """
-    _check_numbers(learning_rate, curvature, momentum, margin)
+    numbers = {"learning_rate": learning_rate, "curvature": curvature, "margin": margin}
+    for name, value in numbers.items():
+        if value is not None:
+            check_finite(name, value)
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
     if not profile.gradient_bytes().size:
         raise ValueError("the profile has no layer with a gradient, so there is nothing to send")
     pipelined = methods is None or PIPEDREAM in methods
-    chosen = (
-        _candidates(profile, cluster)
-        if methods is None
-        # PipeDream alone is weighed against data parallelism.
-        else tuple(parse(one) for one in methods if one != PIPEDREAM)
-        or ((MergedGradient(),) if pipelined else ())
-    )
     training = Training(learning_rate, curvature, momentum, optimizer_ratio)
-    if methods is None:
-        unstable = [one for one in chosen if _stability(one, training)[0]]
-        chosen += tuple(each for one in unstable for each in _steadier(one, profile))
-    costs = [_codec(codec) for codec in codecs]
+    chosen = _chosen(profile, cluster, methods, training)
+    costs = []
+    for codec in codecs:
+        if isinstance(codec, str) and codec not in CODECS:
+            known = ", ".join(map(repr, CODECS))
+            raise ValueError(f"unknown codec {codec!r}: use one of {known}")
+        costs.append(CODECS[codec] if isinstance(codec, str) else codec)
     if not chosen or not costs:
         raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
     wanted = dict.fromkeys((method, codec) for method in chosen for codec in costs)
@@ -457,15 +411,14 @@ def advise(
     rows += [_row(profile, cluster, *pair, training, baseline=True) for pair in beside]
     notes: tuple[str, ...] = ()
     if pipelined:
-        copies_s = (row.time.total_s for row in rows if row.exact and row.usable)
-        least_s = min(copies_s, default=math.inf)
+        least_s = min((x.time.total_s for x in rows if x.exact and x.usable), default=math.inf)
         pipelines, notes = pipeline_rows(profile, cluster, training, least_s)
         rows += pipelines
     rows.sort(key=lambda row: row.time.total_s)
-    candidates = [row for row in rows if not row.baseline]
-    best, reason = _recommended(candidates, margin)
+    own = [row for row in rows if not row.baseline]
+    best, reason = _recommended(own, margin)
     warnings = []
-    copies = [row for row in candidates if row.pipeline is None]
+    copies = [row for row in own if row.pipeline is None]
     least = min(copies, key=lambda row: row.time.exposed_s).time
     stragglers = cluster.jitter and least.comm_s <= least.compute_s  # what waits is not for bytes
     if least.exposed_s > margin * least.compute_s and not stragglers:
@@ -477,24 +430,44 @@ def advise(
     return Advice(tuple(rows), best, cluster.workers, reason, tuple(warnings), notes)
 
 
-def _candidates(profile: ModelProfile, cluster: Cluster) -> tuple[Method, ...]:
+def _chosen(
+    profile: ModelProfile,
+    cluster: Cluster,
+    methods: Sequence[Method | str] | None,
+    training: Training,
+) -> tuple[Method, ...]:
+    """The methods to choose from but PipeDream, beside which data parallelism is weighed."""
+    if methods is not None:
+        chosen = tuple(parse(one) for one in methods if one != PIPEDREAM)
+        return chosen or ((MergedGradient(),) if methods else ())
     compute = profile.compute_s
     if cluster.speeds is not None:
         compute *= cluster.workers / sum(cluster.speeds)
-    fitted = candidates(profile, cluster.comm(), compute)
-    return (fitted[0], MergedGradient(overlap="forward"), *fitted[1:])
+    merged, pipe, rounds = candidates(profile, cluster.comm(), compute)
+    own = (merged, MergedGradient(overlap="forward"), pipe, rounds)
+    unstable = [one for one in own if _stability(one, training)[0]]
+    return own + tuple(each for one in unstable for each in _steadier(one, profile))
 
 
 def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
+    """The row to take, and why."""
+
+    def name_of(row: Row) -> str:
+        return row.strategy if row.codec == "none" else f"{row.strategy} with {row.codec}"
+
     usable = [row for row in rows if row.usable]
     fastest = (usable or list(rows))[0]
-    exact = _exact(usable or rows, margin)
-    name, seconds = _name(fastest), format_seconds(fastest.time.total_s)
+    exacts = [row for row in usable or rows if row.exact]
+    exact = next(iter(exacts), None)
+    default = next((row for row in exacts if row.strategy == MergedGradient.name), None)
+    if default and default.time.total_s <= exacts[0].time.total_s * (1.0 + margin):
+        exact = default
+    name, seconds = name_of(fastest), format_seconds(fastest.time.total_s)
     tail = "" if usable else " None is usable as it is: see its warnings."
     if exact is None:
         return fastest, f"{name} is the fastest, at {seconds} a step.{tail}"
     if exact.time.total_s <= fastest.time.total_s * (1.0 + margin):
-        reason = f"{_name(exact)} is exact and takes {format_seconds(exact.time.total_s)} a step"
+        reason = f"{name_of(exact)} is exact and takes {format_seconds(exact.time.total_s)} a step"
         if fastest is not exact:
             reason += (
                 f"; the fastest, {name}, takes {seconds}, not more than {margin:.0%} less, "
@@ -502,24 +475,10 @@ def _recommended(rows: Sequence[Row], margin: float) -> tuple[Row, str]:
             )
         return exact, f"{reason}.{tail}"
     return fastest, (
-        f"{name} takes {seconds} a step, the fastest exact one ({_name(exact)}) "
+        f"{name} takes {seconds} a step, the fastest exact one ({name_of(exact)}) "
         f"{format_seconds(exact.time.total_s)}: "
         f"{exact.time.total_s / fastest.time.total_s:.2f} times.{tail}"
     )
-
-
-def _exact(rows: Sequence[Row], margin: float) -> Row | None:
-    """The fastest exact row; the default where no other is faster by more than the margin."""
-    exact = [row for row in rows if row.exact]
-    default = (row for row in exact if row.strategy == MergedGradient.name)
-    found = next(default, None)
-    if found and found.time.total_s <= exact[0].time.total_s * (1.0 + margin):
-        return found
-    return next(iter(exact), None)
-
-
-def _name(row: Row) -> str:
-    return row.strategy if row.codec == "none" else f"{row.strategy} with {row.codec}"
 
 
 def _row(
@@ -566,7 +525,9 @@ def _row(
         samples_per_s=None if samples is None or not total else samples / total,
         memory_bytes=memory,
         staleness=_staleness(method),
-        identical=_identical(method),
+        # With local prediction, each rank runs ahead by its own guess.
+        identical=not isinstance(method, LocalSGD | CoCoD)
+        and getattr(method, "prediction", "none") != "local",
         exact=codec.name == "none"
         and isinstance(method, MergedGradient | Conventional | HorovodFusion),
         batches=batches,
@@ -577,20 +538,17 @@ def _row(
 
 
 def _staleness(method: Method) -> int:
-    if isinstance(method, PipeSGD):
-        return 1
-    if isinstance(method, WidePipeSGD):
-        return method.width - 1
-    if isinstance(method, LocalSGD):
-        return method.period - 1
-    # A round's first gradient is in the next round's start, which arrives a turn later.
-    return method.period + method.turn - 1 if isinstance(method, CoCoD) else 0
-
-
-def _identical(method: Method) -> bool:
-    if isinstance(method, PipeSGD):
-        return method.prediction != "local"  # each rank runs ahead by its own guess
-    return not isinstance(method, LocalSGD | CoCoD)
+    """How many updates old a worker's gradient is, at most, when all have it."""
+    match method:
+        case PipeSGD():
+            return 1
+        case WidePipeSGD():
+            return method.width - 1
+        case LocalSGD():
+            return method.period - 1
+        case CoCoD():  # a round's first gradient is in the next start, which arrives a turn later
+            return method.period + method.turn - 1
+    return 0
 
 
 def _balanced(
@@ -598,22 +556,13 @@ def _balanced(
 ) -> tuple[Method, tuple[int, ...] | None, float]:
     """The method with weights where it has them, its batches, the slowest worker's pace."""
     speeds = cluster.speeds or (1.0,) * cluster.workers
-    weights = method.weights if isinstance(method, CoCoD) else None
-    if weights is not None and len(weights) != cluster.workers:
-        raise ValueError(
-            f"CoCoD's weights are one a worker: {len(weights)} weights, {cluster.workers} workers"
-        )
     batches = None
-    if isinstance(method, CoCoD) and weights is None and min(speeds) < max(speeds):
+    if isinstance(method, CoCoD) and method.weights is None and min(speeds) < max(speeds):
         weights = speeds
         if profile.batch is not None:
             weights = batches = tuple(split_batch(cluster.workers * profile.batch, speeds))
         method = replace(method, weights=weights)
-    if weights is None:
-        return method, None, 1.0 / min(speeds)
-    mean = sum(weights) / len(weights)
-    pace = max(weight / mean / speed for weight, speed in zip(weights, speeds, strict=True))
-    return method, batches, pace
+    return method, batches, float(pace_of(cluster, method).max())
 
 
 def _unbalanced(profile: ModelProfile, cluster: Cluster, pace: float) -> str:
@@ -668,22 +617,3 @@ def _reason(time: StepTime, method: Method) -> str:
         f"{compute} of computation and {comm} of communication a step ({count}{every}), {hidden}: "
         f"{time.of_limit:.1%} of what its limit of {limit} allows"
     )
-
-
-def _codec(codec: CodecCost | str) -> CodecCost:
-    if isinstance(codec, CodecCost):
-        return codec
-    if codec not in CODECS:
-        raise ValueError(f"unknown codec {codec!r}: use one of {', '.join(map(repr, CODECS))}")
-    return CODECS[codec]
-
-
-def _check_numbers(
-    rate: float | None, curvature: float | None, momentum: float | None, margin: float
-) -> None:
-    numbers = {"learning_rate": rate, "curvature": curvature, "margin": margin}
-    for name, value in numbers.items():
-        if value is not None and not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{name} must be finite and at least 0, got {value}")
-    if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")

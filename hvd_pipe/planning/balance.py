@@ -15,26 +15,18 @@ def split_batch(batch: int, speeds: Sequence[float]) -> list[int]:
 
     With M the sum of the speeds, worker i gets ``batch * speeds[i] / M``, rounded down; what is
     left goes, one each, to those who lost most by rounding. Every worker gets at least one: where
-    its share is below, the others split what remains. ``|share - exact| < 1`` for all who have
-    more than one.
+    its share is below, the others split what remains.
 
     Args:
         batch: Samples per step, all workers together.
         speeds: Positive, one a worker, in any unit: samples/s, or 1 / seconds per step.
 
-    Returns:
-        Samples per step of each worker; they sum to ``batch``.
-
     Raises:
         TypeError, ValueError: Too small a batch, no workers, or a speed that is not positive.
 
     Example:
-        >>> split_batch(256, [1.0, 1.0, 2.0])
-        [64, 64, 128]
-        >>> split_batch(10, [1.0, 1.0, 1.0])
-        [4, 3, 3]
-        >>> split_batch(4, [1.0, 100.0])
-        [1, 3]
+        >>> split_batch(10, [1.0, 1.0, 1.0]), split_batch(4, [1.0, 100.0])
+        ([4, 3, 3], [1, 3])
 
     Source: Shen et al., "CoCoD-SGD" (IJCAI 2019), proportional sampling.
     """

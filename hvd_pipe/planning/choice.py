@@ -24,18 +24,11 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """Medians over steps, in seconds.
+    """Medians over steps, in seconds."""
 
-    Args:
-        before_s: From the end of a step to the first gradient of the next one.
-        ready_s: From the first gradient to each one, by index; one that was not computed is
-            ready with the last.
-        update_s: The user's optimizer.
-    """
-
-    before_s: float
-    ready_s: Sequence[float]
-    update_s: float
+    before_s: float  # from the end of a step to the first gradient of the next one
+    ready_s: Sequence[float]  # from there to each one; one that was not computed: to the last
+    update_s: float  # of the user's optimizer
 
 
 def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
@@ -67,18 +60,7 @@ WORTH = 0.01
 def candidates(
     profile: ModelProfile, comm: CommModel, compute_s: float | None = None
 ) -> tuple[MergedGradient, PipeSGD, CoCoD]:
-    """One of each strategy, as it fits.
-
-    Example:
-        >>> from hvd_pipe.planning.methods import spell
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((LayerProfile("fc", 1000, backward_s=0.01),))
-        >>> for method in candidates(model, CommModel.linear(0.025, 0.0)):
-        ...     print(spell(method))
-        merged-gradient
-        pipe-sgd
-        cocod:period=3
-    """
+    """One of each strategy, as it fits."""
     period = fitted_period(profile, comm, profile.compute_s if compute_s is None else compute_s)
     return MergedGradient(), PipeSGD(), CoCoD(period=period)
 
@@ -142,14 +124,14 @@ def predict(
         found = MergedGradient(overlap=method.overlap)
         return Prediction(found, step_time(method, profile, comm, codec).total_s)
     carried = comm.compressed(codec)
+    timed: Method
     if isinstance(method, CoCoD):
         period = fitted_period(profile, carried, profile.compute_s)
-        method = replace(method, period=period)
+        method = timed = replace(method, period=period)
     else:
         method = fitted_buckets(method, profile, carried)
-        time = step_time(_usual_buckets(method), profile, comm, codec)
-        return Prediction(method, time.total_s)
-    return Prediction(method, step_time(method, profile, comm, codec).total_s)
+        timed = _usual_buckets(method)
+    return Prediction(method, step_time(timed, profile, comm, codec).total_s)
 
 
 def choose(predictions: Sequence[Prediction]) -> Prediction:
@@ -173,11 +155,7 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def kind_of(method: Method) -> str:
-    """Return the name by which `Auto` allows a method; other options do not count.
-
-    >>> kind_of(CoCoD(period=8)), kind_of(MergedGradient(plan="wfbp", overlap="forward"))
-    ('cocod', 'merged-gradient:overlap=forward')
-    """
+    """Return the name by which `Auto` allows a method; other options do not count."""
     if isinstance(method, MergedGradient):
         return spell(MergedGradient(overlap=method.overlap))
     return method.name
@@ -188,11 +166,7 @@ _ORDER = tuple(kind_of(method) for method in (*_EXACT, PipeSGD(), CoCoD()))
 
 
 def least_of(methods: Sequence[Method]) -> Method:
-    """Return the method that changes the mathematics least.
-
-    >>> least_of([CoCoD(), PipeSGD()]).name
-    'pipe-sgd'
-    """
+    """Return the method that changes the mathematics least."""
     return min(methods, key=lambda one: _ORDER.index(kind_of(one)))
 
 

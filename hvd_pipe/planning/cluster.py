@@ -35,13 +35,10 @@ class Network:
             is known.
         algorithm: of the all-reduce; one of :data:`hvd_pipe.planning.collectives.ALGORITHMS`.
         gamma: seconds to add up one byte.
-        per_node: workers of one machine.
-        inside: a worker's link within its machine; needed where ``per_node`` is more than 1,
-            except beside ``measured``.
-        measured: an all-reduce as it was measured; it is then what counts.
-        measured_workers: on how many workers it was, at least 2.
-        measured_per_node: how many of them one machine had, or None where that is unknown. As many
-            as ``measured_workers`` or more: the network between machines is not in it.
+        per_node, inside: workers of one machine, and a worker's link within it, which several
+            need, except beside ``measured``.
+        measured, measured_workers: an all-reduce on so many workers, which is then what counts.
+        measured_per_node: how many of them one machine had, or None where that is unknown.
 
     Raises:
         ValueError: neither a link nor a measurement, or parts that do not fit together.
@@ -100,13 +97,9 @@ class Network:
         """All-reduce time over some of the workers.
 
         A measured one is rescaled to their number (:func:`hvd_pipe.planning.collectives.rescale`),
-        which assumes that more workers are joined by the links that were measured: what was
-        measured within one machine (``measured_per_node``) knows nothing of the network between
-        machines, and what was measured between machines with some workers each holds for as many
-        of them in each.
-
-        Otherwise it follows from the links: within one machine over ``inside``, over several
-        hierarchically (:func:`hvd_pipe.planning.collectives.hierarchical`).
+        as if more workers were joined by the links that were measured. Otherwise it follows from
+        the links: within one machine over ``inside``, over several hierarchically
+        (:func:`hvd_pipe.planning.collectives.hierarchical`).
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
@@ -124,11 +117,7 @@ class Network:
         return hierarchical(nodes, each, self.inside, link, self.algorithm, self.gamma)
 
     def levels(self, workers: int) -> list[tuple[int, float]]:
-        """How the workers are joined, from the innermost level outwards.
-
-        Returns:
-            A pair for each level: how many of the level below make one of it, and the bandwidth
-            between them in bytes per second. Their product is ``workers``.
+        """How the workers are joined: (components, bandwidth in bytes/s), innermost level first.
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
@@ -181,8 +170,7 @@ class Cluster(Document):
     """Workers, the network between them, and what sets one worker apart from another.
 
     Args:
-        workers: how many, at least 1.
-        network: what joins them.
+        workers, network: how many, at least 1, and what joins them.
         speeds: of each worker, relative, positive; None where all are equally fast.
         memory_bytes: of one worker; None where it is no limit.
         jitter: standard deviation of a worker's step time over its mean, at most 10.
@@ -195,8 +183,6 @@ class Cluster(Document):
         >>> cluster = Cluster(16, Network(Link.of(bandwidth=1.25e9, latency=30e-6)))
         >>> cluster.with_workers(64).comm().latency
         0.00378
-        >>> Cluster.from_json(cluster.to_json()) == cluster
-        True
     """
 
     _BINARY = "this is no text file, so no cluster"

@@ -11,9 +11,8 @@ from types import MappingProxyType
 class CodecCost:
     """A codec as a plan sees it: smaller messages, and some time to make them.
 
-    With it, an all-reduce of ``x`` bytes of gradients takes ``T(ratio x) + seconds_per_byte x``,
-    and each phase beyond the first its latency once more;
-    see :meth:`hvd_pipe.planning.comm.CommModel.compressed`.
+    An all-reduce of ``x`` bytes takes ``T(ratio x) + seconds_per_byte x``, and each phase beyond
+    the first its latency once more; see :meth:`hvd_pipe.planning.comm.CommModel.compressed`.
 
     Args:
         name: what the codec is called.
@@ -24,10 +23,6 @@ class CodecCost:
 
     Raises:
         ValueError: a ratio or a time that no codec has.
-
-    Example:
-        >>> CodecCost("half", ratio=0.5, seconds_per_byte=1e-10)
-        CodecCost(name='half', ratio=0.5, seconds_per_byte=1e-10, phases=1)
 
     Source: Pipe-SGD (Li et al., NeurIPS 2018) has the ratio and the time in its timing model.
     """
@@ -53,12 +48,7 @@ class CodecCost:
             raise ValueError(f"codec {self.name!r}: phases must be 1 or 2, got {self.phases}")
 
     def of_encoded(self) -> CodecCost:
-        """The same costs, where sizes count bytes after encoding.
-
-        Example:
-            >>> CodecCost("half", ratio=0.5, seconds_per_byte=1e-10).of_encoded()
-            CodecCost(name='half', ratio=1.0, seconds_per_byte=2e-10, phases=1)
-        """
+        """The same costs, where sizes count bytes after encoding."""
         return replace(self, ratio=1.0, seconds_per_byte=self.seconds_per_byte / self.ratio)
 
 

@@ -27,11 +27,7 @@ class Link:
     """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
 
     Args:
-        alpha: seconds per message, not negative.
-        beta: seconds per byte, not negative.
-
-    Raises:
-        ValueError: a negative or infinite cost.
+        alpha, beta: seconds per message and per byte, finite and not negative.
 
     Example:
         >>> Link.of(bandwidth=1.25e9, latency=30e-6)
@@ -84,12 +80,8 @@ def terms(workers: int, algorithm: str = "ring") -> Terms:
 
     ``log2(p)`` is rounded up where p is no power of two.
 
-    Args:
-        workers: p, at least 1.
-        algorithm: one of :data:`ALGORITHMS`.
-
     Raises:
-        ValueError: no workers, or an unknown algorithm.
+        ValueError: no workers, or an algorithm that is none of :data:`ALGORITHMS`.
 
     Example:
         >>> terms(16)
@@ -119,17 +111,7 @@ def allreduce(
 ) -> CommModel:
     """All-reduce time from the cost of one hop, with the :func:`terms` of the algorithm.
 
-    One worker sends nothing: T = 0.
-
-    Args:
-        workers: p, at least 1.
-        alpha: seconds to start one point-to-point message.
-        beta: seconds to move one byte.
-        gamma: seconds to add up one byte.
-        algorithm: one of :data:`ALGORITHMS`.
-
-    Raises:
-        ValueError: no workers, or an unknown algorithm.
+    One worker sends nothing: T = 0. Arguments and errors are those of :func:`terms`.
 
     Example:
         >>> allreduce(16, alpha=9.72e-4 / 30, beta=1e-9).latency
@@ -160,17 +142,6 @@ def hierarchical(
         all-reduce       ``L alpha_out + (B m beta_out + S gamma) x/m``   (L, B, S = terms(n))
         all-gather       ``(m-1) alpha_in + (m-1)/m x beta_in``
 
-    Args:
-        nodes: n, machines.
-        per_node: m, workers of one machine.
-        inside: a worker's link within a machine.
-        between: a machine's link to the others, shared by its workers.
-        algorithm: of the all-reduce between machines.
-        gamma: seconds to add up one byte.
-
-    Returns:
-        A model of one segment.
-
     Raises:
         ValueError: no machines, no workers or an unknown algorithm.
 
@@ -196,36 +167,20 @@ def rescale(
     """What was measured on some workers, for another number of them on the same kind of network.
 
     With l and b the ratios of the algorithm's latency and byte :func:`terms`, every intercept is
-    multiplied by l and every slope by b:
-
-        ``T'(x) = l T(x b/l)``
-
-    That moves a start ``s`` to ``s l/b``. A ring sends chunks of ``x/p``, and a network changes
-    its protocol at a size of chunks: for a ring, ``s l/b = s q/p`` is the message whose chunks on
-    q workers are as long as those of ``s`` on p. Recursive doubling and the binary tree send
-    whole messages, l = b, and starts stay.
-
-    The ``delay`` stays: it is the software's, not the network's. The ``error`` of the result is
-    None: how well a formula extrapolates is not known before it is measured there, too.
-
-    Args:
-        comm: the all-reduce on ``from_workers``.
-        from_workers: at least 2, as a single worker measures nothing.
-        to_workers: at least 1; there T = 0.
-        algorithm: one of :data:`ALGORITHMS`, by which the all-reduce works.
-
-    Returns:
-        A model with as many segments; ``comm`` itself where nothing changes.
+    multiplied by l and every slope by b, ``T'(x) = l T(x b/l)``, which moves a start s to s l/b:
+    a ring sends chunks of ``x/p``, and a network changes its protocol at a size of chunks.
+    Recursive doubling and the binary tree send whole messages, l = b, and starts stay. So does the
+    ``delay``, which is the software's. How well a formula extrapolates is not known: ``error`` is
+    None.
 
     Raises:
-        ValueError: too few workers, or an unknown algorithm.
+        ValueError: fewer than 2 workers measured, none wanted, or an unknown algorithm.
 
     Example:
         >>> eight = allreduce(8, alpha=1e-5, beta=1e-9)
         >>> rescale(eight, 8, 64) == allreduce(64, alpha=1e-5, beta=1e-9)
         True
-        >>> jump = CommModel((0, 8192), (1e-4, 8e-4), (1e-8, 3e-9))
-        >>> rescale(jump, 8, 64).starts
+        >>> rescale(CommModel((0, 8192), (1e-4, 8e-4), (1e-8, 3e-9)), 8, 64).starts
         (0.0, 65536.0)
 
     Source: MG-WFBP, arXiv 1912.09268, extrapolates its constants so; the starts are ours.

@@ -110,12 +110,12 @@ class CommModel:
 
     Args:
         starts: where each of the K segments begins, bytes; the first is 0, then increasing.
-        intercepts: seconds, K of them. Only the first has to be non-negative.
-        slopes: seconds per byte, K of them, none negative.
-        delay: seconds that a message takes beside, from being handed over to being known to have
-            arrived, in which the link is free for others: messages sent together have it once.
-        error: mean relative error on the samples that it was fitted to (over the medians of their
-            sizes), or None where there were none. It plays no part in ``==``.
+        intercepts, slopes: seconds, of which the first is not negative; seconds per byte, none
+            negative; K of each.
+        delay: seconds that a message takes beside, until it is known to have arrived, in which the
+            link is free for others: messages sent together have it once.
+        error: mean relative error on the medians of the samples that it was fitted to, or None. It
+            plays no part in ``==``.
         blocking: whether one thread negotiates and carries, as Horovod's does over Gloo and MPI:
             the delay then passes before messages, and keeps the link idle (`blocked_ends`).
 
@@ -123,8 +123,7 @@ class CommModel:
         ValueError: the segments do not make a non-negative, non-decreasing function.
 
     Example:
-        >>> ethernet = CommModel.linear(alpha=1e-3, beta=2e-9)
-        >>> ethernet(1_000_000)
+        >>> CommModel.linear(alpha=1e-3, beta=2e-9)(1_000_000)
         0.003
         >>> jump = CommModel(starts=(0, 8192), intercepts=(1e-4, 8e-4), slopes=(1e-8, 3e-9))
         >>> jump(np.array([0, 8192])).round(6).tolist()
@@ -185,13 +184,7 @@ class CommModel:
     @overload
     def __call__(self, bytes: npt.NDArray[Any]) -> FloatArray: ...
     def __call__(self, bytes: float | npt.NDArray[Any]) -> float | FloatArray:
-        """Seconds that the all-reduce of a message takes.
-
-        Args:
-            bytes: size of one message, or an array of sizes of any shape; not negative.
-
-        Returns:
-            Seconds: a float for a number, a float64 array of the same shape for an array.
+        """Seconds for a message of so many bytes, or a float64 array of them for an array.
 
         Example:
             >>> CommModel.linear(1.0, 0.5)(np.array([[0, 2]])).tolist()
@@ -215,12 +208,7 @@ class CommModel:
 
     @classmethod
     def linear(cls, alpha: float, beta: float) -> CommModel:
-        """The line ``T(x) = alpha + beta * x``, seconds and seconds per byte.
-
-        Example:
-            >>> CommModel.linear(9.72e-4, 1.97e-9).latency
-            0.000972
-        """
+        """The line ``T(x) = alpha + beta * x``, seconds and seconds per byte."""
         return cls((0.0,), (alpha,), (beta,))
 
     @classmethod
@@ -229,13 +217,12 @@ class CommModel:
 
         Several samples of a size count as their median. Where noise makes a longer message look
         faster, neighbours are pooled and share the median of all their samples (isotonic
-        regression in the L1 norm, by pooling adjacent violators), so one outlier bends nothing.
-        Below the first size the first line goes on, but to no negative latency. Above the last
-        size the mean slope of the last factor of four in size goes on.
+        regression in the L1 norm), so one outlier bends nothing. Below the first size the first
+        line goes on, but to no negative latency; above the last, the mean slope of the last factor
+        of four in size.
 
         Args:
-            bytes: 1-D, N sizes, not negative; at least two of them differ.
-            seconds: 1-D, N times, positive.
+            bytes, seconds: 1-D, N sizes of which at least two differ, and N positive times.
 
         Raises:
             ValueError: the samples are malformed or all of one size.
@@ -272,14 +259,8 @@ class CommModel:
     def scaled(self, bytes_factor: float, seconds_factor: float = 1.0) -> CommModel:
         """The model ``T'(x) = seconds_factor * T(bytes_factor * x)``; its starts move along.
 
-        The delay and the relative error stay what they were.
-
-        Args:
-            bytes_factor: what each byte of ``x`` becomes here, positive.
-            seconds_factor: what each second becomes, not negative.
-
-        Raises:
-            ValueError: a factor out of its range.
+        The delay and the relative error stay what they were. The first factor is positive, the
+        second not negative.
 
         Example:
             >>> jump = CommModel(starts=(0, 8192), intercepts=(1e-4, 8e-4), slopes=(1e-8, 3e-9))
@@ -299,13 +280,7 @@ class CommModel:
         )
 
     def __add__(self, other: CommModel) -> CommModel:
-        """One after the other: the sum of both times and delays; ``error`` is None.
-
-        Example:
-            >>> both = CommModel.linear(1.0, 0.5) + CommModel((0, 8), (0.0, 2.0), (0.0, 0.0))
-            >>> both(7), both(8)
-            (4.5, 7.0)
-        """
+        """One after the other: the sum of both times and delays; ``error`` is None."""
         if not isinstance(other, CommModel):
             return NotImplemented
         starts = sorted({*self.starts, *other.starts})
@@ -321,12 +296,9 @@ class CommModel:
     def compressed(self, codec: CodecCost) -> CommModel:
         """The model for gradients that travel encoded: ``T(ratio x) + seconds_per_byte x``.
 
-        Coding is counted as a part of the communication: this is exact where one thread codes and
-        sends. Of p phases each carries a p-th of the bytes and has latency and delay of its own:
+        Here x counts bytes before encoding, and one thread codes and sends. Of p phases each
+        carries a p-th of the bytes and has latency and delay of its own:
         ``p T(ratio x / p) + seconds_per_byte x``.
-
-        Args:
-            codec: sizes and times of the codec; ``x`` counts bytes before encoding.
 
         Example:
             >>> half = CodecCost("half", ratio=0.5, seconds_per_byte=1e-9)
@@ -352,11 +324,6 @@ class CommModel:
         """Where it is ``blocking``, the model in which every message has the delay by itself.
 
         No message ends earlier in it: those that are negotiated together have the delay once.
-
-        Example:
-            >>> gloo = CommModel((0.0,), (1.0,), (0.5,), delay=0.25, blocking=True)
-            >>> gloo.each_alone()(2), gloo.each_alone().delay
-            (2.25, 0.0)
         """
         if not self.blocking:
             return self
@@ -366,12 +333,7 @@ class CommModel:
         return bisect_right(self.starts, bytes) - 1
 
     def to_json(self) -> dict[str, Any]:
-        """A dict for ``json.dump``; :meth:`from_json` reads it back exactly.
-
-        Example:
-            >>> CommModel.linear(1.0, 0.5).to_json()
-            {'starts': [0.0], 'intercepts': [1.0], 'slopes': [0.5]}
-        """
+        """A dict for ``json.dump``; :meth:`from_json` reads it back exactly."""
         data: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         if self.delay:
             data["delay"] = self.delay
@@ -409,10 +371,8 @@ def blocked_ends(
         link    d 1111 d 2222 3333
 
     Args:
-        ready: When each may leave; not decreasing.
-        seconds: That the link carries each.
-        delay: Of a negotiation, in which the link is idle.
-        free: When the thread is.
+        ready, seconds: When each may leave, not decreasing, and how long the link carries it.
+        delay, free: Of a negotiation, in which the link is idle; when the thread is free.
 
     Example:
         >>> blocked_ends([0.0, 2.0, 4.5], [4.0, 4.0, 4.0], delay=1.0)

@@ -112,21 +112,7 @@ Instruction = Forward | Backward | Send | Recv | AllReduce | Update
 
 @dataclass(frozen=True)
 class Schedule:
-    """The instructions of all workers.
-
-    Args:
-        method: One of :data:`hvd_pipe.planning.schedule.METHODS`.
-        replicas: R, workers of each stage.
-        minibatches: Of all workers together.
-        microbatches: Of a minibatch; 1 for 1F1B.
-        programs: Instructions of each worker, in rank order: stage by stage.
-        in_transit: Minibatches between two stages, besides those that workers hold.
-
-    Example:
-        >>> alone = (Forward(0, 0, 0), Backward(0, 0, 0), Update(1))
-        >>> print(Schedule("1f1b", (1,), 1, 1, {Worker(0, 0): alone}))
-        stage 0 replica 0: F0 B0 U1
-    """
+    """The instructions of all workers, in rank order: stage by stage."""
 
     method: str
     replicas: tuple[int, ...]

@@ -52,13 +52,11 @@ def exact(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArr
     from below; most are never looked at.
 
     Args:
-        ready: 1-D, L times in seconds, not decreasing.
-        bytes: 1-D, L sizes, not negative.
+        ready, bytes: 1-D, L times in seconds, not decreasing, and L sizes, not negative.
         comm: all-reduce time of a message; its delay and ``blocking`` play no part.
 
     Returns:
-        Sizes of the buckets of one best plan (several may finish together). O(L^2) at worst, but
-        only O(L) of it outside numpy.
+        Sizes of the buckets of one best plan. O(L^2) at worst, but O(L) of it outside numpy.
 
     Raises:
         ValueError: the arrays are malformed.
@@ -113,20 +111,12 @@ def coalesce(
 ) -> IntArray:
     """Merge neighbouring buckets where that makes the last message no later.
 
-    :func:`exact` minimises the finish alone; where backward hides everything it may send a bucket
-    a tensor, and each message costs processor time that the model does not see. From the last
-    bucket on, each takes in as many before it as its deadline allows: the last one's deadline is
-    its own finish, an earlier one's the moment at which the next must start.
+    :func:`exact` minimises the finish alone, and each message costs processor time that the model
+    does not see. From the last bucket on, each takes in as many before it as its deadline allows:
+    the last one's is its own finish, an earlier one's the moment at which the next must start.
 
     Args:
-        sizes: 1-D, tensors of each bucket.
-        ready, bytes, comm: as :func:`exact`.
-
-    Returns:
-        Sizes of as many buckets or fewer, finished at the same time.
-
-    Raises:
-        ValueError: the arrays are malformed or do not belong together.
+        sizes, ready, bytes, comm: as :func:`finish_times`.
 
     Example:
         >>> ready, net = [1.0, 2.0, 9.0], CommModel.linear(0.5, 0.1)
@@ -208,11 +198,7 @@ def single(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntAr
 
 
 def by_bytes(bytes: npt.ArrayLike, bucket_bytes: int) -> IntArray:
-    """Buckets of at most ``bucket_bytes``; a larger tensor is a bucket of its own.
-
-    Args:
-        bytes: 1-D, L sizes, not negative.
-        bucket_bytes: limit of a bucket, at least 1.
+    """Buckets of at most ``bucket_bytes``, at least 1; a larger tensor is a bucket of its own.
 
     Raises:
         ValueError: the sizes are malformed or the limit is below 1.
@@ -297,21 +283,16 @@ def plan(
 
     The best plan for a link is tight on it: coalesced messages end just when the next ones have to
     start, and on a link 10% slower each is late. With a margin, "exact" plans for a link whose
-    messages take ``1 + margin`` times as long. As no plan finishes later on a faster link, it then
-    finishes no later than the best plan for that slower link does there, on any link in between.
-
-    Where ``comm`` is ``blocking``, the plan is for messages that each have the delay, which is an
-    upper bound. What is predicted is exact.
+    messages take ``1 + margin`` times as long; on no link up to that one does it then finish later
+    than what is best there. Where ``comm`` is ``blocking``, the plan is for messages that each
+    have the delay, an upper bound. What is predicted is exact, and for ``comm`` as it is.
 
     Args:
         names: L names, in the order in which the gradients become ready.
-        ready: 1-D, L times in seconds after backward starts, not decreasing.
-        bytes: 1-D, L sizes, not negative.
-        comm: all-reduce time of a message.
+        ready, bytes, comm: as :func:`exact`, seconds after backward starts.
         method: one of :data:`METHODS`; "exact" is coalesced.
         bucket_bytes: limit of a bucket, for the method "bytes" and no other.
-        margin: how much slower a link "exact" prepares for, as a part: 0.25 for a quarter. What
-            is predicted is for ``comm`` as it is.
+        margin: how much slower a link "exact" prepares for, as a part: 0.25 for a quarter.
 
     Raises:
         ValueError: the arguments are malformed or do not belong together.
@@ -323,8 +304,6 @@ def plan(
         bucket  tensors  names
              0        2  fc .. conv2
              1        1  conv1
-
-    Source: MG-WFBP, arXiv 1912.09268.
     """
     ready, bytes = checked(ready, bytes)
     if len(names) != len(ready):
@@ -440,13 +419,11 @@ def plan_dtype_groups(
         f(i, j, ...) = min over groups, and over i' < i of that group,
                        of max(f(i', j, ...), R_i) + T(P_i - P_i')
 
-    This is exact, because it tries every last bucket of every group. The number of states is the
-    product of the groups' sizes. Above 20 000 states, neighbours that are ready within d seconds
-    of each other count as one tensor, with the smallest d that suffices. If ``T = a + b x``, the
-    result then finishes at most d later than the best plan: extend each bucket of the best plan to
-    the end of such a run, and it is sent at most d later. The result never finishes later than the
-    plans of the groups by themselves. At the end, buckets are merged where the last message then
-    finishes no later, as :func:`hvd_pipe.planning.merge.coalesce` does.
+    This is exact. The number of states is the product of the groups' sizes; above 20 000,
+    neighbours that are ready within d seconds of each other count as one tensor, with the smallest
+    d that suffices. If ``T = a + b x``, the result then finishes at most d later than the best
+    plan, and never later than the plans of the groups by themselves. At the end, buckets are
+    merged where the last message finishes no later, as :func:`coalesce` does.
 
     Example:
         >>> names, groups = ["a", "b", "c", "d"], ["half", "full", "half", "full"]

@@ -26,19 +26,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Messages in the order in which the link carries them.
+    """Messages in the order in which the link carries them; delay and blocking of `CommModel`."""
 
-    Args:
-        ready_s: when each may leave, seconds after backward starts; 1-D, not decreasing.
-        bytes: uncompressed sizes, 1-D.
-        seconds: how long the link carries each, codec included, 1-D.
-        network_delay_s: what passes beside (:class:`hvd_pipe.planning.comm.CommModel`).
-        blocking: whether it passes before messages and keeps the link idle, as there.
-    """
-
-    ready_s: FloatArray
-    bytes: FloatArray
-    seconds: FloatArray
+    ready_s: FloatArray  # when each may leave, seconds after backward starts; not decreasing
+    bytes: FloatArray  # uncompressed
+    seconds: FloatArray  # how long the link carries each, codec included
     network_delay_s: float = 0.0
     blocking: bool = False
 
@@ -151,15 +143,10 @@ def overlapped_messages(
 
 @dataclass(frozen=True)
 class NodeWork:
-    """Seconds that synchronous training within a node adds to a worker's step.
+    """Seconds that synchronous training within a node adds to a worker's step."""
 
-    Args:
-        exposed_s: what backward does not hide of its messages.
-        busy_s: how long these take.
-    """
-
-    exposed_s: float
-    busy_s: float
+    exposed_s: float  # what backward does not hide of its messages
+    busy_s: float  # how long these take
 
 
 def node_comm(method: object, network: Network) -> CommModel | None:

@@ -48,12 +48,7 @@ _WIDEST = 64  # each step in flight holds a gradient, and is waited for in the s
 
 @dataclass(frozen=True)
 class Conventional:
-    """Synchronous SGD without overlap: forward, backward, then one message a tensor, update.
-
-    Example:
-        >>> label(Conventional())
-        'conventional'
-    """
+    """Synchronous SGD without overlap: forward, backward, then one message a tensor, update."""
 
     name: ClassVar[str] = "conventional"
 
@@ -67,9 +62,6 @@ class HorovodFusion:
             0 fuses nothing. Horovod 0.28: 128 MiB (``HOROVOD_FUSION_THRESHOLD``).
         cycle_s: seconds between two looks at what is ready. Horovod 0.28: 1 ms
             (``HOROVOD_CYCLE_TIME``, there in milliseconds).
-
-    Raises:
-        TypeError, ValueError: a threshold or cycle that is no number, or negative.
 
     Example:
         >>> parse("horovod:threshold=64MiB,cycle=5ms")
@@ -94,17 +86,7 @@ class HorovodFusion:
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """``period`` local steps, then all wait while the models are averaged in one message.
-
-    Args:
-        period: local steps a round, at least 1.
-
-    Raises:
-        TypeError, ValueError: a period that is no such number.
-
-    Example:
-        >>> parse("local-sgd:period=8")
-        LocalSGD(period=8)
+    """``period`` local steps, at least 1, then all wait while the models are averaged at once.
 
     Source: Stich: Local SGD converges fast and communicates little, arXiv 1805.09767.
     """
@@ -120,19 +102,13 @@ class LocalSGD:
 class WidePipeSGD:
     """Pipe-SGD of any width K: an update applies the average of K - 1 steps before.
 
-    hvd_pipe's own ``pipe-sgd`` is width 2, which is as fast as any wider one while workers keep
-    step; a wider one evens out stragglers, at more staleness.
+    hvd_pipe's own ``pipe-sgd`` is width 2, as fast as any wider one while workers keep step; a
+    wider one evens out stragglers, at more staleness. Width 1 is synchronous SGD, sent after
+    backward.
 
     Args:
-        width: the paper's K, from 1 to 64; 1 is synchronous SGD, sent after backward.
+        width: the paper's K, from 1 to 64.
         bucket_bytes: buckets are filled up to this many bytes.
-
-    Raises:
-        TypeError, ValueError: an argument that is no such number.
-
-    Example:
-        >>> parse("wide-pipe-sgd:width=4").width
-        4
 
     Source: Li et al., "Pipe-SGD" (NeurIPS 2018), arXiv 1811.03619.
     """
@@ -296,14 +272,11 @@ def memory_bytes(
         copies = 2.0
     elif isinstance(method, CoCoD):
         averaged = 2.0 if method.pull_back is None else 1.0  # the vector, and the start
-        copies += averaged + (codec.ratio != 1.0) + _slow_copies(method)
+        copies += averaged + (codec.ratio != 1.0)
+        # An anchor that has momentum, or an outer model, and its velocity.
+        copies += 2.0 if method.anchor_momentum or method.outer != "none" else 0.0
         copies += averaged * optimizer_ratio if method.momentum == "average" else 0.0
     elif isinstance(method, HorovodFusion):
         extra = method.threshold_bytes
     model = int(profile.gradient_bytes().sum())
     return round(model * (1.0 + optimizer_ratio + copies)) + extra
-
-
-def _slow_copies(method: CoCoD) -> float:
-    """An anchor that has momentum, or an outer model, and its velocity."""
-    return 2.0 if method.anchor_momentum or method.outer != "none" else 0.0

@@ -42,21 +42,13 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pass:
-    """What a worker computes in a step, and when its gradients come and its weights are needed.
+    """What a worker computes in a step, and when its gradients come and its weights are needed."""
 
-    Args:
-        ready_s: By gradient, seconds after backward starts at which it is computed.
-        needed_s: By gradient, seconds after forward starts at which its weight is first used.
-        bytes: By gradient, as it is sent.
-        forward_s: Seconds from the end of a step to the start of the next backward pass.
-        backward_s: Seconds from there to the end of the step; no gradient is ready later.
-    """
-
-    ready_s: FloatArray
-    needed_s: FloatArray
-    bytes: FloatArray
-    forward_s: float
-    backward_s: float
+    ready_s: FloatArray  # by gradient, seconds after backward starts at which it is computed
+    needed_s: FloatArray  # by gradient, after forward starts at which its weight is first used
+    bytes: FloatArray  # by gradient, as it is sent
+    forward_s: float  # from the end of a step to the start of the next backward pass
+    backward_s: float  # from there to the end of the step; no gradient is ready later
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in (self.ready_s, self.needed_s, self.bytes)}
@@ -73,20 +65,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class TimedMessage:
-    """A bucket, or a piece of one.
-
-    Args:
-        bucket: Its number.
-        ready_s: After backward starts.
-        needed_s: After forward starts.
-        seconds: That the link is busy with it.
-        bytes: That it carries.
-    """
+    """A bucket, or a piece of one."""
 
     bucket: int
-    ready_s: float
-    needed_s: float
-    seconds: float
+    ready_s: float  # after backward starts
+    needed_s: float  # after forward starts
+    seconds: float  # that the link is busy with it
     bytes: float
 
 
@@ -135,12 +119,7 @@ def plan_overlap(
 
 
 def fitted(seconds: Sequence[tuple[float, float]]) -> CommModel:
-    """The line through what messages have taken in training, by least squares.
-
-    Example:
-        >>> fitted([(100, 3.0), (200, 5.0), (300, 7.0)])(50)
-        2.0
-    """
+    """The line through what messages have taken in training, by least squares."""
     bytes, times = (np.array(each, dtype=np.float64) for each in zip(*seconds, strict=True))
     if np.ptp(bytes) == 0.0:
         return CommModel.linear(0.0, float(np.median(times) / max(bytes[0], 1.0)))
@@ -257,10 +236,6 @@ def first_deferred(plan: Plan) -> int:
 
     Buckets stand in the order in which they are ready, so the last one has what is needed first.
     All that is sent up to its last message arrives before that one, in any case.
-
-    Example:
-        >>> first_deferred(Plan((("c",), ("b",), ("a",)), "overlap", order=(0, 1, 0, 2, 1, 0)))
-        4
     """
     assert plan.order is not None
     return len(plan.order) - plan.order[::-1].index(len(plan.buckets) - 1)
@@ -271,15 +246,6 @@ def deferring_plan(tried: Sequence[Trial], gradients: Gradients) -> Plan | None:
 
     A message costs what their waits show. Forward is taken to be all of a step that is no backward
     and no wait, spread over the parameters as backward is, in reverse order.
-
-    Example:
-        >>> import numpy as np
-        >>> ready, sizes = np.array([0.0, 1.0, 2.0]), np.array([6.0, 2.0, 1.0])
-        >>> gradients = Gradients("cba", ready, sizes)
-        >>> tried = [Trial(Plan((("c",), ("b",), ("a",)), "wfbp"), 7.5, 2.5)]
-        >>> plan = deferring_plan(tried, gradients)
-        >>> plan.buckets, plan.order[first_deferred(plan):]
-        ((('c',), ('b',), ('a',)), (1, 0, 0))
     """
     best, backward_s = min(tried, key=lambda each: each.step_s), float(gradients.ready_s.max())
     if best.wait_s <= HIDDEN * best.step_s:

@@ -13,20 +13,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
 import numpy as np
 
-from hvd_pipe.planning._search import (
-    Cuts,
-    GivenSearch,
-    Leaf,
-    Level,
-    Memory,
-    Search,
-    find_cuts,
-    replicated,
-)
+from hvd_pipe.planning._checks import check_finite, check_integer
+from hvd_pipe.planning._search import Cuts, Leaf, Level, Memory, Search, find_cuts, replicated
 from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.stages import Partition, Stage
@@ -65,10 +56,8 @@ def partition(
     ``2(m-1) w/B``, and its text says ``2 (m-1)/m w``.
 
     Memory of a worker: parameters times versions, gradients, optimizer state, and for each
-    minibatch in flight its stage's input and what its layers keep: their ``saved_bytes``, which
-    leave out what a layer gets, or their outputs where those are not known. In flight are
-    ``ceil(workers from this stage on / its replicas)``, in a hierarchy too, where that is counted
-    over the whole pipeline.
+    minibatch in flight its stage's input and what its layers keep (``LayerProfile.held_bytes``).
+    In flight are ``ceil(workers from this stage on / its replicas)``, in the whole pipeline.
 
     Args:
         profile: the model; layers of its ``edges`` None are a chain.
@@ -82,12 +71,10 @@ def partition(
             two (PipeDream-2BW), "flush" one.
         optimizer_bytes_per_parameter_byte: state of the optimizer; 1 for momentum, 2 for Adam.
         use_fewer: leave components of the outermost level idle where that is faster.
-        max_states: cuts of the model to try, at most. One with branches may have very many, and
-            then the parts of it with the most give up cuts (``Partition.exact`` says so): first
-            those within a linear run of a branch, then all but those in the order of the profile,
-            then all. The answer's times are true, but another division may be faster. N cuts on M
-            components of the outermost level take ``N^2 M^2 / 2`` steps, and on m of an inner one
-            ``N^3 m^2 / 12``.
+        max_states: cuts of the model to try, at most. Branches may have very many, and then give
+            up all but those in the order of the profile, or all (``Partition.exact`` says so). The
+            answer's times are true, but another division may be faster. N cuts on M components of
+            the outermost level take ``N^2 M^2 / 2`` steps, on m of an inner one ``N^3 m^2 / 12``.
         replicas: workers of each stage, the first stage first, where these are settled: the best
             cuts for them, on a network of one level. They add up to its workers.
             :func:`hvd_pipe.planning.stages.parse_replicas` reads "3-1".
@@ -121,31 +108,36 @@ def partition(
     if memory_bytes is None and isinstance(levels, Cluster):
         memory_bytes = levels.memory_bytes
     if memory_bytes is not None:
-        _number("memory_bytes", memory_bytes, positive=True)
-    _number("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
-    _count("max_states", max_states, 2)
+        check_finite("memory_bytes", memory_bytes, positive=True)
+    check_finite("optimizer_bytes_per_parameter_byte", optimizer_bytes_per_parameter_byte)
+    check_integer("max_states", max_states, 2)
 
     if replicas is not None:
         replicas = _given(replicas, network, straight, use_fewer)
     cuts = find_cuts(profile, max_states)
     memory = Memory(versions, optimizer_bytes_per_parameter_byte)
-    searches: list[Search]
-    if replicas is not None:
-        searches = [GivenSearch(cuts, network[0], memory, memory_bytes, replicas)]
-    else:
+    networks = [network]
+    if replicas is None:
         _affordable(len(cuts.compute), network)
-        parts = _smaller(network) if use_fewer else [network]
-        searches = [Search(cuts, part, memory, memory_bytes, straight) for part in parts]
+    if use_fewer:
+        *inner, outer = network
+        used = range(1, outer.components + 1)
+        networks = [[*inner, Level(n, outer.bandwidth, outer.latency)] for n in used]
+    searches = [Search(cuts, part, memory, memory_bytes, straight, replicas) for part in networks]
     search = min(searches, key=lambda search: search.best)
     if not math.isfinite(search.best):
         _refuse(searches, profile)
     stages, in_flight = _stages(profile, cuts, search.stages(), memory)
+    data_parallel_s = float(cuts.compute[-1])
+    for level in network:
+        whole = replicated(level, level.components, data_parallel_s, cuts.parameters[-1])
+        data_parallel_s = float(whole)
     return Partition(
         stages=stages,
         workers=math.prod(level.components for level in network),
         period_s=search.best,
         single_s=float(cuts.compute[-1]),
-        data_parallel_s=_data_parallel(cuts, network),
+        data_parallel_s=data_parallel_s,
         convention="paper",
         in_flight=in_flight,
         exact=cuts.exact,
@@ -183,29 +175,12 @@ def _stages(
     return tuple(stages), tuple(in_flight)
 
 
-def _data_parallel(cuts: Cuts, network: Sequence[Level]) -> float:
-    """Seconds per minibatch with the whole model on every worker, level by level."""
-    time = float(cuts.compute[-1])
-    for level in network:
-        time = float(replicated(level, level.components, time, cuts.parameters[-1]))
-    return time
-
-
-def _smaller(network: list[Level]) -> list[list[Level]]:
-    """The network with 1, 2, ... of its outermost components."""
-    *inner, outer = network
-    return [
-        [*inner, Level(used, outer.bandwidth, outer.latency)]
-        for used in range(1, outer.components + 1)
-    ]
-
-
 def _refuse(searches: Sequence[Search], profile: ModelProfile) -> None:
     """Says why there is no partition at all."""
     search = searches[-1]
     workers = math.prod(level.components for level in search.levels)
     least = min(search.for_memory().best for search in searches)
-    if isinstance(search, GivenSearch) and not math.isfinite(least):
+    if search.replicas is not None and not math.isfinite(least):
         raise ValueError(
             f"replicas = {search.replicas} are {len(search.replicas)} stages, each of which needs "
             f"a layer: there are {len(profile.layers)} layers in {search.count - 1} places to "
@@ -235,7 +210,7 @@ def _given(
             f"{replicas!r}; hvd_pipe.planning.stages.parse_replicas reads '3-1'"
         )
     for stage, width in enumerate(replicas):
-        _count(f"replicas of stage {stage}", width, 1)
+        check_integer(f"replicas of stage {stage}", width, 1)
     if straight or use_fewer:
         raise ValueError(
             "replicas settles what straight and use_fewer would choose: leave these out, and give "
@@ -271,7 +246,7 @@ def _affordable(cuts: int, network: Sequence[Level]) -> None:
 
 def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None) -> list[Level]:
     if latency is not None:
-        _number("latency", latency)
+        check_finite("latency", latency)
     if isinstance(levels, Cluster):
         network = levels.network
         if levels.speeds is not None and len(set(levels.speeds)) > 1:
@@ -302,24 +277,8 @@ def _levels(levels: Sequence[tuple[int, float]] | Cluster, latency: float | None
             raise ValueError(
                 f"levels[{number}] must be (components, bandwidth in bytes/s), got {pair!r}"
             )
-        _count(f"the components of levels[{number}]", pair[0], 1)
+        check_integer(f"the components of levels[{number}]", pair[0], 1)
         if pair[1] != math.inf:
-            _number(f"the bandwidth of levels[{number}]", pair[1], positive=True)
+            check_finite(f"the bandwidth of levels[{number}]", pair[1], positive=True)
         found.append(Level(operator.index(pair[0]), float(pair[1]), seconds))
     return found
-
-
-def _count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if operator.index(value) < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def _number(name: str, value: object, positive: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(
-            f"{name} must be finite and {'above' if positive else 'at least'} 0, got {value}"
-        )

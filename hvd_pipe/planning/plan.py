@@ -29,14 +29,13 @@ class Plan(Document):
     Args:
         buckets: names of the tensors of each bucket, in the order in which they are sent.
         method: what made the plan: a method of :func:`hvd_pipe.planning.merge.plan`, or "given".
-        predicted_s: finish of the last message, seconds after backward starts.
-        exposed_s: the part of it after the last gradient is ready.
+        predicted_s, exposed_s: finish of the last message, seconds after backward starts, and the
+            part of it after the last gradient is ready.
         order: where messages may travel behind the next forward pass, the numbers of the buckets
             in the order of sending; a bucket that stands there k times travels in k pieces. None:
             each bucket in one message, in their order, all of them before the update.
-        tried: the plans that were tried in training before this one stayed: how many messages
-            each had, and the seconds of its steps.
-        tried_forward: the same of plans whose messages travel behind the next forward pass.
+        tried, tried_forward: of plans that were tried in training before this one stayed, how many
+            messages each had, and the seconds of its steps; likewise behind the next forward pass.
 
     Raises:
         ValueError: no buckets, an empty one, a name twice, a negative time, or an order that
@@ -120,13 +119,7 @@ class Plan(Document):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan in a JSON document; ValueError says what makes it none.
-
-        Example:
-            >>> plan = Plan((("fc",), ("conv2", "conv1")), "given")
-            >>> Plan.from_json(plan.to_json()) == plan
-            True
-        """
+        """The plan in a JSON document; ValueError says what makes it none."""
         keys = {"buckets", "method", "predicted_s", "exposed_s"}
         data = read_object(text, SCHEMA, keys, optional={"order", "tried", "tried_forward"})
         return read_fields(cls, data, _WORDS)

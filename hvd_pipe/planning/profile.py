@@ -45,17 +45,12 @@ class LayerProfile:
         forward_s: seconds of its forward pass.
         activation_bytes: bytes of its output for one minibatch.
         description: what it is, for people: "Conv2d(3, 64, kernel_size=(3, 3))".
-        saved_bytes: bytes kept from forward to backward; None: its activation_bytes. Of tensors
-            that it makes, its output among them, by whichever layer they are needed; not what it
-            gets, which counts for the layer that made that, so that layers add up.
+        saved_bytes: bytes kept from forward to backward, of tensors that it makes, its output
+            among them, by whichever layer they are needed; None: its activation_bytes.
 
     Raises:
         ValueError: an empty name, a description that is no string, or a negative or non-finite
             number.
-
-    Example:
-        >>> LayerProfile("fc", gradient_bytes=4096, backward_s=1e-3).forward_s
-        0.0
     """
 
     name: str
@@ -108,11 +103,10 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ModelProfile(Document):
-    """The layers of a model in forward order.
+    """The layers of a model in forward order; the backward pass takes them in reverse.
 
-    The backward pass takes them in reverse. :meth:`gradient_order`, :meth:`ready_times` and
-    :meth:`gradient_bytes` agree entry by entry, and leave out layers without a gradient, which
-    send nothing; the time that those take still delays what comes after them.
+    :meth:`gradient_order`, :meth:`ready_times` and :meth:`gradient_bytes` agree entry by entry,
+    and leave out layers without a gradient, whose time still delays what comes after them.
 
     Args:
         layers: at least one, in forward order; where ``edges`` are given, in a topological one.
@@ -132,12 +126,8 @@ class ModelProfile(Document):
         ...     LayerProfile("relu", gradient_bytes=0, backward_s=0.25),
         ...     LayerProfile("fc", gradient_bytes=64, backward_s=1.0),
         ... ))
-        >>> model.gradient_order()
-        ('fc', 'conv')
-        >>> model.ready_times().tolist()
-        [1.0, 1.75]
-        >>> model.gradient_bytes().tolist()
-        [64, 8]
+        >>> model.gradient_order(), model.ready_times().tolist(), model.gradient_bytes().tolist()
+        (('fc', 'conv'), [1.0, 1.75], [64, 8])
 
     Source: MG-WFBP, arXiv 1912.09268 (its tau_b + t_b is the ready time).
     """
@@ -238,13 +228,9 @@ class ModelProfile(Document):
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
-        """The model in a JSON document.
+        """The model in ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
 
-        Of a layer, ``forward_s``, ``activation_bytes``, ``description`` and ``saved_bytes`` may be
-        left out, and of the model all but its layers; they have the defaults of the classes then.
-
-        Args:
-            text: ``{"schema": "hvd_pipe.profile/1", "layers": [{"name": ...}, ...]}``.
+        What has a default in the classes may be left out.
 
         Raises:
             ValueError: no such document; says which key or layer is wrong.
@@ -299,34 +285,22 @@ class ModelProfile(Document):
     def from_graph(cls, path: str | os.PathLike[str]) -> ModelProfile:
         """The model in a profile of PipeDream (``graph.txt``).
 
-        Its nodes become layers in forward order, without ``Input`` nodes and without sinks
-        ``__getitem__``: see :meth:`Graph.pruned`. The format says neither
-        the batch nor the model, so the name is that of the file, or of its folder where the file
-        is a bare ``graph.txt``.
+        Its nodes become layers in forward order, without those that do no work
+        (:meth:`Graph.pruned`). The name is that of the file, or of its folder where the file is a
+        bare ``graph.txt``.
 
         Raises:
             ValueError: malformed, or a cycle; names the file and the line.
         """
-        found = read_graph(path)
-        try:
-            pruned = found.pruned()
-            layers = tuple(
-                LayerProfile(
-                    node.name,
-                    node.parameter_bytes,
-                    node.backward_s,
-                    node.forward_s,
-                    node.activation_bytes,
-                    node.description,
-                )
-                for node in pruned.nodes
-            )
-            file = Path(path)
-            name = file.name.removesuffix(file.suffix).removesuffix(".graph")
-            name = file.absolute().parent.name if name == "graph" else name
-            return cls(layers, pruned.edges, name=name)
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+        file = Path(path)
+        name = file.name.removesuffix(file.suffix).removesuffix(".graph")
+        name = file.absolute().parent.name if name == "graph" else name
+
+        def parse(text: str) -> ModelProfile:
+            graph = parse_graph(text).pruned()
+            return cls(graph.nodes, graph.edges, name=name)
+
+        return load_text(path, parse, "this is no graph, but binary data")
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str]) -> ModelProfile:
@@ -340,10 +314,11 @@ class ModelProfile(Document):
         Raises:
             ValueError: another header or a malformed row; names the file and the row.
         """
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{os.fspath(path)}: this is no trace, but binary data") from error
+        return load_text(path, cls._from_trace, "this is no trace, but binary data")
+
+    @classmethod
+    def _from_trace(cls, text: str) -> ModelProfile:
+        lines = text.splitlines()
         rows = list(csv.reader(line for line in lines if line and not line.startswith("#")))
         header = rows[0] if rows else []
         more = header[len(_CSV_COLUMNS) :]
@@ -351,7 +326,7 @@ class ModelProfile(Document):
             more not in ([], *([column] for column in _CSV_OPTIONAL), _CSV_OPTIONAL)
         ):
             raise ValueError(
-                f"{os.fspath(path)}: the header must be {','.join(_CSV_COLUMNS)!r}, "
+                f"the header must be {','.join(_CSV_COLUMNS)!r}, "
                 f"got {','.join(header) if rows else 'an empty file'!r}; "
                 f"{' and '.join(_CSV_OPTIONAL)} may follow"
             )
@@ -360,36 +335,16 @@ class ModelProfile(Document):
             try:
                 name, size, microseconds, *rest = row
                 extra = dict(zip(more, rest, strict=True))
-                layers.append(
-                    LayerProfile(
-                        name,
-                        int(size),
-                        float(microseconds) * 1e-6,
-                        float(extra.get("forward_us", 0.0)) * 1e-6,
-                        int(extra.get("activation_bytes", 0)),
-                    )
-                )
+                forward_s = float(extra.get("forward_us", 0.0)) * 1e-6
+                activation = int(extra.get("activation_bytes", 0))
+                backward_s = float(microseconds) * 1e-6
+                layers.append(LayerProfile(name, int(size), backward_s, forward_s, activation))
             except ValueError as error:
-                raise ValueError(f"{os.fspath(path)}: row {','.join(row)!r}: {error}") from error
-        try:
-            return cls(tuple(layers))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)}: {error}") from error
+                raise ValueError(f"row {','.join(row)!r}: {error}") from error
+        return cls(tuple(layers))
 
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a file: seconds of its passes, bytes of its outputs and parameters."""
-
-    name: str
-    description: str
-    forward_s: float
-    backward_s: float
-    activation_bytes: int
-    parameter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -401,13 +356,13 @@ class Graph:
         >>> times = "forward_compute_time=1.5, backward_compute_time=2"
         >>> text = f"node2 -- ReLU() -- {times}, {sizes}\nnode1 -- Input -- {times}, {sizes}"
         >>> graph = parse_graph(text + "\n\tnode1 -- node2")
-        >>> graph.nodes[0].forward_s, graph.nodes[0].parameter_bytes, graph.edges
+        >>> graph.nodes[0].forward_s, graph.nodes[0].gradient_bytes, graph.edges
         (0.0015, 8, (('node1', 'node2'),))
         >>> [node.name for node in graph.pruned().nodes]
         ['node2']
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[LayerProfile, ...]
     edges: tuple[tuple[str, str], ...]
 
     def pruned(self) -> Graph:
@@ -475,14 +430,9 @@ def forward_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> lis
     return order
 
 
-def read_graph(path: str | os.PathLike[str]) -> Graph:
-    """The graph in a file."""
-    return load_text(path, parse_graph, "this is no graph, but binary data")
-
-
 def parse_graph(text: str) -> Graph:
     """The graph in a text; ValueError names the line that is wrong."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, LayerProfile] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -518,7 +468,7 @@ def _edge(line: str) -> tuple[str, str]:
     return ends[0], ends[1]
 
 
-def _node(line: str) -> Node:
+def _node(line: str) -> LayerProfile:
     parts = line.strip().split(" -- ")
     if len(parts) == 4 and re.fullmatch(r"stage_id=-?\d+", parts[3]):
         parts.pop()
@@ -540,9 +490,9 @@ def _node(line: str) -> Node:
         if not values[key].is_integer():
             raise ValueError(f"{key} is a whole number of bytes, got {values[key]}")
     forward, backward, activation, parameters = (values[key] for key in _FIELDS)
-    return Node(
-        parts[0], parts[1], forward / 1e3, backward / 1e3, int(activation), int(parameters)
-    )
+    name, description, _ = parts
+    seconds = backward / 1e3, forward / 1e3
+    return LayerProfile(name, int(parameters), *seconds, int(activation), description)
 
 
 def _number(key: str, text: str) -> float:

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hvd_pipe.planning._checks import check_integer
 from hvd_pipe.planning.instructions import (
     Instruction,
     Passes,
@@ -40,21 +41,13 @@ from hvd_pipe.planning.instructions import (
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a pipeline.
+    """One way to run a pipeline."""
 
-    Args:
-        name: The user's word for it.
-        method: Its schedule, one of :data:`hvd_pipe.planning.schedule.METHODS`.
-        versions: What the planner counts, one of :data:`hvd_pipe.planning.partition.VERSIONS`.
-        coalesces: Whether an update takes a minibatch of several microbatches.
-        synchronous: Whether all stages end a minibatch before the next begins.
-    """
-
-    name: str
-    method: str
-    versions: str
-    coalesces: bool
-    synchronous: bool = False
+    name: str  # the user's word for it
+    method: str  # one of METHODS
+    versions: str  # what the planner counts: `hvd_pipe.planning.partition.VERSIONS`
+    coalesces: bool  # an update takes a minibatch of several microbatches
+    synchronous: bool = False  # all stages end a minibatch before the next begins
 
 
 MODES = {
@@ -70,12 +63,7 @@ MODES = {
 
 
 def mode_named(name: str) -> Mode:
-    """Return a mode by its name.
-
-    Example:
-        >>> mode_named("2bw").versions
-        '2bw'
-    """
+    """Return a mode by its name."""
     if name not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {name!r}")
     return MODES[name]
@@ -96,17 +84,13 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     them where links are not busy all of the time.
 
     Example:
-        >>> [warm_up(stage, [1, 1, 1, 1]) for stage in range(4)]
-        [3, 2, 1, 0]
-        >>> [warm_up(stage, [1, 1, 1, 1], in_transit=1) for stage in range(4)]
-        [6, 4, 2, 0]
-        >>> [warm_up(stage, [15, 1]) for stage in range(2)]
-        [1, 0]
+        >>> [warm_up(s, [1] * 4) for s in range(4)], [warm_up(s, [15, 1]) for s in range(2)]
+        ([3, 2, 1, 0], [1, 0])
 
     Source: PipeDream's runtime, whose num_versions is this plus one, for k = 0.
     """
     _check_place(stage, replicas, 0)
-    _check_count("in_transit", in_transit, least=0)
+    check_integer("in_transit", in_transit, least=0)
     waiting = sum(replicas[stage:]) - 1 + in_transit * (len(replicas) - 1 - stage)
     return waiting // replicas[stage]
 
@@ -127,9 +111,8 @@ def one_f_one_b(
     have unequal replicas, the newest version that has seen no minibatch that the input's has not,
     ``floor(version R_0 / R_s)``.
 
-    Each round of R_s minibatches ends in one update. If R_s does not divide the minibatches, the
-    last round has fewer contributors, and the others bring zeros: all replicas make equally many
-    updates, and all minibatches are used.
+    Each round of R_s minibatches ends in one update. In a last round with fewer, the other
+    replicas bring zeros: all make equally many updates, and all minibatches are used.
 
     Example:
         >>> for instruction in one_f_one_b(1, [1, 1], 0, minibatches=1):
@@ -143,7 +126,7 @@ def one_f_one_b(
     Source: PipeDream, SOSP 2019, sections 3.2 and 3.3.
     """
     _check_place(stage, replicas, replica)
-    _check_count("minibatches", minibatches)
+    check_integer("minibatches", minibatches)
     if versions not in {"stash", "vertical-sync"}:
         raise ValueError(
             f"versions of 1F1B must be 'stash' or 'vertical-sync', got {versions!r}; one version "
@@ -331,18 +314,11 @@ def _check_method(method: str, microbatches: int) -> None:
         )
 
 
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 def _check_place(stage: int, replicas: Sequence[int], replica: int) -> None:
     if not replicas:
         raise ValueError("replicas must hold the workers of each stage, got none")
     for s, width in enumerate(replicas):
-        _check_count(f"replicas of stage {s}", width)
+        check_integer(f"replicas of stage {s}", width)
     if not 0 <= stage < len(replicas):
         raise ValueError(f"stage must be in 0..{len(replicas) - 1}, got {stage}")
     if not 0 <= replica < replicas[stage]:
@@ -356,8 +332,8 @@ def _check_microbatches(
 ) -> int:
     """The share of a worker of this stage in the microbatches of a minibatch."""
     _check_place(stage, replicas, replica)
-    _check_count("minibatches", minibatches)
-    _check_count("microbatches", microbatches)
+    check_integer("minibatches", minibatches)
+    check_integer("microbatches", microbatches)
     step = math.lcm(*replicas)
     if microbatches % step:
         below = microbatches // step * step

@@ -76,17 +76,15 @@ class Simulation:
     """What a simulated run took.
 
     Args:
-        method: as :func:`hvd_pipe.planning.methods.label` writes it.
-        workers: how many took part.
+        method, workers: as :func:`hvd_pipe.planning.methods.label` writes it; how many took part.
         step_s: seconds of a step once the run has settled: mean over the second half, of the last
             worker, of all, or of the link, whichever is slowest (while messages queue up, a
             bottleneck has not reached the workers yet).
         iteration_ends: when the last worker was done with each step, seconds; 1-D.
         compute_s: seconds of a step's own work, mean over workers.
         exposed_s: what a step takes longer: waiting for the network, or for slower workers.
-        comm_s: seconds per step in which the link is busy.
+        comm_s, messages: seconds per step in which the link is busy, and with how many.
         timeline: the first steps of the workers that were asked for.
-        messages: how many a step.
     """
 
     method: str
@@ -122,8 +120,8 @@ def simulate(
         trace_workers: whose events the timeline has.
 
     Raises:
-        TypeError, ValueError: an unknown method, a plan of another model, weights of another
-            number of workers, no iterations, or a worker that there is not.
+        TypeError, ValueError: an unknown method, a plan or weights that do not fit, no iterations,
+            or a worker that there is not.
 
     Example:
         >>> from hvd_pipe.planning.cluster import Link, Network
@@ -132,15 +130,13 @@ def simulate(
         >>> cluster = Cluster(4, Network(Link(alpha=0.125, beta=0.0)))
         >>> simulate(model, cluster, "wfbp").step_s  # a ring of 4: 6 alpha
         1.5
-        >>> simulate(model, cluster, "pipe-sgd").exposed_s
-        0.0
     """
     method = parse(method)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(f"iterations must be an int of at least 1, got {iterations!r}")
     links = Links(cluster.comm(), node_comm(method, cluster.network), cluster.network.per_node)
     random = np.random.default_rng(seed)
-    workers = Workers(_pace(cluster, method), cluster.jitter, random)
+    workers = Workers(pace_of(cluster, method), cluster.jitter, random)
     trace = _Recorder(_checked(trace_workers, cluster.workers))
     return simulate_workers(profile, links, workers, method, codec, iterations, trace)
 
@@ -506,7 +502,7 @@ def _fusion(profile: ModelProfile, comm: CommModel, method: HorovodFusion) -> _N
     return network
 
 
-def _pace(cluster: Cluster, method: Method) -> FloatArray:
+def pace_of(cluster: Cluster, method: Method) -> FloatArray:
     """What each worker's step takes, in the profile's: its part of the batch over its speed."""
     pace = np.ones(cluster.workers)
     if cluster.speeds is not None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_pipe.planning._checks import check_finite
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.instructions import (
     AllReduce,
@@ -49,9 +50,7 @@ class StageCost:
     """What one microbatch (for 1F1B: minibatch) costs on one worker of a stage.
 
     Args:
-        forward_s: Seconds of a forward pass.
-        backward_s: Seconds of a backward pass.
-        update_s: Seconds of an update.
+        forward_s, backward_s, update_s: Seconds of a pass and of an update.
         activation_bytes: Output to the next stage; the gradient that comes back is as large.
         allreduce_s: Seconds to average the stage's gradient over its replicas.
 
@@ -71,7 +70,7 @@ class StageCost:
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "update_s", "activation_bytes", "allreduce_s"):
-            check(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
 
 
 @dataclass
@@ -243,12 +242,6 @@ class PipelineRun:
             self.events.append(Event(name, category, rank, lane, start_s, seconds, args))
 
 
-def check(name: str, value: float) -> None:
-    """Raise ValueError unless it is finite and not negative."""
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")
-
-
 @dataclass(frozen=True)
 class PipelineSimulation:
     """How a schedule went.
@@ -287,21 +280,18 @@ def simulate_pipeline(
     Closed forms, where messages and all-reduces are free: GPipe and 1F1B-flush of n equal stages
     and m microbatches take ``(m + n - 1)(forward + backward) + update`` a minibatch. 1F1B's period
     is at least the largest ``(forward + backward + update) / replicas`` of a stage, and is that if
-    all stages have equally many replicas, or if there are two and R_2 divides R_1. Other replicas
-    finish their rounds in bursts, which NOAM's minibatches in flight need not carry over: it may
-    be twice as long. A message of c seconds between n equal stages of one worker makes it
-    ``forward + backward + update + 2c(n - 1)/n``.
+    all stages have equally many replicas, or two stages have and R_2 divides R_1; else replicas
+    that finish in bursts may double it. A message of c seconds between n equal stages of one
+    worker makes it ``forward + backward + update + 2c(n - 1)/n``.
 
     Args:
         schedule: Of :func:`hvd_pipe.planning.schedule.schedule`.
         stages: Costs, one a stage.
-        bandwidth: Bytes per second of each worker's link, each way.
-        latency: Seconds per message, during which the link is taken.
+        bandwidth, latency: Bytes per second of each worker's link, each way; seconds per message.
         per_node: Workers of one machine, which has as many ranks in a row.
         inside: Between two workers of one machine; None for bandwidth and latency as elsewhere.
         recompute: Backward runs the forward pass once more, as it kept no activations.
-        jitter: Coefficient of variation of each computation: lognormal, mean 1.
-        seed: Of the jitter.
+        jitter, seed: Coefficient of variation of each computation (lognormal of mean 1); its seed.
         speeds: Of each worker, in rank order (stage by stage); all 1 if None.
 
     Raises:
@@ -320,8 +310,8 @@ def simulate_pipeline(
         )
     if not bandwidth > 0.0:
         raise ValueError(f"bandwidth must be above 0 bytes/s, got {bandwidth}")
-    check("latency", latency)
-    check("jitter", jitter)
+    check_finite("latency", latency)
+    check_finite("jitter", jitter)
     if per_node < 1:
         raise ValueError(f"per_node must be at least 1, got {per_node}")
     workers = list(schedule.programs)
@@ -366,10 +356,8 @@ def simulate_partition(
     """Simulate a partition's stages on a cluster.
 
     A microbatch takes its part of the minibatch's times and bytes; updates are shared out by
-    parameters. The cluster's jitter is taken for that of each computation.
-
-    Ranks are stage by stage, and ``per_node`` of them in a row are on one machine. A message takes
-    ``network.inside`` within a machine, else the link between machines. Replicas on several
+    parameters; jitter is each computation's. Ranks are stage by stage, and ``per_node`` of them in
+    a row are on one machine, within which a message takes ``network.inside``. Replicas on several
     machines that they do not fill take an all-reduce over those machines as if they did.
 
     Args:

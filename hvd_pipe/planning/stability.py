@@ -34,12 +34,8 @@ def stable_rate(method: Method, momentum: float = 0.0) -> float:
     With fragments a mean is taken in after ``period / fragments`` steps, and bears more.
     Unlike data on workers can make Local SGD and CoCoD diverge earlier, which no curvature tells.
 
-    Args:
-        method: any.
-        momentum: mu, from 0 to below 1.
-
     Raises:
-        ValueError: a momentum out of that range.
+        ValueError: a momentum mu that is not from 0 to below 1.
 
     Example:
         >>> from hvd_pipe.strategy import MergedGradient
@@ -74,12 +70,8 @@ def delayed_rate(delay: int, momentum: float = 0.0) -> float:
     That of a pipeline's first stage, whose gradients are the oldest, binds: n - 1 updates with n
     stages of one worker and a version of the weights for each minibatch in flight.
 
-    Args:
-        delay: updates between the weights of a gradient and its own update, at least 0.
-        momentum: mu, from 0 to below 1.
-
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a delay below 0, or a momentum that is not from 0 to below 1.
 
     Example:
         >>> [round(delayed_rate(delay), 3) for delay in (0, 1, 2, 3, 7)]

@@ -50,15 +50,12 @@ class Partition(Document):
         stages: first to last.
         workers: how many there are; more than the stages use only where that was allowed.
         period_s: seconds per minibatch once the pipeline is full: the slowest stage's ``time_s``.
-        single_s: seconds per minibatch on one worker, for comparison.
-        data_parallel_s: seconds per minibatch with the whole model on every worker, likewise.
-        convention: the objective that it minimises, ``"paper"``; ``"original"``, that of
-            PipeDream's published code, in documents of older versions.
-        in_flight: for each stage, how many minibatches a worker of it holds at once. That of the
-            first is PipeDream's NOAM, the minibatches that each of its workers admits.
+        single_s, data_parallel_s: the same on one worker, and with the whole model on each.
+        convention: the objective: ``"paper"``, or ``"original"`` in documents of older versions.
+        in_flight: minibatches that a worker of each stage holds at once; the first is NOAM.
         exact: all cuts of the model were tried; else those that were are a part of them.
-        in_transit: minibatches between each two neighbouring stages, besides those that workers
-            hold; they are counted in ``in_flight``. 0 is PipeDream's NOAM.
+        in_transit: minibatches between each two stages, besides those that workers hold; they are
+            counted in ``in_flight``. 0 is PipeDream's NOAM.
         simulated_s: seconds per minibatch that the schedule reaches in a simulation, where
             ``period_s`` takes all messages for hidden; None where it was not simulated.
 
@@ -155,14 +152,7 @@ class Partition(Document):
 
     @classmethod
     def from_json(cls, text: str) -> Partition:
-        """The partition in a JSON document; ValueError says what makes it none.
-
-        Example:
-            >>> stages = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),)
-            >>> made = Partition(stages, 1, 0.1, 0.1, 0.1, "paper", (1,))
-            >>> Partition.from_json(made.to_json()) == made
-            True
-        """
+        """The partition in a JSON document; ValueError says what makes it none."""
         required = {field.name for field in fields(cls)} - _ADDED
         data = read_object(text, SCHEMA, required, _ADDED)
         if not isinstance(data["stages"], list) or not isinstance(data["in_flight"], list):

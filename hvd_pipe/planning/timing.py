@@ -34,14 +34,8 @@ class StepTime:
         method: as :func:`hvd_pipe.planning.methods.label` writes it.
         compute_s: seconds of a worker's own work: forward, backward, update (two with prediction).
         comm_s: seconds in which the link is busy.
-        total_s: seconds of a step.
-        limit_s: lower bound of ``total_s``: the method's physical limit.
+        total_s, limit_s: seconds of a step, and a lower bound of it: the method's physical limit.
         messages: how many a step.
-
-    Example:
-        >>> time = StepTime("wfbp", compute_s=1, comm_s=0.5, total_s=1.25, limit_s=1, messages=3)
-        >>> time.exposed_s, time.of_limit, time.speedup(workers=10)
-        (0.25, 0.8, 8.0)
     """
 
     method: str
@@ -78,8 +72,7 @@ def step_time(
     Args:
         method: a method or its string, such as ``"cocod:period=8"``.
         profile: the model on one worker.
-        comm: all-reduce time of an uncompressed message.
-        codec: compression of what travels.
+        comm, codec: all-reduce time of an uncompressed message, and compression of what travels.
         node: all-reduce time within a node, for ``within=node``.
 
     Raises:
@@ -89,12 +82,11 @@ def step_time(
         >>> from hvd_pipe.planning.profile import LayerProfile
         >>> layers = (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0))
         >>> net = CommModel.linear(0.5, 1.0)
-        >>> for name in ("conventional", "wfbp", "pipe-sgd", "local-sgd:period=4", "cocod"):
+        >>> for name in ("conventional", "wfbp", "pipe-sgd", "cocod"):
         ...     print(name, step_time(name, ModelProfile(layers), net).total_s)
         conventional 19.0
         wfbp 16.0
         pipe-sgd 12.5
-        local-sgd:period=4 9.125
         cocod 6.0
     """
     method = parse(method)

@@ -33,7 +33,7 @@ from torch_pipelines import (
 )
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning.pipeline_cost import fewest_microbatches
+from hvd_pipe.planning.pipeline_plans import fewest_microbatches
 from hvd_pipe.torch import pipedream
 from hvd_pipe.torch.pipedream import stage
 

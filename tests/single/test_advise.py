@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 from hypothesis import given
 from planning_cases import ALL, codecs, comm_models, profiles
 
-from hvd_pipe.planning import advise as module
-from hvd_pipe.planning import choice
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.choice import candidates, fitted_buckets, predict
 from hvd_pipe.planning.cluster import Cluster, Link, Network
@@ -37,13 +34,6 @@ def cluster(bandwidth: float, workers: int = 8, **rest: Any) -> Cluster:
 
 def row(advice: Advice, strategy: str, codec: str = "none") -> Row:
     return next(r for r in advice.rows if (r.strategy, r.codec) == (strategy, codec))
-
-
-def test_doctests() -> None:
-    for each in (module, choice):
-        result = doctest.testmod(each)
-        assert result.failed == 0
-        assert result.attempted > 0
 
 
 @pytest.mark.parametrize(
@@ -244,12 +234,10 @@ def test_a_method_that_is_asked_for_is_no_baseline() -> None:
     ("arguments", "message"),
     [
         ({"methods": ["magic"]}, r"unknown method"),
-        ({"methods": []}, r"nothing to choose from"),
         ({"codecs": []}, r"nothing to choose from"),
         ({"codecs": ["zip"]}, r"unknown codec 'zip': use one of 'none', 'fp16', 'bf16', 'int8'"),
         ({"margin": -1.0}, r"margin must be finite and at least 0, got -1"),
         ({"learning_rate": float("nan")}, r"learning_rate must be finite and at least 0"),
-        ({"curvature": -2.0}, r"curvature must be finite and at least 0, got -2"),
         ({"momentum": 1.0}, r"momentum must be from 0 to below 1, got 1"),
         ({"optimizer_ratio": -1.0}, r"bytes a byte of weights must be at least 0"),
         ({"methods": [CoCoD(weights=(1, 2))]}, r"2 weights, 8 workers"),

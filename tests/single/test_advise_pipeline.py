@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 from dataclasses import replace
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from hvd_pipe.planning import advise as module
-from hvd_pipe.planning import stability
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_cost import pipeline_cost
+from hvd_pipe.planning.pipeline_plans import pipeline_cost
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.stability import delayed_rate
 from hvd_pipe.planning.stages import parse_replicas
@@ -33,13 +30,6 @@ def cluster(workers: int = 16, bandwidth: float = 1.25e9, **rest: Any) -> Cluste
 def pipelines(advice: Advice) -> dict[str, Row]:
     """Rows of PipeDream, by mode."""
     return {row.pipeline.mode: row for row in advice.rows if row.pipeline is not None}
-
-
-def test_doctests() -> None:
-    for each in (module, stability):
-        result = doctest.testmod(each)
-        assert result.failed == 0
-        assert result.attempted > 0
 
 
 @pytest.mark.parametrize(
@@ -84,7 +74,7 @@ def test_a_row_is_what_its_plan_costs() -> None:
     assert row.samples_per_s == pytest.approx(128 / cost.period_s)
     assert row.speedup == pytest.approx(model.compute_s / cost.period_s)
     assert row.pipeline.memory_bytes == cost.memory_bytes
-    assert row.pipeline.saved == pytest.approx(cost.saved)
+    assert row.pipeline.saved == pytest.approx(cost.saved())
     assert (row.pipeline.staleness, row.pipeline.versions) == ((1, 0), (2, 1))
     assert (row.staleness, row.identical, row.exact, row.usable) == (1, True, False, True)
     assert row.pipeline.paste == (
@@ -187,11 +177,3 @@ def test_machines_of_several_workers_and_slow_ones() -> None:
     for row in (*slow.values(), *found.values()):
         assert row.time.limit_s <= row.time.total_s * (1 + 1e-12)
         assert math.isfinite(row.time.comm_s)
-
-
-def test_jitter_makes_it_slower() -> None:
-    steady, shaken = (
-        pipelines(advise(MODELS["vgg16"], cluster(jitter=jitter), methods=["pipedream"]))
-        for jitter in (0.0, 0.2)
-    )
-    assert shaken["stash"].time.total_s > steady["stash"].time.total_s

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning import cluster as cluster_module
 from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
 from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale
 from hvd_pipe.planning.comm import CommModel
@@ -22,11 +19,6 @@ ETHERNET = Network(Link(3e-5, 8e-10))
 DEEP = Network(Link(3e-5, 8e-10), "double-binary-tree", 1e-11, 8, Link(5e-6, 1e-11))
 JUMP = CommModel((0, 8192, 524288), (8e-5, 9e-4, 1e-3), (1.5e-8, 3e-9, 3.4e-9), error=0.03)
 MEASURED = Network(None, measured=JUMP, measured_workers=8)
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(cluster_module).failed == 0
-    assert doctest.testmod(cluster_module).attempted >= 8
 
 
 @pytest.mark.parametrize(
@@ -158,136 +150,24 @@ def test_with_workers() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Link(-1.0, 0.0), ValueError, r"link's alpha must be finite and not negative"),
         (lambda: Link(0.0, float("inf")), ValueError, r"link's beta must be finite.*got inf"),
         (lambda: Link("1", 0.0), TypeError, r"link's alpha must be a number .*, got '1'"),
         (lambda: Link.of(0.0, 1e-5), ValueError, r"bandwidth is a positive number of bytes a sec"),
-        (lambda: Link.of(float("nan"), 1e-5), ValueError, r"bandwidth is a positive .* got nan"),
-        (lambda: Network(None), ValueError, r"needs a link .* or a measured all-reduce"),
         (lambda: Network((1, 2)), TypeError, r"link must be a Link, got \(1, 2\)"),
-        (lambda: Network(Link(0, 0), "star"), ValueError, r"one of ring, .*; got 'star'"),
         (lambda: Network(Link(0, 0), gamma=-1), ValueError, r"gamma must be finite and not neg"),
-        (lambda: Network(Link(0, 0), per_node=0), ValueError, r"per_node must be at least 1, got"),
         (lambda: Network(Link(0, 0), per_node=2.0), TypeError, r"per_node must be an int, got 2"),
-        (lambda: Network(Link(0, 0), per_node=4), ValueError, r"per_node = 4 workers .* inside"),
-        (
-            lambda: Network(None, measured=JUMP),
-            ValueError,
-            r"measured and measured_workers go tog",
-        ),
         (lambda: Network(Link(0, 0), measured_workers=3), ValueError, r"go together.*None and 3"),
-        (
-            lambda: Network(None, measured=JUMP, measured_workers=1),
-            ValueError,
-            r"measured_workers must be at least 2, got 1",
-        ),
-        (
-            lambda: Network(Link(0, 0), measured_per_node=4),
-            ValueError,
-            r"measured_per_node = 4 belongs to measured",
-        ),
-        (
-            lambda: Network(None, measured=JUMP, measured_workers=2, measured_per_node=0),
-            ValueError,
-            r"measured_per_node must be at least 1, got 0",
-        ),
+        (lambda: Network(Link(0, 0), measured_per_node=4), ValueError, r"4 belongs to measured"),
         (lambda: Network(None, measured=3, measured_workers=2), TypeError, r"be a CommModel"),
         (lambda: ETHERNET.comm(0), ValueError, r"workers must be at least 1, got 0"),
-        (lambda: ETHERNET.levels(2.5), TypeError, r"workers must be an int, got 2.5"),
-        (
-            lambda: DEEP.comm(12),
-            ValueError,
-            r"12 workers do not fill machines of 8: take 8 or 16 workers, or another per_node",
-        ),
-        (lambda: Cluster(12, DEEP), ValueError, r"12 workers do not fill machines of 8"),
-        (lambda: Cluster(0, ETHERNET), ValueError, r"workers must be at least 1, got 0"),
+        (lambda: DEEP.comm(12), ValueError, r"12 workers do not fill .* take 8 or 16 workers, or"),
         (lambda: Cluster(True, ETHERNET), TypeError, r"workers must be an int, got True"),
         (lambda: Cluster(2, JUMP), TypeError, r"network must be a Network"),
-        (lambda: Cluster(2, ETHERNET, speeds=(1,)), ValueError, r"1 numbers for 2 workers: give"),
         (lambda: Cluster(1, ETHERNET, speeds=(0,)), ValueError, r"speed must be positive, got 0"),
-        (lambda: Cluster(1, ETHERNET, speeds=("x",)), TypeError, r"speed must be a number"),
         (lambda: Cluster(1, ETHERNET, memory_bytes=0), ValueError, r"memory_bytes must be at l"),
-        (lambda: Cluster(1, ETHERNET, memory_bytes=1e9), TypeError, r"memory_bytes must be an i"),
-        (lambda: Cluster(1, ETHERNET, jitter=-0.1), ValueError, r"jitter must be finite and not"),
-        (
-            lambda: Cluster(1, ETHERNET, jitter=1e308),
-            ValueError,
-            r"jitter must be at most 10 .*308",
-        ),
-        (lambda: Cluster(1, ETHERNET, name=3), TypeError, r"name must be a text, got 3"),
+        (lambda: Cluster(1, ETHERNET, jitter=1e308), ValueError, r"must be at most 10 .*308"),
     ],
 )
 def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-def edited(**changes: Any) -> str:
-    data = json.loads(Cluster(8, DEEP).to_json())
-    for key, value in changes.items():
-        where, _, last = key.rpartition("__")
-        place = data
-        for part in filter(None, where.split("__")):
-            place = place[part]
-        if value is ...:
-            del place[last]
-        else:
-            place[last] = value
-    return json.dumps(data)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", r"this is no JSON"),
-        ("[]", r'expected a JSON object with a "schema" key'),
-        (edited(schema="hvd_pipe.cluster/9"), r"unknown schema 'hvd_pipe.cluster/9'"),
-        (edited(workers=...), r"lacks the keys \['workers'\]"),
-        (edited(worker=3), r"unknown keys \['worker'\]"),
-        (edited(workers="8"), r"workers must be an int, got '8'"),
-        (edited(workers=8.5), r"workers must be an int, got 8.5"),
-        (edited(workers=0), r"workers must be at least 1, got 0"),
-        (edited(network=[]), r"a network is a JSON object, got list"),
-        (edited(network__speed=1), r"a network lacks .* unknown keys \['speed'\]"),
-        (edited(network__link=...), r"needs a link"),
-        (edited(network__link=3), r"network's link .* is a JSON object, got int"),
-        (edited(network__link={"alpha": 1}), r"network's link .* lacks the keys \['beta'\]"),
-        (edited(network__link={"bandwidth": 10}), r"bandwidth is a text with a unit, .* got 10"),
-        (edited(network__link={"bandwidth": "10GB"}), r"do you mean 10GB/s or 10gbit\?"),
-        (
-            edited(network__link={"bandwidth": "10gbit", "latency": "30"}),
-            r"'30' has no unit: add one",
-        ),
-        (edited(network__link__alpha="x"), r"link's alpha must be a number .*got 'x'"),
-        (edited(network__link__alpha=-1), r"link's alpha must be finite and not negative"),
-        (edited(network__algorithm="star"), r"algorithm must be one of ring"),
-        (edited(network__algorithm=[]), r"algorithm must be one of ring"),
-        (edited(network__inside=...), r"per_node = 8 workers a machine need inside"),
-        (edited(network__per_node=3), r"8 workers do not fill machines of 3: take 6 or 9"),
-        (edited(network__measured={}), r"a CommModel lacks the keys"),
-        (edited(network__measured=JUMP.to_json()), r"measured and measured_workers go together"),
-        (
-            edited(network__measured={**JUMP.to_json(), "slopes": 3}, network__measured_workers=2),
-            r"a CommModel holds lists of numbers",
-        ),
-        (edited(speeds=5), r"speeds is a list of numbers, got 5"),
-        (edited(speeds=[1, 2]), r"2 numbers for 8 workers"),
-        (edited(speeds=["a"] * 8), r"speed must be a number .*got 'a'"),
-        (edited(memory_bytes="16"), None),
-        (edited(memory_bytes="16gbit"), r"'16gbit' is no size"),
-        (edited(memory_bytes=1.5), r"memory_bytes must be an int, got 1.5"),
-        (edited(jitter="high"), r"jitter must be a number .*got 'high'"),
-        (edited(name=5), r"name must be a text, got 5"),
-    ],
-)
-def test_bad_files(text: str, message: str | None, tmp_path: Path) -> None:
-    """Every one is a ValueError that says the key, and the file where it came from one."""
-    if message is None:
-        Cluster.from_json(text)
-        return
-    with pytest.raises(ValueError, match=message):
-        Cluster.from_json(text)
-    path = tmp_path / "bad.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bad\.json: "):
-        Cluster.load(path)

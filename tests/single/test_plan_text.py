@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
-import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_partition import BruteForce, check, choices, models
+from test_partition import choices, compare, models
 
-from hvd_pipe.planning import stages
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.stages import parse_replicas
 
-DATA = Path(__file__).parent.parent / "data"
 CHAIN = ModelProfile(tuple(LayerProfile(f"l{at}", 100, 0.5, 0.5, 10) for at in range(3)))
-
-
-def test_doctests() -> None:
-    result = doctest.testmod(stages)
-    assert result.failed == 0
-    assert result.attempted > 0
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
@@ -77,44 +66,7 @@ def test_best_cuts_for_given_replicas(
     model: ModelProfile, replicas: tuple[int, ...], options: dict[str, Any], limit: float
 ) -> None:
     del options["straight"]
-    levels = [(sum(replicas), 512.0)]
-    plans = [
-        plan
-        for plan in BruteForce(model, levels, **options).all()
-        if tuple(leaf[2] for leaf in plan[2]) == replicas
-    ]
-    if not plans:
-        with pytest.raises(ValueError, match="each of which needs a layer"):
-            partition(model, levels, replicas=replicas, **options)
-        return
-    free = partition(model, levels, replicas=replicas, **options)
-    assert free.replicas == replicas
-    assert free.period_s == pytest.approx(min(time for time, _, _ in plans), rel=1e-9)
-    check(model, levels, options, free, plans)
-
-    memories = [memory for _, memory, _ in plans]
-    least = min(memories)
-    bytes = math.floor(least + limit * (max(memories) - least))
-    if bytes >= least and bytes > 0:
-        made = partition(model, levels, replicas=replicas, memory_bytes=bytes, **options)
-        best = min(time for time, memory, _ in plans if memory <= bytes)
-        assert made.period_s == pytest.approx(best, rel=1e-9)
-        assert max(stage.memory_bytes for stage in made.stages) <= bytes
-        check(model, levels, options, made, plans)
-    if least > 1:
-        tight = math.ceil(least) - 1
-        with pytest.raises(ValueError, match=rf"takes {math.ceil(least)} bytes a worker"):
-            partition(model, levels, replicas=replicas, memory_bytes=tight, **options)
-
-
-@pytest.mark.parametrize("name", ["vgg16", "alexnet", "gnmt", "resnet50"])
-def test_the_best_replicas_given_back_are_cut_alike(name: str) -> None:
-    model = ModelProfile.read(DATA / f"{name}.graph.txt")
-    for straight in (False, True):
-        best = partition(model, [(4, 1.25e9)], straight=straight)
-        again = partition(model, [(4, 1.25e9)], replicas=best.replicas)
-        assert again.period_s == pytest.approx(best.period_s, rel=1e-12)
-        assert again.in_flight == best.in_flight
+    compare(model, [(sum(replicas), 512.0)], {**options, "replicas": replicas}, limit)
 
 
 @pytest.mark.parametrize(

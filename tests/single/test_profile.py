@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd_pipe.planning import _checks, profile
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 
 DATA = Path(__file__).parent.parent / "data"
@@ -22,13 +19,6 @@ MODEL = ModelProfile(
         LayerProfile("fc", 4000, 0.1),
     )
 )
-
-
-def test_doctests() -> None:
-    for module in (profile, _checks):
-        result = doctest.testmod(module)
-        assert result.failed == 0
-        assert result.attempted > 0
 
 
 def test_a_model_without_gradients() -> None:
@@ -103,10 +93,8 @@ def test_whole_model() -> None:
         ({"edges": (("a", "a"),)}, r"leads from layer 0 to layer 0"),
         ({"edges": (("a", "b"), ("a", "b"))}, r"occur twice: \[\('a', 'b'\)\]"),
         ({"batch": 0}, r"batch is an integer of at least 1, or None, got 0"),
-        ({"batch": 32.0}, r"batch is an integer .*got 32.0"),
         ({"update_s": -1.0}, r"update_s must be finite and at least 0 seconds, got -1.0"),
         ({"update_s": float("inf")}, r"update_s must be finite .*got inf"),
-        ({"update_s": "1ms"}, r"update_s must be finite .*got '1ms'"),
         ({"name": None}, r"name of a model must be a string, got None"),
     ],
 )
@@ -126,14 +114,6 @@ def test_read_goes_by_the_suffix(tmp_path: Path) -> None:
             ModelProfile.read(tmp_path / name)
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "txt"])
-def test_a_picture_is_no_profile(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model.{suffix}"
-    path.write_bytes(b"\x89PNG\xff")
-    with pytest.raises(ValueError, match=rf"model\.{suffix}: this is no .*, but binary data"):
-        ModelProfile.read(path)
-
-
 @pytest.mark.parametrize("columns", [(), (0,), (1,), (0, 1)])
 def test_a_trace_with_more_columns(columns: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
@@ -144,50 +124,6 @@ def test_a_trace_with_more_columns(columns: tuple[int, ...], tmp_path: Path) -> 
     forward, activation = 0.5 * (0 in columns), 64 * (1 in columns)
     expected = LayerProfile("fc", 8, 0.25, forward, activation)
     assert ModelProfile.from_csv(path).layers == (expected,)
-
-
-def document(**changes: Any) -> str:
-    layer = {"name": "fc", "gradient_bytes": 8, "backward_s": 0.1}
-    return json.dumps({"schema": "hvd_pipe.profile/1", "layers": [layer], **changes})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", r"no JSON"),
-        ("[]", r"expected a JSON object with a \"schema\" key"),
-        ("{}", r"expected a JSON object with a \"schema\" key"),
-        (
-            document(schema="hvd_pipe.profile/9"),
-            r"unknown schema 'hvd_pipe.profile/9'.*reads '.*/1'",
-        ),
-        (document(layer=1), r"lacks the keys \[\] and has the unknown keys \['layer'\]"),
-        ('{"schema": "hvd_pipe.profile/1"}', r"lacks the keys \['layers'\]"),
-        (document(edges=3), r"\"edges\" is a list of pairs of layer names"),
-        (document(edges=[["fc"]]), r"\"edges\" is a list of pairs"),
-        (document(edges=[["fc", 1]]), r"\"edges\" is a list of pairs"),
-        (document(edges=[["fc", "a"]]), r"unknown layer 'a'"),
-        (document(batch="32"), r"batch is an integer of at least 1, or None, got '32'"),
-        (document(layers={}), r"\"layers\" is a list, got dict"),
-        (document(layers=[3]), r"layer 0 is a JSON object, got int"),
-        (document(layers=[{"name": "a"}]), r"layer 0 lacks the keys \['backward_s', 'gradient_b"),
-        (
-            document(layers=[{"name": "a", "gradient_bytes": 1, "backward_s": -1}]),
-            r"backward_s must be finite and at least 0 seconds, got -1",
-        ),
-    ],
-)
-def test_bad_documents(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelProfile.from_json(text)
-    path = tmp_path / "model.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"model\.json: "):
-        ModelProfile.load(path)
-
-
-def test_optional_keys_may_be_left_out() -> None:
-    assert ModelProfile.from_json(document()).layers == (LayerProfile("fc", 8, 0.1),)
 
 
 @pytest.mark.parametrize(

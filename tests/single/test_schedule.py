@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 from itertools import islice
@@ -11,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning import instructions, schedule
+from hvd_pipe.planning import schedule
 from hvd_pipe.planning.instructions import (
     AllReduce,
     Backward,
     Forward,
+    Instruction,
+    Recv,
     RecvActivation,
     RecvGradient,
     Schedule,
+    Send,
     SendActivation,
     SendGradient,
     Update,
@@ -33,6 +35,7 @@ from hvd_pipe.planning.schedule import (
     two_bw,
     warm_up,
 )
+from hvd_pipe.planning.simulate_pipeline import StageCost, simulate_pipeline
 
 make = schedule.schedule
 
@@ -54,13 +57,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
         least = -(-depth // turn)
     microbatches = turn * draw(st.integers(least, least + 2))
     return make(method, replicas, draw(st.integers(1, 4)), microbatches, k)
-
-
-def test_doctests() -> None:
-    for module in (schedule, instructions):
-        result = doctest.testmod(module, extraglobs={"brief": instructions.brief})
-        assert result.failed == 0
-        assert result.attempted > 0
 
 
 def test_instructions_of_a_replicated_stage() -> None:
@@ -166,18 +162,100 @@ def test_a_short_last_round_gives_all_replicas_equally_many_updates(
                 assert members == []
 
 
+NEEDS: dict[type[Instruction], tuple[type[Instruction], ...]] = {
+    Forward: (RecvActivation,),
+    SendActivation: (Forward,),
+    RecvGradient: (SendActivation,),
+    Backward: (Forward, RecvGradient),
+    SendGradient: (Backward,),
+    RecvActivation: (),
+}
+"""What a worker has done with a microbatch before, where it has such instructions at all."""
+
+
+def version_of(plan: Schedule, stage: int, unit: int) -> int:
+    """The version that a method's equation names, 0 for what is negative."""
+    replicas, k = plan.replicas, plan.in_transit
+    if plan.method == "1f1b":
+        return max(0, unit // replicas[stage] - warm_up(stage, replicas, k))
+    if plan.method == "1f1b-vertical-sync":
+        seen = max(0, unit // replicas[0] - warm_up(0, replicas, k)) * replicas[0]
+        return seen // replicas[stage]
+    return max(0, unit // plan.microbatches - (plan.method == "2bw"))
+
+
 @given(schedules())
-def test_each_microbatch_is_the_work_of_one_replica_of_each_stage(plan: Schedule) -> None:
-    every = [(b, k) for b in range(plan.minibatches) for k in range(plan.microbatches)]
-    for stage in range(len(plan.replicas)):
-        for kind in (Forward, Backward):
-            done = [
-                (step.minibatch, step.microbatch)
-                for worker, program in plan.programs.items()
-                for step in program
-                if worker.stage == stage and isinstance(step, kind)
-            ]
-            assert sorted(done) == every
+def test_each_program_does_everything_once_and_in_order(plan: Schedule) -> None:
+    """With the weights of its equation, with the right peers, averaged round by round."""
+    m, last = plan.microbatches, len(plan.replicas) - 1
+    total = plan.minibatches * m
+    for (stage, replica), program in plan.programs.items():
+        width = plan.replicas[stage]
+        units = range(replica, total, width)
+        kinds = {Forward, Backward}
+        kinds |= {RecvActivation, SendGradient} if stage else set()
+        kinds |= {SendActivation, RecvGradient} if stage < last else set()
+        a_round = width if plan.method in METHODS[:2] else m
+        done: set[tuple[type[Instruction], int]] = set()
+        newest, gradients, averaged, in_flight = 0, set[int](), False, 0
+        bound = (
+            m // width
+            if plan.method == "gpipe"
+            else 1 + warm_up(stage, plan.replicas, plan.in_transit)
+        )
+        for step in program:
+            if isinstance(step, AllReduce | Update):
+                contents = range(newest * a_round, min((newest + 1) * a_round, total))
+                assert gradients == set(contents) & set(units)
+                assert step.version == newest + 1
+                if isinstance(step, AllReduce):
+                    assert step.contributors == min(width, len(contents))
+                    assert width > 1
+                    assert not averaged
+                    averaged = True
+                else:
+                    assert averaged == (width > 1)
+                    newest, gradients, averaged = newest + 1, set(), False
+                continue
+            unit = step.minibatch * m + step.microbatch
+            assert unit in units
+            assert type(step) in kinds
+            assert (type(step), unit) not in done
+            assert all((kind, unit) in done for kind in NEEDS[type(step)] if kind in kinds)
+            done.add((type(step), unit))
+            if isinstance(step, Forward | Backward):
+                in_flight += 1 if isinstance(step, Forward) else -1
+                assert in_flight <= bound
+                assert step.version == version_of(plan, stage, unit) <= newest
+                if isinstance(step, Backward):
+                    gradients.add(unit)
+            else:
+                other = stage + (1 if isinstance(step, SendActivation | RecvGradient) else -1)
+                assert step.peer == Worker(other, unit % plan.replicas[other])
+        assert done == {(kind, unit) for kind in kinds for unit in units}
+        assert newest == -(-total // a_round)
+
+
+@given(schedules())
+def test_programs_run_together(plan: Schedule) -> None:
+    """Messages arrive in the order in which they are asked for, and nobody waits for ever."""
+    mail: dict[tuple[Worker, Worker, str], list[tuple[int, int]]] = {}
+    for sends in (True, False):
+        for worker, program in plan.programs.items():
+            for step in program:
+                if not isinstance(step, (Send if sends else Recv)):
+                    continue
+                what = type(step).__name__[4:]
+                ends = (worker, step.peer) if sends else (step.peer, worker)
+                named = (step.minibatch, step.microbatch)
+                if sends:
+                    mail.setdefault((*ends, what), []).append(named)
+                else:
+                    assert mail[(*ends, what)].pop(0) == named
+    assert not any(mail.values())
+    simulate_pipeline(
+        plan, [StageCost(1.0, 2.0, 0.5, 10.0, 1.0)] * len(plan.replicas), latency=0.1
+    )
 
 
 def test_instructions_are_made_as_they_are_asked_for() -> None:

@@ -102,19 +102,6 @@ def test_without_jitter_it_is_the_closed_form(
     assert time.limit_s <= time.total_s * (1 + 1e-9)
 
 
-@given(models(), comm_models(), st.sampled_from([2, 4]))
-def test_fragments_of_one_size_lose_no_time_but_latency(
-    profile: ModelProfile, comm: CommModel, count: int
-) -> None:
-    """max(tau c, m / P) is max(k c, m) / P: only a message's own cost and unlike sizes differ."""
-    layers = tuple(LayerProfile(x.name, 8, x.backward_s, x.forward_s) for x in profile.layers[:4])
-    even = ModelProfile(layers, update_s=profile.update_s)
-    free = CommModel.linear(0.0, comm(8.0) / 8.0)
-    whole = step_time(CoCoD(period=4), even, free).total_s
-    cut = step_time(CoCoD(period=4, fragments=count), even, free).total_s
-    assert cut == pytest.approx(whole, rel=1e-9, abs=1e-12)
-
-
 def test_one_message_would_stop_what_a_node_sends() -> None:
     """m = 3.5 of c = 7: behind forward and half of backward nothing waits for it; m = 10 does."""
     inside = CommModel.linear(0.25, 0.0)
