@@ -220,10 +220,6 @@ def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
     """Return the codec by which a buffer travels; None where Horovod can sum it on the wire.
 
     Horovod has no bfloat16 all-reduce: such a buffer travels as it is and is summed in float32.
-
-    Example:
-        >>> codec_for(Compression.none, torch.bfloat16), codec_for(Compression.none, torch.float32)
-        (BF16(error_feedback=False), None)
     """
     if isinstance(compression, Codec):
         return compression
@@ -231,12 +227,7 @@ def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
 
 
 def is_horovods(compression: Any) -> bool:
-    """Return whether this is a compressor of Horovod's own, which keeps small whole numbers.
-
-    Example:
-        >>> is_horovods(Compression.fp16), is_horovods(Compression.int8)
-        (True, False)
-    """
+    """Return whether this is a compressor of Horovod's own, which keeps small whole numbers."""
     return compression in (Compression.none, Compression.fp16)
 
 
