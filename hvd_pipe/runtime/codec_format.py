@@ -26,10 +26,13 @@ class CodecFormat(abc.ABC):
     """Where the user should give it."""
     name: ClassVar[str]
     """Its name in `hvd_pipe.planning.codec.CODECS`."""
-    chunk: int = 1
-    """Elements that are encoded as one; slices of a buffer begin at whole chunks."""
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
+
+    @property
+    def chunk(self) -> int:
+        """Elements that are encoded as one; slices of a buffer begin at whole chunks."""
+        return 1
 
     @abc.abstractmethod
     def nbytes(self, numel: int) -> int:
