@@ -129,16 +129,11 @@ class Arguments:
             ("sparse_as_dense", str(self.sparse_as_dense)),
         ]
 
-    @property
-    def is_average(self) -> bool:
-        """Whether gradients are averaged, not summed."""
-        return self.ops[self.op] == AVERAGE
-
     def _check_scaling(self) -> None:
         factor = self.gradient_predivide_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TypeError(f"gradient_predivide_factor must be a number, got {factor!r}.")
-        if not 0 < factor < math.inf or (factor != 1.0 and not self.is_average):
+        if not 0 < factor < math.inf or (factor != 1.0 and self.ops[self.op] != AVERAGE):
             raise ValueError(
                 f"gradient_predivide_factor must be > 0 and needs op=hvd.Average, got {factor!r}."
             )
@@ -157,7 +152,7 @@ class Arguments:
     def _check_cocod(self, method: CoCoD) -> None:
         """CoCoD sends models: say so instead of ignoring arguments about gradients."""
         for wrong, what, fix in (
-            (not self.is_average, "op=hvd.Sum", "op=hvd.Average"),
+            (self.ops[self.op] != AVERAGE, "op=hvd.Sum", "op=hvd.Average"),
             (self.gradient_predivide_factor != 1.0, "gradient_predivide_factor", "1.0"),
             (self.groups is not None, "groups", "groups=None"),
         ):
@@ -210,22 +205,12 @@ def user_groups(
     frozen: Iterable[Any] = (),
     noun: str = "variable",
 ) -> list[list[int]]:
-    """Return Horovod's ``groups`` as groups of indices.
+    """Return Horovod's ``groups`` as groups of indices; what no list has is a group of its own.
 
-    Args:
-        groups: Lists of members, or how many groups to cut ``indices`` into, the last first:
-            about the order in which gradients are computed.
-        members: The parameters or variables that are trained, by index.
-        indices: What to group; what no list has is a group of its own.
-        frozen: What lists may have beside ``members``, and does not count.
-        noun: What a member is called.
+    A number of groups cuts ``indices``, the last first: about the order of the backward pass.
 
-    Raises:
-        ValueError: A list has something else.
-
-    Example:
-        >>> user_groups(2, "abcd", [0, 1, 3])
-        [[3], [1, 0]]
+    >>> user_groups(2, "abcd", [0, 1, 3])
+    [[3], [1, 0]]
     """
     if isinstance(groups, int):
         count, backward = min(groups, len(indices)), list(reversed(indices))

@@ -30,11 +30,7 @@ Groups = Sequence[Sequence[int]]
 class GradientIndex:
     """The gradients of a job, in an order that all ranks share; an index names each.
 
-    Args:
-        names: The names of their parameters or variables.
-        nbytes: Their sizes in bytes.
-        dtypes: What those that share a bucket must have alike: the dtype, and the device if
-            gradients lie on several.
+    Gradients that share a bucket have the same of ``dtypes``: the dtype, and perhaps the device.
     """
 
     def __init__(
@@ -51,27 +47,22 @@ class GradientIndex:
         >>> GradientIndex("abc", [4, 2, 4], ["float", "half", "float"]).dtype_groups([2, 1, 0])
         [[2, 0], [1]]
         """
-        found: dict[Hashable, list[int]] = {}
+        groups: dict[Hashable, list[int]] = {}
         for index in indices:
-            found.setdefault(self.kinds[index], []).append(index)
-        return list(found.values())
+            groups.setdefault(self.kinds[index], []).append(index)
+        return list(groups.values())
 
     def default_groups(
         self, indices: Sequence[int], bucket_bytes: int | None = DEFAULT_BUCKET_BYTES
     ) -> list[list[int]]:
         """Fill buckets with descending indices, about the order of the backward pass.
 
-        Args:
-            indices: The gradients that are sent; their dtype groups follow each other as they do
-                here.
-            bucket_bytes: The most bytes of a bucket; 1 for one tensor a bucket, None for one
-                bucket a dtype.
+        Without ``bucket_bytes`` there is one bucket a dtype.
 
-        Example:
-            >>> GradientIndex("abc", [4, 4, 4], ["float"] * 3).default_groups([0, 1, 2], 8)
-            [[2, 1], [0]]
-            >>> GradientIndex("abc", [4] * 3, ["half", "float", "half"]).default_groups([0, 1, 2])
-            [[2, 0], [1]]
+        >>> GradientIndex("abc", [4, 4, 4], ["float"] * 3).default_groups([0, 1, 2], 8)
+        [[2, 1], [0]]
+        >>> GradientIndex("abc", [4] * 3, ["half", "float", "half"]).default_groups([0, 1, 2])
+        [[2, 0], [1]]
         """
         groups: list[list[int]] = []
         for group in self.dtype_groups(indices):
@@ -89,10 +80,9 @@ class GradientIndex:
         The default buckets; about the square root of their number; one message a dtype, up to
         `LARGEST_BYTES`. A plan alone says that there is nothing to merge.
 
-        Example:
-            >>> index = GradientIndex("abcd", [8 << 20] * 4, ["float"] * 4)
-            >>> [len(plan.buckets) for plan in index.fewer_and_fewer()]
-            [4, 2, 1]
+        >>> index = GradientIndex("abcd", [8 << 20] * 4, ["float"] * 4)
+        >>> [len(plan.buckets) for plan in index.fewer_and_fewer()]
+        [4, 2, 1]
         """
         total = sum(self.nbytes)
         limits = (DEFAULT_BUCKET_BYTES, math.isqrt(DEFAULT_BUCKET_BYTES * total), total)

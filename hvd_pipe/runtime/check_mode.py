@@ -36,20 +36,8 @@ DELAYED = 0.25
 Gather = Callable[[Any, str, ProcessSet], list[Any]]
 
 
-class Off:
-    """No checks: what `active` is without the variable."""
-
-    on = False
-
-    def begin(self, rank: int) -> None:
-        """Take this rank's delays; before the first of them."""
-
-    def delay(self) -> None:
-        """Wait for a random time, or not at all."""
-
-
-class Check(Off):
-    """The checks.
+class Check:
+    """The checks; none of them without a seed.
 
     Args:
         seed: Chooses the delays.
@@ -61,19 +49,19 @@ class Check(Off):
         (True, True)
     """
 
-    on = True
-
-    def __init__(self, seed: int, rank: int = 0) -> None:
+    def __init__(self, seed: int | None, rank: int = 0) -> None:
+        self.on = seed is not None
         self._seed, self._rank = seed, rank
         self._threads = threading.local()
 
     def begin(self, rank: int) -> None:
+        """Take this rank's delays; before the first of them."""
         if rank != self._rank:
             self._rank, self._threads = rank, threading.local()
 
     def delay(self) -> None:
-        seconds = self.next_delay()
-        if seconds:
+        """Wait for a random time, or not at all."""
+        if self.on and (seconds := self.next_delay()):
             time.sleep(seconds)
 
     def next_delay(self) -> float:
@@ -85,7 +73,7 @@ class Check(Off):
         return draw.uniform(0.0, LONGEST_DELAY_S) if draw.random() < DELAYED else 0.0
 
 
-def from_environment(environment: Mapping[str, str]) -> Off:
+def from_environment(environment: Mapping[str, str]) -> Check:
     """Return what the variables ask for.
 
     Raises:
@@ -106,7 +94,7 @@ def from_environment(environment: Mapping[str, str]) -> Off:
 
 
 def checksum(data: bytes) -> str:
-    """Return a checksum of some bytes.
+    """Return the CRC-32 as hexadecimal digits.
 
     >>> checksum(b"weights")
     '1ad27358'
@@ -158,6 +146,6 @@ def disagreement(when: str, label: str, sides: Sequence[str], ranks: Sequence[in
     )
 
 
-OFF = Off()
-active: Off = from_environment(os.environ)
+OFF = Check(None)
+active = from_environment(os.environ)
 """The process's one."""

@@ -10,6 +10,7 @@ Frameworks encode and decode; sizes, options and their checks are here.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -18,18 +19,27 @@ SMALLEST_SCALE = 2.0**-126  # float32's smallest normal number
 LARGEST_SCALE = 2.0**121 * (128 / 127 - 2.0**-23)  # 127 times the next float32 would be infinite
 
 
-class NoCompressor:
-    """Refuses to be one of Horovod's compressors, whose results Horovod sums as they are."""
+class CodecFormat(abc.ABC):
+    """What is alike in each framework's class of codecs; none of these is a Horovod compressor."""
 
     belongs_to: ClassVar[str]
-    """Where the user should give it instead."""
+    """Where the user should give it."""
+    name: ClassVar[str]
+    """Its name in `hvd_pipe.planning.codec.CODECS`."""
+    error_feedback: bool
+    """Whether what a message loses is added to the next one."""
+
+    @property
+    def chunk(self) -> int:
+        """Elements that are encoded as one; slices of a buffer begin at whole chunks."""
+        return 1
+
+    @abc.abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes that ``numel`` elements become."""
 
     def compress(self, tensor: Any) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Raise TypeError: Horovod sums what its own compressors make."""
         raise TypeError(
             f"{self!r} cannot be used in a single Horovod call, as Horovod cannot sum what it "
             f"makes: give it to {self.belongs_to}, or use hvd.Compression.none or "
@@ -37,32 +47,20 @@ class NoCompressor:
         )
 
     def decompress(self, tensor: Any, ctx: Any) -> NoReturn:
-        """Refuse, as `compress` does."""
+        """Raise TypeError, as `compress` does."""
         self.compress(tensor)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.error_feedback, bool):
+            raise TypeError(f"error_feedback must be True or False, got {self.error_feedback!r}.")
 
 
 @dataclass(frozen=True)
-class BF16Format:
-    """Two bytes a value: the upper half of its float32.
-
-    Args:
-        error_feedback: Whether what a message loses is added to the next one.
-
-    Raises:
-        TypeError: ``error_feedback`` is no bool.
-    """
+class BF16Format(CodecFormat):
+    """Two bytes a value: the upper half of its float32."""
 
     name: ClassVar[str] = "bf16"
-    """Its name in `hvd_pipe.planning.codec.CODECS`."""
     error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        _check_feedback(self.error_feedback)
-
-    @property
-    def chunk(self) -> int:
-        """Elements that are encoded as one; slices of a buffer begin at whole chunks."""
-        return 1
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` elements become."""
@@ -70,20 +68,10 @@ class BF16Format:
 
 
 @dataclass(frozen=True)
-class Int8Format:
-    """A byte a value, and a float32 scale a chunk.
-
-    Args:
-        chunk: Elements that share a scale.
-        error_feedback: Whether what a message loses is added to the next one.
-
-    Raises:
-        TypeError: ``chunk`` is no int, or ``error_feedback`` is no bool.
-        ValueError: ``chunk`` is less than 1.
-    """
+class Int8Format(CodecFormat):
+    """A byte a value, and a float32 scale a chunk."""
 
     name: ClassVar[str] = "int8"
-    """Its name in `hvd_pipe.planning.codec.CODECS`."""
     chunk: int = 256
     error_feedback: bool = False
 
@@ -92,7 +80,7 @@ class Int8Format:
             raise TypeError(f"chunk must be an int, got {self.chunk!r}: 256 is the default.")
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}: 256 is the default.")
-        _check_feedback(self.error_feedback)
+        super().__post_init__()
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes that ``numel`` elements become."""
@@ -101,8 +89,3 @@ class Int8Format:
     def chunks(self, numel: int) -> int:
         """Return how many scales ``numel`` elements have."""
         return -(-numel // self.chunk)
-
-
-def _check_feedback(error_feedback: object) -> None:
-    if not isinstance(error_feedback, bool):
-        raise TypeError(f"error_feedback must be True or False, got {error_feedback!r}.")

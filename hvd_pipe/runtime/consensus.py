@@ -28,6 +28,7 @@ MOST_SPEAKERS = 16
 T = TypeVar("T")
 
 GatherBytes = Callable[[bytes, str, ProcessSet], list[bytes]]
+"""Returns the bytes, of any lengths, that each rank of a process set has passed under a name."""
 
 
 def answer_with(horovod: Any) -> None:
@@ -90,12 +91,7 @@ def allocated_everywhere(
 
 
 class Agreement:
-    """What ranks ask each other before they act.
-
-    Args:
-        gather_bytes: Returns the bytes that each rank of a process set has passed under a name, in
-            the order of its ranks; of any lengths.
-    """
+    """What ranks ask each other before they act, by a framework's gather of bytes."""
 
     def __init__(self, gather_bytes: GatherBytes) -> None:
         self._gather_bytes = gather_bytes

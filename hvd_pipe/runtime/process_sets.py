@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet
@@ -22,6 +22,9 @@ NODES = (
 )
 
 
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
 def make_process_sets(
     groups: Iterable[tuple[int, ...]], world: ProcessSet, needed: str
 ) -> dict[tuple[int, ...], ProcessSet]:
@@ -29,33 +32,31 @@ def make_process_sets(
 
     Sets that are there already are used again, and stay until Horovod shuts down.
     """
-    everyone = members(world)
-    wanted = sorted({tuple(sorted(group)) for group in groups})
-    sets: dict[tuple[int, ...], ProcessSet] = {}
-    found = {
+    everyone, sets = tuple(members(world)), dict[tuple[int, ...], ProcessSet]()
+    numbers = {
         tuple(ranks): number
         for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()
     }
-    for group in wanted:
-        if list(group) == everyone:
+    for group in sorted({tuple(sorted(group)) for group in groups}):
+        if group == everyone:
             sets[group] = world
-        elif group in found:
+        elif group in numbers:
             sets[group] = ProcessSet(list(group))
-            sets[group].process_set_id = found[group]
+            sets[group].process_set_id = numbers[group]
         else:
-            sets[group] = _added(group, needed)
+            try:
+                sets[group] = process_sets.add_process_set(list(group))
+            except ValueError as error:
+                if _DYNAMIC not in str(error):
+                    raise
+                raise HvdPipeError(needed) from error
     return sets
 
 
-def refuse_static_sets(environment: Mapping[str, str] = os.environ) -> None:
+def refuse_static_sets() -> None:
     """Raise HvdPipeError where no process set can be added for a node, before anything is sent."""
-    if environment.get(_DYNAMIC, "0").strip() in ("", "0"):
+    if os.environ.get(_DYNAMIC, "0").strip() in ("", "0"):
         raise HvdPipeError(NODES)
-
-
-def this_node(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name by which the launcher knows this rank's host, else the host's own."""
-    return environment.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
 def find_node(
@@ -63,45 +64,25 @@ def find_node(
 ) -> tuple[ProcessSet, tuple[float, ...]] | None:
     """Return the process set of this rank's node, and the weights of its ranks.
 
-    All ranks call this, anew where Horovod has started anew: its process sets end with it.
+    All ranks call this, anew where Horovod has started anew: its process sets end with it. A node
+    is what the launcher calls a host; without a launcher, what calls itself one.
     """
-    everyone, told = members(world), agreement.gather(this_node(), f"{name}.names", world)
-    nodes = by_node(everyone, told)
+    everyone, rank = members(world), members(world)[int(world.rank())]
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    hosts = agreement.gather(host, f"{name}.names", world)
+    nodes: dict[str, tuple[int, ...]] = {}
+    for each, its in zip(everyone, hosts, strict=True):
+        nodes[its] = (*nodes.get(its, ()), each)
 
-    def made() -> tuple[dict[tuple[int, ...], ProcessSet], Description]:
-        groups = [ranks for ranks in nodes if len(ranks) > 1]
+    def make() -> tuple[dict[tuple[int, ...], ProcessSet], Description]:
+        groups = [ranks for ranks in nodes.values() if len(ranks) > 1]
         return make_process_sets(groups, world, NODES), []
 
-    sets = agreement.checked(made, f"{name}.process_sets", world)
-    rank = everyone[int(world.rank())]
-    mine = next(ranks for ranks in nodes if rank in ranks)
-    if mine not in sets:
+    sets = agreement.checked(make, f"{name}.process_sets", world)
+    ranks = nodes[host]
+    if len(ranks) == 1:
         return None
     if len(nodes) == 1 and rank == everyone[0]:
         text = "cocod:within=node: all %d ranks are on one node, and synchronous"
-        _log.warning(text, len(mine))
-    return sets[mine], tuple(weights[each] for each in mine) if weights else ()
-
-
-def by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the ranks of each node, in the order of its first rank.
-
-    >>> by_node([0, 1, 2], ["a", "b", "a"])
-    [(0, 2), (1,)]
-    """
-    found: dict[str, list[int]] = {}
-    for rank, node in zip(ranks, nodes, strict=True):
-        found.setdefault(node, []).append(rank)
-    return [tuple(one) for one in found.values()]
-
-
-def _added(group: tuple[int, ...], needed: str) -> ProcessSet:
-    try:
-        return process_sets.add_process_set(list(group))
-    except ValueError as error:
-        if _DYNAMIC not in str(error):
-            raise
-        raise HvdPipeError(needed) from error
-
-
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+        _log.warning(text, len(ranks))
+    return sets[ranks], tuple(weights[each] for each in ranks) if weights else ()

@@ -48,10 +48,17 @@ def is_elastic() -> bool:
 def elastic_run(
     func: Callable[..., Any],
     finish: Callable[[Any], None],
-    restart: Callable[[], None],
+    horovod: Any,
     translated: Around = nullcontext,
 ) -> Callable[..., Any]:
-    """Return a training function ``func(state, ...)`` that starts anew when workers change."""
+    """Return a training function ``func(state, ...)`` that starts anew when workers change.
+
+    ``horovod`` is a module with the adapter's ``init`` and ``shutdown``.
+    """
+
+    def restart() -> None:
+        horovod.shutdown()
+        horovod.init()
 
     @functools.wraps(func)
     def finishing(state: Any, *args: Any, **kwargs: Any) -> Any:

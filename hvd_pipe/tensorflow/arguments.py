@@ -22,23 +22,20 @@ TAPE = "a gradient tape"
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(arguments.Arguments):
-    """What the user passed beside the optimizer or tape.
-
-    Args:
-        owner: How errors call what they are for.
-        accumulation_steps: What a Keras optimizer was given to accumulate.
-    """
+    """What the user passed beside the optimizer or tape."""
 
     ops: ClassVar = {Average: arguments.AVERAGE, Sum: "Sum"}
     codec = Codec
     noun = "variable"
 
     owner: str
+    """What errors call the optimizer or tape."""
     device_dense: str
     device_sparse: str
     scale_local_gradients: bool
     average_aggregated_gradients: bool = False
     accumulation_steps: int | None = None
+    """What a Keras optimizer was given to accumulate."""
 
     def __deepcopy__(self, _: Any) -> Arguments:
         """Return these: a copy of a process set is none that Horovod knows."""

@@ -41,14 +41,7 @@ def _delay() -> Array:
 
 
 class Replicas:
-    """Compares weights and gradients over the ranks, every some steps.
-
-    Args:
-        names: The variables' names.
-        variables: Which have the same values on all ranks.
-        name: Begins the messages' names.
-        process_set: The ranks.
-    """
+    """Compares variables, and their gradients, over the ranks every `COMPARE_STEPS` steps."""
 
     def __init__(
         self, names: Sequence[str], variables: Sequence[Any], name: str, process_set: ProcessSet
@@ -58,11 +51,7 @@ class Replicas:
         self._steps = variable([], tf.int64, f"{name}.steps")
 
     def step(self, gradients: Sequence[Any]) -> None:
-        """Compare, at once or in the graph of a step, if that is due; on all ranks.
-
-        Args:
-            gradients: What was due in this step, dense, by index.
-        """
+        """Compare, at once or in the graph of a step, if that is due; gradients are dense."""
         steps = self._steps.assign_add(1)
         due = tf.equal(steps % check_mode.COMPARE_STEPS, 0)
         tf.cond(due, lambda: self._compare_present(steps, gradients), tf.no_op)

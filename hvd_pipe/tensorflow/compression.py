@@ -18,27 +18,15 @@ from hvd_pipe.runtime.codec_format import (
     LEVELS,
     SMALLEST_SCALE,
     BF16Format,
+    CodecFormat,
     Int8Format,
-    NoCompressor,
 )
 
 
-class Codec(NoCompressor, abc.ABC):
+class Codec(CodecFormat):
     """Turns rows of float32 numbers into rows that Horovod can carry, and back, at a loss."""
 
     belongs_to = "hvd_pipe.tensorflow's DistributedOptimizer or DistributedGradientTape"
-    name: str
-    error_feedback: bool
-    """Whether what a message loses is added to the next one."""
-
-    @property
-    @abc.abstractmethod
-    def chunk(self) -> int:
-        """Elements that are encoded as one; rows are whole chunks."""
-
-    @abc.abstractmethod
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes that ``numel`` elements become."""
 
     @abc.abstractmethod
     def encode(self, rows: tf.Tensor) -> tf.Tensor:

@@ -28,9 +28,9 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod.tensorflow.mpi_ops import broadcast, rank
 
 from hvd_pipe.runtime.restarts import elastic_run
-from hvd_pipe.tensorflow import pending, workers
+from hvd_pipe.tensorflow import horovod_api, pending, workers
 from hvd_pipe.tensorflow.graphs import raw
-from hvd_pipe.tensorflow.horovod_api import broadcast_variables, init, shutdown
+from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.sessions import States, inherit, share
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
@@ -149,7 +149,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     elastic job optimizers and tapes send none before their first step, where ranks compare their
     arguments.
     """
-    return elastic_run(func, _finish, _restart, _failures)
+    return elastic_run(func, _finish, horovod_api, _failures)
 
 
 def _finish(state: Any) -> None:
@@ -164,11 +164,6 @@ def _finish_late() -> None:
     for sessions in workers.running():
         if sessions.watcher is not None:
             sessions.watcher.finish()
-
-
-def _restart() -> None:
-    shutdown()
-    init()
 
 
 @contextmanager

@@ -1,31 +1,21 @@
-"""What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
+"""`hvd_pipe.runtime.lifecycle` of TensorFlow's Horovod.
 
-    begin()             before all else: from here on, Horovod's joins and its end are seen
-    note(sessions)      what is distributed; it outlives the workers, and starts anew on the next
-    watch()             each other, from the first that is distributed over all
-    Horovod ends        what is in flight is kept, the rest forgotten; graphs are traced anew, as
-                        they hold numbers of these workers
-
-New workers have made nothing, so that counting begins again as well.
+Graphs hold numbers of one set of workers: they are traced anew on the next. New workers have made
+nothing, so that counting begins again as well.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
-import itertools
 import logging
 import os
 import re
 import sys
 import threading
 import warnings
-import weakref
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
@@ -34,8 +24,8 @@ from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
-from hvd_pipe.runtime.consensus import answer_with
-from hvd_pipe.runtime.watch import waits, watchdog
+from hvd_pipe.runtime.lifecycle import Lifecycle
+from hvd_pipe.runtime.watch import waits
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, is_library, module_of
 from hvd_pipe.tensorflow.agree import agreement
@@ -43,172 +33,94 @@ from hvd_pipe.tensorflow.graphs import trace_anew
 
 _log = logging.getLogger("hvd_pipe")
 
-_running: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
-# Numbers what is distributed over each process set, whose members all count the same ones.
-_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
+class _Lifecycle(Lifecycle):
+    """Of `hvd_pipe.tensorflow.sessions.Sessions`.
 
-_generation = 0
-_begun = False
-_watching = False
-_keeping = False
-_leaving = False
+    Ranks do not watch each other from ``hvd.init()`` on: to connect, they use TensorFlow, and
+    scripts must choose their devices before anybody does.
+    """
 
+    adapter = "hvd_pipe.tensorflow"
+    _keeping = False
 
-def begin() -> None:
-    """Have Horovod's joins and its end seen, also where a script asks Horovod itself for them."""
-    global _begun  # noqa: PLW0603 - one a process, as Horovod itself
-    answer_with(mpi_ops)
-    if not _begun:
-        _begun = True
-        runs = mpi_ops.is_initialized
-        if runs():
+    def on_gpu(self) -> bool:
+        return bool(mpi_ops.cuda_built())
+
+    def surround(self) -> None:
+        if mpi_ops.is_initialized():
             _miss_start()
-            restarts.warn_of_missed_settings(
-                mpi_ops, not mpi_ops.cuda_built(), "hvd_pipe.tensorflow"
+        restarts.surround(mpi_ops.MPI_LIB, "horovod_join", _joining, mpi_ops.is_initialized)
+
+    def starting(self) -> AbstractContextManager[None]:
+        return _starting_to_communicate()
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep what is in flight in elastic jobs too: whoever ends Horovod here knows of it."""
+        self._keeping = True
+        try:
+            yield
+        finally:
+            self._keeping = False
+
+    def settle(self) -> bool:
+        """Not after an exception: the others then wait for this rank, which must go."""
+        if is_failing():
+            return False
+        engines = [session.engine for sessions in self.running() for session in sessions]
+        if any(engine.is_ahead() for engine in engines) and not restarts.is_elastic():
+            warnings.warn(
+                "training ended with averages in flight: call optimizer.synchronize() after the "
+                "last step (hvd_pipe.tensorflow.drain_gradients() for a tape), or Pipe-SGD loses "
+                "its last gradient and CoCoD leaves unequal replicas.",
+                stacklevel=2,
             )
-        restarts.observe(mpi_ops, _starting, _ending)
-        restarts.surround(mpi_ops.MPI_LIB, "horovod_join", _joining, runs)
-    _settle_at_exit()
+        for engine in engines:
+            with suppress(tf.errors.OpError):  # a rank that has left before it sent as much
+                engine.settle()
+        return True
 
-
-def note(sessions: Any) -> None:
-    """Remember what is distributed."""
-    _running[next(_numbers)] = sessions
-
-
-def watch() -> None:
-    """Have all ranks watch each other; all come here with the first that all distribute.
-
-    Not in ``hvd.init()``: to connect, they use TensorFlow, and scripts must choose their devices
-    before anybody does.
-    """
-    global _watching  # noqa: PLW0603 - one a process, as Horovod itself
-    if not _watching:
-        _watching = True
-        watchdog.start(JOB)
-
-
-def running() -> list[Any]:
-    """Return what is distributed, in the order in which it was made."""
-    return [sessions for _, sessions in sorted(_running.items())]
-
-
-def count(process_set_id: object) -> int:
-    """Number what starts on these workers, for each process set apart."""
-    return next(_counts[process_set_id])
-
-
-def generation() -> int:
-    """Return how many sets of workers this process has left."""
-    return _generation
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Keep what is in flight in elastic jobs too: whoever ends Horovod here knows of it."""
-    global _keeping  # noqa: PLW0603
-    _keeping = True
-    try:
-        yield
-    finally:
-        _keeping = False
-
-
-def settle() -> None:
-    """Before Horovod ends, wait until the other ranks have sent what this one has sent.
-
-    Not after an exception: the others then wait for this rank, which must go.
-    """
-    if is_failing():
-        return
-    engines = [session.engine for sessions in running() for session in sessions]
-    if any(engine.is_ahead() for engine in engines) and not restarts.is_elastic():
-        warnings.warn(
-            "training ended with averages in flight: call optimizer.synchronize() after the last "
-            "step (hvd_pipe.tensorflow.drain_gradients() for a tape), or Pipe-SGD loses its last "
-            "gradient and CoCoD leaves unequal replicas.",
-            stacklevel=2,
-        )
-    for engine in engines:
-        with suppress(tf.errors.OpError):  # a rank that has left before it sent as much
-            engine.settle()
+    def release(self, settled: bool) -> None:
+        drops = restarts.is_elastic() and not self._keeping
+        every = [session for sessions in self.running() for session in sessions]
+        if drops and any(session.engine.is_ahead() for session in every):
+            _log.warning(
+                "elastic: Horovod's own elastic.run and shutdown know nothing of averages in "
+                "flight, which are dropped: take `run` and the state from "
+                "hvd_pipe.tensorflow.elastic (or hvd_pipe.tensorflow.keras.elastic), which keep "
+                "them."
+            )
+        if drops or not settled:
+            for session in every:
+                session.engine.forget()
+        for sessions in self.running():
+            sessions.rest()
+            if drops:
+                sessions.go_back(None)
+        trace_anew()
 
 
 @contextmanager
 def _joining() -> Iterator[None]:
     """Refuse to join where that would break the others: Horovod gives them zeros."""
-    if any(session.refuses_join for each in running() for session in each):
+
+    def refused() -> bool:
+        return any(session.refuses_join for sessions in running() for session in sessions)
+
+    if refused():
         gc.collect()  # what nobody trains any more may be in a cycle
-    if any(session.refuses_join for each in running() for session in each):
+    if refused():
         raise HvdPipeError(
             "a rank that has left by hvd.join() counts as zeros, and CoCoD would average these as "
             "a model; codecs and sparse gradients cannot travel then. Give every rank the same "
             "number of steps, or use 'merged-gradient' or 'pipe-sgd' with Compression.none or "
             ".fp16 and sparse_as_dense=True."
         )
-    for each in running():
-        for session in each:
+    for sessions in running():
+        for session in sessions:
             session.engine.joins()
     yield
-
-
-@contextmanager
-def _starting() -> Iterator[None]:
-    restarts.prepare(mpi_ops)
-    if not mpi_ops.cuda_built():
-        os.environ.setdefault(restarts.YIELD, "1")
-    with _starting_to_communicate():
-        yield
-    _settle_at_exit()
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    if _leaving:
-        yield
-        return
-    settle()
-    _part()
-    restarts.note_end(mpi_ops)
-    watchdog.leave()
-    yield
-    watchdog.stop()
-
-
-def _settle_at_exit() -> None:
-    atexit.unregister(_leave)
-    atexit.register(_leave)  # after Horovod's own, so it is called before it
-
-
-def _leave() -> None:
-    global _leaving  # noqa: PLW0603
-    settle()
-    _leaving = True
-
-
-def _part() -> None:
-    """Leave these workers: everything starts anew on the next ones."""
-    global _generation, _watching  # noqa: PLW0603 - one a process, as Horovod itself
-    drops = restarts.is_elastic() and not _keeping
-    if drops and any(session.engine.is_ahead() for each in running() for session in each):
-        _log.warning(
-            "elastic: Horovod's own elastic.run and shutdown know nothing of averages in flight, "
-            "which are dropped: take `run` and the state from hvd_pipe.tensorflow.elastic (or "
-            "hvd_pipe.tensorflow.keras.elastic), which keep them."
-        )
-    for sessions in running():
-        if drops or is_failing():
-            for session in sessions:
-                session.engine.forget()
-        sessions.rest()
-        if drops:
-            sessions.go_back(None)
-    trace_anew()
-    _counts.clear()
-    _generation += 1
-    _watching = False
 
 
 # How the watch sees that this rank waits for others inside TensorFlow, which does not say so. A
@@ -326,3 +238,7 @@ _OF_HOROVOD = re.compile(
 )
 
 JOB = Job(global_process_set, agreement, waits_for, _failed_elsewhere, _is_sure)
+_lifecycle = _Lifecycle(mpi_ops, JOB)
+begin, note, watch = _lifecycle.begin, _lifecycle.note, _lifecycle.watch
+count, running, generation = _lifecycle.count, _lifecycle.running, _lifecycle.generation
+keeping = _lifecycle.keeping

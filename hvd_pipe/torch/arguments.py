@@ -88,7 +88,8 @@ class Arguments(arguments.Arguments):
 
     def _check_with(self, optimizer: torch.optim.Optimizer, method: Method) -> None:
         """Raise ValueError where a strategy does not go with the optimizer and the arguments."""
-        if isinstance(optimizer, torch.optim.LBFGS) and not isinstance(method, MergedGradient):
+        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+        if is_lbfgs and not isinstance(method, MergedGradient):
             raise ValueError(
                 f"LBFGS compares losses and gradients of the same weights, which {method.name} "
                 "does not give it: use strategy='merged-gradient', or another optimizer."
@@ -96,15 +97,14 @@ class Arguments(arguments.Arguments):
         if self.op == Adasum:
             self._check_adasum(optimizer, method)
         self.check_method(method)
-        forward = isinstance(method, MergedGradient) and method.overlaps_forward
-        if isinstance(optimizer, torch.optim.LBFGS) and forward:
+        if is_lbfgs and isinstance(method, MergedGradient) and method.overlaps_forward:
             raise ValueError(
                 "LBFGS updates all parameters at once, several times a step: leave "
                 "overlap='forward' out, or use another optimizer."
             )
 
     def _check_adasum(self, optimizer: torch.optim.Optimizer, strategy: Method) -> None:
-        """Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised."""
+        # Adasum weighs updates tensor by tensor: nothing can be merged, delayed or quantised.
         workers = len(members(self.process_set))
         options = f"strategy={strategy.name!r} with its options"
         for wrong, what, fix in (
@@ -156,11 +156,7 @@ def check_alone(optimizer: torch.optim.Optimizer, given: Arguments) -> Checked:
 
 
 def check_everywhere(optimizer: torch.optim.Optimizer, given: Arguments) -> Checked:
-    """Check the arguments on this rank, then against all others.
-
-    A rank that finds something wrong still takes part, so that the others hear of it instead of
-    waiting for it.
-    """
+    """Check the arguments on this rank, then against all others; all of them hear of a mistake."""
     process_set = given.process_set
     if not isinstance(process_set, ProcessSet) or process_set.process_set_id is None:
         process_set = global_process_set  # it is refused below, but all ranks must hear of it

@@ -20,43 +20,29 @@ from hvd_pipe.torch.strategies.settings import State
 KEY = "hvd_pipe"
 VERSION = 1
 OWN = "own."
+_KINDS = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What one optimizer has in flight, on one rank.
-
-    Args:
-        strategy: The strategy's name.
-        workers: How many workers there were.
-        rank: This one's in its process set; -1 outside of it.
-        counters: Numbers and strings of the engine: steps taken, a plan.
-        tensors: By label, one tensor a parameter (by number), where there is one.
-        chosen: What ``strategy="auto"`` has come to, spelled; None where it was not asked.
-        foreign: A state of another version, kept as it was found; else None.
-    """
+    """What one optimizer has in flight, on one rank."""
 
     strategy: str = ""
     workers: int = 0
-    rank: int = -1
+    rank: int = -1  # in the process set; -1 outside of it
     counters: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    tensors: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)  # by label, number
     chosen: str | None = None
+    """What ``strategy="auto"`` has come to, spelled."""
     foreign: Mapping[str, Any] | None = None
+    """A state of another version, as it is in the file."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form in which a checkpoint holds this."""
         if self.foreign is not None:
             return dict(self.foreign)
-        found = {
-            "version": VERSION,
-            "strategy": self.strategy,
-            "workers": self.workers,
-            "rank": self.rank,
-            "counters": self.counters,
-            "tensors": self.tensors,
-        }
-        return found if self.chosen is None else {**found, "chosen": self.chosen}
+        state = {"version": VERSION, **{key: getattr(self, key) for key in _KINDS}}
+        return state if self.chosen is None else {**state, "chosen": self.chosen}
 
     @classmethod
     def from_dict(cls, found: Any) -> SavedState | None:
@@ -67,12 +53,11 @@ class SavedState:
             raise _not_ours()
         if found.get("version") not in (None, VERSION):
             return cls(foreign=found)
-        kinds = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
-        if not all(isinstance(found.get(key), kind) for key, kind in kinds.items()):
+        if not all(isinstance(found.get(key), kind) for key, kind in _KINDS.items()):
             raise _not_ours()
         if found.get("version") is None:
             return cls(foreign=found)
-        return cls(**{key: found[key] for key in kinds}, chosen=found.get("chosen"))
+        return cls(**{key: found[key] for key in _KINDS}, chosen=found.get("chosen"))
 
     def shared(self) -> SavedState:
         """Leave out what belongs to one rank alone."""
@@ -88,12 +73,7 @@ def _not_ours() -> ValueError:
 
 
 def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
-    """Return what the engine has in flight.
-
-    Args:
-        engine: Of the optimizer that is saved.
-        owned: All parameters of the optimizer, in the order of its groups.
-    """
+    """Return what the engine of the optimizer with these parameters has in flight."""
     state, numbers = engine.state(), _numbers(engine, owned)
     tensors = {
         label: {i: tensor for i, tensor in zip(numbers, each, strict=True) if tensor is not None}

@@ -21,8 +21,8 @@ from hvd_pipe.runtime.codec_format import (
     LEVELS,
     SMALLEST_SCALE,
     BF16Format,
+    CodecFormat,
     Int8Format,
-    NoCompressor,
 )
 
 BLOCK = 32 * 1024
@@ -35,25 +35,13 @@ one thread however many it has, so that coding takes one core and leaves backwar
 _CUDA_BLOCK = 16 * 2**20  # there, few large kernels are fast, and 64 MiB of scratch are little
 
 
-class Codec(NoCompressor, abc.ABC):
+class Codec(CodecFormat):
     """Turns a buffer of floating numbers into bytes and back, at a loss.
 
     Buffers are one-dimensional and contiguous. Every dtype goes by way of float32.
     """
 
     belongs_to = "hvd_pipe.torch.DistributedOptimizer(compression=...)"
-    name: str
-    error_feedback: bool
-    """Whether what a message loses is added to the next one."""
-
-    @property
-    @abc.abstractmethod
-    def chunk(self) -> int:
-        """Elements that are encoded as one; slices of a buffer begin at whole chunks."""
-
-    @abc.abstractmethod
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes that ``numel`` elements become."""
 
     @abc.abstractmethod
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -64,26 +52,12 @@ class Codec(NoCompressor, abc.ABC):
         """Yield float32 blocks with their offset; a block is gone when the next one comes."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the code of ``values`` into ``out``.
-
-        Args:
-            values: Floating dtype, one-dimensional, contiguous.
-            out: uint8, `nbytes` of them; at any address.
-
-        Raises:
-            TypeError: ``values`` is not floating, or ``out`` is not uint8.
-            ValueError: ``out`` has another size.
-        """
+        """Write the code of ``values`` into ``out``: `nbytes` of uint8, at any address."""
         self._check(values, out)
         self._encode(values, out)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the values that ``data`` stands for into ``out``: the inverse of `encode`.
-
-        Raises:
-            TypeError: ``out`` is not floating, or ``data`` is not uint8.
-            ValueError: ``data`` has another size than ``out.numel()`` values have.
-        """
+        """Write the values that ``data`` stands for into ``out``: the inverse of `encode`."""
         self._check(out, data)
         for start, values in self._decoded(data, out.numel()):
             out[start : start + values.numel()].copy_(values)
@@ -246,10 +220,6 @@ def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
     """Return the codec by which a buffer travels; None where Horovod can sum it on the wire.
 
     Horovod has no bfloat16 all-reduce: such a buffer travels as it is and is summed in float32.
-
-    Example:
-        >>> codec_for(Compression.none, torch.bfloat16), codec_for(Compression.none, torch.float32)
-        (BF16(error_feedback=False), None)
     """
     if isinstance(compression, Codec):
         return compression
@@ -257,12 +227,7 @@ def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
 
 
 def is_horovods(compression: Any) -> bool:
-    """Return whether this is a compressor of Horovod's own, which keeps small whole numbers.
-
-    Example:
-        >>> is_horovods(Compression.fp16), is_horovods(Compression.int8)
-        (True, False)
-    """
+    """Return whether this is a compressor of Horovod's own, which keeps small whole numbers."""
     return compression in (Compression.none, Compression.fp16)
 
 

@@ -23,13 +23,9 @@ from horovod.torch.elastic import state as _horovod
 from horovod.torch.elastic.sampler import ElasticSampler
 
 from hvd_pipe.runtime.restarts import elastic_run
+from hvd_pipe.torch import horovod_api
 from hvd_pipe.torch.distributed import DistributedMixin
-from hvd_pipe.torch.horovod_api import (
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    init,
-    shutdown,
-)
+from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, broadcast_parameters
 from hvd_pipe.torch.messages import pending
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -48,11 +44,7 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
     """
 
     def save(self) -> None:
-        """Save everything, or nothing: the last commit stays whole where a message fails.
-
-        The model came first, and a worker that failed while an optimizer waited left the model of
-        one commit with the optimizer and the numbers of the one before.
-        """
+        """Save everything, or nothing: the last commit stays whole where a message fails."""
         kept = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
         try:
             super().save()
@@ -88,17 +80,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
     elastic job `DistributedOptimizer` sends none: ranks compare their arguments when this starts.
     """
-    return elastic_run(func, _finish, _restart)
+    return elastic_run(func, _finish, horovod_api)
 
 
 def _finish(state: Any) -> None:
     if isinstance(state, TorchState):
         state._finish()
-
-
-def _restart() -> None:
-    shutdown()
-    init()
 
 
 class _ModelHandler(_horovod.ModelStateHandler):  # type: ignore[misc]

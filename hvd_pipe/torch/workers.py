@@ -1,31 +1,17 @@
-"""What belongs to one set of workers, from Horovod's start to its end: it ends for all at once.
-
-    begin()             before all else: from here on, Horovod's joins and its end are seen
-    note(optimizer)     what is distributed; it outlives the workers, and starts anew on the next
-    watch()             each other, from the first optimizer that is distributed over all
-    count(process set)  numbers optimizers, so that the messages of each have names of their own
-    Horovod ends        what is in flight is kept, the rest forgotten
-
-A script may start, join and end Horovod by ``horovod.torch``, and have nothing but the optimizer
-from here. What our functions do around these three, Horovod's own do as well from `begin` on.
-"""
+"""`hvd_pipe.runtime.lifecycle` of torch's Horovod."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import inspect
-import itertools
 import logging
-import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
@@ -34,8 +20,7 @@ from horovod.torch.mpi_ops import ProcessSet, global_process_set
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.runtime import restarts
-from hvd_pipe.runtime.consensus import answer_with
-from hvd_pipe.runtime.watch import watchdog
+from hvd_pipe.runtime.lifecycle import Lifecycle
 from hvd_pipe.runtime.watch.waits import Wait, of_thread
 from hvd_pipe.runtime.watch.watchdog import Frames, Job, horovod_call, module_of
 from hvd_pipe.torch.agree import agreement
@@ -45,38 +30,7 @@ from hvd_pipe.torch.strategies.base import live_engines
 
 _log = logging.getLogger("hvd_pipe")
 
-
-class Distributed(Protocol):
-    """What is distributed: see `hvd_pipe.torch.distributed.DistributedMixin`."""
-
-    def _release_engine(self, keep: bool) -> object:
-        """Give the engine up, and keep what it has in flight or not."""
-
-
-_running: weakref.WeakSet[Distributed] = weakref.WeakSet()
-
-# Numbers the optimizers of each process set, whose members all count the same ones.
-_counts: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)
 _unnamed: defaultdict[object, int] = defaultdict(int)
-_begun = _watching = _leaving = False
-
-
-def begin() -> None:
-    """Have Horovod's joins and its end seen, also where a script asks Horovod itself for them."""
-    global _begun  # noqa: PLW0603 - one a process, as Horovod itself
-    answer_with(mpi_ops)
-    if not _begun:
-        _begun = True
-        restarts.warn_of_missed_settings(mpi_ops, not torch.cuda.is_available(), "hvd_pipe.torch")
-        restarts.observe(mpi_ops, _starting, _ending)
-        runs = mpi_ops.is_initialized
-        # shutdown() calls this first, and handles mean nothing after it.
-        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_reset", _resetting, runs)
-        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_join", _joining, runs)
-        for name in _COLLECTIVES:
-            setattr(mpi_ops, name, _numbered(getattr(mpi_ops, name)))
-    _settle_at_exit()
-
 
 _COLLECTIVES = (
     "_allgather_async",
@@ -108,24 +62,6 @@ def _numbered(collective: Callable[..., int]) -> Callable[..., int]:
         return handle
 
     return call
-
-
-def note(optimizer: Distributed) -> None:
-    """Remember what is distributed."""
-    _running.add(optimizer)
-
-
-def watch() -> None:
-    """Have all ranks watch each other, if they do not yet; all ranks come here together."""
-    global _watching  # noqa: PLW0603
-    if not _watching:
-        _watching = True
-        watchdog.start(_JOB)
-
-
-def count(process_set_id: object) -> int:
-    """Number what starts on these workers, for each process set apart."""
-    return next(_counts[process_set_id])
 
 
 def finish_all() -> None:
@@ -166,36 +102,40 @@ def _against_join() -> str:
     return ""
 
 
-def _settle_at_exit() -> None:
-    atexit.unregister(_leave)
-    atexit.register(_leave)  # after Horovod's own, so it is called before it
+class _Lifecycle(Lifecycle):
+    """Of optimizers, which are `hvd_pipe.torch.distributed.DistributedMixin`."""
 
+    adapter = "hvd_pipe.torch"
 
-def _leave() -> None:
-    global _leaving  # noqa: PLW0603
-    _leaving = True
-    if mpi_ops.is_initialized():
-        _finish_deferred()
-        pending.settle()
+    def on_gpu(self) -> bool:
+        return torch.cuda.is_available()
 
+    def surround(self) -> None:
+        runs = mpi_ops.is_initialized
+        # shutdown() calls this first, and handles mean nothing after it.
+        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_reset", self._resetting, runs)
+        restarts.surround(mpi_ops.mpi_lib, "horovod_torch_join", _joining, runs)
+        for name in _COLLECTIVES:
+            setattr(mpi_ops, name, _numbered(getattr(mpi_ops, name)))
 
-def _finish_deferred() -> None:
-    """Let optimizers apply what has been deferred; not after an exception: others are gone."""
-    if is_failing():
-        return
-    try:
-        finish_all()
-    except Exception as error:  # whatever it is, Horovod must end
-        _log.warning("the last update, which was deferred, is lost: %s", error)
+    def settle(self) -> bool:
+        if not is_failing():  # else others are gone
+            try:
+                finish_all()
+            except Exception as error:  # whatever it is, Horovod must end
+                _log.warning("the last update, which was deferred, is lost: %s", error)
+        return pending.settle()
 
+    def release(self, settled: bool) -> None:
+        for optimizer in self.running():
+            optimizer._release_engine(settled)
+        self._running.clear()
+        _unnamed.clear()
 
-@contextmanager
-def _starting() -> Iterator[None]:
-    restarts.prepare(mpi_ops)
-    if not torch.cuda.is_available():
-        os.environ.setdefault(restarts.YIELD, "1")
-    yield
-    _settle_at_exit()
+    @contextmanager
+    def _resetting(self) -> Iterator[None]:
+        self.leave_workers()
+        yield
 
 
 @contextmanager
@@ -208,35 +148,6 @@ def _joining() -> Iterator[None]:
         engine.joined()
     yield
     _unnamed.clear()  # all ranks have met
-
-
-@contextmanager
-def _resetting() -> Iterator[None]:
-    _leave_workers()
-    yield
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    if not _leaving:
-        _leave_workers()
-        restarts.note_end(mpi_ops)
-    watchdog.leave()
-    yield
-    watchdog.stop()
-
-
-def _leave_workers() -> None:
-    """Leave these workers: everything starts anew on the next ones."""
-    global _watching  # noqa: PLW0603
-    _finish_deferred()
-    keep = pending.settle()
-    for optimizer in list(_running):
-        optimizer._release_engine(keep)
-    _running.clear()
-    _counts.clear()
-    _unnamed.clear()
-    _watching = False
 
 
 # How the watch sees that this rank waits for others. What is ours registers its waits
@@ -272,4 +183,6 @@ def _failed_elsewhere(error: BaseException) -> bool:
     return isinstance(error, HorovodInternalError)
 
 
-_JOB = Job(global_process_set, agreement, waits_for, _failed_elsewhere)
+_lifecycle = _Lifecycle(mpi_ops, Job(global_process_set, agreement, waits_for, _failed_elsewhere))
+begin, note, watch = _lifecycle.begin, _lifecycle.note, _lifecycle.watch
+count = _lifecycle.count

@@ -1,8 +1,7 @@
 """All workers of a strategy in one process: the equations of `keras_problem`, in NumPy.
 
-None of hvd_pipe's code, but for what a user passes: gradients, updates and averages are written
-out here. ``test_keras_equations`` compares gradients and updates with plain Keras. Row r of a
-matrix is worker r's, with all weights, or one momentum of each, in a line.
+Gradients and updates are written out here, averages in `equation`. ``test_keras_equations``
+compares gradients and updates with plain Keras.
 """
 
 from __future__ import annotations
@@ -15,14 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from fragments_reference import fragments_of
+from equation import Equation, Matrix, mean
 from keras_problem import STEPS, batch, make_model
-
-from hvd_pipe.strategy import CoCoD, PipeSGD, parse
-
-Matrix = npt.NDArray[np.float64]
-
-RANKS_A_NODE = 2
 
 
 @dataclass(frozen=True)
@@ -123,139 +116,6 @@ class Workers:
         ahead.update(guess)
         self.weights = ahead.weights
         return true
-
-
-def mean(rows: Matrix, weights: tuple[float, ...] | None) -> Matrix:
-    """The mean of the workers, for each of them."""
-    return np.broadcast_to(np.average(rows, axis=0, weights=weights), rows.shape)
-
-
-def within_nodes(gradients: Matrix, method: CoCoD) -> Matrix:
-    """Every worker's gradients, averaged over its node's workers if these train synchronously."""
-    if method.within == "none":
-        return gradients
-    nodes = [slice(i, i + RANKS_A_NODE) for i in range(0, len(gradients), RANKS_A_NODE)]
-    return np.concatenate(
-        [mean(gradients[node], method.weights and method.weights[node]) for node in nodes]
-    )
-
-
-class Rounds:
-    """What a round of CoCoD's ends with, of some columns of the weights, and of some momenta."""
-
-    def __init__(
-        self, method: CoCoD, workers: Any, weights: list[int], momenta: list[str]
-    ) -> None:
-        self.method, self.workers, self.columns, self.momenta = method, workers, weights, momenta
-        self.anchor: Matrix | None = None
-        self.velocity = np.zeros(len(weights))
-        self.clamped = 0
-
-    def start(self) -> None:
-        self.starts = self._positions()
-
-    def _positions(self) -> list[Matrix]:
-        weights = self.workers.weights[:, self.columns]
-        return [weights, *(getattr(self.workers, name) for name in self.momenta)]
-
-    def end(self) -> None:
-        averages = [mean(each, self.method.weights) for each in self.starts]
-        averages[0] = self._anchored(averages[0])
-        ends = [
-            self._end(*each) for each in zip(self.starts, self._positions(), averages, strict=True)
-        ]
-        weights = self.workers.weights.copy()
-        weights[:, self.columns] = ends[0]
-        self.workers.weights = weights
-        for name, value in zip(self.momenta, ends[1:], strict=True):
-            least = 0.0 if name == "squares" else -np.inf  # a root is taken of squares
-            self.clamped += int((value < least).sum())
-            setattr(self.workers, name, np.maximum(value, least))
-
-    def _end(self, start: Matrix, end: Matrix, z: Matrix) -> Matrix:
-        alpha = self.method.pull_back
-        return z + (end - start) if alpha is None else end - alpha * (end - z)
-
-    def _anchored(self, average: Matrix) -> Matrix:
-        """The outer model of the weights, or their anchor, where there is one."""
-        method = self.method
-        if method.outer == "none" and method.pull_back is None:
-            return average
-        if self.anchor is None:
-            self.anchor = average
-        if method.outer != "none":
-            mu, change = method.outer_momentum, self.anchor - average
-            self.velocity = mu * self.velocity + change
-            self.anchor = self.anchor - method.outer_lr * (change + mu * self.velocity)
-        else:
-            self.velocity = method.anchor_momentum * self.velocity + (average - self.anchor)
-            self.anchor = self.anchor + self.velocity
-        return self.anchor
-
-
-def rounds_of(method: CoCoD, workers: Any) -> list[Rounds]:
-    """The rounds of all fragments, in the order in which they end."""
-    columns = np.split(np.arange(workers.weights.shape[1]), np.cumsum(workers.sizes)[:-1])
-    momenta = []
-    if method.momentum == "average":
-        momenta = ["momenta", "squares"] if workers.rule.betas else ["momenta"]
-    parts = fragments_of([8 * size for size in workers.sizes], method.fragments)
-    return [
-        Rounds(method, workers, [int(i) for number in own for i in columns[number]], momenta)
-        for own in parts
-    ]
-
-
-class Equation:
-    """What a strategy makes of all workers' steps.
-
-    Args:
-        strategy: Its name and options; None averages nothing.
-        workers: `Workers`, or others with ``weights``, ``sizes``, ``gradients`` and ``update``.
-    """
-
-    def __init__(self, strategy: str | None, workers: Any) -> None:
-        self.method = None if strategy is None else parse(strategy)
-        self.workers = workers
-        self.shares = getattr(self.method, "weights", None)
-        self.rounds = rounds_of(self.method, workers) if isinstance(self.method, CoCoD) else []
-        self._pending: Matrix | None = None
-        self._true: Matrix | None = None
-        self._steps = 0
-
-    def step(self, data: Any) -> None:
-        """A step of all workers; ``data`` is what they compute their gradients of."""
-        method, workers = self.method, self.workers
-        mine = workers.gradients(data)
-        since_warmup = self._steps - getattr(method, "warmup_steps", 0)
-        self._steps += 1
-        if isinstance(method, PipeSGD) and since_warmup >= 0:
-            self._update_late()
-            guess = {"local": mine, "previous": self._pending}.get(method.prediction)
-            self._pending = mean(mine, self.shares)
-            if guess is not None:
-                self._true = workers.lead(guess)
-        elif isinstance(method, CoCoD) and since_warmup >= 0:
-            if since_warmup == 0:
-                self.rounds[0].start()
-            workers.update(within_nodes(mine, method))
-            turn, rest = divmod(since_warmup + 1, method.period // method.fragments)
-            if rest == 0:
-                self.rounds[(turn - 1) % len(self.rounds)].end()
-                self.rounds[turn % len(self.rounds)].start()
-        else:
-            workers.update(mine if method is None else mean(mine, self.shares))
-
-    def _update_late(self) -> None:
-        if self._true is not None:
-            self.workers.weights = self._true
-        if self._pending is not None:
-            self.workers.update(self._pending)
-
-    def synchronize(self) -> None:
-        self._update_late()
-        if self.rounds:
-            self.workers.weights = mean(self.workers.weights, self.shares)
 
 
 def trajectory(n: int, strategy: str, optimizer: str) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,18 @@ import saved_keras
 import saved_torch
 import workers_cli
 from ranks import run_ranks
-from saved_problem import COMMANDS, DATA, Array, document, is_exact, pack, tolerance
+from saved_problem import COMMANDS, DATA, Array, document, is_exact, pack, run_all, tolerance
 
 
-def torch(folder: Path) -> None:
-    """Checkpoints of PyTorch under each strategy, option and codec, and of pipelines."""
-    whole = run_ranks(2, saved_torch.write_all, folder)
-    keep(folder, whole, run_ranks(2, saved_torch.go_on_all, folder))
-
-
-def keras(folder: Path) -> None:
-    """The same of Keras."""
-    whole = run_ranks(2, saved_keras.write_all, folder, timeout=400)
-    keep(folder, whole, run_ranks(2, saved_keras.go_on_all, folder, timeout=400))
+def checkpoints(part: str, folder: Path) -> None:
+    """Checkpoints under each strategy, option and codec, and of pipelines."""
+    framework = "torch" if part == "torch" else "tensorflow"
+    whole = run_ranks(2, run_all, part, "write_all", folder, framework=framework, timeout=400)
+    keep(
+        folder,
+        whole,
+        run_ranks(2, run_all, part, "go_on_all", folder, framework=framework, timeout=400),
+    )
 
 
 def files(folder: Path) -> None:
@@ -64,7 +64,11 @@ def keep(folder: Path, whole: Sequence[Any], loaded: Sequence[Any]) -> None:
         np.savez(folder / f"rank{rank}.npz", **values)  # type: ignore[arg-type]
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"torch": torch, "keras": keras, "files": files}
+PARTS: dict[str, Callable[[Path], None]] = {
+    "torch": partial(checkpoints, "torch"),
+    "keras": partial(checkpoints, "keras"),
+    "files": files,
+}
 
 
 def main() -> None:

@@ -7,14 +7,16 @@ rounds nothing, so that every processor comes to the same bits. `ROUNDING` is fo
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import re
 import tarfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +51,161 @@ LR, MOMENTUM = 0.5, 0.5
 SAVED, STEPS = 7, 6
 PLANNED = 16  # steps after which merged-gradient and auto have measured and planned
 ROUNDING = {"int8": 1e-9, "adam": 1e-12, "pipedream": 1e-9}
+
+
+BASE = ("merged-gradient:plan=wfbp", "pipe-sgd", "cocod:period=4")
+PREDICTIONS = ("pipe-sgd:prediction=local", "pipe-sgd:prediction=previous")
+MOMENTA = "cocod:period=4,momentum=average"
+OPTIONS = (
+    "merged-gradient",
+    "merged-gradient:plan=single",
+    "pipe-sgd:warmup_steps=9",
+    *PREDICTIONS,
+    "pipe-sgd:bucket_bytes=64",
+    "cocod:period=4,warmup_steps=9",
+    MOMENTA,
+    "cocod:period=4,pull_back=0.5,anchor_momentum=0.5",
+    "cocod:period=4,outer=nesterov,outer_lr=0.25,outer_momentum=0.5",
+    "cocod:period=4,weights=3/1",
+    "cocod:period=4,fragments=2,outer=nesterov,outer_lr=0.25,outer_momentum=0.5",
+)
+CODECS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda hvd: hvd.Compression.none,
+    "fp16": lambda hvd: hvd.Compression.fp16,
+    "bf16": lambda hvd: hvd.Compression.bf16,
+    "bf16 feedback": lambda hvd: hvd.BF16(error_feedback=True),
+    "int8": lambda hvd: hvd.Compression.int8,
+    "int8 feedback": lambda hvd: hvd.Int8(chunk=4, error_feedback=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, which is saved, and what it came to some steps later.
+
+    Args:
+        strategy: Of the optimizer.
+        optimizer: "momentum" or "adam", which has two groups in PyTorch.
+        codec: One of `CODECS`.
+        passes: Backward passes a step; under Keras, a checkpoint may be in the middle of one.
+        saved: Steps before the checkpoint.
+        way: "pickled": PyTorch's model and optimizer are pickled, not their state dicts; "keras":
+            a .keras file after ``synchronize()``, not a ``tf.train.Checkpoint``.
+    """
+
+    strategy: str
+    optimizer: str = "momentum"
+    codec: str = "none"
+    passes: int = 1
+    saved: int = SAVED
+    way: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.strategy} {self.optimizer} {self.codec} {self.passes} {self.saved}"
+        return re.sub(r"[:,=/ ]", "-", f"{text} {self.way}".rstrip())
+
+    def arguments(self, hvd: Any) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "compression": CODECS[self.codec](hvd),
+            "backward_passes_per_step": self.passes,
+        }
+
+
+def cases(passes: int, way: str) -> list[Case]:
+    """The cases of both frameworks."""
+    return [
+        *(Case(strategy) for strategy in (*BASE, *OPTIONS)),
+        *(Case(strategy, codec=codec) for strategy in BASE for codec in CODECS if codec != "none"),
+        *(Case(strategy, "adam") for strategy in (*BASE, *PREDICTIONS, MOMENTA)),
+        *(Case(strategy, passes=passes) for strategy in BASE),
+        Case("pipe-sgd", saved=1),
+        *(Case(strategy, way=way) for strategy in BASE),
+    ]
+
+
+FIRST = [Case(strategy, codec=codec) for strategy in BASE for codec in ("none", "int8 feedback")]
+"""Also loaded on all ranks from rank 0's file, where ranks do not have files of their own."""
+
+
+class Pipeline:
+    """A pipeline's run of an epoch, which is saved, and of one more."""
+
+    def __init__(self, mode: str, plan: str) -> None:
+        self.mode, self.plan = mode, plan
+
+    def __str__(self) -> str:
+        return f"pipedream-{self.mode}-{self.plan}"
+
+    def start(self, first: float) -> Any:
+        """The pipeline, its weights moved by ``first``."""
+        raise NotImplementedError
+
+    def values(self, engine: Any) -> Sequence[Any]:
+        """Weights and statistics."""
+        raise NotImplementedError
+
+    def data(self, epoch: int) -> list[tuple[Any, Any]]:
+        def draw(width: int, step: int) -> Array:
+            return target((8, width), width, epoch, step, exact=False)
+
+        return [(draw(3, step), draw(2, step)) for step in range(6)]
+
+    def write(self, folder: Path) -> Array:
+        engine = self.start(0.0)
+        engine.train_epoch(self.data(0))
+        engine.save(folder / str(self))
+        return self.ended(engine)
+
+    def go_on(self, folder: Path) -> Array:
+        engine = self.start(1.0)
+        engine.load(folder / str(self))
+        return self.ended(engine)
+
+    def ended(self, engine: Any) -> Array:
+        """The loss of one epoch more, and the values after it."""
+        loss = engine.train_epoch(self.data(1)).loss
+        values = [np.asarray(each.numpy(), np.float64).ravel() for each in self.values(engine)]
+        engine.close()
+        return np.concatenate([[loss], *values])
+
+
+class Saver(NamedTuple):
+    """What one framework's files are written and read by."""
+
+    hvd: Any
+    cases: Sequence[Case]
+    pipelines: Sequence[Pipeline]
+    write: Callable[[Case, Path], Array]
+    """Write a rank's checkpoint to this path without its ending; what the run itself came to."""
+    go_on: Callable[[Case, Path], Array]
+    """What a run comes to that loads such a checkpoint."""
+
+    def write_all(self, folder: Path) -> dict[str, Array]:
+        """Write all checkpoints; return what the runs themselves came to."""
+        self.hvd.init(process_sets="dynamic")
+        own = folder / f"rank{self.hvd.rank()}"
+        own.mkdir(parents=True, exist_ok=True)
+        runs = {str(case): self.write(case, own / str(case)) for case in self.cases}
+        return runs | {str(each): each.write(folder) for each in self.pipelines}
+
+    def runs_from(self, folder: Path) -> dict[str, Callable[[], Array]]:
+        """How to go on from each rank's own checkpoints, and from some of rank 0's, by name."""
+        runs: dict[str, Callable[[], Array]] = {}
+        for case in self.cases:
+            if list((folder / "rank0").glob(f"{case}.*")):
+                own = folder / f"rank{self.hvd.rank()}" / str(case)
+                runs[f"own {case}"] = partial(self.go_on, case, own)
+                if case in FIRST:
+                    runs[f"first {case}"] = partial(self.go_on, case, folder / "rank0" / str(case))
+        for pipeline in self.pipelines:
+            if (folder / str(pipeline)).exists():
+                runs[f"own {pipeline}"] = partial(pipeline.go_on, folder)
+        return runs
+
+    def go_on_all(self, folder: Path) -> dict[str, Array]:
+        self.hvd.init(process_sets="dynamic")
+        return {name: run() for name, run in self.runs_from(folder).items()}
 
 
 def target(shape: tuple[int, ...], number: int, rank: int, step: int, exact: bool) -> Array:
@@ -117,6 +274,13 @@ def expected(archive: Path) -> list[dict[str, Array]]:
             with np.load(io.BytesIO(member.read())) as arrays:
                 found.append(dict(arrays))
     return found
+
+
+def run_all(part: str, what: str, folder: Path) -> dict[str, Array]:
+    """Call a method of a framework's `Saver`, on one rank."""
+    saver: Saver = importlib.import_module(f"saved_{part}").SAVER
+    result: dict[str, Array] = getattr(saver, what)(folder)
+    return result
 
 
 # In tests.

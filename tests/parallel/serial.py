@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from fragments_reference import fragments_of
+from equation import fragments_of
 from problem import Loss, loss_of, weights_of
 from torch import nn
 from torch.optim import Optimizer

@@ -2,7 +2,7 @@
 
 A client is a model with parts. In a step each worker computes gradients of each part by its own
 data, and an optimizer of that part applies them. On ranks a distributed optimizer does so, in
-``train_step``; in one process `keras_reference.Equation` does, with plain optimizers of Keras.
+``train_step``; in one process `equation.Equation` does, with plain optimizers of Keras.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorflow as tf
-from keras_reference import Equation
+from equation import Equation
 from keras_training import forward
 from on_ranks import gather, on_ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import saved_keras
 from on_ranks import on_ranks
-from saved_problem import assert_same, cases_of, unpacked
+from saved_problem import FIRST, assert_same, cases_of, unpacked
 
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.tensorflow import pipedream
@@ -21,15 +21,15 @@ NIGHTLY = (
 )
 
 
-FIRST = [case for case in saved_keras.FIRST if case.codec == "none"]
+UNCODED = [case for case in FIRST if case.codec == "none"]
 """With a codec, b1f2cc3 gave all ranks the residuals of rank 0. `test_keras_states` has what
 becomes of them now."""
 
 
 @on_ranks(2, init=pipedream.init, framework="tensorflow")
-@pytest.mark.parametrize(("archive", "case"), cases_of("keras", FIRST, NIGHTLY))
+@pytest.mark.parametrize(("archive", "case"), cases_of("keras", UNCODED, NIGHTLY))
 def test_a_keras_run_goes_on(
     archive: Path, case: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    runs = saved_keras.runs_from(unpacked(archive, tmp_path_factory))
+    runs = saved_keras.SAVER.runs_from(unpacked(archive, tmp_path_factory))
     assert_same(runs[case](), archive, case, hvd.rank())

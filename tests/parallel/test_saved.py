@@ -16,6 +16,7 @@ import saved_torch
 from on_ranks import on_ranks
 from saved_problem import (
     COMMANDS,
+    FIRST,
     PIPE_SGD,
     archives,
     assert_same,
@@ -38,11 +39,11 @@ NIGHTLY = "-(bf16|bf16-feedback|int8)-1-7$|(wfbp|sgd)-momentum-fp16-|-(vertical-
 
 
 @on_ranks(2, init=pipedream.init)
-@pytest.mark.parametrize(("archive", "case"), cases_of("torch", saved_torch.FIRST, NIGHTLY))
+@pytest.mark.parametrize(("archive", "case"), cases_of("torch", FIRST, NIGHTLY))
 def test_a_torch_run_goes_on(
     archive: Path, case: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    runs = saved_torch.runs_from(unpacked(archive, tmp_path_factory))
+    runs = saved_torch.SAVER.runs_from(unpacked(archive, tmp_path_factory))
     assert_same(runs[case](), archive, case, hvd.rank())
 
 
