@@ -65,11 +65,11 @@ def _warn_of_plain(model: Any) -> None:
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model was compiled with, and those in its attributes."""
-    found = [getattr(model, "optimizer", None)]  # none before `compile`
+    values = [getattr(model, "optimizer", None)]  # none before `compile`
     for each in vars(model).values():
         parts = each.values() if isinstance(each, dict) else each
-        found += parts if isinstance(each, list | tuple | dict) else [each]
-    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+        values += parts if isinstance(each, list | tuple | dict) else [each]
+    unique = {id(each): each for each in values if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
 
 
@@ -127,9 +127,6 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-_KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
-"""What the names of Horovod's callbacks begin with that call what Keras 3 lacks."""
-
 _MISCOUNTS = "UpdateBatchStateCallback"
 
 
@@ -168,13 +165,15 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_keras_2(callback: Any) -> None:
     for cls in type(callback).__mro__:
-        if cls.__module__.startswith("horovod.") and cls.__name__.startswith(_KERAS_2):
+        if not cls.__module__.startswith("horovod."):
+            continue
+        if cls.__name__.startswith(("Broadcast", "MetricAverage", "LearningRate")):
             raise TypeError(
                 f"{cls.__module__}.{cls.__name__} is for Keras 2, and fails under Keras "
                 f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
                 "with the same arguments."
             )
-        if cls.__module__.startswith("horovod.") and cls.__name__ == _MISCOUNTS:
+        if cls.__name__ == _MISCOUNTS:
             warnings.warn(
                 f"{cls.__module__}.{cls.__name__} cannot shorten an epoch under Keras 3, and "
                 "counts the batches of one that was interrupted from 0: pass "
@@ -196,19 +195,14 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Patch:
-    """One function that another takes the place of.
-
-    Args:
-        owner: The module or class that has it.
-        name: Its name there.
-        wrap: Returns the function that calls it.
-        reason: Why it must know of distributed optimizers.
-    """
+    """One function, of a module or a class, that another takes the place of."""
 
     owner: Any
     name: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Returns the function that calls it."""
     reason: str
+    """Why it must know of distributed optimizers."""
 
 
 PATCHES = (
