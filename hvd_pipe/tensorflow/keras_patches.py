@@ -25,20 +25,10 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-_models: list[weakref.ref[Any]] = []
+trained_models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+"""The models that have been trained, in this order."""
+
 _expects_distributed = False
-
-
-def note_model(model: Any) -> None:
-    """Remember a model that is trained."""
-    if all(reference() is not model for reference in _models):
-        _models[:] = [reference for reference in _models if reference() is not None]
-        _models.append(weakref.ref(model))
-
-
-def noted_models() -> list[Any]:
-    """Return the models that have been trained, and are still there."""
-    return [model for model in (reference() for reference in _models) if model is not None]
 
 
 def note_distributed() -> None:
@@ -187,7 +177,7 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
     def found(self: Any, inputs: Any, mask: Any) -> Any:
         if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
             return moments_of_all(self, inputs, mask)
-        note_model(self._get_call_context().entry_layer)  # the outermost layer that was called
+        trained_models[self._get_call_context().entry_layer] = None  # the outermost layer
         return moments(self, inputs, mask)
 
     return found

@@ -289,9 +289,8 @@ class Session:
             return dict(zip(shared, mine, strict=True)), has_local
         everyone = gather([has_local, mine], f"{self.tag}.gradients.layouts", process_set)
         rows = zip(*(layouts for _, layouts in everyone), strict=True)
-        return dict(zip(shared, map(_together, rows), strict=True)), any(
-            has for has, _ in everyone
-        )
+        agreed = dict(zip(shared, map(_together, rows), strict=True))
+        return agreed, any(has for has, _ in everyone)
 
 
 def _make_engine(settings: Settings, strategy: Method) -> Engine:

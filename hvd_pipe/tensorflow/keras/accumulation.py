@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, branch, identity, raw, restore, variable
-from hvd_pipe.tensorflow.keras_patches import noted_models
+from hvd_pipe.tensorflow.keras_patches import trained_models
 from hvd_pipe.tensorflow.sessions import Session
 from hvd_pipe.tensorflow.strategies.base import Momentum
 
@@ -76,7 +76,7 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
 def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
     """Return the moving averages of all models that have some of the trained variables."""
     found: dict[int, Any] = {}
-    for model in noted_models():
+    for model in list(trained_models):
         if any(identity(each) in trained for each in model.trainable_variables):
             for layer in model._flatten_layers():
                 if not getattr(layer, "stateful", False):  # the states of a rank's own samples

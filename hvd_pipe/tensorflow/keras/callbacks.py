@@ -25,7 +25,7 @@ from hvd_pipe.tensorflow.keras.late_updates import (
     traced_with,
 )
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras_patches import note_model, optimizers_of
+from hvd_pipe.tensorflow.keras_patches import optimizers_of, trained_models
 from hvd_pipe.tensorflow.strategies.replan import Deferral, Replan
 
 __all__ = [
@@ -137,7 +137,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
             self.broadcast_done, self._sent = False, set()
-        note_model(self.model)
+        trained_models[self.model] = None
         for optimizer in _distributed(self.model):
             optimizer._hvd_pipe_kept |= self._local
             process_set = optimizer._hvd_pipe.arguments.process_set

@@ -268,7 +268,7 @@ class ModelAverage:
 def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]) -> Any:
     """Return a graph that averages: outside of one, operations have no names to meet by."""
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def average(*flats: tf.Tensor) -> list[tf.Tensor]:
         return [
             reduction.reduce(flat, f"{name}.{i}", feedback)
