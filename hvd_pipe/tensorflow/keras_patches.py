@@ -25,20 +25,10 @@ from tensorflow.python.eager.polymorphic_function.concrete_function import Concr
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.sync_batch_norm import moments_of_all
 
-_models: list[weakref.ref[Any]] = []
+trained_models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+"""The models that have been trained, in this order."""
+
 _expects_distributed = False
-
-
-def note_model(model: Any) -> None:
-    """Remember a model that is trained."""
-    if all(reference() is not model for reference in _models):
-        _models[:] = [reference for reference in _models if reference() is not None]
-        _models.append(weakref.ref(model))
-
-
-def noted_models() -> list[Any]:
-    """Return the models that have been trained, and are still there."""
-    return [model for model in (reference() for reference in _models) if model is not None]
 
 
 def note_distributed() -> None:
@@ -65,11 +55,11 @@ def _warn_of_plain(model: Any) -> None:
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer that a model was compiled with, and those in its attributes."""
-    found = [getattr(model, "optimizer", None)]  # none before `compile`
+    values = [getattr(model, "optimizer", None)]  # none before `compile`
     for each in vars(model).values():
         parts = each.values() if isinstance(each, dict) else each
-        found += parts if isinstance(each, list | tuple | dict) else [each]
-    unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
+        values += parts if isinstance(each, list | tuple | dict) else [each]
+    unique = {id(each): each for each in values if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
 
 
@@ -127,9 +117,6 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-_KERAS_2 = ("Broadcast", "MetricAverage", "LearningRate")
-"""What the names of Horovod's callbacks begin with that call what Keras 3 lacks."""
-
 _MISCOUNTS = "UpdateBatchStateCallback"
 
 
@@ -168,13 +155,15 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_keras_2(callback: Any) -> None:
     for cls in type(callback).__mro__:
-        if cls.__module__.startswith("horovod.") and cls.__name__.startswith(_KERAS_2):
+        if not cls.__module__.startswith("horovod."):
+            continue
+        if cls.__name__.startswith(("Broadcast", "MetricAverage", "LearningRate")):
             raise TypeError(
                 f"{cls.__module__}.{cls.__name__} is for Keras 2, and fails under Keras "
                 f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
                 "with the same arguments."
             )
-        if cls.__module__.startswith("horovod.") and cls.__name__ == _MISCOUNTS:
+        if cls.__name__ == _MISCOUNTS:
             warnings.warn(
                 f"{cls.__module__}.{cls.__name__} cannot shorten an epoch under Keras 3, and "
                 "counts the batches of one that was interrupted from 0: pass "
@@ -188,7 +177,7 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
     def found(self: Any, inputs: Any, mask: Any) -> Any:
         if self.synchronized and is_initialized() and not tf.distribute.has_strategy():
             return moments_of_all(self, inputs, mask)
-        note_model(self._get_call_context().entry_layer)  # the outermost layer that was called
+        trained_models[self._get_call_context().entry_layer] = None  # the outermost layer
         return moments(self, inputs, mask)
 
     return found
@@ -196,19 +185,14 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Patch:
-    """One function that another takes the place of.
-
-    Args:
-        owner: The module or class that has it.
-        name: Its name there.
-        wrap: Returns the function that calls it.
-        reason: Why it must know of distributed optimizers.
-    """
+    """One function, of a module or a class, that another takes the place of."""
 
     owner: Any
     name: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    """Returns the function that calls it."""
     reason: str
+    """Why it must know of distributed optimizers."""
 
 
 PATCHES = (

@@ -1,32 +1,54 @@
 """What one optimizer or tape distributes, and what is in flight: made, resumed, handed on.
 
-An optimizer or a tape may be given several lists of variables, each of which is a `Session`.
+An optimizer or a tape may be given several lists of variables, each of which is a `Session`. They
+show when gradients come for the first time, mostly while the step is traced. There ranks compare
+their variables, and agree on which gradients there are: one that a rank lacks travels as zeros, as
+others may have it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
-from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import ProcessSet, global_process_set, is_initialized, rank
+from horovod.tensorflow import allreduce, mpi_ops
+from horovod.tensorflow.mpi_ops import (
+    Average,
+    ProcessSet,
+    Sum,
+    global_process_set,
+    is_initialized,
+    rank,
+)
 
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
+from hvd_pipe.runtime.arguments import user_groups
 from hvd_pipe.runtime.consensus import Description, answer_with
 from hvd_pipe.runtime.restarts import is_elastic
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
 from hvd_pipe.tensorflow import keras_patches, pending, workers
 from hvd_pipe.tensorflow.agree import checked, gather
-from hvd_pipe.tensorflow.arguments import Arguments
-from hvd_pipe.tensorflow.graphs import Arrays, check_graph, identity
+from hvd_pipe.tensorflow.arguments import Arguments, shapes_of
+from hvd_pipe.tensorflow.checking import delayed
+from hvd_pipe.tensorflow.graphs import Arrays, check_graph, identity, raw
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.messages.reduction import RESIDUAL
-from hvd_pipe.tensorflow.session import FindMomenta, Session
+from hvd_pipe.tensorflow.strategies.base import Engine, Gradients, Momentum, Settings
+from hvd_pipe.tensorflow.strategies.cocod import CoCoDEngine
+from hvd_pipe.tensorflow.strategies.forward_overlap import (
+    ForwardOverlapEngine,
+    MergedGradientEngine,
+)
+from hvd_pipe.tensorflow.strategies.pipe_sgd import PipeSGDEngine
 
 States = dict[int, Arrays]
 """What sessions have in flight, by their number; beside it what their owner has, by `OWNERS`."""
@@ -41,25 +63,262 @@ _made: Counter[str] = Counter()
 # What is still to be made here, and goes on from another rank's.
 _inherited: dict[str, States] = {}
 
+_NONE, _DENSE, _SPARSE = "none", "dense", "sparse"
 
-class Owner(Protocol):
-    """What an optimizer keeps between two steps beside its sessions."""
+FindMomenta = Callable[[Sequence[Any]], Sequence[Momentum]]
 
-    def state(self) -> Arrays: ...
 
-    def load(self, state: Arrays) -> None: ...
+class Session:
+    """Some variables, and the engine that distributes their gradients; see `Sessions.of`."""
+
+    number = 0
+    """Counts the sessions of their owner."""
+    _began_unlike = False
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        method: Method,
+        tag: str,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        local: set[int],
+        momenta: FindMomenta | None,
+    ) -> None:
+        self.variables = list(variables)
+        self._arguments, self.tag, self._momenta = arguments, tag, momenta
+        self._shapes = shapes_of(variables)
+        shared = [index for index, each in enumerate(variables) if identity(each) not in local]
+        self._agreed, self.has_local = self._agree(shared, gradients)
+        self._sent = [index for index in shared if self._agreed[index] != _NONE]
+        self._kept = sorted(set(range(len(self.variables))) - set(self._sent))
+        self.sends = bool(self._sent)
+        """Whether any gradient travels; the same on all ranks."""
+        self.adopt(method)
+
+    def adopt(self, method: Method) -> None:
+        """Let an engine of this method distribute the gradients; nothing is in flight."""
+        arguments = self._arguments
+        sparse_travels = isinstance(method, MergedGradient) and not arguments.sparse_as_dense
+        self._layouts = {
+            index: _DENSE if layout == _SPARSE and not sparse_travels else layout
+            for index, layout in self._agreed.items()
+        }
+        sparse = frozenset(
+            i for i, index in enumerate(self._sent) if self._layouts[index] == _SPARSE
+        )
+        mine = [self.variables[index] for index in self._sent]
+        shapes = shapes_of(mine)
+        dense = [i for i in range(len(mine)) if i not in sparse]
+        groups = None
+        if arguments.groups is not None and dense:
+            by_hand = user_groups(arguments.groups, mine, dense)
+            groups = [same for group in by_hand for same in shapes.dtype_groups(group)]
+        settings = Settings(
+            shapes,
+            [raw(each) for each in mine],
+            arguments.reduction(),
+            self.tag,
+            sparse,
+            groups,
+            self._momenta(mine) if self._momenta is not None else (),
+        )
+        self.engine: Engine = _make_engine(settings, method)
+
+    @property
+    def refuses_join(self) -> bool:
+        """Whether zeros in place of a rank that has left would be wrong, or cannot be had."""
+        reduction = self.engine.settings.reduction
+        if reduction.alone:
+            return False
+        travels_apart = reduction.codec is not None or bool(self.engine.settings.sparse)
+        return travels_apart or self.engine.is_local
+
+    # Architecture: K5
+    def outgoing(self, gradients: Sequence[Any]) -> Gradients:
+        """Return what the engine is given: one gradient for each variable that is sent."""
+        outgoing: dict[int, Any] = {}
+        for i, index in enumerate(self._sent):
+            gradient = gradients[index]
+            if not isinstance(gradient, tf.Tensor) or self._layouts[index] == _SPARSE:
+                gradient = self._as_agreed(index, gradient)
+            outgoing[i] = gradient
+        if check_mode.active.on:
+            outgoing = {i: delayed(each) for i, each in outgoing.items()}
+        for index in self._kept:
+            if self._layouts.get(index) == _NONE and gradients[index] is not None:
+                raise HvdPipeError(
+                    f"{self._shapes.names[index]!r} has a gradient now, and had none on any rank "
+                    "when training began: compile the model with a new DistributedOptimizer when "
+                    "other layers are trained."
+                )
+        return outgoing
+
+    # Architecture: K9
+    def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
+        """Return one gradient a variable: what is due or None, and this rank's own where local."""
+        incoming = list(gradients)
+        if self._arguments.scale_local_gradients:
+            factor = 1.0 / self.engine.settings.reduction.workers
+            for index in self._kept:
+                own = incoming[index]
+                if isinstance(own, tf.IndexedSlices):
+                    own = tf.IndexedSlices(own.values * factor, own.indices, own.dense_shape)
+                elif own is not None:
+                    own = own * factor
+                incoming[index] = own
+        for i, index in enumerate(self._sent):
+            incoming[index] = due.get(i)
+        return incoming
+
+    def own(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients with None for those that travel."""
+        return [each if i in self._kept else None for i, each in enumerate(gradients)]
+
+    def warn_of_unlike_replicas(self) -> None:
+        """Say so where ranks that have trained with the same gradients have other weights."""
+        process_set = self._arguments.process_set
+        if not process_set.included():
+            return
+        if check_mode.active.on:
+            values = [np.asarray(raw(self.variables[index])) for index in self._sent]
+            sums = [check_mode.checksum(value.tobytes()) for value in values]
+            labels = [f"the weight of {self._shapes.names[index]!r}" for index in self._sent]
+
+            def detail(index: int) -> str:
+                norm = float(np.linalg.norm(values[index].astype(np.float64)))
+                return f"checksum {sums[index]}, norm {norm:.9g}"
+
+            lines, name = [*zip(labels, sums, strict=True)], f"{self.tag}.checked"
+            check_mode.compare(lines, detail, "after synchronize()", gather, name, process_set)
+            return
+        self._began_unlike = self._are_unlike()
+        if self._began_unlike and process_set.rank() == 0:
+            _log.warning(
+                "replicas differ after training with the same gradients: they began differently. "
+                "Pass callbacks=[BroadcastGlobalVariablesCallback(0)] of "
+                "hvd_pipe.tensorflow.keras.callbacks to fit, or call hvd_pipe.tensorflow."
+                "broadcast_variables(model.variables + optimizer.variables, root_rank=0) "
+                "before the first step."
+            )
+
+    def end_fit(self) -> bool:
+        """Have equal replicas where callbacks have set unlike weights at the end of ``fit``.
+
+        Returns whether that is CoCoD's affair, which averages statistics as well.
+        """
+        process_set = self._arguments.process_set
+        if not process_set.included() or self._began_unlike or not self._are_unlike():
+            return False
+        if self.engine.is_local:
+            return True
+        if process_set.rank() == 0:
+            _log.warning(
+                "a callback has set weights at the end of fit, and they differ between ranks: the "
+                "weights are their mean now. EarlyStopping(restore_best_weights=True) chooses by "
+                "the metrics of one rank, unless MetricAverageCallback() stands before it."
+            )
+        for index in self._sent:
+            variable, name = raw(self.variables[index]), f"{self.tag}.end.{index}"
+            variable.assign(allreduce(variable, op=Average, name=name, process_set=process_set))
+        return False
+
+    def _are_unlike(self) -> bool:
+        crc = 0
+        for index in self._sent:
+            crc = zlib.crc32(raw(self.variables[index]).numpy().tobytes(), crc)
+        return len(set(gather(crc, f"{self.tag}.replicas", self._arguments.process_set))) > 1
+
+    def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
+        """Return whether gradients are finite on all ranks: of averages, each rank knows."""
+        reduction = self.engine.settings.reduction
+        if reduction.alone or not (self.has_local or self.engine.is_local):
+            return finite
+        votes = dataclasses.replace(reduction.lossless(), op=Sum, gradient_predivide_factor=1.0)
+        total = votes.reduce(tf.cast(finite, tf.float32)[None], f"{self.tag}.finite")
+        return tf.equal(total[0], float(reduction.workers))
+
+    def _as_agreed(self, index: int, gradient: Any) -> Any:
+        shape, dtype = self._shapes.shapes[index], self._shapes.dtypes[index]
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        if self._layouts[index] == _DENSE:
+            if gradient is None:
+                return tf.zeros(shape, dtype)
+            return tf.convert_to_tensor(gradient) if is_sparse else gradient
+        if gradient is None:
+            nothing = tf.zeros([0, *shape[1:]], dtype)
+            return tf.IndexedSlices(nothing, tf.zeros([0], tf.int64), tf.constant(shape))
+        if not is_sparse:
+            rows = tf.range(shape[0], dtype=tf.int64)
+            return tf.IndexedSlices(gradient, rows, tf.constant(shape))
+        # Ranks must send indices of one dtype.
+        return tf.IndexedSlices(
+            gradient.values, tf.cast(gradient.indices, tf.int64), gradient.dense_shape
+        )
+
+    # Architecture: K3
+    def _agree(
+        self, shared: Sequence[int], gradients: Sequence[Any]
+    ) -> tuple[dict[int, str], bool]:
+        """Compare the variables that are shared with those of the other ranks."""
+        process_set = self._arguments.process_set
+        variables = [self.variables[index] for index in shared]
+        shapes = shapes_of(variables)
+        by_hand = self._arguments.groups
+        if isinstance(by_hand, list):
+            index_of = {id(each): i for i, each in enumerate(variables)}
+            by_hand = [[index_of.get(id(each)) for each in group] for group in by_hand]
+
+        def check() -> tuple[None, Description]:
+            return None, [
+                ("the number of variables that are not local", str(len(variables))),
+                *(
+                    (f"the variable {name}", f"{shapes.dtypes[i].name}{shapes.shapes[i]}")
+                    for i, name in enumerate(shapes.names)
+                ),
+                ("groups (by the indices of their variables)", str(by_hand)),
+            ]
+
+        checked(check, f"{self.tag}.variables", process_set)
+        mine = [
+            _NONE if each is None else _SPARSE if isinstance(each, tf.IndexedSlices) else _DENSE
+            for each in (gradients[index] for index in shared)
+        ]
+        has_local = len(shared) < len(self.variables)
+        if not process_set.included():
+            return dict(zip(shared, mine, strict=True)), has_local
+        everyone = gather([has_local, mine], f"{self.tag}.gradients.layouts", process_set)
+        rows = zip(*(layouts for _, layouts in everyone), strict=True)
+        agreed = dict(zip(shared, map(_together, rows), strict=True))
+        return agreed, any(has for has, _ in everyone)
+
+
+def _make_engine(settings: Settings, strategy: Method) -> Engine:
+    """Return the engine for arguments that all ranks have found good."""
+    if isinstance(strategy, MergedGradient):
+        engine = ForwardOverlapEngine if strategy.overlaps_forward else MergedGradientEngine
+        return engine(settings, strategy, strategy.load_plan())
+    if isinstance(strategy, PipeSGD):
+        return PipeSGDEngine(settings, strategy)
+    return CoCoDEngine(settings, strategy)
+
+
+def _together(layouts: Sequence[str]) -> str:
+    """Return what a gradient is on all ranks together.
+
+    >>> _together(("none", "sparse")), _together(("sparse", "dense")), _together(("none", "none"))
+    ('sparse', 'dense', 'none')
+    """
+    present = set(layouts) - {_NONE}
+    if not present:
+        return _NONE
+    return _SPARSE if present == {_SPARSE} else _DENSE
 
 
 class Sessions:
     """What one optimizer or tape distributes; it may be given several lists of variables.
 
-    Args:
-        arguments: As the user passed them.
-        of_tapes: Whether a session lasts as long as its variables, which keep it.
-
-    Raises:
-        TypeError, ValueError: An argument that cannot be.
-        RanksDisagreeError: Ranks came with different ones.
+    A session of a tape lasts as long as its variables, which keep it.
     """
 
     def __init__(self, arguments: Arguments, of_tapes: bool = False) -> None:
@@ -70,10 +329,10 @@ class Sessions:
         keras_patches.install()
         self.arguments = arguments
         self._tag: str | None = None
-        self._owner: weakref.ref[Owner] | None = None
+        self._owner: Callable[[], Any] = lambda: None
         self._of_tapes = of_tapes
-        self._found: MutableMapping[Hashable, Session]
-        self._found = weakref.WeakValueDictionary() if of_tapes else {}
+        self._sessions: MutableMapping[Hashable, Session]
+        self._sessions = weakref.WeakValueDictionary() if of_tapes else {}
         self._count = itertools.count()
         self._loaded: States = {}
         self._numbers: dict[Hashable, int] = {}
@@ -110,11 +369,12 @@ class Sessions:
             strategy = arguments.check()
             made = ("the number of distributed optimizers and tapes made before", str(count))
             checks = (check_mode.CHECK, str(int(check_mode.active.on)))
-            return strategy, [made, checks, *arguments.describe(strategy), *_timeline()]
+            files = [] if is_elastic() else timeline.describe()  # they are named after ranks
+            return strategy, [made, checks, *arguments.describe(strategy), *files]
 
         # One name for all, so that ranks which have made different numbers still meet here.
         strategy = checked(check, f"hvd_pipe.tf.{number}.construction", process_set)
-        if not is_elastic():  # files are named after ranks
+        if not is_elastic():
             timeline.start(process_set)
         if number == 0:
             workers.watch()
@@ -134,7 +394,7 @@ class Sessions:
         return self._tag
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._found.values()))
+        return iter(list(self._sessions.values()))
 
     # Architecture: K2
     def of(
@@ -147,32 +407,41 @@ class Sessions:
     ) -> Session:
         """Return the session of these variables; the first time, all ranks must come here.
 
-        Args:
-            key: Tells this list of variables from others.
-            variables: Keras' or TensorFlow's, or the ``tf.TensorSpec`` of a tensor.
-            gradients: One for each: a tensor, ``tf.IndexedSlices``, or None.
-            local: Each `identity` of the variables that are not distributed.
-            momenta: Finds the optimizer's momenta of variables; None for a tape.
+        ``key`` tells them from others. A variable may be the ``tf.TensorSpec`` of a tensor, and a
+        gradient None. Those whose `identity` is in ``local`` are not distributed. ``momenta``
+        finds the optimizer's momenta of variables; a tape has none.
         """
-        found = self._found.get(key)
-        if found is None:
-            found = self._make(key, variables, gradients, local, momenta)
-        return found
-
-    def _make(
-        self,
-        key: Hashable,
-        variables: Sequence[Any],
-        gradients: Sequence[Any],
-        local: set[int],
-        momenta: FindMomenta | None,
-    ) -> Session:
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
         answer_with(mpi_ops)
         if self._tag is None:
             self._start()
-            if self._owner is None:  # a tape begins with the first step, after `inherit`
+            if self._of_tapes:  # a tape begins with the first step, after `inherit`
                 self._loaded = _inherited.pop(self.label, self._loaded)
-        if isinstance(self.strategy, Auto) and self.watcher is None:
+        self._check_driven()
+        number = next(self._count)
+        tag = f"{self._tag}.{number}"
+        session = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
+        session.number = number
+        before = self._numbers.pop(key, None) if self._numbers else number
+        loaded = None if before is None else self._loaded.pop(before, None)
+        if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
+            loaded = None  # some have loaded no checkpoint, or were made anew
+        if loaded is not None:
+            with tf.init_scope():  # now, not in the graph that is being traced
+                session.engine.load(loaded)
+        self._sessions[key] = session
+        if self._of_tapes:
+            holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
+            vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, session
+        return session
+
+    def _check_driven(self) -> None:
+        """Refuse, or say, what it means that nobody drives the steps of a strategy that asks."""
+        if self.watcher is not None:
+            return
+        if isinstance(self.strategy, Auto):
             raise ValueError(  # of the errors that autograph hands on as they are
                 "strategy='auto' measures steps and then changes them, which it can do between "
                 "two steps of model.fit only: pass "
@@ -181,29 +450,13 @@ class Sessions:
                 f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
-        number = next(self._count)
-        if self.overlaps_forward and self.watcher is None and number == 0 and rank() == 0:
+        if self.overlaps_forward and not self._sessions and rank() == 0:
             _log.warning(
                 "overlap='forward': updates stay in their step, as nobody drives it who could "
                 "begin it with updates of the step before: pass "
                 "callbacks=[BroadcastGlobalVariablesCallback(0)] of "
                 "hvd_pipe.tensorflow.keras.callbacks to fit"
             )
-        tag = f"{self._tag}.{number}"
-        made = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
-        made.number = number
-        before = self._numbers.pop(key, None) if self._numbers else number
-        loaded = None if before is None else self._loaded.pop(before, None)
-        if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
-            loaded = None  # some have loaded no checkpoint, or were made anew
-        if loaded is not None:
-            with tf.init_scope():  # now, not in the graph that is being traced
-                made.engine.load(loaded)
-        self._found[key] = made
-        if self._of_tapes:
-            holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
-            vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, made
-        return made
 
     def follow(self, method: Method) -> None:
         """Go on with what ``auto`` has chosen; all ranks, between two steps.
@@ -223,7 +476,7 @@ class Sessions:
         for session in self:
             if session.number in states:
                 session.engine.load(states.pop(session.number))
-        owner = None if self._owner is None else self._owner()
+        owner = self._owner()
         if owner is not None and OWNERS in states:
             owner.load(states.pop(OWNERS))
 
@@ -251,17 +504,15 @@ class Sessions:
             )
         return alike
 
-    def own(self, owner: Owner) -> None:
-        """Remember the optimizer that these belong to."""
+    def own(self, owner: Any) -> None:
+        """Remember what keeps more of the optimizer between two steps: its `Accumulation`."""
         self._owner = weakref.ref(owner)
 
     def states(self) -> States:
         """Return what is in flight, of sessions that are still to come as well."""
-        found = dict(self._loaded)
-        for session in self:
-            found[session.number] = session.engine.state()
-        owner = None if self._owner is None else self._owner()
-        return found if owner is None else {**found, OWNERS: owner.state()}
+        states = {**self._loaded, **{each.number: each.engine.state() for each in self}}
+        owner = self._owner()
+        return states if owner is None else {**states, OWNERS: owner.state()}
 
     def go_back(self, states: States | None) -> None:
         """Go on from earlier `states`, and from nothing in flight where these hold none."""
@@ -271,13 +522,13 @@ class Sessions:
 
     def rest(self) -> None:
         """Let Horovod end: each session is made again when its gradients come again."""
-        for key, session in list(self._found.items()):
+        for key, session in list(self._sessions.items()):
             self._numbers[key] = number = session.number
             try:
                 self._loaded[number] = session.engine.state()
             except Exception as error:  # whatever it is, Horovod must end
                 _log.warning("what %s had in flight is lost: %s", session.engine.name, error)
-        self._found.clear()
+        self._sessions.clear()
         self._count = itertools.count()
         self._tag = self.watcher = None
 
@@ -295,17 +546,13 @@ def _summary(state: Arrays | None) -> dict[str, str] | None:
     }
 
 
-def _timeline() -> Description:
-    return [] if is_elastic() else timeline.describe()  # files are named after ranks
-
-
-def inherit(found: dict[str, States]) -> None:
+def inherit(states_of: dict[str, States]) -> None:
     """Have all that is distributed go on from one rank's `Sessions.states`, by their label.
 
     Residuals are dropped: they were another rank's, or are of other workers.
     """
     _inherited.clear()
-    for label, states in found.items():
+    for label, states in states_of.items():
         _inherited[label] = {
             number: {name: array for name, array in state.items() if not name.startswith(RESIDUAL)}
             for number, state in states.items()
@@ -329,7 +576,7 @@ def share() -> None:
     found = gather(list(mine), "hvd_pipe.tf.shared", global_process_set)
     holders = Counter(tag for tags in found for tag in tags)
     for tag, session in sorted(mine.items()):
-        if holders[tag] == session.workers:
+        if holders[tag] == session.engine.settings.reduction.workers:
             session.engine.share()
 
 

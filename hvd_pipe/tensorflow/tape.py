@@ -22,8 +22,7 @@ from hvd_pipe.tensorflow.compression import Compression
 from hvd_pipe.tensorflow.graphs import check_graph, identity
 from hvd_pipe.tensorflow.keras.api import layers_of
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.session import Session
-from hvd_pipe.tensorflow.sessions import Sessions, sources_key
+from hvd_pipe.tensorflow.sessions import Session, Sessions, sources_key
 from hvd_pipe.tensorflow.strategies.base import Gradients
 
 
@@ -66,12 +65,12 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         """
         check_graph()
         with timeline.backward():
-            found = super().gradient(target, sources, output_gradients, **options)
-        flat, gradients = tf.nest.flatten(sources), _flat(found, sources)
-        session = self._hvd_pipe_session(flat, gradients)
+            nested = super().gradient(target, sources, output_gradients, **options)
+        gradients = _flat(nested, sources)
+        session = self._hvd_pipe_session(tf.nest.flatten(sources), gradients)
         due = session.engine.exchange(session.outgoing(gradients))
-        session.engine.after_step()
         session.engine.compare_replicas(due.gradients)
+        session.engine.after_step()
         incoming = session.incoming(due.gradients, gradients)
         timeline.end_step()
         return tf.nest.pack_sequence_as(sources, incoming)
@@ -79,9 +78,8 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
     def _hvd_pipe_session(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Session:
         described = [_described(each) for each in sources]
         here = [identity(each) in self._hvd_pipe_local for each in sources]
-        local = {
-            identity(each) for each, is_local in zip(described, here, strict=True) if is_local
-        }
+        pairs = zip(described, here, strict=True)
+        local = {identity(each) for each, is_local in pairs if is_local}
         key = sources_key(described)
         turn = 0
         if isinstance(self._hvd_pipe.method, PipeSGD):
@@ -236,21 +234,18 @@ def drain_gradients(sources: Any) -> Any:
     total: list[Any] | None = None
     for sessions in [*_kept.values(), *_grouped.values()]:
         for session in sessions:
-            if sources_key(session.variables) == key and (found := _drained(session)):
-                pairs = zip(total or [0] * len(found), found, strict=True)
-                total = [before + each for before, each in pairs]
+            if sources_key(session.variables) != key:
+                continue
+
+            def add(due: Gradients, session: Session = session) -> None:
+                nonlocal total
+                zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
+                gradients = session.incoming(due, zeros)
+                before = total or [0] * len(gradients)
+                total = [a + b for a, b in zip(before, gradients, strict=True)]
+
+            session.engine.drain(add)
     return None if total is None else tf.nest.pack_sequence_as(sources, total)
-
-
-def _drained(session: Session) -> list[Any] | None:
-    found: list[Any] = []
-
-    def take(due: Gradients) -> None:
-        zeros = [tf.zeros(each.shape, each.dtype) for each in session.variables]
-        found[:] = session.incoming(due, zeros)
-
-    session.engine.drain(take)
-    return found or None
 
 
 _kept: dict[tuple[object, ...], Sessions] = {}
@@ -276,10 +271,10 @@ def _sessions(arguments: Arguments) -> Sessions:
         arguments.scale_local_gradients,
         str(parse(arguments.strategy)),
     )
-    found = kept.get(key)
-    if found is None:
-        kept[key] = found = Sessions(arguments, of_tapes=True)
-    return found
+    sessions = kept.get(key)
+    if sessions is None:
+        kept[key] = sessions = Sessions(arguments, of_tapes=True)
+    return sessions
 
 
 def _described(source: Any) -> Any:
@@ -296,15 +291,13 @@ def _described(source: Any) -> Any:
     return tf.TensorSpec(source.shape, source.dtype, "a tensor")
 
 
-def _flat(found: Any, sources: Any) -> list[Any]:
+def _flat(gradients: Any, sources: Any) -> list[Any]:
     """Flatten gradients as their sources; a sparse one is a leaf, not a structure."""
-    if found is None:
-        return [None]
-    if isinstance(sources, list | tuple) and isinstance(found, list | tuple):
-        return list(found)
-    if isinstance(found, tf.IndexedSlices):
-        return [found]
-    return list(tf.nest.flatten(found))
+    if gradients is None or isinstance(gradients, tf.IndexedSlices):
+        return [gradients]
+    if isinstance(sources, list | tuple) and isinstance(gradients, list | tuple):
+        return list(gradients)
+    return list(tf.nest.flatten(gradients))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import hvd_pipe.tensorflow as hvd_tf
 import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.tensorflow.checking import Replicas
-from hvd_pipe.tensorflow.strategies.model_average import ModelAverage
+from hvd_pipe.tensorflow.strategies.cocod import ModelAverage
 
 two = on_ranks(2, init=hvd.init)
 

@@ -79,7 +79,7 @@ def kept(model: Small) -> Arrays:
     arrays: Arrays = {}
     for part in engine_of(model)._parts:
         for kind in ("_anchor", "_velocity"):
-            flats = getattr(part.average, kind)
+            flats = getattr(part, kind)
             for index, value in (part.packing.unpack(flats) if flats else {}).items():
                 arrays[f"{kind} {index}"] = value.numpy()
     return arrays

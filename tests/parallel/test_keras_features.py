@@ -29,7 +29,7 @@ from hvd_pipe.tensorflow.messages.reduction import Reduction
 N = 2
 two = on_ranks(N, init=hvd.init)
 
-MAX_FUNCTIONS, MAX_FILES = 16, 7
+MAX_FUNCTIONS, MAX_FILES = 15, 7
 OURS = f"{Path(hvd_pipe.__file__).parent}/"
 MEAN = 1.5  # of rank + 1 over the ranks
 CODED, CODED_ROUNDS = 1000, 4  # elements, no whole slices; rounds

@@ -338,7 +338,7 @@ def test_variables_that_are_no_longer_trained_send_nothing_more() -> None:
     reduce = Reduction.reduce
     with mock.patch.object(Reduction, "reduce", autospec=True, side_effect=reduce) as reduced:
         fit(model, *data(8, 16))
-    assert not any(session.engine._sent for session in optimizer._hvd_pipe)
+    assert not any(session.engine._trace.sent for session in optimizer._hvd_pipe)
     sent = [each.args[2] for each in reduced.call_args_list]
     last = max(i for i, name in enumerate(sent) if name.endswith("gradients.0"))
     assert [name for name in sent[:last] if "late" in name]

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from hvd_pipe.tensorflow.arguments import Arguments
 from hvd_pipe.tensorflow.graphs import Arrays, branch, identity, raw, restore, variable
-from hvd_pipe.tensorflow.keras_patches import noted_models
-from hvd_pipe.tensorflow.session import Session
+from hvd_pipe.tensorflow.keras_patches import trained_models
+from hvd_pipe.tensorflow.sessions import Session
 from hvd_pipe.tensorflow.strategies.base import Momentum
 
 # Lists that do not have an entry of their own for each variable of the model.
@@ -76,7 +76,7 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
 def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
     """Return the moving averages of all models that have some of the trained variables."""
     found: dict[int, Any] = {}
-    for model in noted_models():
+    for model in list(trained_models):
         if any(identity(each) in trained for each in model.trainable_variables):
             for layer in model._flatten_layers():
                 if not getattr(layer, "stateful", False):  # the states of a rank's own samples
@@ -90,38 +90,26 @@ def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Window:
-    """The passes that make one gradient, so far.
-
-    Args:
-        passes: How many there were, of all windows.
-        sums: Of their gradients, by variable.
-        named: What a state holds of it.
-    """
+    """The passes that make one gradient, so far."""
 
     passes: tf.Variable
+    """How many there were, of all windows."""
     sums: Sequence[tf.Variable]
+    """Of their gradients, by variable."""
     named: dict[str, tf.Variable]
+    """What a state holds of it."""
 
     def load(self, number: int, state: Arrays) -> bool:
         """Go on from the part of a state that is this window's; return whether there is one."""
-        prefix = f"{number}."
-        mine = {
-            name.removeprefix(prefix): array
-            for name, array in state.items()
-            if name.startswith(prefix)
-        }
-        if mine:
-            restore(self.named, mine)
-        return bool(mine)
+        start = f"{number}."
+        own = {name[len(start) :]: each for name, each in state.items() if name.startswith(start)}
+        if own:
+            restore(self.named, own)
+        return bool(own)
 
 
 class Accumulation:
-    """The accumulated gradients of one distributed optimizer.
-
-    Args:
-        optimizer: A `hvd_pipe.tensorflow.keras.optimizer.DistributedMixin`.
-        arguments: What it was distributed with.
-    """
+    """The accumulated gradients of one distributed optimizer."""
 
     def __init__(self, optimizer: Any, arguments: Arguments) -> None:
         self._optimizer = optimizer
@@ -201,7 +189,7 @@ class Accumulation:
     def _window(self, session: Session, variables: Sequence[Any]) -> _Window:
         """Return what sums up the gradients of a session's passes."""
         optimizer = self._optimizer
-        number = list(optimizer._hvd_pipe).index(session)
+        number = session.number
         if number not in self._windows:
             passes = variable([], tf.int64, f"hvd_pipe.passes.{number}")
             if optimizer.gradient_accumulation_steps:  # Keras keeps the sums, files have them

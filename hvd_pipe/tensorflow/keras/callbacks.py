@@ -25,7 +25,7 @@ from hvd_pipe.tensorflow.keras.late_updates import (
     traced_with,
 )
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
-from hvd_pipe.tensorflow.keras_patches import note_model, optimizers_of
+from hvd_pipe.tensorflow.keras_patches import optimizers_of, trained_models
 from hvd_pipe.tensorflow.strategies.replan import Deferral, Replan
 
 __all__ = [
@@ -42,7 +42,7 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Measure the first steps, plan, and have the step traced anew with what was found.
 
     Under ``merged-gradient`` that is which gradients share a message, under ``auto`` the strategy.
-    Other strategies go on as they are. `BroadcastGlobalVariablesCallback` has one of these; add it
+    Other strategies go on as they are. `BroadcastGlobalVariablesCallback` is one of these; add it
     by this name where ranks begin with equal variables anyway. Of several in one call of ``fit``,
     the first acts.
 
@@ -55,23 +55,23 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._replans: list[Replan] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        found = [
+        optimizers = _distributed(self.model)
+        replans = [
             Replan.of(
-                optimizer._hvd_pipe,
-                optimizer._hvd_pipe_accumulation.passes,
-                Deferral(partial(problem, self.model, optimizer), partial(finish_step, optimizer)),
+                each._hvd_pipe,
+                each._hvd_pipe_accumulation.passes,
+                Deferral(partial(problem, self.model, each), partial(finish_step, each)),
             )
-            for optimizer in _distributed(self.model)
+            for each in optimizers
         ]
-        self._replans = [replan for replan in found if replan.takes(self.params)]
+        self._replans = [replan for replan in replans if replan.takes(self.params)]
         if self._replans:
-            check_eagerness(self.model, _distributed(self.model))
+            check_eagerness(self.model, optimizers)
         self._finish_step()
         wanted = [replan.begin() for replan in self._replans]
-        defers = any(each._hvd_pipe.overlaps_forward for each in _distributed(self.model))
-        self._trace_anew(
-            [*wanted, defers and not isinstance(self.model.train_function, WatchedStep)]
-        )
+        defers = any(each._hvd_pipe.overlaps_forward for each in optimizers)
+        is_watched = isinstance(self.model.train_function, WatchedStep)
+        self._trace_anew([*wanted, defers and not is_watched])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._trace_anew([replan.after_step() for replan in self._replans])
@@ -103,12 +103,12 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
             traced_with(self.model, partial(_distributed, self.model))
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(PlanningCallback):
     """Give all ranks the model and the optimizer of ``root_rank`` before the first step.
 
     Each rank keeps the state of its own random numbers (dropout), the variables that are local to
-    it, and what optimizers keep for these. Epochs of unlike length are refused. The attribute
-    ``planning`` is a `PlanningCallback`, which acts right after this.
+    it, and what optimizers keep for these. Epochs of unlike length are refused. It plans as
+    `PlanningCallback`; the attribute ``planning`` is this callback.
 
     Args:
         root_rank: Whose variables count.
@@ -123,42 +123,40 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
-        self.planning = PlanningCallback()
+        self.planning: PlanningCallback = self
         self._generation = workers.generation()
-        given = [] if local_variables is None else local_variables
-        given = given if isinstance(given, list | tuple) else [given]
-        self._local = {identity(each) for each in given}
+        given = local_variables if isinstance(local_variables, list | tuple) else [local_variables]
+        self._local = {identity(each) for each in given if each is not None}
         self._sent: set[int] = set()
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep this variable."""
         self._local.add(identity(var))
 
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        self.planning.set_model(model)
-
-    def set_params(self, params: Any) -> None:
-        super().set_params(params)
-        self.planning.set_params(params)
-
     def on_train_begin(self, logs: Any = None) -> None:
         if self._generation != workers.generation():  # workers that come have done nothing yet
             self._generation = workers.generation()
             self.broadcast_done, self._sent = False, set()
-        note_model(self.model)
+        trained_models[self.model] = None
         for optimizer in _distributed(self.model):
             optimizer._hvd_pipe_kept |= self._local
-            self._check_steps(optimizer)
-        self.planning.on_train_begin(logs)
+            process_set = optimizer._hvd_pipe.arguments.process_set
+            if process_set.included():  # where epochs are unlike, the longer one waits for ever
+                steps, epochs = self.params.get("steps"), self.params.get("epochs")
+                label = (
+                    "the batches of an epoch (give all ranks as many, or pass steps_per_epoch=)"
+                )
+                lines = [(label, str(steps)), ("epochs", str(epochs))]
+                check_alike(lines, f"{optimizer._hvd_pipe.tag}.steps", process_set)
+        super().on_train_begin(logs)
         # `fit` has built the model, and the optimizer of Keras' own step; the rest waits a step.
         if not self.broadcast_done:
             optimizers = optimizers_of(self.model)
             parts = [*self.model._flatten_layers(include_self=False)]
             is_built = self.model.built or bool(parts and all(each.built for each in parts))
-            mine = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
-            found = gather(mine, "hvd_pipe.built", global_process_set)
-            is_built, is_whole, *ready = map(all, zip(*found, strict=True))
+            built = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
+            everyone = gather(built, "hvd_pipe.built", global_process_set)
+            is_built, is_whole, *ready = map(all, zip(*everyone, strict=True))
             pairs = zip(optimizers, ready, strict=True)
             if is_built:
                 self._broadcast([each for each, is_ready in pairs if is_ready])
@@ -168,43 +166,27 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if not self.broadcast_done:
             self.broadcast_done = True
             self._broadcast(optimizers_of(self.model))
-        self.planning.on_train_batch_end(batch, logs)
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        self.planning.on_test_begin(logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.planning.on_epoch_end(epoch, logs)
+        super().on_train_batch_end(batch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Finish what optimizers beside the compiled one have in flight: a GAN's, say."""
-        self.planning.on_train_end(logs)
-        optimizers = _distributed(self.model)
+        super().on_train_end(logs)
         compiled = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        for optimizer in optimizers:
+        for optimizer in _distributed(self.model):
             if optimizer is not compiled:
                 optimizer.synchronize()
                 optimizer._hvd_pipe.fit_ended = True
 
-    def _check_steps(self, optimizer: Any) -> None:
-        """Refuse epochs of unlike length, in which the longer one would wait for ever."""
-        process_set = optimizer._hvd_pipe.arguments.process_set
-        if process_set.included():
-            steps, epochs = self.params.get("steps"), self.params.get("epochs")
-            label = "the batches of an epoch (give all ranks as many, or pass steps_per_epoch=)"
-            lines = [(label, str(steps)), ("epochs", str(epochs))]
-            check_alike(lines, f"{optimizer._hvd_pipe.tag}.steps", process_set)
-
     def _broadcast(self, optimizers: list[Any]) -> None:
         distributed = _distributed(self.model)
-        found = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
         kept = self._local | self._sent
         for optimizer in distributed:
             kept |= optimizer._hvd_pipe_local
             kept |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
+        variables = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
         shared = [
             each
-            for each in found
+            for each in variables
             if identity(each) not in kept and each.name != "seed_generator_state"
         ]
         if not shared:
@@ -303,16 +285,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.current_epoch < self.start_epoch:
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
-        if self.end_epoch is not None and self.current_epoch >= self.end_epoch:
-            return
-        if self.staircase:
-            if batch == 0:
-                self._adjust(self.current_epoch)
-        else:
+        if not self.staircase:
             assert self.steps_per_epoch is not None
-            self._adjust(self.current_epoch + batch / self.steps_per_epoch)
+            self._adjust(epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._adjust(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if logs is not None:
@@ -323,12 +303,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if self.momentum_correction and isinstance(inner, keras.optimizers.SGD) and old:
-            velocities = getattr(inner, "momentums", []) if new != old else []
-            if velocities and isinstance(inner, DistributedMixin):
-                interrupt_step(inner)
-            for velocity in velocities:  # Keras' holds the learning rate: v = mu v - lr g
-                velocity.assign(velocity * (new / old))
+        if not self.momentum_correction or not isinstance(inner, keras.optimizers.SGD):
+            return
+        velocities = getattr(inner, "momentums", []) if old and new != old else []
+        if velocities and isinstance(inner, DistributedMixin):
+            interrupt_step(inner)
+        for velocity in velocities:  # Keras' holds the learning rate: v = mu v - lr g
+            velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

@@ -18,39 +18,44 @@ import tensorflow as tf
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.tensorflow import pending
 from hvd_pipe.tensorflow.agree import check_alike, refused
-from hvd_pipe.tensorflow.graphs import data_of_step, raw
+from hvd_pipe.tensorflow.graphs import raw
 from hvd_pipe.tensorflow.keras.accumulation import slots_of
 from hvd_pipe.tensorflow.strategies.base import Engine
-from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
+from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine, Update
 
 _log = logging.getLogger("hvd_pipe")
 
 
+def _engines(optimizer: Any) -> list[tuple[ForwardOverlapEngine, Update]]:
+    """Return the engines that may leave updates to the next step, and what makes these."""
+    return [
+        (session.engine, optimizer._hvd_pipe_update_of(session))
+        for session in optimizer._hvd_pipe
+        if isinstance(session.engine, ForwardOverlapEngine)
+    ]
+
+
 def begin_step(optimizer: Any) -> None:
     """Before the forward pass of a step, in its graph: make the updates that are late."""
-    for session in optimizer._hvd_pipe:
-        if isinstance(session.engine, ForwardOverlapEngine) and session.engine.begins:
-            with tf.control_dependencies(data_of_step()):
-                session.engine.begin_step(optimizer._hvd_pipe_update_of(session))
+    for engine, update in _engines(optimizer):
+        engine.begin_step(update)
 
 
 def end_step(optimizer: Any) -> None:
     """After all else that a step's graph does."""
-    for session in optimizer._hvd_pipe:
-        engine = session.engine
-        if isinstance(engine, ForwardOverlapEngine):
-            if engine.end_step():
-                optimizer._hvd_pipe.is_stale = True
-            found = engine.problem()
-            if engine.defers and found is not None:
-                engine.may_defer = False
-                if optimizer._hvd_pipe.arguments.process_set.rank() == 0:
-                    _log.warning("overlap='forward': updates stay in their step, as %s", found)
-                raise CannotDeferError(found)
-            if engine.defers:
-                slots = slots_of(optimizer, optimizer._trainable_variables)
-                mine = [*engine.settings.variables, *map(raw, slots)]
-                pending.watch(mine, optimizer._hvd_pipe)
+    for engine, _ in _engines(optimizer):
+        if engine.end_step():
+            optimizer._hvd_pipe.is_stale = True
+        obstacle = engine.problem()
+        if engine.defers and obstacle is not None:
+            engine.may_defer = False
+            if optimizer._hvd_pipe.arguments.process_set.rank() == 0:
+                _log.warning("overlap='forward': updates stay in their step, as %s", obstacle)
+            raise CannotDeferError(obstacle)
+        if engine.defers:
+            slots = slots_of(optimizer, optimizer._trainable_variables)
+            variables = [*engine.settings.variables, *map(raw, slots)]
+            pending.watch(variables, optimizer._hvd_pipe)
 
 
 class CannotDeferError(HvdPipeError):
@@ -59,19 +64,15 @@ class CannotDeferError(HvdPipeError):
 
 def finish_step(optimizer: Any) -> None:
     """Make the updates that are late, on all ranks, between two steps."""
-    sessions = list(optimizer._hvd_pipe)
     with pending.settling(optimizer._hvd_pipe) as was_due:
-        if was_due and not sessions:
-            raise HvdPipeError(_SHUT_DOWN)
-        for session in sessions:
-            if isinstance(session.engine, ForwardOverlapEngine):
-                session.engine.drain(optimizer._hvd_pipe_update_of(session))
-
-
-_SHUT_DOWN = (
-    "this variable lacks its last update: under overlap='forward', hvd.shutdown() came before all "
-    "ranks had made it. Call optimizer.synchronize() on all ranks before hvd.shutdown()."
-)
+        if was_due and not list(optimizer._hvd_pipe):
+            raise HvdPipeError(
+                "this variable lacks its last update: under overlap='forward', hvd.shutdown() "
+                "came before all ranks had made it. Call optimizer.synchronize() on all ranks "
+                "before hvd.shutdown()."
+            )
+        for engine, update in _engines(optimizer):
+            engine.drain(update)
 
 
 def meet(optimizer: Any) -> None:
@@ -80,9 +81,8 @@ def meet(optimizer: Any) -> None:
     Raises:
         RanksDisagreeError: It alone has.
     """
-    for session in optimizer._hvd_pipe:
-        if isinstance(session.engine, ForwardOverlapEngine):
-            session.engine.meet()
+    for engine, _ in _engines(optimizer):
+        engine.meet()
 
 
 def interrupt_step(optimizer: Any) -> None:
@@ -95,40 +95,33 @@ def interrupt_step(optimizer: Any) -> None:
 
 def finish_before_apply(optimizer: Any, engine: ForwardOverlapEngine) -> None:
     """As `finish_step` and `finish_loaded`, with the gradients at hand."""
-    if tf.executing_eagerly() and engine.holds:
-        raise HvdPipeError(_COMPUTED)
+    if tf.executing_eagerly() and engine.held:
+        raise HvdPipeError(
+            "these gradients were computed before updates that the checkpoint holds: call "
+            "optimizer.synchronize() on all ranks and compute them again; or put the step into a "
+            "tf.function; or call optimizer.synchronize() on all ranks before saving."
+        )
     if tf.executing_eagerly():
         pending.settle()
     finish_loaded(optimizer)
 
 
-_COMPUTED = (
-    "these gradients were computed before updates that the checkpoint holds: call "
-    "optimizer.synchronize() on all ranks and compute them again; or put the step into a "
-    "tf.function; or call optimizer.synchronize() on all ranks before saving."
-)
-
-
 def finish_loaded(optimizer: Any) -> None:
     """Make the updates that a checkpoint has brought, on all ranks; also within a trace."""
-    for session in optimizer._hvd_pipe:
-        engine = session.engine
-        if isinstance(engine, ForwardOverlapEngine) and (engine.holds or engine.was_loaded):
+    for engine, update in _engines(optimizer):
+        if engine.held or engine.was_loaded:
             with tf.init_scope():  # now, not in the graph that is being traced
-                engine.drain(optimizer._hvd_pipe_update_of(session))
+                engine.drain(update)
 
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """In place of a model's function of a step; leaves nothing where no call of ``fit`` watches.
-
-    Args:
-        step: Keras' function.
-        optimizers: Returns those of the model.
-    """
+    """A model's function of a step; it leaves nothing where no call of ``fit`` watches."""
 
     step: Callable[[Any], Any]
+    """Keras' function."""
     optimizers: Callable[[], list[Any]]
+    """Returns those of the model."""
 
     def __call__(self, iterator: Any) -> Any:
         for each in self.optimizers():
@@ -137,7 +130,7 @@ class WatchedStep:
                 pass  # the step does
         try:
             with refused():
-                found = self.step(iterator)
+                logs = self.step(iterator)
         except CannotDeferError:  # in a trace, which is alike on all ranks
             for each in self.optimizers():
                 finish_step(each)
@@ -145,13 +138,13 @@ class WatchedStep:
             return self(iterator)
         finally:  # also where data has run out
             for each in self.optimizers():
-                if any(getattr(session.engine, "defers", False) for session in each._hvd_pipe):
+                if any(session.engine.defers for session in each._hvd_pipe):
                     pending.due[id(each._hvd_pipe)] = partial(finish_step, each)
         for each in self.optimizers():
             watcher = each._hvd_pipe.watcher
             if watcher is None or not watcher.is_driven:
                 finish_step(each)
-        return found
+        return logs
 
 
 def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
@@ -162,10 +155,10 @@ def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
     def train_step(*arguments: Any, **keywords: Any) -> Any:
         for each in optimizers():
             begin_step(each)
-        found = plain(*arguments, **keywords)
+        logs = plain(*arguments, **keywords)
         for each in optimizers():
             end_step(each)
-        return found
+        return logs
 
     attributes["train_step"] = train_step  # past Keras' tracking, for this call alone
     try:

@@ -40,8 +40,7 @@ from hvd_pipe.tensorflow.keras.accumulation import (
 )
 from hvd_pipe.tensorflow.keras_patches import build, note_distributed
 from hvd_pipe.tensorflow.measuring import timeline
-from hvd_pipe.tensorflow.session import Session
-from hvd_pipe.tensorflow.sessions import Sessions
+from hvd_pipe.tensorflow.sessions import Session, Sessions
 from hvd_pipe.tensorflow.strategies.base import Gradients, OptimizerAccess
 from hvd_pipe.tensorflow.strategies.forward_overlap import ForwardOverlapEngine
 
@@ -119,8 +118,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         due = engine.exchange(session.outgoing(gradients))
         incoming, variables = session.incoming(due.gradients, gradients), session.variables
         update: Update = super().apply
-        if isinstance(engine, ForwardOverlapEngine) and engine.left(due.gradients):
-            engine.note(self._iterations, self.learning_rate)
+        if due.note is not None:
+            due.note(self._iterations, self.learning_rate)
             update = self._hvd_pipe_apply_there
         own: Update = self._hvd_pipe_apply_own
         if scaler is not None:
@@ -135,16 +134,13 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             else:  # what does not travel is due at once; ranks that have none of it vote
                 there = branch(update, incoming, variables)
                 tf.cond(due.when, there, branch(own, session.own(incoming), variables))
-        engine.after_step(self._hvd_pipe_access(session) if engine.predicts else None)
         if engine.replicas is not None:
             engine.compare_replicas(due.gradients)
-        if isinstance(engine, ForwardOverlapEngine):
-            engine.end_update()
-
-    def _hvd_pipe_access(self, session: Session) -> OptimizerAccess:
-        return OptimizerAccess(
-            [raw(each) for each in self.variables], self._hvd_pipe_update_of(session)
-        )
+        access: OptimizerAccess | None = None
+        if engine.predicts:
+            state = [raw(each) for each in self.variables]
+            access = OptimizerAccess(state, self._hvd_pipe_update_of(session))
+        engine.after_step(access)
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
         engine = session.engine
@@ -216,8 +212,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         statistics = statistics_of(trained, self._hvd_pipe_local | self._hvd_pipe_kept)
         shapes = shapes_of(statistics)
         lines = [
-            (f"the statistics {name}", f"{dtype.name}{shape}")
-            for name, dtype, shape in zip(shapes.names, shapes.dtypes, shapes.shapes, strict=True)
+            (f"the statistics {name}", f"{shapes.dtypes[i].name}{shapes.shapes[i]}")
+            for i, name in enumerate(shapes.names)
         ]
         check_alike(lines, f"{self._hvd_pipe.tag}.statistics", process_set)
         local[0].engine.equalise(statistics)
@@ -325,14 +321,13 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
     cls = _distributed_class(plain, dataclasses.replace(arguments, groups=groups))
     wrapped = cls.__new__(cls)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)  # past Keras' tracking
-    fields = {
-        "_hvd_pipe": sessions,
-        "_hvd_pipe_local": set(),
-        "_hvd_pipe_kept": set(),
-        "_hvd_pipe_accumulation": Accumulation(wrapped, arguments),
-        "_hvd_pipe_is_scaled": False,
-    }
-    wrapped.__dict__.update(fields)  # not tracked: files are as of a plain optimizer
+    wrapped.__dict__.update(  # not tracked: files are as of a plain optimizer
+        _hvd_pipe=sessions,
+        _hvd_pipe_local=set(),
+        _hvd_pipe_kept=set(),
+        _hvd_pipe_accumulation=Accumulation(wrapped, arguments),
+        _hvd_pipe_is_scaled=False,
+    )
     sessions.own(wrapped._hvd_pipe_accumulation)
     wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
     return wrapped
@@ -349,20 +344,17 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
     for known in _classes:
         if known._hvd_pipe_plain is cls and known._hvd_pipe_arguments == arguments:
             return known
-    members = {
-        "__doc__": cls.__doc__,
-        "_hvd_pipe_plain": cls,
-        "_hvd_pipe_arguments": arguments,
-    }
-    made = type(cls.__name__, (DistributedMixin, cls), members)
+    own = {"_hvd_pipe_plain": cls, "_hvd_pipe_arguments": arguments}
+    members = {"__doc__": cls.__doc__, **own}
+    distributed = type(cls.__name__, (DistributedMixin, cls), members)
     public = getattr(keras.optimizers, cls.__name__, None) is cls
-    made.__module__ = "keras.optimizers" if public else cls.__module__
-    made.__qualname__ = cls.__qualname__
+    distributed.__module__ = "keras.optimizers" if public else cls.__module__
+    distributed.__qualname__ = cls.__qualname__
     registered = object_registration.GLOBAL_CUSTOM_NAMES
     if cls in registered:
-        registered[made] = registered[cls]
-    _classes.add(made)
-    return made
+        registered[distributed] = registered[cls]
+    _classes.add(distributed)
+    return distributed
 
 
 def _scaled(
@@ -375,21 +367,14 @@ def _scaled(
     """Apply gradients as Keras' LossScaleOptimizer does, but alike on all ranks."""
     finite = session.finite_everywhere(scaler.check_finite(gradients))
 
+    def count(steps: Any, factor: float) -> None:
+        scaler.step_counter.assign(steps)
+        scaler.dynamic_scale.assign(scaler.dynamic_scale * factor)
+
     def and_grow() -> None:
         apply(gradients, variables)
-        full = keras.ops.equal(scaler.step_counter, scaler.dynamic_growth_steps - 1)
+        steps = scaler.step_counter + 1
+        full = keras.ops.equal(steps, scaler.dynamic_growth_steps)
+        tf.cond(full, branch(count, 0, 2.0), branch(count, steps, 1.0))
 
-        def grow() -> None:
-            scaler.step_counter.assign(0)
-            scaler.dynamic_scale.assign(scaler.dynamic_scale * 2.0)
-
-        def count() -> None:
-            scaler.step_counter.assign_add(1)
-
-        tf.cond(full, branch(grow), branch(count))
-
-    def shrink() -> None:
-        scaler.step_counter.assign(0)
-        scaler.dynamic_scale.assign(scaler.dynamic_scale * 0.5)
-
-    tf.cond(finite, branch(and_grow), branch(shrink))
+    tf.cond(finite, branch(and_grow), branch(count, 0, 0.5))

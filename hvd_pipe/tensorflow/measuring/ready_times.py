@@ -33,11 +33,7 @@ from hvd_pipe.tensorflow.agree import largest
 
 
 class ReadyTimes:
-    """Moments at which gradients become ready, and their averages, over some steps of a graph.
-
-    Args:
-        count: How many gradients there are.
-    """
+    """Moments at which gradients become ready, and their averages, over some steps of a graph."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -65,27 +61,20 @@ class ReadyTimes:
         return {
             index: gradient
             if isinstance(gradient, tf.IndexedSlices)
-            else self._mark(index, gradient)
+            else noted([gradient], partial(self._note, index))[0]
             for index, gradient in gradients.items()
         }
-
-    def _mark(self, index: int, gradient: tf.Tensor) -> tf.Tensor:
-        return noted([gradient], partial(self._note, index))[0]
 
     def _note(self, index: int) -> None:
         self._moments[index] = time.perf_counter()
 
     def arrived(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
         """Return the averages, none of which is there before the last one."""
-        dense = {
-            index: each
-            for index, each in gradients.items()
-            if not isinstance(each, tf.IndexedSlices)
-        }
+        dense = {i: g for i, g in gradients.items() if not isinstance(g, tf.IndexedSlices)}
         if not dense:
             return gradients
-        found = noted(list(dense.values()), self._note_averages)
-        return {**gradients, **dict(zip(dense, found, strict=True))}
+        together = noted(list(dense.values()), self._note_averages)
+        return {**gradients, **dict(zip(dense, together, strict=True))}
 
     def _note_averages(self) -> None:
         self._averaged = time.perf_counter()
@@ -136,10 +125,7 @@ def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Ten
 def measure_comm(largest_bytes: int, process_set: ProcessSet, tag: str) -> CommModel:
     """Time all-reduces as `runtime.comm_probe.measure_comm` does; on all ranks, outside a graph.
 
-    Args:
-        largest_bytes: The size of the largest message that matters, in bytes.
-        process_set: The ranks that take part.
-        tag: Begins the names of the messages.
+    ``largest_bytes`` is the size of the largest message that matters. ``tag`` begins the names.
     """
     return comm_probe.measure_comm(largest_bytes, _Sender(process_set, tag))
 
@@ -157,14 +143,6 @@ class _Sender:
         )
 
     def seconds(self, size: int, n: int) -> float:
-        send = self._sending(n)
-        parts = tf.split(self._buffer[: n * size // 4], n)
-        send.get_concrete_function(*parts)  # traced before the clock starts
-        start = time.perf_counter()
-        tf.group(send(*parts))
-        return time.perf_counter() - start
-
-    def _sending(self, n: int) -> Any:
         @tf.function  # type: ignore[untyped-decorator]
         def send(*parts: tf.Tensor) -> list[tf.Tensor]:
             return [
@@ -179,7 +157,11 @@ class _Sender:
                 for i, part in enumerate(parts)
             ]
 
-        return send
+        parts = tf.split(self._buffer[: n * size // 4], n)
+        send.get_concrete_function(*parts)  # traced before the clock starts
+        start = time.perf_counter()
+        tf.group(send(*parts))
+        return time.perf_counter() - start
 
     def largest(self, values: Sequence[float]) -> list[float]:
         return largest(values, f"{self._tag}.largest", self._process_set)
@@ -193,9 +175,6 @@ class JobTimes(ReadyTimes):
 
     Steps are told apart by the ends of their updates, so several steps an execution
     (``steps_per_execution``), and passes that only accumulate, are counted as they are.
-
-    Args:
-        count: How many gradients there are.
     """
 
     def __init__(self, count: int) -> None:

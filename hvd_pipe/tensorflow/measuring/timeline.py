@@ -22,13 +22,7 @@ from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import ProcessSet, Sum, rank, size
 
 from hvd_pipe.runtime.consensus import Description
-from hvd_pipe.runtime.timeline import (
-    OFF,
-    Recorder,
-    agree_on_clock,
-    open_recorder,
-    own_clock,
-)
+from hvd_pipe.runtime.timeline import OFF, Recorder, agree_on_clock, open_recorder, own_clock
 from hvd_pipe.tensorflow.agree import gather
 
 _log = logging.getLogger("hvd_pipe")

@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_pipe.runtime.bucket_planner import GradientIndex
-from hvd_pipe.tensorflow.graphs import Arrays
 from hvd_pipe.tensorflow.messages.reduction import Feedback, Reduction
 
 
@@ -33,13 +32,7 @@ class Shapes(GradientIndex):
 
 
 class Packing:
-    """Lays gradients into flat buffers and takes them out again.
-
-    Args:
-        shapes: All gradients.
-        groups: The indices of the gradients of each buffer, in the order in which they lie there;
-            one dtype in each.
-    """
+    """Lays gradients into flat buffers, each of one dtype, and takes them out again."""
 
     def __init__(self, shapes: Shapes, groups: Sequence[Sequence[int]]) -> None:
         self.shapes, self.groups = shapes, [list(group) for group in groups]
@@ -91,10 +84,6 @@ class Residuals:
             if feedback is not None
             for name, each in feedback.named(f"{i}.{self._buckets:08x}").items()
         }
-
-    def state(self) -> Arrays:
-        """Return copies of them all."""
-        return {name: each.numpy() for name, each in self.named.items()}
 
 
 def piece_sizes(numel: int, count: int) -> list[int]:

@@ -8,6 +8,7 @@ unique among what can be in flight together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from functools import reduce as fold
@@ -31,15 +32,12 @@ RESIDUAL = "lost."
 
 @dataclass(frozen=True)
 class Feedback:
-    """The residuals of a message: what encoding has lost, which is added to what comes next.
-
-    Args:
-        sent: Lost where this rank encoded its own values; a float32 row for each rank.
-        reduced: Lost where it encoded the sums of its own slice; one row.
-    """
+    """The residuals of a message: what encoding has lost, which is added to what comes next."""
 
     sent: tf.Variable
+    """Lost where this rank encoded its own values; a float32 row for each rank."""
     reduced: tf.Variable
+    """Lost where it encoded the sums of its own slice; one row."""
 
     def named(self, label: str) -> dict[str, tf.Variable]:
         """Return the variables, by the names that they have in a checkpoint."""
@@ -51,16 +49,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings.
-
-    Args:
-        op: ``hvd.Average`` or ``hvd.Sum``.
-        gradient_predivide_factor: Divides before the sum, and n over it after.
-        compression: One of ``hvd.Compression``.
-        process_set: The ranks that take part.
-        device: Where dense buffers are reduced; empty for where Horovod likes it.
-        weights: For dense buffers, a positive number a rank; empty for a plain mean.
-    """
+    """How a buffer is reduced over the ranks; Horovod's own arguments and meanings."""
 
     op: Any = Average
     gradient_predivide_factor: float = 1.0
@@ -68,6 +57,7 @@ class Reduction:
     process_set: ProcessSet = global_process_set
     device: str = ""
     weights: Sequence[float] = ()
+    """For dense buffers, a positive number a rank; empty for a plain mean."""
 
     @cached_property
     def alone(self) -> bool:
@@ -128,41 +118,36 @@ class Reduction:
         return self.workers * self.codec.nbytes(_slice(numel, self.workers, self.codec.chunk))
 
     # Architecture: K8
-    def reduce(
-        self,
-        flat: tf.Tensor,
-        name: str,
-        feedback: Feedback | None = None,
-    ) -> tf.Tensor:
+    def reduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None = None) -> tf.Tensor:
         """Return the reduced buffer: the same bits on every rank."""
         if self.alone:
             return tf.identity(flat)
         name = call_name(name)
         if self.factor != 1.0:
             flat = flat * tf.constant(self.factor, flat.dtype)
-        is_shown = timeline.active.is_on and tf.executing_eagerly()
-        if not (check_mode.active.on or is_shown):
-            return self._allreduce(flat, name, feedback)
-        with timeline.sending(name, self.wire_bytes(flat.shape[0], flat.dtype)):
-            return delayed(self._allreduce(delayed(flat), name, feedback))
-
-    def _allreduce(self, flat: tf.Tensor, name: str, feedback: Feedback | None) -> tf.Tensor:
+        span: AbstractContextManager[None] = nullcontext()
+        if timeline.active.is_on and tf.executing_eagerly():
+            span = timeline.sending(name, self.wire_bytes(flat.shape[0], flat.dtype))
+        if check_mode.active.on:
+            flat = delayed(flat)
         name = f"HorovodAllreduce.{name}"  # Horovod's elastic.run knows its failures by this word
-        with tf.device(self.device):
+        with span, tf.device(self.device):
             if self.codec is not None:
-                return self._exchange(self.codec, flat, name, feedback)
-            wire, context = self.compression.compress(flat)
-            factor = self.gradient_predivide_factor if self.op == Average else 1.0
-            arrived = mpi_ops._allreduce(
-                wire,
-                name=name,
-                op=self.op,
-                prescale_factor=1.0 / factor,
-                postscale_factor=factor,
-                ignore_name_scope=True,
-                process_set=self.process_set,
-            )
-            return self.compression.decompress(arrived, context)
+                reduced = self._exchange(self.codec, flat, name, feedback)
+            else:
+                wire, context = self.compression.compress(flat)
+                factor = self.gradient_predivide_factor if self.op == Average else 1.0
+                arrived = mpi_ops._allreduce(
+                    wire,
+                    name=name,
+                    op=self.op,
+                    prescale_factor=1.0 / factor,
+                    postscale_factor=factor,
+                    ignore_name_scope=True,
+                    process_set=self.process_set,
+                )
+                reduced = self.compression.decompress(arrived, context)
+            return delayed(reduced) if check_mode.active.on else reduced
 
     def gather(self, sparse: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""

@@ -40,55 +40,38 @@ def same(gradient: Any) -> Any:
 
 @dataclass(frozen=True)
 class Momentum:
-    """A variable of the optimizer that has a value for each value of a model variable.
-
-    Args:
-        variable: It.
-        name: Of its model variable, and of what it is.
-        nonnegative: Whether the optimizer takes a root of it.
-    """
+    """A variable of the optimizer that has a value for each value of a model variable."""
 
     variable: tf.Variable
     name: str
     nonnegative: bool = False
+    """Whether the optimizer takes a root of it."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a `DistributedOptimizer` or a tape was asked for, in terms of its variables' indices.
-
-    Args:
-        shapes: Names, shapes and dtypes of all variables, in an order that all ranks share.
-        variables: These variables.
-        reduction: How gradients are reduced.
-        tag: Begins the names of all messages.
-        sparse: Indices of the gradients that travel as they are, sparse.
-        groups: Gradients that the user groups by hand (indices), or None.
-        momenta: The owner's momenta of these variables; none for a tape.
-    """
+    """What an optimizer or a tape was asked for, in terms of its variables' indices."""
 
     shapes: Shapes
     variables: Sequence[Any]
     reduction: Reduction
     tag: str
+    """Begins the names of all messages."""
     sparse: frozenset[int] = frozenset()
+    """The gradients that travel as they are, sparse."""
     groups: Sequence[Sequence[int]] | None = None
+    """The gradients that the user groups by hand."""
     momenta: Sequence[Momentum] = ()
 
     @property
     def dense(self) -> list[int]:
-        """The indices of the gradients that travel in buckets."""
+        """The gradients that travel in buckets."""
         return [index for index in range(len(self.shapes)) if index not in self.sparse]
 
 
 @dataclass(frozen=True)
 class OptimizerAccess:
-    """What prediction asks of the user's optimizer.
-
-    Args:
-        state: Its variables.
-        update: Applies gradients, by index.
-    """
+    """What prediction asks of the user's optimizer: its variables, and how it updates."""
 
     state: Sequence[tf.Variable]
     update: Callable[[Gradients], None]
@@ -96,15 +79,13 @@ class OptimizerAccess:
 
 @dataclass(frozen=True)
 class Due:
-    """What the optimizer may apply in this step.
-
-    Args:
-        gradients: By index.
-        when: A bool tensor, the same on all ranks; None where there always is an update.
-    """
+    """What the optimizer may apply in this step."""
 
     gradients: Gradients
     when: tf.Tensor | None = None
+    """A bool, the same on all ranks; None where there always is an update."""
+    note: Callable[[Any, Any], None] | None = None
+    """Takes the iterations and the learning rate where some updates are left to the next step."""
 
 
 class Engine(abc.ABC):
@@ -133,6 +114,11 @@ class Engine(abc.ABC):
                 settings.reduction.process_set,
             )
 
+    @property
+    def defers(self) -> bool:
+        """Whether steps that are traced from now on leave messages to the next one."""
+        return False
+
     def compare_replicas(self, due: Gradients) -> None:
         """Under ``HVD_PIPE_CHECK``, compare weights and due gradients every some steps."""
         if self.replicas is None or self.is_local or not self.keeps_equal:
@@ -151,11 +137,7 @@ class Engine(abc.ABC):
         """Send this rank's gradients and return what is due."""
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:  # noqa: B027 - most do nothing
-        """Go on after the update, or after the step that had none.
-
-        Args:
-            access: What the owner's update does, and its variables; None for a tape.
-        """
+        """Go on after the update, or after the step that had none; a tape gives no access."""
 
     @abc.abstractmethod
     def drain(self, update: Callable[[Gradients], None]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,15 @@ from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.tensorflow.agree import meet
-from hvd_pipe.tensorflow.graphs import Arrays, branch, by_index, restore, used_since, variable
+from hvd_pipe.tensorflow.graphs import (
+    Arrays,
+    branch,
+    by_index,
+    data_of_step,
+    restore,
+    used_since,
+    variable,
+)
 from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
 from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals, piece_sizes
 from hvd_pipe.tensorflow.strategies.base import (
@@ -108,7 +116,7 @@ class MergedGradientEngine(Engine):
         """Nothing is ever in flight between two steps."""
 
     def state(self) -> Arrays:
-        return self._residuals.state()
+        return {name: each.numpy() for name, each in self._residuals.named.items()}
 
     def load(self, state: Arrays) -> None:
         if any(name.startswith("gradient.") for name in state):
@@ -125,40 +133,51 @@ _log = logging.getLogger("hvd_pipe")
 Update = Callable[[Gradients], None]
 
 
+@dataclass
+class _Trace:
+    """How far the step of a graph has been traced."""
+
+    graph: weakref.ref[Any]
+    begins: bool = False
+    """Whether late updates have been made, and no gradients have come since."""
+    applies: bool = False
+    """Whether gradients have come."""
+    leaves: bool = False
+    """Whether some of them are left to the next step."""
+    updated: int | None = None
+    """How many operations there were after the update."""
+    sent: list[tf.Tensor] = field(default_factory=list)
+    """What messages have brought, in the order in which they leave."""
+
+
 class ForwardOverlapEngine(MergedGradientEngine):
     """As its base, until it has a plan with an order, and a step that begins with `begin_step`."""
 
     def __init__(self, settings: Settings, strategy: MergedGradient, plan: Plan | None) -> None:
         self.may_defer = False
         """Whether all ranks have found that updates may be made layer by layer."""
-        self.applies_again = False
-        """Whether some step has applied gradients more than once."""
-        self.read_after_update: str | None = None
-        """A variable that some step reads after its update."""
-        self._is_idle = False
-        """Whether the step that was traced last does not train these variables."""
         self.has_saved_plan = False
         """Whether a checkpoint has brought the plan, so that no other is tried."""
-        self._leaves: Callable[[], Any] = lambda: None
-        """The graph of a step that leaves messages to the next one."""
-        self._updated: Callable[[], Any] = lambda: None
-        self._operations = 0
-        """How many the graph of `_updated` had after the update."""
-        tag = settings.tag
-        self._is_pending = variable([], tf.bool, f"{tag}.is_pending")
-        self._iterations = variable([], tf.int64, f"{tag}.iterations")
-        self._rate = variable([], tf.float64, f"{tag}.rate")
-        self._graph: Callable[[], Any] = lambda: None
-        self._begun: Callable[[], Any] = lambda: None
-        self._sent: list[tf.Tensor] = []
-        self._held: Gradients = {}
+        self.held: Gradients = {}
         """Gradients of a checkpoint that are still to be applied."""
-        self._held_weights: dict[int, tf.Tensor] = {}
-        """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint that NaN stands for."""
         self.was_loaded = False
         """Whether a checkpoint has changed what is in flight, and ranks have not met since."""
+        self._held_weights: dict[int, tf.Tensor] = {}
+        """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint that NaN stands for."""
         self._takes_plan = plan is None
         """Whether the user has given none, and no step has been traced."""
+        self._trace: _Trace | None = None
+        self._obstacle: str | None = None
+        """Why a step that was traced could not leave updates to the next one."""
+        self._is_idle = False
+        """Whether the step that was traced last does not train these variables."""
+        tag = settings.tag
+        self._is_pending = variable([], tf.bool, f"{tag}.is_pending")
+        self._noted = {
+            "iterations": variable([], tf.int64, f"{tag}.iterations"),
+            "rate": variable([], tf.float64, f"{tag}.rate"),
+        }
+        """Of the step whose updates are late."""
         super().__init__(settings, strategy, plan)
 
     def adopt(self, plan: Plan | None) -> None:
@@ -195,13 +214,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     @property
     def defers(self) -> bool:
-        """Whether steps that are traced from now on leave messages to the next one."""
         return bool(self._late) and self.may_defer and not self.settings.reduction.alone
-
-    @property
-    def begins(self) -> bool:
-        """Whether a step that is traced now begins with late updates of these variables."""
-        return self.defers and not self._is_idle
 
     def problem(self) -> str | None:
         """Return why messages of this engine cannot be left to the next step, or None."""
@@ -210,55 +223,56 @@ class ForwardOverlapEngine(MergedGradientEngine):
             return f"the gradient of {name!r} is sparse (sparse_as_dense=True sends a dense one)"
         if self.settings.reduction.codec is not None:
             return "compressed messages have residuals of their own"
-        if self.applies_again:
-            return "a step applies gradients more than once"
-        if self.read_after_update is not None:
-            return f"a step uses {self.read_after_update!r} after its update"
-        return None
-
-    @property
-    def holds(self) -> bool:
-        """Whether updates of a checkpoint are still to be made."""
-        return bool(self._held)
+        return self._obstacle
 
     # A step.
 
+    def _traced(self) -> _Trace:
+        """Return how far the step has been traced whose graph this is."""
+        graph = ops.get_default_graph()
+        if self._trace is None or self._trace.graph() is not graph:
+            self._trace = _Trace(weakref.ref(graph))
+        return self._trace
+
     def begin_step(self, update: Update) -> None:
         """Before the forward pass, in its graph: finish the step before, bucket by bucket."""
-        if tf.executing_eagerly() or not self.begins:
+        if tf.executing_eagerly() or not self.defers or self._is_idle:
             return
-        self._begun = weakref.ref(ops.get_default_graph())
-        self._finish(update)
+        trace = self._traced()
+        trace.begins, trace.sent = True, []
+        with tf.control_dependencies(data_of_step()):
+            self._finish(update, trace.sent)
 
-    def _finish(self, update: Update) -> None:
-        pending, self._sent = self._is_pending.read_value(), []
+    def _finish(self, update: Update, sent: list[tf.Tensor]) -> None:
+        pending = self._is_pending.read_value()
         if self._covered:
             tf.cond(pending, branch(self._uncover), tf.no_op)
         flats = {place: each.read_value() for place, each in self._kept.items()}
         for place in range(self._first_late, len(self._order)):
-            flats[place] = self._send(flats[place], f"late.{place}", pending)
+            flats[place] = self._send(flats[place], f"late.{place}", sent, pending)
         for gradients in self._whole(flats):
             tf.cond(pending, branch(update, gradients), tf.no_op)
         with tf.control_dependencies(list(flats.values())):  # it stays pending where one fails
             self._is_pending.assign(False)
 
+    def _uncover(self) -> None:
+        for index, each in self._covered.items():
+            self.settings.variables[index].assign(each.read_value())
+
     def exchange(self, gradients: Gradients) -> Due:
         self._takes_plan = False
         if tf.executing_eagerly():
             return super().exchange(gradients)
-        graph = ops.get_default_graph()
-        self.applies_again |= self._graph() is graph
-        self._graph = weakref.ref(graph)
-        begun, self._begun = self._begun(), lambda: None
-        if begun is not graph:
+        trace = self._traced()
+        if trace.applies:
+            self._obstacle = "a step applies gradients more than once"
+        trace.applies = True
+        if not trace.begins:
             check = tf.debugging.Assert(tf.logical_not(self._is_pending), [_PENDING])
             with tf.control_dependencies([check]):
                 gradients = {i: same(each) for i, each in gradients.items()}
             return super().exchange(gradients)
-        self._leaves = weakref.ref(graph)
-        return self._exchange_early(gradients)
-
-    def _exchange_early(self, gradients: Gradients) -> Due:
+        trace.begins, trace.leaves = False, True
         if self.times is not None:
             gradients = self.times.watched(gradients)
         flats: dict[int, tf.Tensor] = {}
@@ -269,66 +283,62 @@ class ForwardOverlapEngine(MergedGradientEngine):
         for place, bucket in enumerate(self._order):
             flat = pieces[bucket][self._piece[place]]
             is_early = place < self._first_late
-            flats[place] = self._send(flat, f"gradients.{place}") if is_early else flat
+            flats[place] = self._send(flat, f"gradients.{place}", trace.sent) if is_early else flat
         for place, each in self._kept.items():
             each.assign(flats[place])
         self._is_pending.assign(True)
         *others, last = self._whole(flats, early=True)
         if self.times is not None:
             last = self.times.arrived(last)
-        return Due(together([*others, last]))
+        return Due(together([*others, last]), note=self._note)
 
-    def end_update(self) -> None:
-        """Note, in the graph of a step, that the update of these variables has been traced."""
+    def _note(self, iterations: Any, rate: Any) -> None:
+        self._noted["iterations"].assign(tf.cast(iterations, tf.int64))
+        self._noted["rate"].assign(tf.cast(rate, tf.float64))
+
+    def noted(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the iterations and the learning rate of the step whose updates are late."""
+        return self._noted["iterations"].read_value(), self._noted["rate"].read_value()
+
+    def after_step(self, access: OptimizerAccess | None = None) -> None:
+        super().after_step(access)
         if tf.executing_eagerly():
             return
-        graph = ops.get_default_graph()
-        if self._leaves() is graph:
+        trace = self._traced()
+        if trace.leaves:
             for index, each in self._covered.items():
                 weight = self.settings.variables[index]
                 each.assign(weight.read_value())
                 weight.assign(tf.fill(weight.shape, tf.constant(np.nan, weight.dtype)))
-        self._updated, self._operations = weakref.ref(graph), len(graph.get_operations())
+        trace.updated = len(ops.get_default_graph().get_operations())
 
     def end_step(self) -> bool:
-        """Look, at the end of a step's graph, for operations that use what has been updated."""
-        graph, self._leaves = ops.get_default_graph(), lambda: None
-        if self._updated() is graph:
+        """Look, at the end of a step's graph, for operations that use what has been updated.
+
+        Return whether steps that were traced before begin with other updates.
+        """
+        trace = self._traced()
+        if trace.updated is not None:
             handles = [each.handle for each in self.settings.variables]
-            for index in used_since(graph, self._operations, handles):
-                self.read_after_update = self.settings.shapes.names[index]
-        self._updated, self._sent = lambda: None, []
-        was_idle, self._is_idle = self._is_idle, self._graph() is not graph
+            for index in used_since(trace.graph(), trace.updated, handles):
+                name = self.settings.shapes.names[index]
+                self._obstacle = self._obstacle or f"a step uses {name!r} after its update"
+        trace.leaves, trace.updated, trace.sent = False, None, []
+        was_idle, self._is_idle = self._is_idle, not trace.applies
         return self.defers and was_idle is not self._is_idle
 
-    def _uncover(self) -> None:
-        for index, each in self._covered.items():
-            self.settings.variables[index].assign(each.read_value())
-
-    def left(self, due: Gradients) -> bool:
-        """Whether some of a step's gradients are left to the next one."""
-        return len(due) < len(self.settings.shapes)
-
-    def note(self, iterations: Any, rate: Any) -> None:
-        """Keep what the late updates of this step need to know of it."""
-        if self.defers:
-            self._iterations.assign(tf.cast(iterations, tf.int64))
-            self._rate.assign(tf.cast(rate, tf.float64))
-
-    def noted(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the iterations and the learning rate of the step whose updates are late."""
-        return self._iterations.read_value(), self._rate.read_value()
-
-    def _send(self, flat: tf.Tensor, name: str, when: tf.Tensor | None = None) -> tf.Tensor:
+    def _send(
+        self, flat: tf.Tensor, name: str, sent: list[tf.Tensor], when: tf.Tensor | None = None
+    ) -> tf.Tensor:
         """Reduce, behind the message before the last one; late ones only ``when`` pending."""
         name, reduce = f"{self.settings.tag}.{name}", self.settings.reduction.reduce
-        with tf.control_dependencies(self._sent[-2:-1]):
+        with tf.control_dependencies(sent[-2:-1]):
             if when is None:
-                found = reduce(flat, name)
+                reduced = reduce(flat, name)
             else:
-                found = tf.cond(when, partial(reduce, flat, name), lambda: tf.identity(flat))
-        self._sent.append(found)
-        return found
+                reduced = tf.cond(when, partial(reduce, flat, name), lambda: tf.identity(flat))
+        sent.append(reduced)
+        return reduced
 
     def _whole(self, flats: dict[int, tf.Tensor], early: bool = False) -> list[Gradients]:
         """Return the gradients of the early or the late buckets, as their messages are ordered."""
@@ -336,63 +346,56 @@ class ForwardOverlapEngine(MergedGradientEngine):
         for place, bucket in enumerate(self._order):
             if (bucket in self._late) is not early:
                 places.setdefault(bucket, []).append(place)
-        found: list[Gradients] = []
-        for bucket, own in sorted(places.items(), key=lambda each: each[1][-1]):
+        buckets: list[Gradients] = []
+        for bucket, own in sorted(places.items(), key=lambda pair: pair[1][-1]):
             packing = Packing(self.settings.shapes, [self._packing.groups[bucket]])
-            found.append(packing.unpack([tf.concat([flats[place] for place in own], axis=0)]))
-        return found
+            buckets.append(packing.unpack([tf.concat([flats[place] for place in own], axis=0)]))
+        return buckets
 
     # Between two steps.
 
     def is_ahead(self) -> bool:
-        return bool(self._held) or bool(self._is_pending.numpy())
+        return bool(self.held) or bool(self._is_pending.numpy())
 
     def meet(self) -> None:
         """Compare what is in flight with the other ranks; all come here before they go on."""
         self.was_loaded = False
         first = f"late.{self._first_late}" if self.defers else "gradients.0"
-        mine = [index in self._held for index in range(len(self.settings.shapes))]
+        mine = [index in self.held for index in range(len(self.settings.shapes))]
         mine.append(bool(self._is_pending.numpy()))
         meet(mine, f"{self.settings.tag}.{first}", self.settings.reduction)
 
     def drain(self, update: Update) -> None:
         if self.was_loaded:
             self.meet()
-        if self._held:
-            held, self._held = self._held, {}
+        if self.held:
+            held, self.held = self.held, {}
             for index, weight in self._held_weights.items():
                 self.settings.variables[index].assign(weight)
-            update(self._reduced(held))
+            groups = self.settings.shapes.dtype_groups(sorted(held))
+            packing, reduction = Packing(self.settings.shapes, groups), self.settings.reduction
+            flats = [
+                reduction.reduce(flat, f"{self.settings.tag}.held.{i}")
+                for i, flat in enumerate(packing.pack(held))
+            ]
+            update(packing.unpack(flats))
         if not self._is_pending.numpy():
             return
         if self._alone is None:  # a graph: eager operations lose the names of their messages
-            self._alone = tf.function(partial(self._finish_alone, update), autograph=False)
+            self._alone = tf.function(lambda: self._finish(update, []), autograph=False)
         self._alone()
-
-    def _finish_alone(self, update: Update) -> None:
-        self._finish(update)
-        self._sent = []
-
-    def _reduced(self, gradients: Gradients) -> Gradients:
-        groups = self.settings.shapes.dtype_groups(sorted(gradients))
-        packing, reduction = Packing(self.settings.shapes, groups), self.settings.reduction
-        flats = [
-            reduction.reduce(flat, f"{self.settings.tag}.held.{i}")
-            for i, flat in enumerate(packing.pack(gradients))
-        ]
-        return packing.unpack(flats)
 
     def state(self) -> Arrays:
         """Return the gradients that are still to be applied, by variable, and the plan that stays.
 
         What has been averaged stands there as this rank's own: that is its average once more.
         """
-        found = super().state()
+        state = super().state()
         if self.plan is not None and self.plan.tried_forward:
             index_of = {name: str(i) for i, name in enumerate(self.settings.shapes.names)}
-            found[_PLAN] = np.array(_renamed(self.plan, index_of).to_json())
-            found[_WORKERS] = np.array(self.settings.reduction.workers)
-        pending: Gradients = self._held
+            state[_PLAN] = np.array(_renamed(self.plan, index_of).to_json())
+            state[_WORKERS] = np.array(self.settings.reduction.workers)
+        pending: Gradients = self.held
         weights: Gradients = self._held_weights
         if not pending and self._is_pending.numpy():
             weights = self._covered
@@ -404,42 +407,35 @@ class ForwardOverlapEngine(MergedGradientEngine):
             }
             pending = together(self._whole(flats))
         if pending:
-            found |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
-            found |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
-            found |= {name: each.numpy() for name, each in self._named.items()}
-        return found
+            state |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
+            state |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
+            state |= {name: each.numpy() for name, each in self._noted.items()}
+        return state
 
     def load(self, state: Arrays) -> None:
+        shapes, dtypes = self.settings.shapes.shapes, self.settings.shapes.dtypes
         if self._takes_plan and state.get(_WORKERS) == self.settings.reduction.workers:
-            self._take_saved(Plan.from_json(str(state[_PLAN])))
+            names = self.settings.shapes.names
+            plan = Plan.from_json(str(state[_PLAN]))
+            if set(plan.names) == set(map(str, self.settings.dense)):
+                self.adopt(_renamed(plan, {name: names[int(name)] for name in plan.names}))
+                self.has_saved_plan = True
         super().load({name: each for name, each in state.items() if name in self._residuals.named})
-        restore(self._named, state)
+        restore(self._noted, state)
         self.was_loaded |= self.is_ahead()
         self._is_pending.assign(False)
-        self._held, self._held_weights = {}, {}
-        found, weights = by_index(state, "gradient."), by_index(state, "weight.")
-        shapes, dtypes = self.settings.shapes.shapes, self.settings.shapes.dtypes
-        if all(i < len(shapes) and list(each.shape) == shapes[i] for i, each in found.items()):
-            self._held = {i: tf.constant(each, dtypes[i]) for i, each in found.items()}
+        self.held, self._held_weights = {}, {}
+        gradients, weights = by_index(state, "gradient."), by_index(state, "weight.")
+        if all(i < len(shapes) and list(each.shape) == shapes[i] for i, each in gradients.items()):
+            self.held = {i: tf.constant(each, dtypes[i]) for i, each in gradients.items()}
             self._held_weights = {i: tf.constant(each, dtypes[i]) for i, each in weights.items()}
-            self.was_loaded |= bool(found)
+            self.was_loaded |= bool(gradients)
         else:
             _log.warning(
                 "the update that was in flight is lost, as it does not fit the variables here: "
                 "load with the model that it was saved with, or call optimizer.synchronize() on "
                 "all ranks before saving"
             )
-
-    def _take_saved(self, plan: Plan) -> None:
-        """Go on with the plan of a checkpoint, if that is of these variables."""
-        names = self.settings.shapes.names
-        if set(plan.names) == set(map(str, self.settings.dense)):
-            self.adopt(_renamed(plan, {name: names[int(name)] for name in plan.names}))
-            self.has_saved_plan = True
-
-    @property
-    def _named(self) -> dict[str, tf.Variable]:
-        return {"iterations": self._iterations, "rate": self._rate}
 
 
 _PLAN, _WORKERS = "plan", "workers"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from horovod.tensorflow.mpi_ops import Sum
 
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES
 from hvd_pipe.strategy import PipeSGD
-from hvd_pipe.tensorflow.graphs import Arrays, all_finite, data_of_step, restore, variable
+from hvd_pipe.tensorflow.graphs import (
+    Arrays,
+    all_finite,
+    branch,
+    data_of_step,
+    restore,
+    variable,
+)
 from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, OptimizerAccess, Settings
 
@@ -54,40 +62,42 @@ class PipeSGDEngine(Engine):
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._guess = strategy.prediction
         self.keeps_equal = strategy.prediction != "local"
-        self._prediction: Prediction | None = None
         self.predicts = strategy.prediction != "none"
-        if strategy.prediction != "none":
-            self._prediction = Prediction(settings.variables, settings.tag)
+        self._prediction = Prediction(settings.variables, settings.tag) if self.predicts else None
+        self._named = {
+            "is_pending": self._is_pending,
+            "rounds": self._rounds,
+            **({} if self._prediction is None else self._prediction.named),
+            **self._residuals.named,
+        }
+        """The variables that a state holds, by their names there."""
         self._step: tuple[Gradients, Due] = ({}, Due({}))
 
     def exchange(self, gradients: Gradients) -> Due:
         with tf.control_dependencies(data_of_step()):
-            return self._exchange(gradients)
-
-    def _exchange(self, gradients: Gradients) -> Due:
-        fresh = self._packing.pack(gradients)
-        outgoing = [each.read_value() for each in self._pending]
-        was_pending = self._is_pending.read_value()
-        warm: tf.Tensor | None = None
-        if self._warmup_steps:
-            # One message for both: whichever goes out, it starts as soon as it is there.
-            warm = self._rounds < self._warmup_steps
-            kept, now = outgoing, fresh
-            outgoing = [
-                tf.cond(warm, lambda i=i: now[i], lambda i=i: kept[i]) for i in range(len(kept))
-            ]
-        arrived = self._reduce(outgoing)
-        with tf.control_dependencies(arrived):
-            for each, flat in zip(self._pending, fresh, strict=True):
-                each.assign(flat)
-        self._is_pending.assign(True if warm is None else tf.logical_not(warm))
-        self._rounds.assign_add(1)
-        when = was_pending if warm is None else tf.logical_or(warm, was_pending)
-        due = Due(self._packing.unpack(arrived), when)
-        self._step = (gradients, due)
-        if self._prediction is not None:
-            self._prediction.restore()
-        return due
+            fresh = self._packing.pack(gradients)
+            outgoing = [each.read_value() for each in self._pending]
+            was_pending = self._is_pending.read_value()
+            warm: tf.Tensor | None = None
+            if self._warmup_steps:
+                # One message for both: whichever goes out, it starts as soon as it is there.
+                warm = self._rounds < self._warmup_steps
+                outgoing = [
+                    tf.cond(warm, lambda now=now: now, lambda kept=kept: kept)
+                    for now, kept in zip(fresh, outgoing, strict=True)
+                ]
+            arrived = self._reduce(outgoing)
+            with tf.control_dependencies(arrived):
+                for each, flat in zip(self._pending, fresh, strict=True):
+                    each.assign(flat)
+            self._is_pending.assign(True if warm is None else tf.logical_not(warm))
+            self._rounds.assign_add(1)
+            when = was_pending if warm is None else tf.logical_or(warm, was_pending)
+            due = Due(self._packing.unpack(arrived), when)
+            self._step = (gradients, due)
+            if self._prediction is not None:
+                self._prediction.restore()
+            return due
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         gradients, due = self._step
@@ -100,15 +110,10 @@ class PipeSGDEngine(Engine):
         else:
             factor = self.settings.reduction.workers if self.settings.reduction.op == Sum else 1
             guess = {index: factor * gradient for index, gradient in gradients.items()}
-        prediction = self._prediction
         # A guess that is not finite would ruin the next gradient, and with it the next guess.
         wanted = tf.logical_and(wanted, all_finite(guess.values()))
-
-        def predict() -> Any:
-            prediction.predict(access.state, lambda: access.update(guess))
-            return tf.no_op()
-
-        tf.cond(wanted, predict, tf.no_op)
+        predict = partial(self._prediction.predict, access.state, partial(access.update, guess))
+        tf.cond(wanted, branch(predict), tf.no_op)
 
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
@@ -146,7 +151,7 @@ class PipeSGDEngine(Engine):
         gradients = self._packing.unpack([each.read_value() for each in self._pending])
         return {
             **{f"gradient.{index}": each.numpy() for index, each in gradients.items()},
-            **{name: each.numpy() for name, each in self._named().items()},
+            **{name: each.numpy() for name, each in self._named.items()},
         }
 
     def load(self, state: Arrays) -> None:
@@ -158,21 +163,21 @@ class PipeSGDEngine(Engine):
                 "optimizer.synchronize() on all ranks before saving"
             )
             state = {**state, "is_pending": np.array(False)}
-        restore(self._named(), state)
+        restore(self._named, state)
         for i, each in enumerate(self._pending):
             each.assign(tf.zeros_like(each) if flats is None else flats[i])
 
     def _flats_of(self, state: Arrays) -> list[npt.NDArray[Any]] | None:
         """Return a state's gradient in the buckets of here; None where it does not fit."""
         shapes = self.settings.shapes
-        found = {
+        gradients = {
             index: state[name]
             for index, shape in enumerate(shapes.shapes)
             if (name := f"gradient.{index}") in state and list(state[name].shape) == shape
         }
-        if len(found) == len(shapes):
+        if len(gradients) == len(shapes):
             return [
-                np.concatenate([found[index].ravel() for index in group]).astype(
+                np.concatenate([gradients[index].ravel() for index in group]).astype(
                     shapes.dtypes[group[0]].as_numpy_dtype
                 )
                 for group in self._packing.groups
@@ -182,11 +187,6 @@ class PipeSGDEngine(Engine):
         flats = [state[name] for i in range(len(sizes)) if (name := f"pending.{i}") in state]
         is_whole = f"pending.{len(sizes)}" not in state
         return flats if is_whole and [each.size for each in flats] == sizes else None
-
-    def _named(self) -> dict[str, tf.Variable]:
-        counters = {"is_pending": self._is_pending, "rounds": self._rounds}
-        predicted = {} if self._prediction is None else self._prediction.named
-        return {**counters, **predicted, **self._residuals.named}
 
 
 class Prediction:
@@ -206,23 +206,20 @@ class Prediction:
             variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
         ]
         self._is_predicted = variable([], tf.bool, f"{tag}.leads")
-
-    @property
-    def named(self) -> dict[str, tf.Variable]:
-        """The variables, by the names that they have in a checkpoint."""
-        return {f"true.{i}": each for i, each in enumerate(self._true)} | {
-            "leads": self._is_predicted
+        self.named = {
+            "leads": self._is_predicted,
+            **{f"true.{i}": each for i, each in enumerate(self._true)},
         }
+        """The variables, by the names that they have in a checkpoint."""
 
     def restore(self) -> None:
         """Put the true weights back."""
 
-        def put() -> Any:
+        def put() -> None:
             for weight, true in zip(self._weights, self._true, strict=True):
                 weight.assign(true)
-            return tf.no_op()
 
-        tf.cond(self._is_predicted, put, tf.no_op)
+        tf.cond(self._is_predicted, branch(put), tf.no_op)
         self._is_predicted.assign(False)
 
     def predict(self, state: Sequence[tf.Variable], update: Callable[[], None]) -> None:
