@@ -13,11 +13,9 @@ MODULES = (
     "pipeline.plans",
     "pipeline.stage",
     "pipeline.transport",
-    "tensorflow.pipedream.cut",
     "tensorflow.pipedream.graph",
-    "tensorflow.pipedream.build",
     "tensorflow.pipedream.tensors",
-    "torch.pipedream.measure",
+    "torch.pipedream.graph",
     "torch.pipedream.tensors",
     "torch.pipedream.weights",
 )

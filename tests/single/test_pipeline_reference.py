@@ -24,7 +24,6 @@ try:
         MakeOptimizer,
         epoch,
         make_mixed,
-        make_random,
         make_skipping,
         plan,
         squared,
@@ -124,17 +123,6 @@ def test_flushing_is_training_on_one_worker(mode: str, microbatches: int, optimi
     assert_equal(reference.state_dict(), state)
 
 
-@pytest.mark.parametrize("mode", ["stash", "vertical-sync"])
-def test_one_stage_is_training_on_one_worker(mode: str) -> None:
-    model, make = make_skipping(), OPTIMIZERS["momentum"]
-    made = plan("1", SKIPPING_CUTS)
-    reference = Reference(
-        copy.deepcopy(model), made.stage_of(model), made.replicas, mode, squared, make
-    )
-    reference.train_epoch(epoch(0))
-    assert_equal(reference.state_dict(), plain(model, make, [epoch(0)], 1)[0])
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", METHODS)
 def test_a_parabola_descends_by_late_gradients(mode: str, stages: int) -> None:
@@ -145,13 +133,6 @@ def test_a_parabola_descends_by_late_gradients(mode: str, stages: int) -> None:
         for t in range(12):
             expected.append(expected[t] - LR * CURVATURE * expected[max(0, t - delay)])
         np.testing.assert_allclose(versions, expected, rtol=1e-14)
-
-
-def test_a_parabola_by_hand() -> None:
-    """Two stages, lr * lambda = 1/8: the first two gradients of the input stage are both at 1."""
-    first, second = trajectories((1, 1), "stash", [0.0] * 4)
-    assert first == [1, 7 / 8, 6 / 8, 6 / 8 - 7 / 64, 6 / 8 - 7 / 64 - 6 / 64]
-    assert second == [1, 7 / 8, 49 / 64, 343 / 512, 2401 / 4096]
 
 
 def test_rounds_of_replicas_by_hand() -> None:
@@ -269,7 +250,3 @@ def test_stale_weights_make_a_difference() -> None:
         if not name.endswith("num_batches_tracked"):
             # flush and gpipe are alike
             assert len({state[name].numpy().tobytes() for state in ends.values()}) == 4, name
-
-
-def test_random_models_are_different() -> None:
-    assert len({str(make_random(seed)) for seed in range(8)}) == 8
