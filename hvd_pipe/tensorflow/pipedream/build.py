@@ -146,34 +146,13 @@ class KerasPipeline(BuiltPipeline):
 
 def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     """Build this worker's part; all ranks do this at the same time, with their first minibatch."""
-    graph = options.graph
     agreement.checked(
-        lambda: (split(graph, batch, options.microbatches or 1), []),
+        lambda: (split(options.graph, batch, options.microbatches or 1), []),
         "hvd_pipe.pipeline.look",
         global_process_set,
     )
     broadcast_variables(options.model.variables, 0)
-
-    def measured(microbatches: int) -> ModelProfile:
-        microbatch = split(graph, batch, microbatches)[0]
-
-        def loss(output: Any) -> Any:
-            return tf.reduce_mean(options.loss_fn(microbatch.targets, output))
-
-        return profile_of(options.model, graph, list(microbatch.inputs), loss)
-
-    def comm() -> CommModel:
-        return measure_comm(LARGEST_MESSAGE, global_process_set, "hvd_pipe.pipeline.comm")
-
-    def cuts_of(assignment: Assignment) -> tuple[list[Part], int]:
-        microbatch = split(graph, batch, assignment.microbatches)[0]
-        shapes = shapes_of(graph, list(microbatch.inputs))
-        layers = [stage.layers for stage in assignment.partition.stages]
-        return cut(graph, layers, shapes), microbatch.samples
-
-    assignment, parts, samples = divide(
-        options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of
-    )
+    assignment, parts, samples = _divided(options, batch)
     stage, stages = assignment.worker.stage, assignment.layout.stages
     optimizer = scaled(options.optimizer_fn(), assignment.lr_scale)
     own, where = parts[stage], str(assignment.worker)
@@ -208,6 +187,30 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
         parts=parts,
         replicas=replicas,
     )
+
+
+def _divided(options: KerasOptions, batch: Any) -> tuple[Assignment, list[Part], int]:
+    """Plan and cut the model; with the samples of a microbatch."""
+    graph = options.graph
+
+    def measured(microbatches: int) -> ModelProfile:
+        microbatch = split(graph, batch, microbatches)[0]
+
+        def loss(output: Any) -> Any:
+            return tf.reduce_mean(options.loss_fn(microbatch.targets, output))
+
+        return profile_of(options.model, graph, list(microbatch.inputs), loss)
+
+    def comm() -> CommModel:
+        return measure_comm(LARGEST_MESSAGE, global_process_set, "hvd_pipe.pipeline.comm")
+
+    def cuts_of(assignment: Assignment) -> tuple[list[Part], int]:
+        microbatch = split(graph, batch, assignment.microbatches)[0]
+        shapes = shapes_of(graph, list(microbatch.inputs))
+        layers = [stage.layers for stage in assignment.partition.stages]
+        return cut(graph, layers, shapes), microbatch.samples
+
+    return divide(options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of)
 
 
 def _state_ratio(options: KerasOptions) -> float:

@@ -134,30 +134,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     broadcast_parameters({k: v.detach() for k, v in state.items()}, root_rank=0)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     device = next(x.device for x in state.values())
-
-    def look() -> tuple[Traced, Description]:
-        inputs = split(batch, options.microbatches or 1)[0].inputs
-        traced = trace(options.model, moved(inputs, device))
-        return traced, [("layers of the model", ", ".join(x.name for x in traced.layers))]
-
-    traced = agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
-
-    def measured(microbatches: int) -> ModelProfile:
-        inputs = moved(split(batch, microbatches)[0].inputs, device)
-        return profile(traced, inputs, progress=options.progress)
-
-    def comm() -> CommModel:
-        return measure_comm(LARGEST_MESSAGE, device, global_process_set, "hvd_pipe.pipeline.comm")
-
-    def cuts_of(assignment: Assignment) -> tuple[list[StageModule], int]:
-        microbatch = split(batch, assignment.microbatches)[0]
-        values = specs(traced, moved(microbatch.inputs, device))
-        layers = [stage.layers for stage in assignment.partition.stages]
-        return cut(traced, layers, values), microbatch.samples
-
-    assignment, cuts, samples = divide(
-        options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of
-    )
+    layers, assignment, cuts, samples = _divided(options, batch, device)
     worker, stages, coalesces = assignment.worker, len(cuts), assignment.mode.coalesces
     own, arriving = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
     owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
@@ -200,7 +177,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
         recorder=recorder,
         updates=updates,
         scheduler=scheduler,
-        layers=tuple(layer.name for layer in traced.layers),
+        layers=layers,
         owners=owners,
         unused=unused,
         shapes=shapes,
@@ -234,6 +211,37 @@ def _updates(
         )
     clipping = connections.clipping(options.max_grad_norm, replicas)
     return Updates(optimizer, scheduler, replicas, clipping, mean=not coalesces)
+
+
+def _divided(
+    options: TorchOptions, batch: Any, device: torch.device
+) -> tuple[tuple[str, ...], Assignment, list[StageModule], int]:
+    """Trace, plan and cut the model: with its layers, and the samples of a microbatch."""
+
+    def look() -> tuple[Traced, Description]:
+        inputs = split(batch, options.microbatches or 1)[0].inputs
+        traced = trace(options.model, moved(inputs, device))
+        return traced, [("layers of the model", ", ".join(x.name for x in traced.layers))]
+
+    traced = agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
+
+    def measured(microbatches: int) -> ModelProfile:
+        inputs = moved(split(batch, microbatches)[0].inputs, device)
+        return profile(traced, inputs, progress=options.progress)
+
+    def comm() -> CommModel:
+        return measure_comm(LARGEST_MESSAGE, device, global_process_set, "hvd_pipe.pipeline.comm")
+
+    def cuts_of(assignment: Assignment) -> tuple[list[StageModule], int]:
+        microbatch = split(batch, assignment.microbatches)[0]
+        values = specs(traced, moved(microbatch.inputs, device))
+        stages = [stage.layers for stage in assignment.partition.stages]
+        return cut(traced, stages, values), microbatch.samples
+
+    layers = tuple(layer.name for layer in traced.layers)
+    return layers, *divide(
+        options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of
+    )
 
 
 def _state_ratio(options: TorchOptions) -> float:
