@@ -3,7 +3,7 @@
 ::
 
     weights from rank 0 | plan on rank 0 | cut | connect the ranks | optimizer, stage, runner
-                          plans.py       cut_together   connect      hvd_pipe.*.pipedream.build
+                          plans.py         divide    connect      hvd_pipe.*.pipedream.build
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet
 
 from hvd_pipe.pipeline.messages import Boundary, Messages, TensorSpec
-from hvd_pipe.pipeline.plans import Assignment
+from hvd_pipe.pipeline.plans import Assignment, Options, assign, plan_together
 from hvd_pipe.pipeline.process_sets import ProcessSetTransport, Start
 from hvd_pipe.pipeline.stage import Add, Clipping, Norms
-from hvd_pipe.pipeline.transport import (
-    MOST_BYTES,
-    Channel,
-    Transport,
-    channels_of,
-    chosen,
-)
+from hvd_pipe.pipeline.transport import MOST_BYTES, Channel, Transport, channels_of, chosen
+from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.runtime.consensus import Agreement, Description
 from hvd_pipe.runtime.process_sets import make_process_sets
@@ -41,21 +37,30 @@ class Framework:
     add: Add
 
 
-def cut_together(
-    assignment: Assignment, framework: Framework, cut: Callable[[], tuple[list[Any], int]]
-) -> tuple[list[Any], int]:
-    """Cut the model on every rank, and see that all have the same cuts."""
+def divide(
+    options: Options,
+    framework: Framework,
+    profile: Callable[[int], ModelProfile],
+    comm: Callable[[], CommModel],
+    optimizer_ratio: Callable[[], float],
+    cut: Callable[[Assignment], tuple[list[Any], int]],
+) -> tuple[Assignment, list[Any], int]:
+    """Plan, cut the model on every rank, and see that all have the same cuts.
 
-    def divide() -> tuple[tuple[list[Any], int], Description]:
-        replicas = assignment.layout.replicas
-        in_transit = assignment.partition.in_transit
-        method, microbatches = assignment.mode.method, assignment.microbatches
-        schedule(method, replicas, 1, microbatches, in_transit)  # refuses some
-        stages, samples = cut()
+    `cut` returns the stages, and the samples of a microbatch.
+    """
+    agreement, ranks = framework.agreement, framework.ranks
+    partition = plan_together(options, profile, comm, optimizer_ratio, agreement, ranks)
+    one = assign(options, partition, int(framework.horovod.rank()))
+
+    def cut_here() -> tuple[tuple[list[Any], int], Description]:
+        method, replicas = one.mode.method, partition.replicas
+        schedule(method, replicas, 1, one.microbatches, partition.in_transit)  # refuses some
+        stages, samples = cut(one)
         crossing = [spec for stage in stages for spec in stage.outputs]
         return (stages, samples), [(f"tensor {spec.name}", str(spec)) for spec in crossing]
 
-    return framework.agreement.checked(divide, "hvd_pipe.pipeline.cut", framework.ranks)
+    return one, *agreement.checked(cut_here, "hvd_pipe.pipeline.cut", ranks)
 
 
 @dataclass(frozen=True)
@@ -91,27 +96,14 @@ def connect(
     groups = [layout.ranks(s) for s, width in enumerate(layout.replicas) if width > 1]
     sets = make_process_sets(groups, framework.ranks, _NEEDED)
     sizes = (None if side is None else side.capacities for side in (before, after))
-    opened = open_transport(
-        list(channels_of(layout, rank, *sizes)),
-        transport,
-        framework.horovod,
-        framework.agreement,
-        framework.ranks,
-        framework.start,
-    )
+    opened = open_transport(list(channels_of(layout, rank, *sizes)), transport, framework)
     replicas = sets.get(layout.ranks(assignment.worker.stage))
     return Connections(assignment, framework, before, after, replicas, opened)
 
 
-def open_transport(
-    channels: Sequence[Channel],
-    transport: str,
-    horovod: Any,
-    agreement: Agreement,
-    world: ProcessSet,
-    start: Start,
-) -> Transport:
+def open_transport(channels: Sequence[Channel], transport: str, framework: Framework) -> Transport:
     """Connect the ranks of a job; all of them call this at the same time."""
+    horovod, agreement, world = framework.horovod, framework.agreement, framework.ranks
 
     def check() -> tuple[str, Description]:
         name = chosen(transport, bool(horovod.mpi_enabled()))
@@ -144,7 +136,7 @@ def open_transport(
         return make_process_sets(sorted(pairs), world, _NEEDED), []
 
     sets = agreement.checked(made, "hvd_pipe.pipeline.process_sets", world)
-    return ProcessSetTransport(channels, int(horovod.rank()), sets, start, meet)
+    return ProcessSetTransport(channels, int(horovod.rank()), sets, framework.start, meet)
 
 
 _NEEDED = (

@@ -131,7 +131,11 @@ class MpiTransport(Transport):
                 self._check()
 
     def _give_up(self) -> None:
-        self._halt()
+        with self._changed:
+            self._halting = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
         with self._changed:
             if self._error is None:
                 for request, _ in chain(*self._queues()):
@@ -160,13 +164,6 @@ class MpiTransport(Transport):
         self._changed.notify_all()
 
     # The communication thread.
-
-    def _halt(self) -> None:
-        with self._changed:
-            self._halting = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
 
     def _run(self) -> None:
         with self._changed:
@@ -199,7 +196,11 @@ class MpiTransport(Transport):
                 except MPI.Exception as error:
                     if error.Get_error_class() != MPI.ERR_TRUNCATE:
                         raise
-                    raise _too_long(incoming, status) from error
+                    raise HvdPipeError(
+                        f"{incoming.name} have at most {incoming.channel.capacity} bytes by the "
+                        f"plan, and one of {status.Get_count(MPI.BYTE)} has come. Every rank must "
+                        "make the same plan from the same model."
+                    ) from error
                 incoming.posted.popleft()
                 incoming.arrived.append((buffer[: status.Get_count(MPI.BYTE)], buffer))
                 moved = True
@@ -208,14 +209,6 @@ class MpiTransport(Transport):
                 outgoing.unsent.popleft()
                 moved = True
         return moved
-
-
-def _too_long(incoming: Incoming, status: MPI.Status) -> HvdPipeError:
-    return HvdPipeError(
-        f"{incoming.name} have at most {incoming.channel.capacity} bytes by the plan, and one of "
-        f"{status.Get_count(MPI.BYTE)} has come. Every rank must make the same plan from the "
-        "same model."
-    )
 
 
 def _on_delete(_communicator: MPI.Comm, _keyval: int, transport: MpiTransport) -> None:

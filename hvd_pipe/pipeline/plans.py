@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from horovod.common.process_sets import ProcessSet
 
@@ -29,23 +29,12 @@ from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.consensus import Agreement, Description
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the user asks for."""
-
-    stages: Partition | None = None
-    replicas: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        if self.stages is not None:
-            return self.stages.to_json()
-        return "auto" if self.replicas is None else "-".join(map(str, self.replicas))
-
-
-def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request:
-    """Read ``plan=``: "auto", "straight", "3-1", a partition, or the path of a saved one."""
+def read_plan(
+    plan: str | os.PathLike[str] | Partition, workers: int
+) -> Partition | tuple[int, ...] | None:
+    """Return the stages or the replicas that ``plan=`` names; None for "auto"."""
     if plan == "auto":
-        return Request()
+        return None
     if not isinstance(plan, str | os.PathLike | Partition):
         raise TypeError(
             f"plan must be 'auto', 'straight', replicas as in '3-1', a Partition, or the path of "
@@ -54,14 +43,14 @@ def read_plan(plan: str | os.PathLike[str] | Partition, workers: int) -> Request
     if isinstance(plan, str | os.PathLike):
         text = os.fspath(plan)
         if not (os.sep in text or text.endswith(".json")):
-            return Request(replicas=parse_replicas(text, workers))
+            return parse_replicas(text, workers)
         plan = Partition.load(Path(text))
     if sum(plan.replicas) != workers:
         raise ValueError(
             f"the plan {plan.config} is for {sum(plan.replicas)} workers, but the job has "
             f"{workers}: start as many, or let plan='auto' find another"
         )
-    return Request(stages=plan)
+    return plan
 
 
 @dataclass
@@ -86,6 +75,11 @@ class Options:
     memory_bytes: float | None
     progress: bool
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Take them out of all arguments of a `PipeDream`."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
     @property
     def chosen_mode(self) -> Mode:
         """What ``mode`` names."""
@@ -93,8 +87,8 @@ class Options:
 
     def check(self, workers: int) -> Description:
         """Check them, and return what ranks must have alike."""
-        mode = mode_named(self.mode)
-        request = read_plan(self.plan, workers)
+        mode = self.chosen_mode
+        plan = read_plan(self.plan, workers)
         for name in ("loss_fn", "optimizer_fn"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be a function, got {getattr(self, name)!r}")
@@ -103,8 +97,12 @@ class Options:
         if self.wire_dtype not in {None, "bfloat16"}:
             raise ValueError(f"wire_dtype must be None or 'bfloat16', got {self.wire_dtype!r}")
         for name in ("max_grad_norm", "bandwidth", "memory_bytes"):
-            check_positive(name, getattr(self, name))
-        check_microbatches(self.microbatches, mode)
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise TypeError(f"{name} must be a number or None, got {value!r}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be finite and above 0, got {value}")
+        self._check_microbatches(mode)
         if self.in_transit is not None:
             check_count("in_transit", self.in_transit, least=0)
         if self.profile is not None and not isinstance(self.profile, ModelProfile):
@@ -112,48 +110,37 @@ class Options:
         names = ("transport", "recompute", "wire_dtype", "scale_lr", "max_grad_norm", "bandwidth")
         shown = [f"{name}={getattr(self, name)}" for name in names]
         shown += [f"{name}={getattr(self, name) is not None}" for name in ("profile", "metric_fn")]
+        if isinstance(plan, Partition):
+            spelt = plan.to_json()
+        else:
+            spelt = "auto" if plan is None else "-".join(map(str, plan))
         return [
             ("the mode of the pipeline", self.mode),
-            ("the plan of the pipeline", str(request)),
+            ("the plan of the pipeline", spelt),
             ("microbatches", str(self.microbatches)),
             ("in_transit", str(self.in_transit)),
             ("the pipeline's options", ", ".join(shown)),
         ]
+
+    def _check_microbatches(self, mode: Mode) -> None:
+        count = self.microbatches
+        if count is None:
+            return
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"microbatches must be an integer or None, got {count!r}")
+        if count < 1:
+            raise ValueError(f"microbatches must be at least 1, got {count}")
+        if count > 1 and not mode.coalesces:
+            raise ValueError(
+                f"mode {mode.name!r} updates after every minibatch, so it has no microbatches, "
+                f"got {count}: give the loader a smaller batch_size, or take mode='2bw' or 'flush'"
+            )
 
 
 def check_function(name: str, value: Any) -> None:
     """Check a function that may be left out."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function or None, got {value!r}")
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Check a number that may be left out."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number or None, got {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and above 0, got {value}")
-
-
-def check_microbatches(count: Any, mode: Mode) -> None:
-    """Check into how many microbatches a minibatch is to be cut, where that is said."""
-    if count is None:
-        return
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"microbatches must be an integer or None, got {count!r}")
-    if count < 1:
-        raise ValueError(f"microbatches must be at least 1, got {count}")
-    if count > 1 and not mode.coalesces:
-        raise ValueError(
-            f"mode {mode.name!r} updates after every minibatch, so it has no microbatches, got "
-            f"{count}: give the loader a smaller batch_size, or take mode='2bw' or 'flush'"
-        )
-
-
-LEAST_SHARE = 0.2
-"""Of a large all-reduce's time, what a difference of two must be to mean anything."""
 
 
 @dataclass(frozen=True)
@@ -206,29 +193,16 @@ def plan_together(
 ) -> Partition:
     """Measure what must be known, find the stages on rank 0, and tell all ranks."""
     workers = int(ranks.size())
-    request = read_plan(options.plan, workers)
     bandwidth, latency = options.bandwidth or math.inf, 0.0
-    if options.bandwidth is None and request.stages is None and workers > 1:
+    is_given = isinstance(read_plan(options.plan, workers), Partition)
+    if options.bandwidth is None and workers > 1 and not is_given:
         bandwidth, latency = link_of(comm(), workers)
-    pieces = (options.microbatches or workers) if options.chosen_mode.coalesces else 1
-
-    def measured() -> ModelProfile:
-        return options.profile if isinstance(options.profile, ModelProfile) else profile(pieces)
 
     def find() -> str:
         memory = None if options.memory_bytes is None else int(options.memory_bytes)
         network = Network(Link(latency, 1.0 / bandwidth))
-        found, why = choose(
-            request,
-            measured,
-            Cluster(workers, network, memory_bytes=memory),
-            options.chosen_mode,
-            optimizer_ratio(),
-            pieces,
-            options.microbatches,
-            options.recompute,
-            options.in_transit,
-        )
+        cluster = Cluster(workers, network, memory_bytes=memory)
+        found, why = choose(options, profile, cluster, optimizer_ratio())
         if options.progress:
             print(f"{found}\n{why}", flush=True)
         return found.to_json()
@@ -237,27 +211,26 @@ def plan_together(
 
 
 def choose(
-    request: Request,
-    profile: Callable[[], ModelProfile],
+    options: Options,
+    profile: Callable[[int], ModelProfile],
     cluster: Cluster,
-    mode: Mode,
     optimizer_ratio: float,
-    pieces: int,
-    microbatches: int | None,
-    recompute: bool,
-    in_transit: int | None = None,
 ) -> tuple[Partition, str]:
     """Return the stages, with the memory that the mode takes, and why it is these."""
-    given = request.stages
+    wanted, in_transit = read_plan(options.plan, cluster.workers), options.in_transit
+    given = wanted if isinstance(wanted, Partition) else None
     if given is not None and in_transit in (None, given.in_transit):
         return given, "as given"
-    model = profile()
-    settled = request.replicas is not None
-    asked = "the best cuts for these replicas" if settled else "the fastest plan"
+    mode = options.chosen_mode
+    pieces = (options.microbatches or cluster.workers) if mode.coalesces else 1
+    known = options.profile
+    model = known if isinstance(known, ModelProfile) else profile(pieces)
+    replicas = wanted if isinstance(wanted, tuple) else None
+    asked = "the best cuts for these replicas" if replicas else "the fastest plan"
     found = given or best_plan(
-        model, cluster, mode.name, optimizer_ratio, in_transit, replicas=request.replicas
+        model, cluster, mode.name, optimizer_ratio, in_transit, replicas=replicas
     )
-    count = microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
+    count = options.microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
     whole, plan = coalesced(model, found, pieces)
     plan, cost = scheduled(
         plan,
@@ -266,7 +239,7 @@ def choose(
         mode=mode.name,
         microbatches=count,
         optimizer_bytes_per_parameter_byte=optimizer_ratio,
-        recompute=recompute,
+        recompute=options.recompute,
         in_transit=in_transit,
     )
     _check_memory(cost, cluster)
@@ -326,7 +299,7 @@ def link_of(comm: CommModel, workers: int) -> tuple[float, float]:
     """Return bytes/s and latency of links on which a ring's all-reduces take what was measured."""
     small, large = 2**20, 2**23
     nbytes, seconds = large - small, float(comm(large)) - float(comm(small))
-    if seconds < LEAST_SHARE * float(comm(large)):  # nothing but noise: take all as transfer
+    if seconds < 0.2 * float(comm(large)):  # nothing but noise: take all as transfer
         nbytes, seconds = large, float(comm(large))
     bandwidth = 2 * (workers - 1) / workers * nbytes / seconds
     return bandwidth, max(0.0, float(comm(1)) / (2 * (workers - 1)))

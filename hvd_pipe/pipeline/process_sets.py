@@ -85,7 +85,9 @@ class ProcessSetTransport(Transport):
             self._settle_one(outgoing)
         message = np.frombuffer(data, np.uint8)
         if size < outgoing.channel.capacity or not message.flags.writeable:
-            message = _padded(message, outgoing.channel.capacity)
+            unpadded, message = message, empty(outgoing.channel.capacity)
+            message[:size] = unpadded
+            message[size:] = 0  # nothing else of this process's memory travels along
         started = self._begin(message, outgoing.channel, outgoing.sent)
         outgoing.unsent.append((started, message))
         outgoing.sent += 1
@@ -119,13 +121,6 @@ class ProcessSetTransport(Transport):
         going, _ = outgoing.unsent[0]
         _wait(going, outgoing)
         outgoing.unsent.popleft()
-
-
-def _padded(message: Bytes, size: int) -> Bytes:
-    buffer = empty(size)
-    buffer[: message.size] = message
-    buffer[message.size :] = 0  # nothing else of this process's memory travels along
-    return buffer
 
 
 def _wait(handle: Handle, messages: Incoming | Outgoing) -> None:

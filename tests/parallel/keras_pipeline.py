@@ -79,9 +79,8 @@ def _short(x: Any) -> Any:
 def make_model(rounded: bool = False, recurrent: bool = True) -> Any:
     """Layers that weight versions go wrong in, a skip connection, and losses of layers.
 
-    Args:
-        rounded: What goes from the first to the second of two stages is rounded.
-        recurrent: The layer "lstm" is one; else a dense one, which is compiled in half the time.
+    What leaves the first of two stages may be `rounded`. The layer "lstm" is one, or (not
+    `recurrent`) a dense one, which is compiled in half the time.
     """
     keras.utils.set_random_seed(3)
     layers = keras.layers
@@ -184,16 +183,7 @@ def _plain_model(rounded: bool, recurrent: bool) -> tuple[Any, Any, list[npt.NDA
 class Reference:
     """All workers of a pipeline; there may be one at a time.
 
-    Args:
-        layers: Names of each stage's layers.
-        replicas: Workers of each stage.
-        mode: As `PipeDream` names it.
-        optimizer_fn: Makes a stage's optimizer.
-        microbatches: Of a minibatch.
-        most: The largest norm of a gradient; of two straight stages, or in "flush".
-        rounded: What crosses the cut between two stages is.
-        in_transit: Minibatches between two stages.
-        recurrent: As `make_model` has it.
+    Gradients are clipped (`most`) where there are two straight stages, or in "flush".
     """
 
     def __init__(

@@ -27,23 +27,21 @@ SIZE = 4096
 
 
 class Wires:
-    """Horovod of a framework, and a transport's other needs."""
+    """A framework's Horovod, initialised, and its transports."""
 
     def __init__(self, framework: str) -> None:
         self.hvd = importlib.import_module(f"hvd_pipe.{framework}")
-        self.agreement = importlib.import_module(f"hvd_pipe.{framework}.agree").agreement
-        self.start = importlib.import_module(f"hvd_pipe.{framework}.pipedream.tensors").start
+        self.framework = importlib.import_module(f"hvd_pipe.{framework}.pipedream.build").FRAMEWORK
         self.hvd.init()
         self.rank: int = self.hvd.rank()
 
     def open(self, channels: Sequence[Channel], transport: str) -> Transport:
         """Connect the ranks; all of them call this."""
-        world = self.hvd.global_process_set
-        return open_transport(channels, transport, self.hvd, self.agreement, world, self.start)
+        return open_transport(channels, transport, self.framework)
 
     def meet(self, value: object = None) -> list[Any]:
         """Return the values of all ranks."""
-        return self.agreement.gather(value, "test.meet", self.hvd.global_process_set)
+        return self.framework.agreement.gather(value, "test.meet", self.hvd.global_process_set)
 
 
 @functools.cache

@@ -136,12 +136,7 @@ class Paired(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cut and who holds what.
-
-    Args:
-        cuts: Names of the layers that begin all stages but the first.
-        replicas: Workers of each stage.
-    """
+    """How a model is cut, by the layers that begin later stages, and workers of each stage."""
 
     cuts: tuple[str, ...]
     replicas: tuple[int, ...]

@@ -66,21 +66,10 @@ def scheduled_versions(
 
 
 class Reference:
-    """All workers of a pipeline.
+    """All workers of a pipeline; the plain model, which `stage_of` divides by name, is changed.
 
-    Args:
-        model: The plain model; it is changed.
-        stage_of: The stage of a parameter or a buffer, by its name.
-        replicas: Workers of each stage.
-        mode: As `PipeDream` names it.
-        loss_fn: Of an output and a target: the mean over the batch.
-        optimizer_fn: Makes a stage's optimizer of its parameters.
-        microbatches: Of a minibatch.
-        in_transit: Minibatches between two stages.
-        scale_lr: Multiply the learning rate by R_s / R_0 where every stage has rounds of its own.
-        max_grad_norm: Clip the gradient of all stages together.
-        scheduler_fn: Makes a scheduler of an optimizer.
-        schedule_by: "epoch" or "minibatch": what schedulers count.
+    Learning rates are multiplied by R_s / R_0 (`scale_lr`) where every stage has its own rounds,
+    gradients of all stages are clipped together, and schedulers count epochs or minibatches.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from horovod.torch import mpi_ops
 from in_turn import LONG_S, one_after_the_other
 from on_ranks import gather, on_ranks
 from problem import OPTIMIZERS, loss_of, make_model, weights_of
@@ -21,8 +20,7 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.pipeline.build import open_transport
 from hvd_pipe.pipeline.transport import DEPTH, Channel, Kind
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.torch.agree import agreement
-from hvd_pipe.torch.pipedream.tensors import start
+from hvd_pipe.torch.pipedream.build import FRAMEWORK
 
 two = on_ranks(2, init=hvd.init)
 
@@ -114,7 +112,7 @@ def test_a_message_leaves_before_anybody_asks_for_it() -> None:
     """And it is whole where it is asked for before it leaves."""
     size = 1 << 22
     channel = Channel(1 - hvd.rank(), Kind.GRADIENT, hvd.rank() == 0, size)
-    wire = open_transport([channel], "mpi", mpi_ops, agreement, hvd.global_process_set, start)
+    wire = open_transport([channel], "mpi", FRAMEWORK)
     messages = [
         np.random.default_rng(number).integers(0, 256, size, np.uint8)
         for number in range(2 * DEPTH)

@@ -49,8 +49,7 @@ from hvd_pipe.planning.instructions import (
 from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.tensorflow import pipedream
 from hvd_pipe.tensorflow.pipedream import PipeDream
-from hvd_pipe.tensorflow.pipedream.cut import cut, shapes_of
-from hvd_pipe.tensorflow.pipedream.graph import graph_of
+from hvd_pipe.tensorflow.pipedream.graph import cut, graph_of, shapes_of
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage, Losses
 from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split
 

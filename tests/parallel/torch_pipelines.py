@@ -31,16 +31,7 @@ State = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One pipeline.
-
-    Args:
-        plan: Its stages.
-        mode: As `PipeDream` has it.
-        optimizer: One of `OPTIMIZERS`.
-        model: As `make_model` has it.
-        microbatches: Of a minibatch.
-        in_transit: Minibatches between two stages.
-    """
+    """One pipeline, by the names of an optimizer and of a model."""
 
     plan: Plan
     mode: str = "stash"

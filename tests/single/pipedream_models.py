@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from hvd_pipe.torch.pipedream.cut import StageModule
+from hvd_pipe.torch.pipedream.graph import StageModule
 
 Sample = tuple[Tensor, ...]
 

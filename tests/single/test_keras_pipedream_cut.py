@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.tensorflow.layer_times import LOSS, measure_profile
-from hvd_pipe.tensorflow.pipedream.cut import blocks_of, cut, merged, profile_of, shapes_of
-from hvd_pipe.tensorflow.pipedream.graph import graph_of
+from hvd_pipe.tensorflow.pipedream.graph import (
+    blocks_of,
+    cut,
+    graph_of,
+    merged,
+    profile_of,
+    shapes_of,
+)
 
 layers = keras.layers
 

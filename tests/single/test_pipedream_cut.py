@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import itertools
 import random
 from collections.abc import Iterator
@@ -27,18 +26,9 @@ from torch import Tensor, fx, nn
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import TensorSpec
-from hvd_pipe.torch.pipedream import cut as cut_module
-from hvd_pipe.torch.pipedream import graph
-from hvd_pipe.torch.pipedream.cut import StageModule, cut
-from hvd_pipe.torch.pipedream.graph import Traced, specs, trace
+from hvd_pipe.torch.pipedream.graph import StageModule, Traced, cut, specs, trace
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("module", [graph, cut_module])
-def test_examples(module: Any) -> None:
-    found = doctest.testmod(module)
-    assert found.failed == 0 < found.attempted
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:

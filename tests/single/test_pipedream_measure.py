@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from hvd_pipe.pipeline.messages import TensorSpec
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.pipedream.cut import StageModule, cut
-from hvd_pipe.torch.pipedream.graph import specs, trace
+from hvd_pipe.torch.pipedream.graph import StageModule, cut, specs, trace
 from hvd_pipe.torch.pipedream.measure import profile
 
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.stage import Buffer, Clipping, Feed, MicrobatchIndex, Norms
-from hvd_pipe.torch.pipedream.cut import cut
-from hvd_pipe.torch.pipedream.graph import specs, trace
+from hvd_pipe.torch.pipedream.graph import cut, specs, trace
 from hvd_pipe.torch.pipedream.stage import TorchStage
 from hvd_pipe.torch.pipedream.tensors import TorchMessages, split
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 
-from hvd_pipe.pipeline.plans import Request, choose
+from hvd_pipe.pipeline.plans import Options, choose
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.schedule import MODES
+from hvd_pipe.planning.stages import Partition
 
 LAYERS = 4
 MODEL = ModelProfile(
@@ -15,12 +19,15 @@ MODEL = ModelProfile(
 )
 
 
+def options(mode: str, plan: str | Partition = "straight", **more: int | None) -> Options:
+    given: dict[str, Any] = dict.fromkeys(field.name for field in fields(Options))
+    return Options(**given | {"mode": mode, "plan": plan} | more)
+
+
 def memory_of(mode: str, limit: int | None) -> tuple[int, ...]:
     """What the stages of a straight pipeline are said to hold."""
     cluster = Cluster(LAYERS, Network(Link.of(1e9, 0.0)), memory_bytes=limit)
-    pieces = LAYERS if MODES[mode].coalesces else 1
-    request = Request(replicas=(1,) * LAYERS)
-    found, _ = choose(request, lambda: MODEL, cluster, MODES[mode], 1.0, pieces, None, False)
+    found, _ = choose(options(mode), lambda _: MODEL, cluster, 1.0)
     return tuple(stage.memory_bytes for stage in found.stages)
 
 
@@ -36,14 +43,16 @@ def test_a_limit_of_memory_is_kept_in_every_mode(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_saved_plan_has_the_memory_of_its_number(mode: str) -> None:
     """More in transit is more in flight; the memory of the saved number does not go along."""
-    pieces = 12 if MODES[mode].coalesces else 1
-    count = pieces if pieces > 1 else None
     cluster = Cluster(LAYERS, Network(Link.of(1e9, 0.0)))
-    straight = Request(replicas=(1,) * LAYERS)
-    arguments = (lambda: MODEL, cluster, MODES[mode], 1.0, pieces, count, False)
-    saved, _ = choose(straight, *arguments, 0)
-    more, _ = choose(straight, *arguments, 2)
-    found, why = choose(Request(stages=saved), *arguments, 2)
+    count = 12 if MODES[mode].coalesces else None
+
+    def chosen(plan: str | Partition, in_transit: int | None) -> tuple[Partition, str]:
+        asked = options(mode, plan, microbatches=count, in_transit=in_transit)
+        return choose(asked, lambda _: MODEL, cluster, 1.0)
+
+    saved, _ = chosen("straight", 0)
+    more, _ = chosen("straight", 2)
+    found, why = chosen(saved, 2)
     assert found.stages == more.stages
     assert (found.in_transit, found.in_flight) == (2, more.in_flight)
     assert found.simulated_s is None  # the links are not known
@@ -51,4 +60,4 @@ def test_a_saved_plan_has_the_memory_of_its_number(mode: str) -> None:
     if mode not in ("flush", "gpipe"):
         assert found.stages[0].memory_bytes > saved.stages[0].memory_bytes
     for same in (None, 0):
-        assert choose(Request(stages=saved), *arguments, same) == (saved, "as given")
+        assert chosen(saved, same) == (saved, "as given")

@@ -123,17 +123,6 @@ def test_flushing_is_training_on_one_worker(mode: str, microbatches: int, optimi
     assert_equal(reference.state_dict(), state)
 
 
-@pytest.mark.parametrize("mode", ["stash", "vertical-sync"])
-def test_one_stage_is_training_on_one_worker(mode: str) -> None:
-    model, make = make_skipping(), OPTIMIZERS["momentum"]
-    made = plan("1", SKIPPING_CUTS)
-    reference = Reference(
-        copy.deepcopy(model), made.stage_of(model), made.replicas, mode, squared, make
-    )
-    reference.train_epoch(epoch(0))
-    assert_equal(reference.state_dict(), plain(model, make, [epoch(0)], 1)[0])
-
-
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", METHODS)
 def test_a_parabola_descends_by_late_gradients(mode: str, stages: int) -> None:

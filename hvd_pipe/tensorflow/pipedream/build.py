@@ -12,24 +12,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
-from horovod.tensorflow.mpi_ops import global_process_set, rank
+from horovod.tensorflow.mpi_ops import global_process_set
 
-from hvd_pipe.pipeline.build import Framework, connect, cut_together
-from hvd_pipe.pipeline.plans import Options, assign, plan_together
+from hvd_pipe.pipeline.build import Framework, connect, divide
+from hvd_pipe.pipeline.plans import Assignment, Options
 from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import MODES
-from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables
 from hvd_pipe.tensorflow.keras.optimizer import DistributedMixin
 from hvd_pipe.tensorflow.measuring import timeline
 from hvd_pipe.tensorflow.measuring.ready_times import measure_comm
-from hvd_pipe.tensorflow.pipedream.cut import Part, cut, profile_of, shapes_of
-from hvd_pipe.tensorflow.pipedream.graph import Graph, graph_of
+from hvd_pipe.tensorflow.pipedream.graph import (
+    Graph,
+    Part,
+    cut,
+    graph_of,
+    profile_of,
+    shapes_of,
+)
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage, Losses, Replicas, add, scaled
 from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split, start
 
@@ -89,14 +94,7 @@ class KerasOptions(Options):
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise unless each stage can have such an optimizer for itself.
-
-    Raises:
-        TypeError, ValueError: It cannot; says what can.
-
-    Example:
-        >>> check_optimizer(keras.optimizers.SGD(0.1, clipnorm=1.0))
-    """
+    """Raise unless each stage can have such an optimizer for itself."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"optimizer_fn must return a Keras optimizer, got {type(optimizer).__name__}"
@@ -125,14 +123,7 @@ def _shape(variable: Any) -> str:
 
 @dataclass(kw_only=True)
 class KerasPipeline(BuiltPipeline):
-    """A worker's part of a pipeline.
-
-    Args:
-        options: What the user asks for.
-        parts: Of all stages.
-        stage: The worker's.
-        replicas: The ranks of this stage; None where there is one.
-    """
+    """A worker's part of a pipeline; `parts` are those of all stages."""
 
     options: KerasOptions
     parts: list[Part]
@@ -155,23 +146,13 @@ class KerasPipeline(BuiltPipeline):
 
 def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     """Build this worker's part; all ranks do this at the same time, with their first minibatch."""
-    graph = options.graph
-
-    def look() -> tuple[None, Description]:
-        split(graph, batch, options.microbatches or 1)
-        return None, []
-
-    agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
+    agreement.checked(
+        lambda: (split(options.graph, batch, options.microbatches or 1), []),
+        "hvd_pipe.pipeline.look",
+        global_process_set,
+    )
     broadcast_variables(options.model.variables, 0)
-    partition = _plan(options, graph, batch)
-    assignment = assign(options, partition, rank())
-
-    def cuts_of() -> tuple[list[Part], int]:
-        microbatch = split(graph, batch, assignment.microbatches)[0]
-        shapes = shapes_of(graph, list(microbatch.inputs))
-        return cut(graph, [stage.layers for stage in partition.stages], shapes), microbatch.samples
-
-    parts, samples = cut_together(assignment, FRAMEWORK, cuts_of)
+    assignment, parts, samples = _divided(options, batch)
     stage, stages = assignment.worker.stage, assignment.layout.stages
     optimizer = scaled(options.optimizer_fn(), assignment.lr_scale)
     own, where = parts[stage], str(assignment.worker)
@@ -208,7 +189,10 @@ def build(options: KerasOptions, batch: Any) -> KerasPipeline:
     )
 
 
-def _plan(options: KerasOptions, graph: Graph, batch: Any) -> Partition:
+def _divided(options: KerasOptions, batch: Any) -> tuple[Assignment, list[Part], int]:
+    """Plan and cut the model; with the samples of a microbatch."""
+    graph = options.graph
+
     def measured(microbatches: int) -> ModelProfile:
         microbatch = split(graph, batch, microbatches)[0]
 
@@ -220,9 +204,13 @@ def _plan(options: KerasOptions, graph: Graph, batch: Any) -> Partition:
     def comm() -> CommModel:
         return measure_comm(LARGEST_MESSAGE, global_process_set, "hvd_pipe.pipeline.comm")
 
-    return plan_together(
-        options, measured, comm, lambda: _state_ratio(options), agreement, global_process_set
-    )
+    def cuts_of(assignment: Assignment) -> tuple[list[Part], int]:
+        microbatch = split(graph, batch, assignment.microbatches)[0]
+        shapes = shapes_of(graph, list(microbatch.inputs))
+        layers = [stage.layers for stage in assignment.partition.stages]
+        return cut(graph, layers, shapes), microbatch.samples
+
+    return divide(options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of)
 
 
 def _state_ratio(options: KerasOptions) -> float:

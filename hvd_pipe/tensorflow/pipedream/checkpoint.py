@@ -25,7 +25,7 @@ from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoi
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import allgather_object, broadcast_object, broadcast_variables
 from hvd_pipe.tensorflow.pipedream.build import KerasPipeline
-from hvd_pipe.tensorflow.pipedream.cut import blocks_of
+from hvd_pipe.tensorflow.pipedream.graph import blocks_of
 from hvd_pipe.tensorflow.pipedream.stage import ByMinibatch
 
 SCHEMA = "hvd_pipe.keras_pipeline/1"

@@ -26,19 +26,11 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.stage import Buffer, Clipping, Feed, Microbatch, MicrobatchIndex, Tally
 from hvd_pipe.tensorflow.messages.buckets import Packing, Shapes
-from hvd_pipe.tensorflow.pipedream.cut import Part
+from hvd_pipe.tensorflow.pipedream.graph import Part
 
 
 class Replicas:
-    """The workers of a stage, and what they add up.
-
-    A stage's gradients are all there at the same time, so all of one dtype are one message.
-
-    Args:
-        process_set: The ranks.
-        stage: Its number, for the names of messages.
-        weights: What is trained.
-    """
+    """The workers of a stage; its gradients of one dtype are one message, as all come together."""
 
     def __init__(self, process_set: ProcessSet, stage: int, weights: Sequence[Any]) -> None:
         self._process_set, self._tag = process_set, f"hvd_pipe.pipeline.gradients.{stage}"
@@ -83,11 +75,7 @@ class Replicas:
 
 
 class ByMinibatch(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
-    """A schedule that counts minibatches, of which an update may take several.
-
-    Args:
-        schedule: The user's.
-        scale: Multiplies its rates.
+    """A user's schedule that counts minibatches, of which an update may take several.
 
     Example:
         >>> halving = keras.optimizers.schedules.PiecewiseConstantDecay([3], [1.0, 0.5])
@@ -120,16 +108,7 @@ class ByMinibatch(keras.optimizers.schedules.LearningRateSchedule):  # type: ign
 
 
 def scaled(optimizer: Any, scale: float) -> Any:
-    """Return an optimizer whose rates are scaled, and whose schedule counts minibatches.
-
-    Args:
-        optimizer: Of a stage, new.
-        scale: R_s / R_0, or 1.
-
-    Example:
-        >>> float(scaled(keras.optimizers.SGD(0.5), 2.0).learning_rate)
-        1.0
-    """
+    """Return an optimizer whose rates are scaled, and whose schedule counts minibatches."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         optimizer._learning_rate = ByMinibatch(rate, scale)
@@ -146,41 +125,25 @@ def add(value: float, name: str, ranks: ProcessSet) -> float:
 
 @dataclass(frozen=True)
 class Losses:
-    """What the last stage computes of the targets and the model's output.
-
-    Args:
-        loss: ``loss(targets, output)``: a number, or one a sample.
-        metric: A number to be reported, likewise; None for none.
-    """
+    """What the last stage computes of the targets and the model's output."""
 
     loss: Callable[[Any, Any], Any]
     metric: Callable[[Any, Any], Any] | None = None
 
 
 class Passed(NamedTuple):
-    """What a forward pass has made.
-
-    Args:
-        outputs: What goes out.
-        loss: The mean over the samples; None where no loss is computed.
-        metric: Likewise.
-        added: What is differentiated here: the loss, and what layers and regularisers add to it;
-            None where there is nothing.
-    """
+    """What a forward pass has made; None for what it has not."""
 
     outputs: list[Any]
     loss: Any
+    """The mean over the samples, as of the metric."""
     metric: Any
     added: Any
+    """What is differentiated: the loss, and what layers and regularisers add to it."""
 
 
 class Passes:
-    """The passes of a stage; each is compiled once for each shape of what comes in.
-
-    Args:
-        part: The stage's layers.
-        losses: Of the last stage; None for the others.
-    """
+    """The passes of a stage; each is compiled once for each shape of what comes in."""
 
     def __init__(self, part: Part, losses: Losses | None) -> None:
         self._part, self._losses = part, losses
@@ -251,10 +214,6 @@ class Passes:
         return loss, tf.reduce_mean(self._losses.metric(targets, output))
 
 
-Reduce = Callable[[list[Any]], list[Any]]
-"""Adds gradients up over a stage's workers."""
-
-
 @dataclass
 class _Pending:
     """A microbatch between its forward and its backward pass."""
@@ -277,17 +236,8 @@ class _Pending:
 class KerasStage:
     """The stage of one worker; see :class:`hvd_pipe.pipeline.stage.Stage`.
 
-    Args:
-        part: Its layers, and what they get and give.
-        losses: What the last stage computes; None in all others.
-        optimizer: The user's, for the weights of these layers.
-        clipping: By the norm over all stages.
-        before, after: Its messages to and from its neighbours; None at the ends.
-        coalesces: Whether an update takes the microbatches of one minibatch; gradients then count
-            by their share of it, and replicas add them up, where else they are averaged.
-        reduce: Adds up over replicas; None where there are none.
-        recompute: Keep no activations, and run forward again before backward.
-        recycle: Takes a received message's memory back.
+    Where an update takes the microbatches of one minibatch (`coalesces`), gradients count by their
+    share of it, and replicas add them up; else they are averaged.
     """
 
     def __init__(
@@ -299,7 +249,7 @@ class KerasStage:
         before: Boundary | None,
         after: Boundary | None,
         coalesces: bool = False,
-        reduce: Reduce | None = None,
+        reduce: Callable[[list[Any]], list[Any]] | None = None,
         recompute: bool = False,
         recycle: Callable[[Buffer], object] = lambda _: None,
     ) -> None:

@@ -21,14 +21,6 @@ from hvd_pipe.tensorflow.pipedream.graph import Graph
 def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
     """Cut a minibatch into microbatches along the first dimension, as `numpy.array_split` does.
 
-    Args:
-        graph: The model, which knows what it takes.
-        batch: (x, y): tensors or arrays, or what Keras' ``fit`` takes of several.
-        microbatches: How many; no more than there are samples.
-
-    Raises:
-        TypeError, ValueError: No such pair, or too few samples.
-
     Example:
         >>> from hvd_pipe.tensorflow.pipedream.graph import graph_of
         >>> graph = graph_of(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
@@ -64,36 +56,20 @@ def split(graph: Graph, batch: Any, microbatches: int) -> list[Microbatch]:
 
     def part(first: int, end: int) -> Microbatch:
         own = keras.tree.map_structure(lambda each: each[first:end], targets)
+        digest = 0
+        for each in keras.tree.flatten(own):
+            digest = zlib.crc32(each.numpy().tobytes(), digest)
         cut = tuple(each[first:end] for each in inputs)
-        return Microbatch(cut, own, end - first, (end - first) / samples, _digest(own))
+        return Microbatch(cut, own, end - first, (end - first) / samples, digest)
 
     return [part(first, end) for first, end in itertools.pairwise(bounds)]
-
-
-def _digest(targets: Any) -> int:
-    """Return a checksum of all targets."""
-    digest = 0
-    for each in keras.tree.flatten(targets):
-        digest = zlib.crc32(each.numpy().tobytes(), digest)
-    return digest
 
 
 _DTYPES = {name: tf.as_dtype(name) for name in ITEM_BYTES}
 
 
 class KerasMessages(Messages):
-    """See :class:`hvd_pipe.pipeline.messages.Messages`; received tensors are copies.
-
-    Example:
-        >>> from hvd_pipe.pipeline.messages import TensorSpec
-        >>> from hvd_pipe.pipeline.stage import MicrobatchIndex
-        >>> spec = TensorSpec("dense", (8, 2), "float32", dynamic=(0,), gradient=True)
-        >>> messages = KerasMessages([spec], stages=2, where="stage 0 replica 0")
-        >>> message = messages.pack(MicrobatchIndex(3, 0), [tf.ones((5, 2))], 7, (0.25, 4.0))
-        >>> header, (tensor,) = messages.unpack(MicrobatchIndex(3, 0), message)
-        >>> header.digest, tensor.shape
-        (7, TensorShape([5, 2]))
-    """
+    """See :class:`hvd_pipe.pipeline.messages.Messages`; received tensors are copies."""
 
     def __init__(
         self, specs: Sequence[TensorSpec], stages: int, where: str, short: bool = False
@@ -112,11 +88,7 @@ class KerasMessages(Messages):
 
 
 class Broadcast:
-    """One that is on its way.
-
-    Args:
-        buffer, root_rank, name, process_set: As for `start`.
-    """
+    """One that is on its way; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
 
     def __init__(self, buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> None:
         self._words = buffer, root_rank, name, process_set
@@ -143,9 +115,7 @@ class Broadcast:
             self._error = error
 
 
-def start(buffer: Bytes, root_rank: int, name: str, process_set: ProcessSet) -> Broadcast:
-    """Start a broadcast; see :class:`hvd_pipe.pipeline.process_sets.Start`."""
-    return Broadcast(buffer, root_rank, name, process_set)
+start = Broadcast
 
 
 @functools.cache

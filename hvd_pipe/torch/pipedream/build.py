@@ -11,22 +11,16 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.mpi_ops import Average, Sum, allreduce_, global_process_set, rank
+from horovod.torch.mpi_ops import Average, Sum, allreduce_, global_process_set
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
-from hvd_pipe.pipeline.build import (
-    Connections,
-    Framework,
-    connect,
-    cut_together,
-)
-from hvd_pipe.pipeline.plans import Assignment, Options, assign, check_function, plan_together
+from hvd_pipe.pipeline.build import Connections, Framework, connect, divide
+from hvd_pipe.pipeline.plans import Assignment, Options, check_function
 from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.stages import Partition
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import MergedGradient
 from hvd_pipe.torch.agree import agree_on_clock, agreement
@@ -34,8 +28,7 @@ from hvd_pipe.torch.distributed import DistributedOptimizer
 from hvd_pipe.torch.horovod_api import broadcast_parameters
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.probes import measure_comm
-from hvd_pipe.torch.pipedream.cut import StageModule, cut
-from hvd_pipe.torch.pipedream.graph import Traced, specs, trace
+from hvd_pipe.torch.pipedream.graph import StageModule, Traced, cut, specs, trace
 from hvd_pipe.torch.pipedream.measure import profile
 from hvd_pipe.torch.pipedream.stage import Losses, TorchStage, moved
 from hvd_pipe.torch.pipedream.tensors import TorchMessages, split, start
@@ -141,7 +134,7 @@ def build(options: TorchOptions, batch: Any) -> TorchPipeline:
     broadcast_parameters({k: v.detach() for k, v in state.items()}, root_rank=0)
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
     device = next(x.device for x in state.values())
-    assignment, layers, cuts, samples = _divided(options, batch, device)
+    layers, assignment, cuts, samples = _divided(options, batch, device)
     worker, stages, coalesces = assignment.worker, len(cuts), assignment.mode.coalesces
     own, arriving = cuts[worker.stage], cuts[worker.stage - 1].outputs if worker.stage else ()
     owners = {name: s for s, one in enumerate(cuts) for name in one.module.state_dict()}
@@ -222,8 +215,8 @@ def _updates(
 
 def _divided(
     options: TorchOptions, batch: Any, device: torch.device
-) -> tuple[Assignment, tuple[str, ...], list[StageModule], int]:
-    """Plan, and cut the model: with its layers and stages, and the samples of a microbatch."""
+) -> tuple[tuple[str, ...], Assignment, list[StageModule], int]:
+    """Trace, plan and cut the model: with its layers, and the samples of a microbatch."""
 
     def look() -> tuple[Traced, Description]:
         inputs = split(batch, options.microbatches or 1)[0].inputs
@@ -231,20 +224,7 @@ def _divided(
         return traced, [("layers of the model", ", ".join(x.name for x in traced.layers))]
 
     traced = agreement.checked(look, "hvd_pipe.pipeline.look", global_process_set)
-    partition = _plan(options, traced, batch, device)
-    assignment = assign(options, partition, rank())
 
-    def cuts_of() -> tuple[list[StageModule], int]:
-        microbatch = split(batch, assignment.microbatches)[0]
-        values = specs(traced, moved(microbatch.inputs, device))
-        cuts = cut(traced, [stage.layers for stage in partition.stages], values)
-        return cuts, microbatch.samples
-
-    layers = tuple(layer.name for layer in traced.layers)
-    return assignment, layers, *cut_together(assignment, FRAMEWORK, cuts_of)
-
-
-def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.device) -> Partition:
     def measured(microbatches: int) -> ModelProfile:
         inputs = moved(split(batch, microbatches)[0].inputs, device)
         return profile(traced, inputs, progress=options.progress)
@@ -252,8 +232,15 @@ def _plan(options: TorchOptions, traced: Traced, batch: Any, device: torch.devic
     def comm() -> CommModel:
         return measure_comm(LARGEST_MESSAGE, device, global_process_set, "hvd_pipe.pipeline.comm")
 
-    return plan_together(
-        options, measured, comm, lambda: _state_ratio(options), agreement, global_process_set
+    def cuts_of(assignment: Assignment) -> tuple[list[StageModule], int]:
+        microbatch = split(batch, assignment.microbatches)[0]
+        values = specs(traced, moved(microbatch.inputs, device))
+        stages = [stage.layers for stage in assignment.partition.stages]
+        return cut(traced, stages, values), microbatch.samples
+
+    layers = tuple(layer.name for layer in traced.layers)
+    return layers, *divide(
+        options, FRAMEWORK, measured, comm, lambda: _state_ratio(options), cuts_of
     )
 
 

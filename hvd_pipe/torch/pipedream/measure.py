@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.torch.pipedream.cut import part
-from hvd_pipe.torch.pipedream.graph import Layer, Traced, as_before, flat, specs
+from hvd_pipe.torch.pipedream.graph import Layer, Traced, as_before, flat, part, specs
 
 
 def profile(

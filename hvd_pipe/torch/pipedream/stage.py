@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.stage import Buffer, Feed, Microbatch, MicrobatchIndex, Tally
-from hvd_pipe.torch.pipedream.cut import StageModule
+from hvd_pipe.torch.pipedream.graph import StageModule
 from hvd_pipe.torch.pipedream.measure import ActivationMeter, StageMemory
 from hvd_pipe.torch.pipedream.weights import Updates, WeightVersions
 
