@@ -34,7 +34,7 @@ from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import parse
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
+from hvd_pipe.planning.tuner import SETTLE_STEPS, TRIAL_STEPS
 from hvd_pipe.runtime import bucket_planner
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.torch import auto_choice, overlap_start

@@ -20,7 +20,7 @@ from torch import nn
 
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning import trials
-from hvd_pipe.planning.trials import TRIAL_STEPS, next_plan
+from hvd_pipe.planning.tuner import TRIAL_STEPS, next_plan
 from hvd_pipe.torch.messages import allreduce
 from hvd_pipe.torch.strategies import merged_gradient
 

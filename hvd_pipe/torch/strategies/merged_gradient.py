@@ -4,7 +4,7 @@ Phases of a run with ``plan="auto"``::
 
     Measuring   SKIP steps      default buckets; nothing is recorded (caches, lazy set-up)
                 TRIAL steps     the same buckets; ready times, waits and steps are recorded
-                                rank 0 makes the next plan of `hvd_pipe.planning.trials`, all take
+                                rank 0 makes the next plan of `hvd_pipe.planning.tuner`, all take
                                 it, and record again; the last one stays
     Planned     after           that plan, until gradients keep coming in another order
                                 then `Measuring` again, with the plan's buckets
@@ -36,7 +36,7 @@ from horovod.torch.mpi_ops import Average
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import (
+from hvd_pipe.planning.tuner import (
     SETTLE_STEPS,
     TRIAL_STEPS,
     Gradients,

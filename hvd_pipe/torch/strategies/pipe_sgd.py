@@ -8,7 +8,7 @@ The first pipelined step has nothing to apply and makes no update, so after ``sy
 were as many updates as steps and every gradient was applied exactly once.
 
 Without a bucket size, some plans are tried in training, and the one with the fewest messages stays
-unless another is faster (`hvd_pipe.planning.trials.Race`). Each set takes a new plan when it is
+unless another is faster (`hvd_pipe.planning.tuner`). Each set takes a new plan when it is
 free, so what is in flight arrives in the buckets in which it left::
 
     step t:      all have sent B and told their times; A is free: made anew by the new plan
@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import Race
+from hvd_pipe.planning.tuner import Tuner, next_given
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import PipeSGD
-from hvd_pipe.torch.agree import largest
+from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.messages.allreduce import Message
 from hvd_pipe.torch.messages.buckets import BucketSet
 from hvd_pipe.torch.messages.saved import (
@@ -73,7 +74,8 @@ class PipeSGDEngine(Engine):
 
     def build(self) -> None:
         index, groups = self.settings.index, self.settings.groups
-        every, self._race = range(len(self.settings.names)), None
+        every = range(len(self.settings.names))
+        self._tuner: Tuner | None = None
         self._stays = False
         """Whether plans were tried, and one stays: a checkpoint holds it."""
         if groups is not None:
@@ -82,19 +84,21 @@ class PipeSGDEngine(Engine):
             plan = index.as_plan(index.default_groups(every, self._bucket_bytes), "bytes")
             self._adopt(plan)
         else:
-            plans = index.fewer_and_fewer()
-            self._adopt(plans[0])
-            if len(plans) > 1 and not self.reduction.alone:
-                self._race = Race(plans, self._first_timed(SKIP_STEPS))
+            self._choices = index.fewer_and_fewer()
+            self._adopt(self._choices[0])
+            if len(self._choices) > 1 and not self.reduction.alone:
+                self._tuner = make_tuner(self.settings.tag, self.reduction.process_set)
+                self._time_anew()
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
         self._ahead = Prediction(self.settings.parameters, self.settings.owner)
         self._applied: list[torch.Tensor | None] = []
 
-    def _first_timed(self, skipped: int) -> int:
-        """Return the step whose end is timed first: steps of the warm-up are others."""
-        return max(self.rounds, self._warmup_steps) + skipped
+    def _time_anew(self) -> None:
+        """Time the plan in use from its first steps on: those of the warm-up are others."""
+        if self._tuner is not None:
+            self._tuner.begin(max(self.rounds, self._warmup_steps) + SKIP_STEPS)
 
     def _adopt(self, plan: Plan) -> None:
         """Make both sets by a plan; nothing is in flight."""
@@ -118,7 +122,7 @@ class PipeSGDEngine(Engine):
 
     @property
     def measures(self) -> bool:
-        return self._race is not None
+        return self._tuner is not None
 
     @property
     def gradient_scale(self) -> float | None:
@@ -163,29 +167,29 @@ class PipeSGDEngine(Engine):
             return False
         self.current = due  # also where what it brought is refused: the other one is on its way
         updates = self._wait(due, shown_in)
-        if self._race is not None:
-            self._time(self._race, self._pending)
+        if self._tuner is not None:
+            self._time(self._tuner, self._pending)
         if self.current.stale or self.current in self._outdated:
             self.current = self._shown = self._renewed(self.current)
             self.current.copy_in()
         return updates
 
     # Architecture: P6
-    def _time(self, race: Race, sent: BucketSet) -> None:
+    def _time(self, tuner: Tuner, sent: BucketSet) -> None:
         """Note the end of a step; where enough were timed, take the next plan on all ranks."""
-        if not race.end_step(self.rounds, time.perf_counter()):
+        if not tuner.end_step(self.rounds, time.perf_counter()):
             return
         sent.complete_buckets()
         if not sent.mean_flags().all_present(self.reduction.workers):
-            race.begin(self.rounds + 1)  # one that has left by hvd.join() cannot be asked
+            tuner.begin(self.rounds + 1)  # one that has left by hvd.join() cannot be asked
             return
-        tag, process_set = self.settings.tag, self.reduction.process_set
-        plan = race.next(*largest(race.seconds(), f"{tag}.steps", process_set))
-        race.begin(self.rounds + REFILL_STEPS)
-        if race.is_over:
-            self._race, self._stays = None, True
-            _log.info("plan after step %d:\n%s", self.rounds, plan)
         assert self.plan is not None
+        tuner.seen(self.plan)
+        plan, self._stays = tuner.next(partial(next_given, self._choices))
+        tuner.begin(self.rounds + REFILL_STEPS)
+        if self._stays:
+            self._tuner = None
+            _log.info("plan after step %d:\n%s", self.rounds, plan)
         if plan.buckets != self.plan.buckets:
             self._outdated = set(self._sets)
         self._take(plan)
@@ -252,8 +256,7 @@ class PipeSGDEngine(Engine):
             self.current = self._renewed(self.current)
         self.settings.owner.note_old()
         self.rounds = self._warmup_steps
-        if self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
+        self._time_anew()
 
     def state(self) -> State:
         due = self._pending
@@ -289,10 +292,10 @@ class PipeSGDEngine(Engine):
     def _resume_plan(self, plan: Plan | None) -> None:
         """Take a plan that others were tried against, or go on with the trials."""
         if plan is not None and set(plan.names) == set(self.settings.names) and self._plans:
-            self._race, self._stays = None, True
+            self._tuner, self._stays = None, True
             self._adopt(plan)
-        elif self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
+        else:
+            self._time_anew()
 
     def discard(self) -> None:
         super().discard()
@@ -305,8 +308,7 @@ class PipeSGDEngine(Engine):
         if self._outdated:
             assert self.plan is not None
             self._adopt(self.plan)
-        if self._race is not None:
-            self._race.begin(self._first_timed(SKIP_STEPS))
+        self._time_anew()
 
     # Architecture: P2
     def _wait(self, due: BucketSet, shown_in: Mapping[int, torch.Tensor]) -> bool:
