@@ -57,19 +57,14 @@ Find = Callable[[CommModel, str, int | None], Plan]
 
 @dataclass(frozen=True)
 class Trial:
-    """What the slowest rank has seen of a plan.
-
-    Args:
-        plan: Which.
-        step_s: Seconds of a step.
-        wait_s: Seconds from the last gradient to the last average, on the rank that waits least.
-        error_s: By how much the median of so few steps may be wrong.
-    """
+    """What the slowest rank has seen of a plan, in seconds."""
 
     plan: Plan
     step_s: float
     wait_s: float
+    """From the last gradient to the last average, on the rank that waits least."""
     error_s: float = 0.0
+    """By how much the median of so few steps may be wrong."""
 
 
 Propose = Callable[[Sequence[Trial]], tuple[Plan, bool]]
@@ -171,19 +166,15 @@ def _is_faster(one: Trial, other: Trial) -> bool:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What messages are made of.
-
-    Args:
-        names: Of the gradients.
-        ready_s: By gradient, seconds after backward starts.
-        bytes: By gradient, as it is sent.
-        kinds: By gradient, what those that share a message have alike; None: all are.
-    """
+    """What messages are made of."""
 
     names: Sequence[str]
     ready_s: FloatArray
+    """By gradient, seconds after backward starts."""
     bytes: FloatArray
+    """By gradient, as it is sent."""
     kinds: Sequence[Hashable] | None = None
+    """By gradient, what those that share a message have alike; None: all are."""
 
     def messages(self, plan: Plan) -> list[_Message]:
         """The messages of a plan in the order in which they can leave."""
