@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import HIDDEN, Gradients, Trial, fitted_to_waits
+from hvd_pipe.planning.tuner import HIDDEN, Gradients, Trial, fitted_to_waits
 
 PARTS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
 """Into about how many messages of one size the gradients are divided, to see which is best."""

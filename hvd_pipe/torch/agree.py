@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from horovod.torch.mpi_ops import Max as _Max
 from horovod.torch.mpi_ops import ProcessSet, Sum, allgather, allreduce_
 
+from hvd_pipe.planning.tuner import TRIAL_STEPS, Tuner
 from hvd_pipe.runtime import timeline
 from hvd_pipe.runtime.consensus import Agreement, members, shutdown_is_told
 
@@ -33,6 +35,15 @@ def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list
     if len(members(process_set)) > 1:
         allreduce_(tensor, name=name, op=_Max, process_set=process_set)
     return list(tensor.tolist())
+
+
+def make_tuner(
+    tag: str, process_set: ProcessSet, begin: int = 0, timed: int = TRIAL_STEPS
+) -> Tuner:
+    """Return what tries plans on these ranks."""
+    seen = partial(largest, name=f"{tag}.seen", process_set=process_set)
+    plan = partial(found_by_first, name=f"{tag}.plan", process_set=process_set)
+    return Tuner(seen, plan, begin, timed)
 
 
 @shutdown_is_told()

@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -55,20 +55,12 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class AutoChoice:
-    """Watches the steps of one optimizer, and changes its engine once.
-
-    Args:
-        checked: The arguments, with `Auto` for the strategy.
-        optimizer: The distributed optimizer; not kept.
-        engine: Its engine, the one that measures.
-    """
+    """Watches the steps of one optimizer, and changes its engine, which measures, once."""
 
     def __init__(self, checked: Checked, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._candidates = checked.candidates
-        self._watch: Callable[[Sequence[torch.Tensor]], JobTimes] = _watcher(optimizer)
-        self._times: JobTimes | None = None
-        if not engine.reduction.alone:
-            self._times = self._watch(engine.settings.parameters)
+        self._optimizer = weakref.ref(optimizer)
+        self._times = None if engine.reduction.alone else self._watch(engine)
         self._reached: _Reached | None = None
         self._overlap: OverlapStart | None = None
         """Has taken over, as overlap=forward was chosen."""
@@ -80,20 +72,26 @@ class AutoChoice:
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
         settled = not engine.measures and (self._overlap is None or self._overlap.is_over)
-        if self._reached is not None and settled and self._reached.end_step():
-            self._say("auto: %s", self._reached)
+        text = self._reached.end_step() if self._reached is not None and settled else None
+        if text is not None:
+            self._say("auto: %s", text)
             self._reached = None
         if self._times is not None and isinstance(engine, MergedGradientEngine):
             engine = self._measure(engine, self._times)
         # It begins in the step of the choice, in which all ranks take part.
         return engine if self._overlap is None else self._overlap.after_step(engine)
 
+    def _watch(self, engine: Engine) -> JobTimes:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return JobTimes(optimizer, engine.settings.parameters)
+
     def _measure(self, engine: MergedGradientEngine, times: JobTimes) -> Engine:
         """Note the end of a step, or choose where it was the last one to measure."""
         if engine.comm is None:
             if times.count != len(engine.settings.parameters):  # some have joined
                 times.close()
-                self._times = times = self._watch(engine.settings.parameters)
+                self._times = times = self._watch(engine)
             times.end_step()
             return engine
         self._times = None
@@ -155,8 +153,7 @@ class AutoChoice:
         mine = [0.0] * (3 + len(settings.parameters))
         if own is not None:
             mine = [1.0, own.before_s, own.update_s, *own.ready_s]
-        fitting = self._fitting(engine)
-        mine = [float(fitting != self._candidates), *mine]
+        mine = [float(self._fitting(engine) != self._candidates), *mine]
         unfit, measured, before, update, *ready = largest(mine, f"{tag}.own", process_set)
         candidates = _without_forward(self._candidates) if unfit else self._candidates
         if not measured:  # no step of any rank had an update: each overflowed, for example
@@ -221,19 +218,20 @@ class _Reached:
     def __init__(self, method: Method, predicted: float) -> None:
         self._method, self._predicted = method, predicted
         self._ends: list[float] = []
-        self._round = method.period if isinstance(method, CoCoD) else 1
 
-    def end_step(self) -> bool:
-        """Note the end of a step; return whether there are enough."""
+    def end_step(self) -> str | None:
+        """Note the end of a step; return what was reached where there are enough.
+
+        Medians are over whole rounds; an evaluation or a checkpoint in between does not count.
+        """
         self._ends.append(time.perf_counter())
-        return len(self._ends) > SETTLE_STEPS + max(REPORT_STEPS, 2 * self._round)
-
-    def __str__(self) -> str:
-        """Medians over whole rounds; an evaluation or a checkpoint in between does not count."""
-        ends, k = self._ends[SETTLE_STEPS:], self._round
-        steps = [(end - start) / k for start, end in zip(ends, ends[k:], strict=False)]
+        k = self._method.period if isinstance(self._method, CoCoD) else 1
+        if len(self._ends) <= SETTLE_STEPS + max(REPORT_STEPS, 2 * k):
+            return None
+        ends = self._ends[SETTLE_STEPS:]
+        seconds = median((end - start) / k for start, end in zip(ends, ends[k:], strict=False))
         return (
-            f"{spell(self._method)} reached {milliseconds(median(steps))} a step "
+            f"{spell(self._method)} reached {milliseconds(seconds)} a step "
             f"(predicted {milliseconds(self._predicted)})"
         )
 
@@ -264,14 +262,3 @@ def say_left_out(checked: Checked) -> None:
     for name, why in checked.left_out.items():
         if _speaks(checked):
             _log.info("auto: %s is left out: %s", name, why)
-
-
-def _watcher(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[torch.Tensor]], JobTimes]:
-    reference = weakref.ref(optimizer)
-
-    def watch(parameters: Sequence[torch.Tensor]) -> JobTimes:
-        owner = reference()
-        assert owner is not None
-        return JobTimes(owner, parameters)
-
-    return watch

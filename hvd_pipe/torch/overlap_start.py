@@ -16,18 +16,19 @@ sends by its plan from the first step.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
-from statistics import median
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.overlap import PARTS, Pass, fitted, in_order, plan_overlap
 from hvd_pipe.planning.plan import Plan
+from hvd_pipe.planning.tuner import Trial, Tuner
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.agree import found_by_first, largest
+from hvd_pipe.torch.agree import largest, make_tuner
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.measuring.step_times import FirstUses
 from hvd_pipe.torch.partial_updates import updates_each_parameter
@@ -56,43 +57,41 @@ class OverlapStart:
 
     def __init__(self, memory: dict[int, Memory], is_given: bool) -> None:
         self._is_given, self._memory = is_given, memory
+        self.is_over = False
+        """Whether nothing is watched or tried any more."""
         self._since = 0
+        """The round after which uses are watched, or the plan is tried; the same on all ranks."""
         self._barrier: Plan | None = None
-        self._trials: _Trials | None = None
         self._raced = False
         """Whether merged-gradient's plans were tried in this run."""
         self._sparse_as_dense = False
         """As the user has it."""
-        self._over = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is watched or tried any more."""
-        return self._over
+        self._tuner: Tuner | None = None
+        """Tries plans without the barrier; None before."""
+        self._work: Pass | None = None
+        self._messages: list[tuple[float, float]] = []
 
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
-        if self._over or engine.reduction.alone or not isinstance(engine, MergedGradientEngine):
+        if self.is_over or engine.reduction.alone or not isinstance(engine, MergedGradientEngine):
             return engine
         if not isinstance(engine, ForwardOverlapEngine):
             if engine.measures:
                 self._raced = True
                 return engine
             return self._begin(engine) if engine.is_equal_everywhere else engine
-        if self._trials is None:
+        if self._tuner is None:
             self._watch(engine)
-            return engine
-        self._over = self._trials.after_step(engine)
-        if self._over:
-            self._trials = None
-            assert engine.plan is not None
-            if engine.plan.order is None:
-                return _with_barrier(engine, engine.plan, self._sparse_as_dense)
+        else:
+            self._time(engine, self._tuner)
+        assert engine.plan is not None
+        if self.is_over and engine.plan.order is None:
+            return _with_barrier(engine, engine.plan, self._sparse_as_dense)
         return engine
 
     def close(self) -> None:
         """Watch and try nothing more."""
-        self._over = True
+        self.is_over = True
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
@@ -106,9 +105,9 @@ class OverlapStart:
             or set(plan.names) != set(settings.names)
         ):
             return self._as_it_was(engine), saved
-        self._trials = None
+        self._tuner = None
         self._raced = False  # what its steps took was seen elsewhere
-        self._over = plan.order is not None or bool(plan.tried_forward)
+        self.is_over = plan.order is not None or bool(plan.tried_forward)
         if not isinstance(engine, ForwardOverlapEngine):
             self._sparse_as_dense = settings.sparse_as_dense
         if plan.order is None:  # with the barrier, for good where others were slower
@@ -117,8 +116,8 @@ class OverlapStart:
 
     def _as_it_was(self, engine: Engine) -> Engine:
         """Return the engine: the state says nothing of its plan, and a trial begins anew."""
-        if self._trials is not None:
-            self._trials.again(engine.rounds)
+        if self._tuner is not None:
+            self._try_from(engine.rounds, self._tuner)
         return engine
 
     def _begin(self, engine: MergedGradientEngine) -> Engine:
@@ -128,7 +127,7 @@ class OverlapStart:
             _log.warning("overlap='forward': updates stay in step(), as %s", problem)
         tag, process_set = settings.tag, settings.reduction.process_set
         if largest([float(problem is not None)], f"{tag}.overlaps", process_set)[0]:
-            self._over = True
+            self.is_over = True
             return engine
         assert engine.plan is not None
         plan = self._barrier = engine.plan
@@ -141,7 +140,7 @@ class OverlapStart:
         self._sparse_as_dense = settings.sparse_as_dense
         successor = self._overlapping(engine, plan, measured=False)
         if self._is_given:
-            self._over = True
+            self.is_over = True
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, plan)
             return successor
         successor.ready_times = FirstUses(settings.parameters)
@@ -181,106 +180,80 @@ class OverlapStart:
             mine, f"{settings.tag}.uses", settings.reduction.process_set
         )
         if unseen:
-            self._over = True
+            self.is_over = True
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
             return
-        work = Pass(
+        self._work = Pass(
             np.array(rest[:count]),
             np.array([-each for each in rest[count:]]),
             np.array(settings.index.nbytes, dtype=np.float64),
             forward_s,
             backward_s,
         )
-        barrier = self._barrier
-        assert barrier is not None
-        known = len(barrier.buckets) in [count for count, _ in barrier.tried]
-        self._trials = _Trials(work, barrier if known and self._raced else None)
-        self._trials.begin(engine)
+        process_set = settings.reduction.process_set
+        self._tuner = make_tuner(f"{settings.tag}.overlap", process_set, timed=TIMED_STEPS)
+        self._take_next(engine, self._tuner)
 
-
-class _Trials:
-    """Tries plans in training, each for some steps, and goes on with the fastest."""
-
-    def __init__(self, work: Pass, barrier: Plan | None) -> None:
-        self._work, self._barrier = work, barrier
-        self._tried: list[tuple[Plan, float]] = []
-        self._messages: list[tuple[float, float]] = []
-        self._ends: list[float] = []
-        self._first = 0
-        """The round after which the plan is tried; rounds are the same on all ranks."""
-
-    def begin(self, engine: ForwardOverlapEngine) -> None:
-        """Let the first plan be tried in the next step."""
-        self._next(engine)
-
-    def again(self, first: int) -> None:
+    def _try_from(self, since: int, tuner: Tuner) -> None:
         """Try the plan from after this round on."""
-        self._first = first
-        self._ends.clear()
+        self._since = since
+        tuner.begin(since + SETTLE_STEPS + 1)
 
-    def after_step(self, engine: ForwardOverlapEngine) -> bool:
-        """Note the end of a step; return whether the trials are over."""
-        if len(engine.settings.names) != len(self._work.bytes):
-            return True  # some have joined, of which nothing was seen
-        if engine.rounds < self._first:
-            self.again(0)  # all have joined, and count anew
-        self._ends.append(time.perf_counter())
-        if engine.rounds - self._first <= SETTLE_STEPS + TIMED_STEPS:
-            return False
-        engine.end_round()
-        if not engine.is_equal_everywhere:  # in other steps of some ranks: not now
-            return False
-        ends = self._ends[-TIMED_STEPS - 1 :]
-        mine = median(end - begin for begin, end in itertools.pairwise(ends))
-        tag, process_set = engine.settings.tag, engine.reduction.process_set
-        (seconds,) = largest([mine], f"{tag}.trial", process_set)
+    def _time(self, engine: ForwardOverlapEngine, tuner: Tuner) -> None:
+        """Note the end of a step; after some of a plan, take the next one."""
+        assert self._work is not None
         assert engine.plan is not None
-        self._tried.append((engine.plan, seconds))
-        self._messages += engine.message_seconds()
-        return self._next(engine)
+        if len(engine.settings.names) != len(self._work.bytes):
+            self.is_over = True  # some have joined, of which nothing was seen
+            return
+        if engine.rounds < self._since:
+            self._try_from(0, tuner)  # all have joined, and count anew
+        tuner.end_step(engine.rounds, time.perf_counter())
+        if engine.rounds - self._since <= SETTLE_STEPS + TIMED_STEPS:
+            return
+        engine.end_round()
+        if engine.is_equal_everywhere:  # else in other steps of some ranks: not now
+            tuner.seen(engine.plan)
+            self._messages += engine.message_seconds()
+            self._take_next(engine, tuner)
 
-    def _next(self, engine: ForwardOverlapEngine) -> bool:
-        """Take the next plan to try, or the fastest; return whether that was the last."""
-        settings, number = engine.settings, len(self._tried)
-        over = number == TRIALS
-        text = found_by_first(
-            lambda: self._plan(engine, number).to_json(),
-            f"{settings.tag}.overlap",
-            settings.reduction.process_set,
-        )
-        engine.take(Plan.from_json(text))
-        self.again(engine.rounds)
-        if over:
+    def _take_next(self, engine: ForwardOverlapEngine, tuner: Tuner) -> None:
+        """Take the next plan to try, or the fastest."""
+        plan, self.is_over = tuner.next(partial(self._propose, engine))
+        engine.take(plan)
+        self._try_from(engine.rounds, tuner)
+        if self.is_over:
             engine.is_measured()
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
-        return over
 
-    def _plan(self, engine: ForwardOverlapEngine, number: int) -> Plan:
+    def _propose(self, engine: ForwardOverlapEngine, tried: Sequence[Trial]) -> tuple[Plan, bool]:
         """The plan of a trial, or, after the last one, the fastest."""
-        settings, work = engine.settings, self._work
-        kinds = [(each.dtype, each.device) for each in settings.parameters]
+        settings, work, number = engine.settings, self._work, len(tried)
+        assert work is not None
         if number == TRIALS:
-            return self._fastest()
+            return self._fastest(tried), True
         if number < len(FIRST_PARTS):
             busy = (work.forward_s + work.backward_s) / max(float(work.bytes.sum()), 1.0)
             comm, parts = CommModel.linear(0.0, busy), FIRST_PARTS[number : number + 1]
         else:
             comm, parts = fitted(self._messages), PARTS
             if number > len(FIRST_PARTS):
-                most = _count(self._tried[-1][0])
-                parts = (max(1, round(FEWER * most)),)
-        return plan_overlap(settings.names, work, comm, kinds, parts)
+                parts = (max(1, round(FEWER * _count(tried[-1].plan))),)
+        kinds = [(each.dtype, each.device) for each in settings.parameters]
+        return plan_overlap(settings.names, work, comm, kinds, parts), False
 
-    def _fastest(self) -> Plan:
+    def _fastest(self, tried: Sequence[Trial]) -> Plan:
         """The plan to go on with: the barrier's where its steps were as fast."""
-        seen = tuple((_count(plan), seconds) for plan, seconds in self._tried)
-        fastest, seconds = min(self._tried, key=lambda each: each[1])
-        if self._barrier is None:
-            return dataclasses.replace(fastest, tried_forward=seen)
-        before, count = self._barrier.tried, len(self._barrier.buckets)
-        if min(each for messages, each in before if messages == count) <= seconds:
-            fastest = self._barrier
-        return dataclasses.replace(fastest, tried=before, tried_forward=seen)
+        best = min(tried, key=lambda each: each.step_s)
+        seen = tuple((_count(each.plan), each.step_s) for each in tried)
+        barrier = self._barrier
+        assert barrier is not None
+        before, count = barrier.tried, len(barrier.buckets)
+        barrier_s = [each for messages, each in before if messages == count]
+        if not self._raced or not barrier_s:
+            return dataclasses.replace(best.plan, tried_forward=seen)
+        kept = barrier if min(barrier_s) <= best.step_s else best.plan
+        return dataclasses.replace(kept, tried=before, tried_forward=seen)
 
 
 def _count(plan: Plan) -> int:

@@ -80,20 +80,27 @@ def train(
     *,
     loss: Loss = loss_of,
     steps: int = STEPS,
+    first: int = 0,
     passes: int = 1,
     drains: Collection[int] = (),
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Weights:
-    """An ordinary loop; the weights after every step, and after each ``synchronize()``.
+    """An ordinary loop from step ``first`` on; the weights after each, and each ``synchronize()``.
 
     That one is called after the steps in ``drains``. The step's number that ``loss`` gets goes up
     with each of the ``passes`` backward passes a step.
     """
     records = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         optimizer.zero_grad()
         for number in range(passes):
-            loss(model, rank, step * passes + number).backward()
-        optimizer.step()
+            loss_now = loss(model, rank, step * passes + number)
+            (loss_now if scaler is None else scaler.scale(loss_now)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         records.append(weights_of(model))
         if step in drains:
             optimizer.synchronize()

@@ -34,7 +34,7 @@ from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import parse
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.trials import SETTLE_STEPS, TRIAL_STEPS
+from hvd_pipe.planning.tuner import SETTLE_STEPS, TRIAL_STEPS
 from hvd_pipe.runtime import bucket_planner
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.torch import auto_choice, overlap_start
@@ -145,15 +145,7 @@ def test_a_loss_scale_goes_along() -> None:
     model = make_model()
     wrapped = wrap(model, "pipe-sgd")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    records = []
-    for step in range(20):
-        wrapped.zero_grad()
-        scaler.scale(loss_of(model, hvd.rank(), step)).backward()
-        scaler.step(wrapped)
-        scaler.update()
-        records.append(weights_of(model))
-    wrapped.synchronize()
-    records.append(weights_of(model))
+    records = train(model, wrapped, hvd.rank(), steps=20, drains=[19], scaler=scaler)
     np.testing.assert_allclose(records, serial(20), rtol=0, atol=1e-12)
     assert chosen_of(wrapped) == "pipe-sgd"
 
@@ -207,16 +199,7 @@ def saved_and_resumed(saved: int, strategy: str | None) -> tuple[Weights, Weight
     model = make_model()
     optimizer = wrap(model, "pipe-sgd")
 
-    def go_on(model: nn.Module, optimizer: Any, steps: range) -> Weights:
-        records = []
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(model, hvd.rank(), step).backward()
-            optimizer.step()
-            records.append(weights_of(model))
-        return np.array(records)
-
-    go_on(model, optimizer, range(saved))
+    train(model, optimizer, hvd.rank(), steps=saved)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     if strategy is None:
@@ -228,8 +211,11 @@ def saved_and_resumed(saved: int, strategy: str | None) -> tuple[Weights, Weight
         other = wrap(other_model, "", strategy=strategy)
         other_model.load_state_dict(states[0])
         other.load_state_dict(states[1])
-    unbroken = go_on(model, optimizer, range(saved, 20))
-    return unbroken, go_on(other_model, other, range(saved, 20)), chosen_of(other)
+    unbroken, resumed = (
+        train(*each, hvd.rank(), first=saved, steps=20 - saved)
+        for each in ((model, optimizer), (other_model, other))
+    )
+    return unbroken, resumed, chosen_of(other)
 
 
 @pytest.mark.parametrize(
@@ -402,11 +388,11 @@ def test_what_was_not_measured_changes_nothing(heard: Lines) -> None:
     allow = "merged-gradient/pipe-sgd/cocod"
     optimizer = wrap(model, allow, lambda m: torch.optim.SGD(m.parameters(), lr=0.05, fused=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, backoff_factor=0.999)
-    for step in range(SWITCH + 2):
-        optimizer.zero_grad()
-        (scaler.scale(loss_of(model, hvd.rank(), step)) * float("inf")).backward()
-        scaler.step(optimizer)
-        scaler.update()
+
+    def infinite(*of: Any) -> torch.Tensor:
+        return loss_of(*of) * float("inf")
+
+    train(model, optimizer, hvd.rank(), loss=infinite, steps=SWITCH + 2, scaler=scaler)
     assert chosen_of(optimizer) == "merged-gradient"
     said = "auto: no step could be measured: goes on with merged-gradient"
     assert hvd.rank() == 1 or said in heard.lines

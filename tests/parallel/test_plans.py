@@ -19,8 +19,8 @@ from problem import OPTIMIZERS, STEPS, Loss, Weights, loss_of, make_model, train
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning import trials
-from hvd_pipe.planning.trials import TRIAL_STEPS, next_plan
+from hvd_pipe.planning import tuner
+from hvd_pipe.planning.tuner import TRIAL_STEPS, next_plan
 from hvd_pipe.torch.messages import allreduce
 from hvd_pipe.torch.strategies import merged_gradient
 
@@ -206,7 +206,7 @@ def test_trials_go_on_after_a_join() -> None:
     """
     model = make_model()
     noted = PlanEachStep(wrap(model))
-    with mock.patch.object(trials, "HIDDEN", -1.0):
+    with mock.patch.object(tuner, "HIDDEN", -1.0):
         for epoch in range(4):
             for step in range(10 + hvd.rank()):  # rank 0 has a batch less
                 noted.zero_grad()

@@ -26,7 +26,7 @@ from hvd_pipe.planning.overlap import (
     send_order,
 )
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import Gradients, Trial
+from hvd_pipe.planning.tuner import Gradients, Trial
 
 WORST = 1.6  # a planned order's step over that of the best of all orders, in random cases
 

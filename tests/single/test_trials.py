@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import (
+from hvd_pipe.planning.tuner import (
     TRIAL_STEPS,
     Gradients,
-    Race,
     Trial,
+    Tuner,
     fitted_to_waits,
+    next_given,
     next_plan,
 )
 
@@ -232,19 +233,23 @@ def merged_into(count: int) -> Plan:
 def test_the_fewest_messages_win_a_race_within_the_error(
     seen: dict[int, tuple[float, float]], stays: int
 ) -> None:
-    race = Race([merged_into(count) for count in seen], begin=0)
-    for times in seen.values():
-        assert not race.is_over
-        plan = race.next(*times)
-    assert race.is_over
+    plans, tried = [merged_into(count) for count in seen], list[Trial]()
+    for plan, (step_s, error_s) in zip(plans, seen.values(), strict=True):
+        assert next_given(plans, tried) == (plan, False)
+        tried.append(Trial(plan, step_s, 0.0, error_s))
+    plan, over = next_given(plans, tried)
+    assert over
     assert plan.buckets == merged_into(stays).buckets
     assert plan.tried == tuple((count, step_s) for count, (step_s, _) in seen.items())
 
 
-def test_a_race_times_a_plan_anew_where_it_is_told_to() -> None:
-    race = Race([merged_into(3), merged_into(1)], begin=2)
-    assert not any(race.end_step(step, 100.0 * step) for step in range(2 + TRIAL_STEPS))
-    race.begin(50)
-    assert not any(race.end_step(step, 2.0 * step) for step in range(40, 50 + TRIAL_STEPS))
-    assert race.end_step(50 + TRIAL_STEPS, 2.0 * (50 + TRIAL_STEPS))
-    assert race.seconds() == (2.0, 0.0)
+def test_a_plan_is_timed_anew_where_that_is_told() -> None:
+    """Steps after the last one that was needed push the first ones out."""
+    tuner = Tuner(list, lambda find: find(), begin=2)
+    assert not any(tuner.end_step(step, 100.0 * step) for step in range(2 + TRIAL_STEPS))
+    tuner.begin(50)
+    assert not any(tuner.end_step(step, 2.0 * step) for step in range(40, 50 + TRIAL_STEPS))
+    assert tuner.end_step(50 + TRIAL_STEPS, 2.0 * (50 + TRIAL_STEPS))
+    assert tuner.end_step(51 + TRIAL_STEPS, 2.0 * (51 + TRIAL_STEPS))
+    tuner.seen(merged_into(3), waits=[3.0, 1.0, 2.0])
+    assert tuner.tried == [Trial(merged_into(3), 2.0, 2.0, 0.0)]

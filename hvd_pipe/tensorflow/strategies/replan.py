@@ -40,7 +40,7 @@ from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.overlap import deferring_plan
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import (
+from hvd_pipe.planning.tuner import (
     SETTLE_STEPS,
     TRIAL_STEPS,
     Gradients,

@@ -17,8 +17,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,56 +37,117 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class ReadyTimes:
-    """Moments at which gradients become ready, over some steps.
-
-    On a CUDA device the host waits for them once a recorded step.
-    """
+    """Moments at which gradients become ready; on CUDA, the host waits for them once a step."""
 
     def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.steps = count, 0
+        """How many gradients there are, and backward passes closed so far."""
         self._stopwatch = Stopwatch(device)
-        self._seconds_by_step: list[list[float]] = []
+        self._ready_s: list[list[float]] = []
         self._moments: list[Moment | None] = [None] * count
-        self.steps = 0
-        """Backward passes closed so far, the same on all ranks."""
 
     def mark(self, index: int) -> None:
         """Note that the gradient at ``index`` is ready now."""
         self._moments[index] = self._stopwatch.now()
 
-    def end_step(self) -> None:
-        """Close one backward pass; a gradient that was not computed counts as ready now."""
+    def end_step(self) -> tuple[Moment, Moment] | None:
+        """Close one backward pass, and return its first gradient's moment and its end.
+
+        A gradient that was not computed counts as ready now.
+        """
         self.steps += 1
-        if all(moment is None for moment in self._moments):
-            return
+        present = [each for each in self._moments if each is not None]
+        if not present:
+            return None
         end = self._stopwatch.now()
         Stopwatch.wait(end)
-        moments = [end if moment is None else moment for moment in self._moments]
-        seconds = [Stopwatch.seconds(moments[0], moment) for moment in moments]
-        first = min(seconds)
-        self._seconds_by_step.append([second - first for second in seconds])
-        self._moments = [None] * len(moments)
+        first = min(present, key=lambda each: Stopwatch.seconds(present[0], each))
+        moments = [end if each is None else each for each in self._moments]
+        self._ready_s.append([Stopwatch.seconds(first, each) for each in moments])
+        self._moments = [None] * self.count
+        return first, end
 
     def seconds(self) -> list[float]:
         """Return the median over steps of each gradient's ready time, from the first one's."""
-        if not self._seconds_by_step:
-            return [0.0] * len(self._moments)
-        medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
+        if not self._ready_s:
+            return [0.0] * self.count
+        medians: list[float] = np.median(np.array(self._ready_s), axis=0).tolist()
         return medians
 
 
-class JobTimes:
-    """Measures steps of a distributed optimizer, beside whatever engine it has.
+class Uses(NamedTuple):
+    """Seconds of some steps; lists are by the parameters' index."""
 
-    Args:
-        optimizer: Whose updates are timed.
-        parameters: Whose gradients; by index.
+    needed_s: list[float]
+    """After the end of a step, when each is needed: the earliest of all steps."""
+    ready_s: list[float]
+    """After the first gradient, when each gradient is ready."""
+    forward_s: float
+    """From the end of a step to the first gradient."""
+    backward_s: float
+    """From there to the next call of ``step()``."""
+
+
+class FirstUses(ReadyTimes):
+    """Notes also when each parameter is first used, from the end of ``step()`` to its next call.
+
+    ::
+
+        end of step()                                          first gradient
+        |---- forward_s ---------------------------------------|--- backward_s ---> step()
+          a.weight   b.weight
+          needed_s of a.weight ...
     """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(len(parameters), parameters[0].device)
+        self._begun: Moment | None = None
+        self._used: dict[int, Moment] = {}
+        self._passes: list[tuple[float, float]] = []
+        self._needed_s: list[list[float]] = []
+
+    def begin(self) -> None:
+        """Note that a step has ended."""
+        self._used.clear()
+        self._moments = [None] * self.count
+        self._begun = self._stopwatch.now()
+
+    def use(self, indices: Iterable[int]) -> None:
+        """Note that parameters are about to be used; the first time counts."""
+        new = [index for index in indices if index not in self._used]
+        if new and all(each is None for each in self._moments):
+            self._used.update(dict.fromkeys(new, self._stopwatch.now()))
+
+    def end_step(self) -> tuple[Moment, Moment] | None:
+        """Note that the next ``step()`` is called."""
+        begun, self._begun = self._begun, None
+        if begun is None or all(each is None for each in self._moments):
+            return None
+        ends = super().end_step()
+        assert ends is not None
+        forward_s = Stopwatch.seconds(begun, ends[0])
+        needed = {index: Stopwatch.seconds(begun, each) for index, each in self._used.items()}
+        self._needed_s.append([needed.get(index, forward_s) for index in range(self.count)])
+        self._passes.append((forward_s, Stopwatch.seconds(*ends)))
+        return ends
+
+    def uses(self) -> Uses:
+        """Return the earliest need of all steps, and the medians of the rest."""
+        needed = [max(0.0, min(each)) for each in zip(*self._needed_s, strict=True)]
+        forward_s, backward_s = (median(each) for each in zip(*self._passes, strict=True))
+        return Uses(needed, self.seconds(), forward_s, backward_s)
+
+
+class JobTimes:
+    """Measures steps of a distributed optimizer, beside whatever engine it has."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
     ) -> None:
+        self.count = len(parameters)
+        """How many parameters are watched."""
         self._stopwatch = Stopwatch(parameters[0].device)
-        self._ready: list[Moment | None] = [None] * len(parameters)
+        self._ready: list[Moment | None] = [None] * self.count
         self._previous: Moment | None = None
         self._begun: Moment | None = None
         self._updated: Moment | None = None
@@ -107,23 +168,17 @@ class JobTimes:
             )
 
     @property
-    def count(self) -> int:
-        """How many parameters are watched."""
-        return len(self._ready)
-
-    @property
     def steps(self) -> int:
         """Whole steps that are kept, from gradients to an update: the last ones."""
         return len(self._steps)
 
     def end_step(self) -> None:
         """Note that ``optimizer.step()`` ends now."""
-        end = self._stopwatch.now()
-        if None not in (self._previous, self._begun, self._updated) and any(
-            moment is not None for moment in self._ready
-        ):
-            self._steps.append((self._previous, self._ready, self._begun, self._updated))  # type: ignore[arg-type]
-        self._ready = [None] * len(self._ready)
+        end, previous = self._stopwatch.now(), self._previous
+        seen = any(moment is not None for moment in self._ready)
+        if seen and previous is not None and self._begun is not None and self._updated is not None:
+            self._steps.append((previous, self._ready, self._begun, self._updated))
+        self._ready = [None] * self.count
         self._previous, self._begun, self._updated = end, None, None
 
     def close(self) -> OwnTimes | None:
@@ -173,14 +228,7 @@ def _hook(times: weakref.ref[JobTimes], index: int) -> Callable[[torch.Tensor], 
 
 
 class JobProfile:
-    """Writes a profile of the running job to a file, for ``HVD_PIPE_PROFILE``.
-
-    Args:
-        path: Of the JSON file.
-        times: Of the optimizer.
-        names: The parameters' names, by index.
-        sizes: Bytes of each gradient, by index.
-    """
+    """Writes a profile of the running job to a JSON file, for ``HVD_PIPE_PROFILE``."""
 
     def __init__(
         self, path: str, times: JobTimes, names: Sequence[str], sizes: Sequence[int]
@@ -218,10 +266,7 @@ def profile_job(
     parameters: Sequence[torch.Tensor],
     process_set: ProcessSet,
 ) -> JobProfile | None:
-    """Return what profiles the job, if ``HVD_PIPE_PROFILE`` asks for that on this rank.
-
-    The first rank profiles the first optimizer that it makes.
-    """
+    """Return what profiles the job: on the first rank, its first optimizer, if that is asked."""
     global _started  # noqa: PLW0603
     path = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
     if not path or _started or not process_set.included() or process_set.rank() != 0:
@@ -237,100 +282,3 @@ def profile_job(
     times = JobTimes(optimizer, parameters)
     sizes = [each.numel() * each.element_size() for each in parameters]
     return JobProfile(path, times, names, sizes)
-
-
-# When a step first uses each parameter, and when it computes each gradient.
-#
-# ::
-#
-#     end of step()                                                first gradient
-#     |---- forward_s ---------------------------------------------|--- backward_s ---> step()
-#       a.weight   b.weight
-#       needed_s of a.weight ...
-
-
-@dataclass(frozen=True)
-class Uses:
-    """What was seen of some steps; lists are by the parameters' index.
-
-    Args:
-        needed_s: Seconds after the end of a step at which each is needed.
-        ready_s: Seconds after the first gradient at which each gradient is ready.
-        forward_s: Seconds from the end of a step to the first gradient.
-        backward_s: Seconds from there to the next call of ``step()``.
-    """
-
-    needed_s: list[float]
-    ready_s: list[float]
-    forward_s: float
-    backward_s: float
-
-
-class FirstUses:
-    """Notes steps, each from the end of one ``step()`` to the next call.
-
-    Args:
-        parameters: Whose uses; by index.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._count = len(parameters)
-        self._stopwatch = Stopwatch(parameters[0].device)
-        self._begun: Moment | None = None
-        self._used: dict[int, Moment] = {}
-        self._ready: dict[int, Moment] = {}
-        self._steps: list[tuple[list[float], list[float], float, float]] = []
-
-    @property
-    def count(self) -> int:
-        """How many parameters are watched."""
-        return self._count
-
-    @property
-    def steps(self) -> int:
-        """Steps with a backward pass that were seen."""
-        return len(self._steps)
-
-    def begin(self) -> None:
-        """Note that a step has ended."""
-        self._used.clear()
-        self._ready.clear()
-        self._begun = self._stopwatch.now()
-
-    def use(self, indices: Iterable[int]) -> None:
-        """Note that parameters are about to be used; the first time counts."""
-        new = [index for index in indices if index not in self._used]
-        if new and not self._ready:
-            self._used.update(dict.fromkeys(new, self._stopwatch.now()))
-
-    def mark(self, index: int) -> None:
-        """Note a gradient."""
-        self._ready[index] = self._stopwatch.now()
-
-    def end_step(self) -> None:
-        """Note that the next ``step()`` is called."""
-        begun, self._begun = self._begun, None
-        if begun is None or not self._ready:
-            return
-        now = self._stopwatch.now()
-        Stopwatch.wait(now)
-        first = min(self._ready.values(), key=lambda moment: Stopwatch.seconds(begun, moment))
-        forward_s, backward_s = Stopwatch.seconds(begun, first), Stopwatch.seconds(first, now)
-        every = range(self._count)
-        needed = [_since(begun, self._used.get(i), forward_s) for i in every]
-        ready = [_since(first, self._ready.get(i), backward_s) for i in every]
-        self._steps.append((needed, ready, forward_s, backward_s))
-
-    def uses(self) -> Uses:
-        """Return the earliest need of all steps, and the medians of the rest."""
-        needed, ready, forward_s, backward_s = zip(*self._steps, strict=True)
-        return Uses(
-            [min(each) for each in zip(*needed, strict=True)],
-            [median(each) for each in zip(*ready, strict=True)],
-            median(forward_s),
-            median(backward_s),
-        )
-
-
-def _since(begun: Moment, moment: Moment | None, else_s: float) -> float:
-    return else_s if moment is None else max(0.0, Stopwatch.seconds(begun, moment))

@@ -38,7 +38,7 @@ from hvd_pipe.torch.pending_tensors import Settle, hold, release
 from hvd_pipe.torch.strategies.settings import GradientHooks, Settings, State, describe
 
 if TYPE_CHECKING:
-    from hvd_pipe.torch.measuring.step_times import FirstUses, ReadyTimes
+    from hvd_pipe.torch.measuring.step_times import ReadyTimes
     from hvd_pipe.torch.messages.buckets import BucketSet
 
 
@@ -61,7 +61,7 @@ class Engine(abc.ABC):
     """Whether `prepare` may leave the update to be made later; gradients stay pending then."""
     is_due = False
     """Whether this rank has deferred an update, which `finish` makes."""
-    ready_times: ReadyTimes | FirstUses | None = None
+    ready_times: ReadyTimes | None = None
     """Where the moments at which gradients become ready are recorded, if they are."""
 
     def __init__(self, settings: Settings) -> None:

@@ -1,31 +1,29 @@
 """MG-WFBP: gradients travel in the groups that finish first, found from the job's own times.
 
-Phases of a run with ``plan="auto"``::
+A run with ``plan="auto"``::
 
-    Measuring   SKIP steps      default buckets; nothing is recorded (caches, lazy set-up)
-                TRIAL steps     the same buckets; ready times, waits and steps are recorded
-                                rank 0 makes the next plan of `hvd_pipe.planning.trials`, all take
-                                it, and record again; the last one stays
-    Planned     after           that plan, until gradients keep coming in another order
-                                then `Measuring` again, with the plan's buckets
+    SKIP steps      default buckets; nothing is recorded (caches, lazy set-up)
+    TRIAL steps     the same buckets; ready times, waits and steps are recorded
+                    all ranks take the next plan of `hvd_pipe.planning.tuner`, and record again;
+                    the last one stays
+    after           that plan, until gradients keep coming in another order: then the same again,
+                    with the plan's buckets
 
-    Fixed       all steps       any other ``plan`` or groups: never measured
+Any other ``plan``, or groups, are never measured. With ``bucket_bytes`` there is one trial, which
+shows in which order gradients come. Under ``auto`` there is one, too; all-reduces are measured
+after it.
 
-With ``bucket_bytes`` there is one trial, which shows in which order gradients come. Under ``auto``
-there is one, too; all-reduces are measured after it.
-
-All ranks count the same steps, so they are in the same phase. A rank whose gradients come in
+All ranks count the same steps, so they measure at the same time. A rank whose gradients come in
 another order sets the control flag ``reordered``; all ranks then record anew.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -36,17 +34,17 @@ from horovod.torch.mpi_ops import Average
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import (
+from hvd_pipe.planning.tuner import (
     SETTLE_STEPS,
     TRIAL_STEPS,
     Gradients,
     Trial,
-    error_of,
+    Tuner,
     next_plan,
 )
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS, measured_method
 from hvd_pipe.strategy import MergedGradient
-from hvd_pipe.torch.agree import found_by_first, largest
+from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.measuring.probes import measure_comm
 from hvd_pipe.torch.measuring.step_times import ReadyTimes
 from hvd_pipe.torch.messages.allreduce import of_all_ranks
@@ -62,36 +60,6 @@ _GIVEN = "given"
 FloatArray = npt.NDArray[np.float64]
 
 _log = logging.getLogger("hvd_pipe")
-
-
-@dataclass
-class Measuring:
-    """Steps of a plan are recorded from a round on."""
-
-    begin: int
-    """The round (see `Engine.rounds`) after which recording starts, in `Engine.ready_times`."""
-    tried: list[Trial] = field(default_factory=list)
-    """What was seen of the plans before; the same on all ranks."""
-    ends: list[float] = field(default_factory=list)
-    """By this host's clock, the start and the end of each recorded step."""
-    waits: list[float] = field(default_factory=list)
-    """Of recorded steps, seconds from the last gradient to the last average."""
-
-
-@dataclass
-class Planned:
-    """The plan was made from measured times; a change of the gradients' order ends this."""
-
-    drifted_steps: int = 0
-    """The steps in a row in which buckets filled in another order than planned."""
-
-
-@dataclass
-class Fixed:
-    """The plan stays as it is."""
-
-
-Phase = Measuring | Planned | Fixed
 
 
 class MergedGradientEngine(Engine):
@@ -113,10 +81,16 @@ class MergedGradientEngine(Engine):
         if measure_steps is not None and self._method is None:
             self._method = _GIVEN  # nothing to plan, and yet to measure
         self._measures_comm = measure_steps is not None
-        self._record_steps = TRIAL_STEPS if measure_steps is None else measure_steps
+        self._timed = TRIAL_STEPS if measure_steps is None else measure_steps
         self.comm: CommModel | None = None
         """What `measure_comm` has found, under ``auto``; the same on all ranks and steps."""
-        self._phase: Phase = Fixed() if self._method is None else Measuring(SKIP_STEPS)
+        self._tuner: Tuner | None = None
+        """Times the plan; None where it stays."""
+        self._waits: list[float] = []
+        """Of steps that are timed, seconds from the last gradient to the last average."""
+        self._measure(SKIP_STEPS)
+        self._drifted_steps = 0
+        """The steps in a row in which buckets filled in another order than planned."""
         self._measured = False
         """Whether the plan comes from measured times: a checkpoint holds it then."""
         self._patience = PATIENCE_STEPS
@@ -133,7 +107,7 @@ class MergedGradientEngine(Engine):
 
     @property
     def measures(self) -> bool:
-        return isinstance(self._phase, Measuring)
+        return self._tuner is not None
 
     def build(self) -> None:
         """Parameters that have joined get buckets behind the plan's, and it is made anew."""
@@ -146,16 +120,23 @@ class MergedGradientEngine(Engine):
             if order is not None:
                 order = (*order, *range(len(self.plan.buckets), len(buckets)))
             self.plan = Plan(buckets, self.plan.method, order=order)
-            self._measure_anew()
+            self._measure(self.rounds + SKIP_STEPS)
         self._count = self._usual_count = len(names)
         self._adopt(self.plan)
 
-    def _measure_anew(self) -> None:
-        if self._method is not None:
-            self._enter(Measuring(self.rounds + SKIP_STEPS))
+    def _measure(self, begin: int, tuner: Tuner | None = None) -> None:
+        """Record steps from a round on, unless the plan is fixed; in new trials, or in these."""
+        if self._method is None:
+            return
+        if tuner is None:
+            settings = self.settings
+            tuner = make_tuner(settings.tag, settings.reduction.process_set, timed=self._timed)
+        tuner.begin(begin)
+        self._tuner, self._waits, self.ready_times = tuner, [], None
 
-    def _enter(self, phase: Phase) -> None:
-        self._phase, self.ready_times = phase, None
+    def _end_trials(self) -> None:
+        self._tuner = self.ready_times = None
+        self._measured, self._drifted_steps = True, 0
 
     # Architecture: G6
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
@@ -197,8 +178,8 @@ class MergedGradientEngine(Engine):
         except RanksDisagreeError:
             self.stepped = False  # no rank has moved
             raise
-        if isinstance(self._phase, Measuring) and self.ready_times is not None:
-            self._phase.waits.append(time.perf_counter() - self._sent_s)
+        if self._tuner is not None and self.ready_times is not None:
+            self._waits.append(time.perf_counter() - self._sent_s)
         self._read_flags()
 
     def _read_flags(self) -> None:
@@ -225,7 +206,7 @@ class MergedGradientEngine(Engine):
 
     def state(self) -> State:
         # A plan on trial may be a bad one.
-        keeps = self._measured and not isinstance(self._phase, Measuring)
+        keeps = self._measured and self._tuner is None
         counters = {"plan": self.plan.to_json()} if self.plan is not None and keeps else {}
         return State(counters, residuals_of(self.current))
 
@@ -234,8 +215,7 @@ class MergedGradientEngine(Engine):
         text = None if self._method is None else state.counters.get("plan")
         plan = None if text is None else Plan.from_json(text)
         if plan is not None and set(plan.names) == set(self.settings.names):
-            self._measured = True
-            self._enter(Planned())
+            self._end_trials()
             self._adopt(plan)
             self._usual_count = 0  # as many as the first step has
         restore_residuals(self.current, state.tensors)
@@ -247,98 +227,75 @@ class MergedGradientEngine(Engine):
     def after_join(self) -> None:
         self.rounds = 0
         self.stepped = False
-        if isinstance(self._phase, Measuring):
+        if self._tuner is not None:
             # Trials end where all ranks are present, so all have seen the same ones.
-            tried = self._phase.tried
-            self._enter(Measuring(SETTLE_STEPS if tried else SKIP_STEPS, tried))
+            self._measure(SETTLE_STEPS if self._tuner.tried else SKIP_STEPS, self._tuner)
 
     # Architecture: G12
     def after_update(self) -> None:
         super().after_update()
         if self.reduction.alone or not self._all_updated:
             return  # planning asks all ranks: one has joined, or may not come here
-        phase = self._phase
-        if isinstance(phase, Planned) and self._flags.reordered != 0.0:
+        if not self.measures and self._flags.reordered != 0.0:
             _log.info("gradients come in another order: measuring again for a new plan")
             self._patience *= 2  # a model whose order never settles must not measure for ever
-            phase = Measuring(self.rounds)
-            self._enter(phase)
-        if not isinstance(phase, Measuring):
+            self._measure(self.rounds)
+        if self._tuner is None:
             return
+        self._tuner.end_step(self.rounds, time.perf_counter())
         if self.ready_times is None:
-            if self.rounds >= phase.begin:
+            if self.rounds >= self._tuner.first:
                 parameters = self.settings.parameters
                 self.ready_times = ReadyTimes(len(parameters), parameters[0].device)
-                phase.ends.append(time.perf_counter())
             return
-        assert isinstance(self.ready_times, ReadyTimes)  # others watch when nothing is measured
-        phase.ends.append(time.perf_counter())
-        if self.ready_times.steps >= self._record_steps:
-            self._plan_anew(phase, self.ready_times.seconds())
+        if self.ready_times.steps >= self._timed:
+            self._plan_anew(self._tuner, self.ready_times.seconds())
 
     def _note_order(self) -> bool:
         """Return whether buckets have filled in another order than planned for some steps."""
-        if isinstance(self._phase, Fixed):
+        if self._method is None:
             return False
         sparse = self.settings.sparse
         filled = [self._bucket_of[i] for i in self.current.completed if i not in sparse]
         self._count = len(filled)
-        if isinstance(self._phase, Measuring):
+        if self._tuner is not None:
             return False
         order = list(dict.fromkeys(reversed(filled)))[::-1]  # by each bucket's last gradient
         self._usual_count = self._usual_count or self._count
         as_planned = order == sorted(order) and self._count == self._usual_count
-        self._phase.drifted_steps = 0 if as_planned else self._phase.drifted_steps + 1
-        return self._phase.drifted_steps >= self._patience
+        self._drifted_steps = 0 if as_planned else self._drifted_steps + 1
+        return self._drifted_steps >= self._patience
 
     # Architecture: G13
-    def _plan_anew(self, phase: Measuring, seconds: Sequence[float]) -> None:
-        settings, process_set = self.settings, self.settings.reduction.process_set
+    def _plan_anew(self, tuner: Tuner, seconds: Sequence[float]) -> None:
+        settings = self.settings
         assert self.plan is not None
-        steps = [end - begin for begin, end in itertools.pairwise(phase.ends)]
-        # A bucket leaves when the slowest rank has filled it, so that rank's times count. In each
-        # step, the rank that is last waits for messages alone.
-        waits = [-wait for wait in phase.waits[-self._record_steps :]]
-        mine = [median(steps), error_of(steps), *waits, *seconds]
-        step_s, error_s, *rest = largest(mine, f"{settings.tag}.ready", process_set)
-        wait_s, ready = -median(rest[: len(waits)]), rest[len(waits) :]
-        tried = [*phase.tried, Trial(self.plan, step_s, wait_s, error_s)]
+        ready = tuner.seen(self.plan, waits=self._waits[-self._timed :], ready=seconds)
         if self._measures_comm and self.comm is None:
-            total = sum(settings.wire_bytes())
+            total, process_set = sum(settings.wire_bytes()), settings.reduction.process_set
             device = settings.parameters[0].device
             self.comm = measure_comm(total, device, process_set, f"{settings.tag}.measure")
-
-        def find() -> tuple[str, bool]:
-            plan, stays = self._next(tried, np.array(ready))
-            return plan.to_json(), stays
-
-        text, stays = found_by_first(find, f"{settings.tag}.plan", process_set)
-        plan = Plan.from_json(text)
+        plan, stays = tuner.next(partial(self._propose, np.array(ready)))
         if plan.buckets == self.plan.buckets:
             self.plan = plan
         else:
             self._replace_buckets(plan)
         self._usual_count = self._count  # some parameters may never get a gradient
         if not stays:
-            self._enter(Measuring(self.rounds + SETTLE_STEPS, tried))
+            self._measure(self.rounds + SETTLE_STEPS, tuner)
             return
-        self._measured = True
-        self._enter(Fixed() if self._method == _GIVEN else Planned())
+        self._end_trials()
         if self._method == _GIVEN:
             self._method = None
         _log.info("plan after step %d:\n%s", self.rounds, plan)
 
-    def _next(self, tried: Sequence[Trial], ready: FloatArray) -> tuple[Plan, bool]:
+    def _propose(self, ready: FloatArray, tried: Sequence[Trial]) -> tuple[Plan, bool]:
         """Return the plan of the next steps, and whether it stays."""
         settings = self.settings
         if self._method == _GIVEN:
             return tried[-1].plan, True
         sizes = np.array(settings.wire_bytes(), dtype=np.float64)
-
-        def find(comm: CommModel, method: str, limit: int | None) -> Plan:
-            every = range(len(ready))
-            return settings.index.best_plan(every, ready, sizes, comm, method, limit)
-
+        find = partial(settings.index.best_plan, range(len(ready)), ready, sizes)
         if self._method == "bytes":
             plan = find(CommModel.linear(0.0, 0.0), "bytes", self._bucket_bytes)
             return replace(plan, predicted_s=None, exposed_s=None), True

@@ -8,7 +8,7 @@ The first pipelined step has nothing to apply and makes no update, so after ``sy
 were as many updates as steps and every gradient was applied exactly once.
 
 Without a bucket size, some plans are tried in training, and the one with the fewest messages stays
-unless another is faster (`hvd_pipe.planning.trials.Race`). Each set takes a new plan when it is
+unless another is faster (`hvd_pipe.planning.tuner`). Each set takes a new plan when it is
 free, so what is in flight arrives in the buckets in which it left::
 
     step t:      all have sent B and told their times; A is free: made anew by the new plan
@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,11 @@ from horovod.torch.mpi_ops import Sum
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
-from hvd_pipe.planning.trials import Race
+from hvd_pipe.planning.tuner import Tuner, next_given
 from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.strategy import PipeSGD
-from hvd_pipe.torch.agree import largest
+from hvd_pipe.torch.agree import make_tuner
 from hvd_pipe.torch.messages.allreduce import of_all_ranks
 from hvd_pipe.torch.messages.buckets import (
     BucketSet,
@@ -70,7 +71,8 @@ class PipeSGDEngine(Engine):
 
     def build(self) -> None:
         index, groups = self.settings.index, self.settings.groups
-        every, self._race = range(len(self.settings.names)), None
+        every = range(len(self.settings.names))
+        self._tuner: Tuner | None = None
         self._stays = False
         """Whether plans were tried, and one stays: a checkpoint holds it."""
         if groups is not None:
@@ -79,23 +81,21 @@ class PipeSGDEngine(Engine):
             plan = index.as_plan(index.default_groups(every, self._bucket_bytes), "bytes")
             self._adopt(plan)
         else:
-            plans = index.fewer_and_fewer()
-            self._adopt(plans[0])
-            if len(plans) > 1 and not self.reduction.alone:
-                self._race = Race(plans, self._first_timed())
+            self._choices = index.fewer_and_fewer()
+            self._adopt(self._choices[0])
+            if len(self._choices) > 1 and not self.reduction.alone:
+                self._tuner = make_tuner(self.settings.tag, self.reduction.process_set)
+                self._time_anew()
         self._pending: BucketSet | None = None
         self._scales: dict[BucketSet, float] = {}
         self._shown: BucketSet | None = None
         self._ahead = Prediction(self.settings)
         self._applied: list[torch.Tensor | None] = []
 
-    def _first_timed(self) -> int:
-        """Return the step whose end is timed first: steps of the warm-up are others."""
-        return max(self.rounds, self._warmup_steps) + SKIP_STEPS
-
     def _time_anew(self) -> None:
-        if self._race is not None:
-            self._race.begin(self._first_timed())
+        """Time the plan in use from its first steps on: those of the warm-up are others."""
+        if self._tuner is not None:
+            self._tuner.begin(max(self.rounds, self._warmup_steps) + SKIP_STEPS)
 
     def _adopt(self, plan: Plan) -> None:
         """Make both sets by a plan; nothing is in flight."""
@@ -115,7 +115,7 @@ class PipeSGDEngine(Engine):
 
     @property
     def measures(self) -> bool:
-        return self._race is not None
+        return self._tuner is not None
 
     @property
     def gradient_scale(self) -> float | None:
@@ -158,29 +158,29 @@ class PipeSGDEngine(Engine):
             return False
         self.current = due  # also where what it brought is refused: the other one is on its way
         updates = self._wait(due, shown_in)
-        if self._race is not None:
-            self._time(self._race, self._pending)
+        if self._tuner is not None:
+            self._time(self._tuner, self._pending)
         if self.current.stale or self.current in self._outdated:
             self.current = self._shown = self._renewed(self.current)
             self.current.copy_in()
         return updates
 
     # Architecture: P6
-    def _time(self, race: Race, sent: BucketSet) -> None:
+    def _time(self, tuner: Tuner, sent: BucketSet) -> None:
         """Note the end of a step; where enough were timed, take the next plan on all ranks."""
-        if not race.end_step(self.rounds, time.perf_counter()):
+        if not tuner.end_step(self.rounds, time.perf_counter()):
             return
         sent.complete_buckets()
         if not sent.mean_flags().all_present(self.reduction.workers):
-            race.begin(self.rounds + 1)  # one that has left by hvd.join() cannot be asked
+            tuner.begin(self.rounds + 1)  # one that has left by hvd.join() cannot be asked
             return
-        tag, process_set = self.settings.tag, self.reduction.process_set
-        plan = race.next(*largest(race.seconds(), f"{tag}.steps", process_set))
-        race.begin(self.rounds + REFILL_STEPS)
-        if race.is_over:
-            self._race, self._stays = None, True
-            _log.info("plan after step %d:\n%s", self.rounds, plan)
         assert self.plan is not None
+        tuner.seen(self.plan)
+        plan, self._stays = tuner.next(partial(next_given, self._choices))
+        tuner.begin(self.rounds + REFILL_STEPS)
+        if self._stays:
+            self._tuner = None
+            _log.info("plan after step %d:\n%s", self.rounds, plan)
         if plan.buckets != self.plan.buckets:
             self._outdated = set(self._sets)
         self._take(plan)
@@ -270,7 +270,7 @@ class PipeSGDEngine(Engine):
         is_free = self.settings.groups is None and self._bucket_bytes is None
         plan = Plan.from_json(text) if text is not None and is_free else None
         if plan is not None and set(plan.names) == set(self.settings.names):
-            self._race, self._stays = None, True  # others were tried against it
+            self._tuner, self._stays = None, True  # others were tried against it
             self._adopt(plan)
         else:
             self._time_anew()

@@ -1,30 +1,34 @@
 """Plans that are tried in training, each for some steps; the fastest stays.
 
-What a message costs is seen in training alone. A message by itself pays for its negotiation, one
+What a message costs is seen in training alone: a message by itself pays for its negotiation, one
 of a burst hardly does, and how busy the processors are says how much that is. So nothing is sent
-to measure: what is seen is how long steps take, and how long they wait::
+to measure; how long steps take, and how long they wait, is seen::
 
     backward of the slowest rank |   wait    | update
     link      | bucket | | bucket | | bucket |
 
-The plans, in turn: the buckets that training began with; about `MANY` messages, or a third of the
-first ones where those are about as many; the best plan for messages that cost what both waits
-show; and one with fewer messages than that. The first plan stays unless another is faster by more
-than the error of what was seen.
+`Tuner` times a plan, takes the slowest rank's medians, and has all ranks take the plan that the
+first one proposes. What it proposes, in turn:
 
-Where messages travel behind a whole step, no wait says what they cost, and few messages are as
-good as many. `Race` tries given plans, and the one with the fewest messages stays unless another
-is faster by more than the error.
+- merged-gradient (`next_plan`): the buckets that training began with; about `MANY` messages, or a
+  third of the first ones where those are about as many; the best plan for messages that cost what
+  both waits show; one with fewer messages. The first stays unless another is faster by more than
+  the error of what was seen.
+- Pipe-SGD (`next_given`), where messages travel behind a whole step and no wait says what they
+  cost: given plans. The one with the fewest messages stays unless another is faster by more than
+  the error.
+- ``overlap="forward"``: `hvd_pipe.planning.overlap.plan_overlap`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,36 +57,124 @@ Find = Callable[[CommModel, str, int | None], Plan]
 
 @dataclass(frozen=True)
 class Trial:
-    """What was seen of a plan.
-
-    Args:
-        plan: Which.
-        step_s: Seconds of a step, on the slowest rank.
-        wait_s: Seconds from the last gradient to the last average, on the rank that waits least.
-        error_s: By how much the median of so few steps may be wrong.
-    """
+    """What the slowest rank has seen of a plan, in seconds."""
 
     plan: Plan
     step_s: float
     wait_s: float
+    """From the last gradient to the last average, on the rank that waits least."""
     error_s: float = 0.0
+    """By how much the median of so few steps may be wrong."""
+
+
+Propose = Callable[[Sequence[Trial]], tuple[Plan, bool]]
+"""Returns the plan of the next steps by what was seen, and whether it stays."""
+
+
+class Tuner:
+    """Times plans in training; the clock and the ranks are given.
+
+    Args:
+        largest: Returns the largest of all ranks' values, place by place.
+        found_by_first: Returns what the first rank finds.
+        begin: The step whose end is timed first; steps are the same on all ranks.
+        timed: Steps of a plan that are timed.
+
+    Example:
+        >>> plans = [Plan((("a",), ("b",)), "bytes"), Plan((("a", "b"),), "bytes")]
+        >>> from functools import partial
+        >>> tuner = Tuner(list, lambda find: find(), begin=1, timed=2)
+        >>> for plan in plans:
+        ...     done = [tuner.end_step(step, 0.5 * step) for step in range(4)]
+        ...     _ = tuner.seen(plan)
+        ...     kept, stays = tuner.next(partial(next_given, plans))
+        ...     tuner.begin(1)
+        >>> done, kept.buckets, kept.tried, stays
+        ([False, False, False, True], (('a', 'b'),), ((2, 0.5), (1, 0.5)), True)
+    """
+
+    def __init__(
+        self,
+        largest: Callable[[list[float]], list[float]],
+        found_by_first: Callable[[Callable[[], Any]], Any],
+        begin: int = 0,
+        timed: int = TRIAL_STEPS,
+    ) -> None:
+        self._largest, self._found_by_first = largest, found_by_first
+        self.timed = timed
+        self.tried: list[Trial] = []
+        self.begin(begin)
+
+    def begin(self, step: int) -> None:
+        """Time the plan in use anew, from the end of this step on."""
+        self.first = step
+        self._ends: deque[float] = deque(maxlen=self.timed + 1)
+
+    def end_step(self, step: int, now: float) -> bool:
+        """Note when a step has ended; return whether enough steps of the plan were timed."""
+        if step >= self.first:
+            self._ends.append(now)
+        return len(self._ends) > self.timed
+
+    def steps(self) -> list[float]:
+        """Return the seconds of each step that was timed on this rank."""
+        return [end - start for start, end in pairwise(self._ends)]
+
+    def seen(
+        self,
+        plan: Plan,
+        steps: Sequence[float] = (),
+        waits: Sequence[float] = (),
+        ready: Sequence[float] = (),
+    ) -> list[float]:
+        """Take what the slowest rank has seen of a plan, and return its times of gradients.
+
+        A bucket leaves when the slowest rank has filled it, so that rank's times count. In each
+        step, the rank that is last waits for messages alone.
+        """
+        steps = steps or self.steps()
+        mine = [median(steps), error_of(steps), *(-wait for wait in waits), *ready]
+        step_s, error_s, *rest = self._largest(mine)
+        least = [-wait for wait in rest[: len(waits)] if math.isfinite(wait)]
+        self.tried.append(Trial(plan, step_s, median(least) if least else 0.0, error_s))
+        return rest[len(waits) :]
+
+    def next(self, propose: Propose) -> tuple[Plan, bool]:
+        """Return the plan that the first rank proposes, and whether it stays."""
+
+        def find() -> tuple[str, bool]:
+            plan, stays = propose(self.tried)
+            return plan.to_json(), stays
+
+        text, stays = self._found_by_first(find)
+        return Plan.from_json(text), stays
+
+
+def next_given(plans: Sequence[Plan], tried: Sequence[Trial]) -> tuple[Plan, bool]:
+    """Each of some plans in turn; in the end, of those that are as good, the fewest messages."""
+    if len(tried) < len(plans):
+        return plans[len(tried)], False
+    best = min(tried, key=lambda each: each.step_s)
+    as_good = [each for each in tried if not _is_faster(best, each)]
+    kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
+    return replace(kept.plan, tried=_seen(tried)), True
+
+
+def _is_faster(one: Trial, other: Trial) -> bool:
+    return other.step_s - one.step_s > math.hypot(one.error_s, other.error_s)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What messages are made of.
-
-    Args:
-        names: Of the gradients.
-        ready_s: By gradient, seconds after backward starts.
-        bytes: By gradient, as it is sent.
-        kinds: By gradient, what those that share a message have alike; None: all are.
-    """
+    """What messages are made of."""
 
     names: Sequence[str]
     ready_s: FloatArray
+    """By gradient, seconds after backward starts."""
     bytes: FloatArray
+    """By gradient, as it is sent."""
     kinds: Sequence[Hashable] | None = None
+    """By gradient, what those that share a message have alike; None: all are."""
 
     def messages(self, plan: Plan) -> list[_Message]:
         """The messages of a plan in the order in which they can leave."""
@@ -146,66 +238,7 @@ def next_plan(
         if not _is_tried(plan, tried):
             return plan, False
     best = min(tried, key=lambda each: each.step_s)
-    if first.step_s - best.step_s <= math.hypot(first.error_s, best.error_s):
-        best = first
-    return _kept(best, tried, gradients), True
-
-
-class Race:
-    """Plans that are tried one after the other; the clock and the ranks' agreement are given.
-
-    Example:
-        >>> race = Race([Plan((("a",), ("b",)), "bytes"), Plan((("a", "b"),), "bytes")], begin=1)
-        >>> ends = iter(range(100))
-        >>> while not race.is_over:
-        ...     for step in ends:
-        ...         if race.end_step(step, 0.5 * step):
-        ...             break
-        ...     plan = race.next(*race.seconds())
-        ...     race.begin(step + 2)
-        >>> plan.buckets, plan.tried, next(ends)
-        ((('a', 'b'),), ((2, 0.5), (1, 0.5)), 14)
-    """
-
-    def __init__(self, plans: Sequence[Plan], begin: int) -> None:
-        self._left = list(plans)
-        self._tried: list[Trial] = []
-        self.begin(begin)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last plan has been tried."""
-        return not self._left
-
-    def begin(self, step: int) -> None:
-        """Time the plan in use anew, from the end of this step on."""
-        self._begin = step
-        self._ends: list[float] = []
-
-    def end_step(self, step: int, now: float) -> bool:
-        """Note when a step has ended; return whether enough steps of the plan were timed."""
-        if step >= self._begin:
-            self._ends.append(now)
-        return len(self._ends) > TRIAL_STEPS
-
-    def seconds(self) -> tuple[float, float]:
-        """Return how long a step takes on this rank, and by how much that may be wrong."""
-        steps = [end - start for start, end in pairwise(self._ends)]
-        return median(steps), error_of(steps)
-
-    def next(self, step_s: float, error_s: float) -> Plan:
-        """Return the plan of the next steps, by what all ranks have agreed on for the last one."""
-        self._tried.append(Trial(self._left.pop(0), step_s, 0.0, error_s))
-        if self._left:
-            return self._left[0]
-        best = min(self._tried, key=lambda each: each.step_s)
-        as_good = [
-            each
-            for each in self._tried
-            if each.step_s - best.step_s <= math.hypot(each.error_s, best.error_s)
-        ]
-        kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
-        return replace(kept.plan, tried=_seen(self._tried))
+    return _kept(best if _is_faster(best, first) else first, tried, gradients), True
 
 
 def error_of(seconds: Sequence[float]) -> float:
