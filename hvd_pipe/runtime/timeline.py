@@ -521,4 +521,10 @@ def _host() -> str:
 
 def _both_clocks() -> tuple[int, float]:
     """Return Unix time in ns and ``perf_counter``, read at one moment as nearly as can be."""
-    return time.time_ns(), time.perf_counter()
+    readings = []
+    for _ in range(5):  # the thread may lose its core between the two
+        before = time.perf_counter()
+        wall_ns = time.time_ns()
+        after = time.perf_counter()
+        readings.append((after - before, wall_ns, (before + after) / 2))
+    return min(readings)[1:]
