@@ -48,11 +48,7 @@ WHEELS = (
 FILES = (
     *("docker/gpu_check.sh", "docker/gpu_kit.py", "tests/gpu/*.py", "torch_examples/models.py"),
     *("tests/parallel/cells.py", "tests/parallel/codec_reference.py"),
-    *(
-        "tests/parallel/problem.py",
-        "tests/parallel/fragments_reference.py",
-        "tests/parallel/serial.py",
-    ),
+    *("tests/parallel/problem.py", "tests/parallel/equation.py", "tests/parallel/serial.py"),
     *("pyproject.toml", "LICENSE"),
 )
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
