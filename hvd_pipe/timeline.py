@@ -266,9 +266,8 @@ class Timeline:
         Raises:
             ValueError: It is none, with ``source`` and the first event that is wrong.
         """
-        document = document if isinstance(document, dict) else {}
-        records = document.get("traceEvents")
-        if not isinstance(records, list):
+        records = _records_of(document)
+        if records is None:
             raise ValueError(f'{source} is no Chrome trace: it lacks the list "traceEvents"')
         lanes: dict[object, str] = {}
         for record in records:
@@ -296,7 +295,7 @@ class Timeline:
                     f"{source}: event {number} is not one that hvd_pipe writes "
                     f"({type(error).__name__}: {error}): {str(record)[:200]}"
                 ) from None
-        other = document.get("otherData")
+        other = document.get("otherData") if isinstance(document, dict) else None
         title = other.get("title", "") if isinstance(other, dict) else ""
         return cls(tuple(events), str(title))
 
@@ -344,9 +343,19 @@ def _record(event: Event, tid: int) -> dict[str, Any]:
     return record
 
 
+def _records_of(document: object) -> list[Any] | None:
+    """Return the events of a trace, which is an object with a list, or the list alone."""
+    records = document.get("traceEvents") if isinstance(document, dict) else document
+    return records if isinstance(records, list) else None
+
+
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        text = path.read_text() or "[]"
+        if text.startswith("[\n") and not text.endswith("\n]\n"):
+            # The job runs, or was killed: its last line may be cut off.
+            text = text[: text.rindex("\n")].rstrip(",") + "]"
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON (line {error.lineno}: {error.msg})") from None
     except UnicodeDecodeError:
@@ -355,8 +364,7 @@ def _read(path: Path) -> Any:
 
 def _zero_of(document: Any) -> int | None:
     """Return the Unix time of a file's zero in nanoseconds, if the file says it."""
-    records = document.get("traceEvents", ()) if isinstance(document, dict) else ()
-    for record in records:
+    for record in _records_of(document) or ():
         if isinstance(record, dict) and record.get("name") == CLOCK:
             return int(record["args"]["zero_unix_ns"])
     return None

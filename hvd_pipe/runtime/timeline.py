@@ -3,21 +3,13 @@
 ``HVD_PIPE_TIMELINE=dir`` asks for it; each rank writes ``dir/rank{N}.json``, in the form that
 `hvd_pipe.timeline` reads. Where the variable is not set, a recorder that notes nothing stands in.
 
-A file is a whole JSON document before and after every flush, whatever ends the process::
-
-    {"displayTimeUnit":"ms", ... "traceEvents":[     written once
-    {event},
-    {event}                                          a flush writes from the end of this line on:
-    ]}                                               a comma, new events, and these brackets again
-
-One gap is left: the kernel copies a write page by page (4 KiB), and a SIGKILL that comes between
-two pages of one flush cuts it there.
+A file is an array of events, one a line, which is closed when the process ends. Viewers and
+`hvd_pipe.timeline` also read the file of a job that runs or was killed, whose array has no end.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -29,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from horovod.common.process_sets import ProcessSet
 
@@ -48,10 +40,6 @@ FLUSH_EVENTS = 512
 """At most so many events wait in memory."""
 
 _MARKER_BYTES = 512
-_HEAD = '{"displayTimeUnit":"ms","otherData":{"producer":"hvd_pipe"},"traceEvents":[\n'
-_TAIL = "\n]}\n"
-_BETWEEN = ",\n"
-
 _CLOCK_ROUNDS = 12
 _POLL_S = 2e-4
 _POLL_SHARE = 0.02  # of a message's age: old ones are asked for less often
@@ -326,7 +314,7 @@ class Recorder:
 
 
 class TraceFile:
-    """Writes events, given as JSON text, to a file that is always a whole Chrome trace.
+    """Writes events, given as JSON text, to a Chrome trace: an array with one event a line.
 
     A full file drops events: a marker in it and one line in the log of ``hvd_pipe`` say so. A
     write that fails ends the file in the same way, and not the job. Any thread may add events.
@@ -335,16 +323,15 @@ class TraceFile:
     def __init__(self, path: Path, max_bytes: int, marker: Callable[[], str]) -> None:
         self.path = path
         self.full = False
-        self._max_bytes, self._marker = max_bytes, marker
+        self._max_bytes, self._room = max_bytes, max_bytes - _MARKER_BYTES
+        self._marker = marker
         # Re-entrant: a signal's handler may add an event while its own thread is adding one.
         self._lock = threading.RLock()
         self._writing = False
         self._waiting: list[str] = []
         self._pid = os.getpid()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._file: int | None = os.open(self.path, flags, 0o644)
-        self._end = len(_HEAD)
-        _write(self._file, _HEAD + _TAIL, 0)
+        self._file: BinaryIO | None = self.path.open("wb", buffering=0)
+        self._before = "[\n"
         atexit.register(self.close)
 
     def add(self, event: str) -> None:
@@ -365,50 +352,43 @@ class TraceFile:
             self._writing = True
             try:
                 waiting, self._waiting = self._waiting, []
-                if self._file is not None and not self.full:
-                    self._append(self._file, waiting)
+                if not self.full:
+                    self._append(waiting)
             finally:
                 self._writing = False
 
     def close(self) -> None:
-        """Write what waits and close the file; it takes no more events."""
+        """Write what waits and close the array; the file takes no more events."""
         with self._lock:
             self.flush()
             self.full = True
             if self._file is not None:
-                os.close(self._file)
+                if os.getpid() == self._pid and self._before == ",\n":
+                    self._write("\n]\n")
+                self._file.close()
                 self._file = None
         atexit.unregister(self.close)
 
-    def _append(self, file: int, events: list[str]) -> None:
-        room = self._max_bytes - self._end - len(_TAIL) - _MARKER_BYTES
-        sizes = [len(event.encode()) + len(_BETWEEN) for event in events]
-        while sum(sizes) > room and sizes:
+    def _append(self, events: list[str]) -> None:
+        sizes = [len(event.encode()) + len(",\n") for event in events]
+        while sum(sizes) > self._room:
             self.full = True
             sizes.pop()
         if self.full:
             _log.warning("%s is full (%d bytes): raise %s", self.path, self._max_bytes, MEGABYTES)
             events = [*events[: len(sizes)], self._marker()]
-        text = _BETWEEN.join(events)
-        if self._end > len(_HEAD):
-            text = _BETWEEN + text
+        self._room -= sum(sizes)
+        self._write(self._before + ",\n".join(events) + "\n]\n" * self.full)
+        self._before = "" if self.full else ",\n"
+
+    def _write(self, text: str) -> None:
+        data = text.encode()
         try:
-            _write(file, text + _TAIL, self._end)
+            while data and self._file is not None:  # one turn, unless a disk is full
+                data = data[self._file.write(data) :]
         except OSError as error:  # a full disk must not end the job
             self.full = True
-            with contextlib.suppress(OSError):
-                _write(file, _TAIL, self._end)
-                os.ftruncate(file, self._end + len(_TAIL))
             _log.warning("%s ends here: %s", self.path, error)
-            return
-        self._end += len(text.encode())
-
-
-def _write(file: int, text: str, offset: int) -> None:
-    data = text.encode()
-    while data:  # one turn, unless a disk is full or a signal has come
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
 
 
 OFF = Recorder()

@@ -204,7 +204,7 @@ def test_a_file_stays_within_its_limit_and_says_so() -> None:
     train(model, wrap(model, "pipe-sgd"))
     timeline = written(directory)
     assert path.stat().st_size <= 10_000
-    last = json.loads(path.read_text())["traceEvents"][-1]
+    last = json.loads(path.read_text())[-1]
     assert last["name"] == "the trace ends here: raise HVD_PIPE_TIMELINE_MB"
     assert len(of(timeline, "forward")) >= 2
 

@@ -161,7 +161,8 @@ def test_a_directory_of_ranks_is_put_on_one_clock(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", r"bad\.json is no JSON \(line 1"),
-        ("[1]", 'lacks the list "traceEvents"'),
+        ("1", 'lacks the list "traceEvents"'),
+        ("[1]", "event 0 is not one that hvd_pipe writes"),
         ('{"traceEvents": 3}', 'lacks the list "traceEvents"'),
         ('{"traceEvents": "abc"}', 'lacks the list "traceEvents"'),
         ('{"traceEvents": [3]}', "event 0 is not one that hvd_pipe writes"),
