@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from horovod.common.process_sets import ProcessSet
 
@@ -74,11 +74,6 @@ class Options:
     bandwidth: float | None
     memory_bytes: float | None
     progress: bool
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Take them out of all arguments of a `PipeDream`."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     @property
     def chosen_mode(self) -> Mode:

@@ -398,10 +398,10 @@ def advise(
     chosen = _chosen(profile, cluster, methods, training)
     costs = []
     for codec in codecs:
-        if isinstance(codec, str) and codec not in CODECS:
+        if not isinstance(codec, CodecCost) and codec not in CODECS:
             known = ", ".join(map(repr, CODECS))
             raise ValueError(f"unknown codec {codec!r}: use one of {known}")
-        costs.append(CODECS[codec] if isinstance(codec, str) else codec)
+        costs.append(codec if isinstance(codec, CodecCost) else CODECS[codec])
     if not chosen or not costs:
         raise ValueError("nothing to choose from: give at least one method and one codec ('none')")
     wanted = dict.fromkeys((method, codec) for method in chosen for codec in costs)

@@ -419,8 +419,8 @@ class Sessions:
             self._start()
             if self._of_tapes:  # a tape begins with the first step, after `inherit`
                 self._loaded = _inherited.pop(self.label, self._loaded)
-        self._check_driven()
         number = next(self._count)
+        self._check_driven(number)
         tag = f"{self._tag}.{number}"
         session = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
         session.number = number
@@ -437,8 +437,8 @@ class Sessions:
             vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, session
         return session
 
-    def _check_driven(self) -> None:
-        """Refuse, or say, what it means that nobody drives the steps of a strategy that asks."""
+    def _check_driven(self, number: int) -> None:
+        """Refuse `auto` where nobody drives the steps, and warn of ``overlap="forward"`` there."""
         if self.watcher is not None:
             return
         if isinstance(self.strategy, Auto):
@@ -450,7 +450,7 @@ class Sessions:
                 f"of your own, name the strategy: {MergedGradient.name!r}, {PipeSGD.name!r} or "
                 f"{CoCoD.name!r} (`hvd-pipe advise` predicts which is fastest)."
             )
-        if self.overlaps_forward and not self._sessions and rank() == 0:
+        if self.overlaps_forward and number == 0 and rank() == 0:
             _log.warning(
                 "overlap='forward': updates stay in their step, as nobody drives it who could "
                 "begin it with updates of the step before: pass "

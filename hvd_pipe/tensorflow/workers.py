@@ -35,7 +35,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class _Lifecycle(Lifecycle):
-    """Of `hvd_pipe.tensorflow.sessions.Sessions`.
+    """Keeps `hvd_pipe.tensorflow.sessions.Sessions` from one set of workers to the next.
 
     Ranks do not watch each other from ``hvd.init()`` on: to connect, they use TensorFlow, and
     scripts must choose their devices before anybody does.

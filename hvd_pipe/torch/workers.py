@@ -103,7 +103,7 @@ def _against_join() -> str:
 
 
 class _Lifecycle(Lifecycle):
-    """Of optimizers, which are `hvd_pipe.torch.distributed.DistributedMixin`."""
+    """Keeps optimizers (`hvd_pipe.torch.distributed.DistributedMixin`) over sets of workers."""
 
     adapter = "hvd_pipe.torch"
 

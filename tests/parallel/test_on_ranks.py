@@ -86,6 +86,23 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly  # what goes wrong in a test itself is above
+def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -> None:
+    said = run_file(
+        tmp_path,
+        "import atexit\n"
+        "def leave():\n"
+        "    print('last words', flush=True)\n"
+        "    os._exit(7)\n"
+        "@on_ranks(2)\n"
+        "def test_last():\n"
+        "    if gather(place()[1]) and place()[1] == 1:\n"
+        "        atexit.register(leave)\n",
+    )
+    assert outcomes(said) == {"test_last": "FAILED"}, said
+    assert "last words" in said
+
+
+@pytest.mark.nightly
 def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,

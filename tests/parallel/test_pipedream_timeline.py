@@ -31,7 +31,6 @@ CASES = {
     "microbatches": ("2-1", "2bw", 4),
     "flush": ("straight", "flush", 3),
 }
-PLAIN_STEPS = 5
 
 
 def make_model() -> nn.Sequential:

@@ -194,6 +194,16 @@ def test_messages_begin_when_ready_and_end_on_all_ranks_together(case: str) -> N
 
 
 @two
+def test_merged_gradients_end_within_the_wait() -> None:
+    timeline = timeline_of("merged-gradient")
+    for worker in range(RANKS):
+        waits = {wait.args["step"]: wait for wait in of(timeline, "wait", worker)}
+        for message in of(timeline, "allreduce", worker):
+            # Who waits lets a message land, if the observer has not seen it before.
+            assert message.end_s <= waits[message.args["step"]].end_s + 2e-6
+
+
+@two
 def test_a_file_stays_within_its_limit_and_says_so() -> None:
     directory = Path(place()[0] / "small")
     directory.mkdir(exist_ok=True)

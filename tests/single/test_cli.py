@@ -28,7 +28,6 @@ DATA = Path(__file__).parent.parent / "data"
 GOOGLENET = str(DATA / "googlenet_k80_backward.csv")
 NETWORK = ("--bandwidth", "10gbit", "--latency", "30us")
 CLUSTER = ("--workers", "16", *NETWORK)
-FORWARD = "merged-gradient:overlap=forward"
 
 
 def run(*arguments: object, ok: bool = True) -> Result:
@@ -375,3 +374,21 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.stderr.endswith(
         "error: pictures need matplotlib: pip install 'hvd_pipe[plot]'\n"
     )
+
+
+def test_a_noisy_measurement_warns(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for error, words in ((0.2, None), (0.55, "the measured all-reduce is off by 55% on average")):
+        ring = CommModel((0.0,), (1e-4,), (1e-9,), error=error)
+        Cluster(4, Network(None, measured=ring, measured_workers=4)).save(path)
+        result = run("plan", model, "--cluster", path)
+        assert (words or "") in result.stderr
+        assert bool(result.stderr) == (words is not None)
+
+
+def test_jitter_is_slower(model: str) -> None:
+    one = ("simulate", model, *CLUSTER, "--method", "single")
+    still, jittery = run_json(*one), run_json(*one, "--jitter", 0.2)
+    assert still["rows"][0]["step_s"] < jittery["rows"][0]["step_s"]
+    assert run_json(*one, "--jitter", 0.2) == jittery
+    assert run_json(*one, "--jitter", 0.2, "--seed", 1) != jittery

@@ -483,3 +483,26 @@ def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
     job.wait(2)
     job.goes_on(LIMIT_S)
     assert job.processes[2].ended == []
+
+
+def test_a_host_with_nine_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight addresses were offered, and the ninth was the one that the others could reach."""
+    names = {f"net{n}": [snic(f"10.0.{n}.1")] for n in range(8)} | {"last": [snic("127.0.0.1")]}
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: names)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    create_connection = socket.create_connection
+
+    def only_the_last(way: tuple[str, int], timeout: float) -> socket.socket:
+        if way[0] != "127.0.0.1":
+            raise TimeoutError
+        return create_connection(way, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", only_the_last)
+    listener = Listener()
+    monkeypatch.setattr(rendezvous, "_is_loopback", lambda address: False)
+    link = connect(listener.address, 1)
+    met = listener.close()
+    assert link is not None
+    assert list(met) == [1]
+    link.close()
+    met[1].close()

@@ -113,6 +113,7 @@ def test_a_bad_outcome_is_named(changed: dict[str, Any], word: str) -> None:
 
 
 def test_weights_that_differ_and_weights_that_nobody_compared_are_named() -> None:
+    assert RUN.wrong() == []
     assert replace(RUN, unequal=["rank 1, step 40"]).wrong() == [
         f"{RUN.name}: weights differ: rank 1, step 40"
     ]

@@ -22,9 +22,7 @@ LAYERS = (LayerProfile("a", 8, 0.5), LayerProfile("b", 0, 0.25))
 GOOD: dict[str, Document] = {
     "plan": Plan((("a", "b"), ("c",)), "overlap", 1.5, 0.5, order=(1, 0, 0)),
     "partition": Partition(STAGES, 3, 0.5, 1.5, 0.5, "paper", (2, 1), in_transit=1),
-    "profile": ModelProfile(
-        (LayerProfile("a", 8, 0.5), LayerProfile("b", 0, 0.25)), (("a", "b"),)
-    ),
+    "profile": ModelProfile(LAYERS, (("a", "b"),)),
     "cluster": Cluster(8, DEEP),
 }
 _any = pytest.mark.parametrize("kind", GOOD)

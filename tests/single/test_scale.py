@@ -145,6 +145,8 @@ def test_what_lacks_for_a_connection_to_every_rank(monkeypatch: pytest.MonkeyPat
     for files in (100_000, resource.RLIM_INFINITY):
         _allow(monkeypatch, files)
         assert watchdog._has_files_for(2048)
+    _allow(monkeypatch, 1024)
+    assert not watchdog._has_files_for(2048)
 
 
 def test_a_job_of_too_many_ranks_for_its_files_is_told_so(

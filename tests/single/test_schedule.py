@@ -197,7 +197,7 @@ def test_each_program_does_everything_once_and_in_order(plan: Schedule) -> None:
         kinds |= {SendActivation, RecvGradient} if stage < last else set()
         a_round = width if plan.method in METHODS[:2] else m
         done: set[tuple[type[Instruction], int]] = set()
-        newest, gradients, averaged, in_flight = 0, set[int](), False, 0
+        newest, gradients, averaged, in_flight, most = 0, set[int](), False, 0, 0
         bound = (
             m // width
             if plan.method == "gpipe"
@@ -226,7 +226,10 @@ def test_each_program_does_everything_once_and_in_order(plan: Schedule) -> None:
             if isinstance(step, Forward | Backward):
                 in_flight += 1 if isinstance(step, Forward) else -1
                 assert in_flight <= bound
+                most = max(most, in_flight)
                 assert step.version == version_of(plan, stage, unit) <= newest
+                if plan.method == "1f1b" and isinstance(step, Forward):
+                    assert step.version == newest
                 if isinstance(step, Backward):
                     gradients.add(unit)
             else:
@@ -234,6 +237,8 @@ def test_each_program_does_everything_once_and_in_order(plan: Schedule) -> None:
                 assert step.peer == Worker(other, unit % plan.replicas[other])
         assert done == {(kind, unit) for kind in kinds for unit in units}
         assert newest == -(-total // a_round)
+        until_flush = m if plan.method in {"gpipe", "1f1b-flush"} else total
+        assert most == min(len(range(replica, until_flush, width)), bound)
 
 
 @given(schedules())

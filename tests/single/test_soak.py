@@ -18,6 +18,10 @@ def faults(moments: list[Moment]) -> list[str]:
     return Run("pipe-sgd", 4, 1.0, moments).faults()
 
 
+def test_a_flat_run_has_no_faults() -> None:
+    assert faults(FLAT) == []
+
+
 @pytest.mark.parametrize("count", ["tensors", "threads", "files", "handles"])
 def test_whatever_grows_is_named(count: str) -> None:
     before = getattr(FLAT[-1], count)

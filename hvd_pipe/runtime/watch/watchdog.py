@@ -118,7 +118,7 @@ def start(job: Job) -> None:
         warnings.warn(
             f"{names} cannot connect to {peers[FIRST]}: where one of them is stopped or its link "
             "is cut, nobody notices. Let TCP connections between these hosts through, let that "
-            f"rank open {ranks.size() + SPARE_FILES} files or more (ulimit -n), or set "
+            f"rank open {_files_for(ranks.size())} files or more (ulimit -n), or set "
             f"{ENVIRONMENT_VARIABLE}=0 to go without.",
             stacklevel=3,
         )
@@ -130,11 +130,14 @@ def start(job: Job) -> None:
         _install()
 
 
+def _files_for(ranks: int) -> int:
+    """Return how many files this process has with a connection to every other rank."""
+    return int(psutil.Process().num_fds()) + ranks - 1 + SPARE_FILES
+
+
 def _has_files_for(ranks: int) -> bool:
-    """Whether this process may open a connection to every other rank beside its own files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = int(psutil.Process().num_fds()) + ranks - 1 + SPARE_FILES
-    return needed <= allowed or allowed == resource.RLIM_INFINITY
+    return _files_for(ranks) <= allowed or allowed == resource.RLIM_INFINITY
 
 
 def leave() -> None:

@@ -108,7 +108,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
 
     Each rank keeps the state of its own random numbers (dropout), the variables that are local to
     it, and what optimizers keep for these. Epochs of unlike length are refused. It plans as
-    `PlanningCallback`; the attribute ``planning`` is this callback.
+    `PlanningCallback` does.
 
     Args:
         root_rank: Whose variables count.
@@ -123,11 +123,15 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         super().__init__()
         self.root_rank, self.device = root_rank, device
         self.broadcast_done = False
-        self.planning: PlanningCallback = self
         self._generation = workers.generation()
         given = local_variables if isinstance(local_variables, list | tuple) else [local_variables]
         self._local = {identity(each) for each in given if each is not None}
         self._sent: set[int] = set()
+
+    @property
+    def planning(self) -> PlanningCallback:
+        """This callback, which plans."""
+        return self
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep this variable."""

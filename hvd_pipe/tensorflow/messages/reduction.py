@@ -147,7 +147,7 @@ class Reduction:
                     process_set=self.process_set,
                 )
                 reduced = self.compression.decompress(arrived, context)
-            return delayed(reduced) if check_mode.active.on else reduced
+        return delayed(reduced) if check_mode.active.on else reduced
 
     def gather(self, sparse: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""

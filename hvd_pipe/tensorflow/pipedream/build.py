@@ -36,10 +36,10 @@ from hvd_pipe.tensorflow.pipedream.graph import (
     shapes_of,
 )
 from hvd_pipe.tensorflow.pipedream.stage import KerasStage, Losses, Replicas, add, scaled
-from hvd_pipe.tensorflow.pipedream.tensors import KerasMessages, split, start
+from hvd_pipe.tensorflow.pipedream.tensors import Broadcast, KerasMessages, split
 
 LARGEST_MESSAGE = 2**23  # bytes, when the network is measured
-FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, start, add)
+FRAMEWORK = Framework(mpi_ops, agreement, global_process_set, Broadcast, add)
 """TensorFlow's Horovod."""
 
 SUPPORTED = ("stash", "2bw", "flush")

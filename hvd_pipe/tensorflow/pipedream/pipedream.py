@@ -119,7 +119,26 @@ class PipeDream(PipeDreamBase[KerasPipeline]):
     ) -> None:
         self.model = model
         """The model; see `gather`."""
-        super().__init__(KerasOptions.of(locals()), FRAMEWORK, timeline.describe, sample)
+        options = KerasOptions(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            plan=plan,
+            mode=mode,
+            microbatches=microbatches,
+            transport=transport,
+            in_transit=in_transit,
+            recompute=recompute,
+            wire_dtype=wire_dtype,
+            scale_lr=scale_lr,
+            max_grad_norm=max_grad_norm,
+            metric_fn=metric_fn,
+            profile=profile,
+            bandwidth=bandwidth,
+            memory_bytes=memory_bytes,
+            progress=progress,
+        )
+        super().__init__(options, FRAMEWORK, timeline.describe, sample)
 
     @property
     def optimizer(self) -> Any:

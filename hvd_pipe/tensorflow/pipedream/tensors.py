@@ -115,9 +115,6 @@ class Broadcast:
             self._error = error
 
 
-start = Broadcast
-
-
 @functools.cache
 def _graph(name: str, root_rank: int, process_set_id: int, nbytes: int) -> Any:
     """Return a broadcast of that name as a function of the message."""

@@ -124,7 +124,28 @@ class PipeDream(PipeDreamBase[TorchPipeline]):
         memory_bytes: float | None = None,
         progress: bool = True,
     ) -> None:
-        super().__init__(TorchOptions.of(locals()), FRAMEWORK, timeline.describe, sample)
+        options = TorchOptions(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer_fn=optimizer_fn,
+            plan=plan,
+            mode=mode,
+            microbatches=microbatches,
+            transport=transport,
+            in_transit=in_transit,
+            recompute=recompute,
+            wire_dtype=wire_dtype,
+            scale_lr=scale_lr,
+            max_grad_norm=max_grad_norm,
+            metric_fn=metric_fn,
+            profile=profile,
+            bandwidth=bandwidth,
+            memory_bytes=memory_bytes,
+            progress=progress,
+            scheduler_fn=scheduler_fn,
+            schedule_by=schedule_by,
+        )
+        super().__init__(options, FRAMEWORK, timeline.describe, sample)
 
     @property
     def module(self) -> nn.Module:
