@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hvd_pipe.errors import is_number, require_int, require_one_of
 
@@ -185,20 +185,6 @@ class CoCoD:
                 f"CoCoD: fragments={self.fragments} and momentum='average' do not go together: "
                 "momenta are averaged with the whole model. Give momentum='local', or fragments=1."
             )
-
-
-def move_kept(rule: CoCoD, model: Any, velocity: Any, mean: Any) -> tuple[Any, Any]:
-    """Return the outer model (or the anchor) and its momentum after a round with this mean.
-
-    For tensors of either framework. The outer model: ``u = mu u + d, g = g - lr (d + mu u)``, with
-    ``d = g - mean``; the anchor: ``v = beta v + (mean - z), z = z + v``.
-    """
-    if rule.outer == "none":
-        velocity = rule.anchor_momentum * velocity + (mean - model)
-        return model + velocity, velocity
-    change, momentum = model - mean, rule.outer_momentum
-    velocity = momentum * velocity + change
-    return model - rule.outer_lr * (change + momentum * velocity), velocity
 
 
 def assign_fragments(

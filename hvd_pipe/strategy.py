@@ -89,8 +89,9 @@ class MergedGradient:
                     f"MergedGradient: plan={self.plan!r} and bucket_bytes={self.bucket_bytes} "
                     "contradict each other: give one of them."
                 )
-        is_path = str(self.plan).endswith(".json") or os.sep in str(self.plan)
-        if isinstance(self.plan, str) and self.plan not in _PLANS and not is_path:
+        if isinstance(self.plan, str) and not (
+            self.plan in _PLANS or self.plan.endswith(".json") or os.sep in self.plan
+        ):
             raise ValueError(
                 f"MergedGradient: unknown plan {self.plan!r}{nearest(self.plan, _PLANS)}: use "
                 f"one of {', '.join(map(repr, _PLANS))}, a Plan, or a saved plan's path (*.json)."

@@ -20,7 +20,7 @@ from hvd_pipe.torch.strategies.settings import State
 KEY = "hvd_pipe"
 VERSION = 1
 OWN = "own."
-_KINDS = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
+_FIELDS = {"strategy": str, "workers": int, "rank": int, "counters": dict, "tensors": dict}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SavedState:
         """Return the form in which a checkpoint holds this."""
         if self.foreign is not None:
             return dict(self.foreign)
-        state = {"version": VERSION, **{key: getattr(self, key) for key in _KINDS}}
+        state = {"version": VERSION, **{key: getattr(self, key) for key in _FIELDS}}
         return state if self.chosen is None else {**state, "chosen": self.chosen}
 
     @classmethod
@@ -53,11 +53,11 @@ class SavedState:
             raise _not_ours()
         if found.get("version") not in (None, VERSION):
             return cls(foreign=found)
-        if not all(isinstance(found.get(key), kind) for key, kind in _KINDS.items()):
+        if not all(isinstance(found.get(key), kind) for key, kind in _FIELDS.items()):
             raise _not_ours()
         if found.get("version") is None:
             return cls(foreign=found)
-        return cls(**{key: found[key] for key in _KINDS}, chosen=found.get("chosen"))
+        return cls(**{key: found[key] for key in _FIELDS}, chosen=found.get("chosen"))
 
     def shared(self) -> SavedState:
         """Leave out what belongs to one rank alone."""

@@ -190,6 +190,7 @@ class OverlapStart:
             forward_s,
             backward_s,
         )
+        self._messages = []
         process_set = settings.reduction.process_set
         self._tuner = make_tuner(f"{settings.tag}.overlap", process_set, timed=TIMED_STEPS)
         self._take_next(engine, self._tuner)

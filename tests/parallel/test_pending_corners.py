@@ -155,14 +155,13 @@ def test_threads_that_read_together(
     """Also in the middle of an update that another thread has asked for."""
     model, optimizer = due
     found: list[torch.Tensor] = []
-    owner = optimizer._hvd_pipe.settings.owner
-    plain = owner.update_some
+    plain = optimizer._update_some
 
     def slow(*arguments: Any) -> None:
         time.sleep(0.05)
         plain(*arguments)
 
-    monkeypatch.setattr(owner, "update_some", slow)
+    monkeypatch.setattr(optimizer, "_update_some", slow)
     threads = [
         threading.Thread(target=lambda: found.append(weights_of(model).clone())) for _ in range(4)
     ]

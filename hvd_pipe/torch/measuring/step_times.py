@@ -105,17 +105,23 @@ class FirstUses(ReadyTimes):
         self._used: dict[int, Moment] = {}
         self._passes: list[tuple[float, float]] = []
         self._needed_s: list[list[float]] = []
+        self._in_backward = False
 
     def begin(self) -> None:
         """Note that a step has ended."""
+        self._in_backward = False
         self._used.clear()
         self._moments = [None] * self.count
         self._begun = self._stopwatch.now()
 
+    def mark(self, index: int) -> None:
+        self._in_backward = True
+        super().mark(index)
+
     def use(self, indices: Iterable[int]) -> None:
         """Note that parameters are about to be used; the first time counts."""
         new = [index for index in indices if index not in self._used]
-        if new and all(each is None for each in self._moments):
+        if new and not self._in_backward:
             self._used.update(dict.fromkeys(new, self._stopwatch.now()))
 
     def end_step(self) -> tuple[Moment, Moment] | None:

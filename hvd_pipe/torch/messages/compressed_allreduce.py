@@ -285,7 +285,11 @@ def message_for(
     exact: int = 0,
     feedback: Feedback | None = None,
 ) -> Message:
-    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec."""
+    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec.
+
+    The last ``exact`` elements are summed as they are. What a codec has lost is kept in
+    ``feedback``, and added to the next message.
+    """
     codec = codec_for(reduction.compression, flat.dtype)
     if codec is not None:
         return CompressedAllReduce(reduction, flat, name, codec, exact, feedback)

@@ -24,7 +24,7 @@ import torch
 from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import broadcast_
 
-from hvd_pipe.cocod import CoCoD, move_kept
+from hvd_pipe.cocod import CoCoD
 from hvd_pipe.runtime.consensus import members
 from hvd_pipe.torch.agree import check_alike, gather
 from hvd_pipe.torch.checking import spoil
@@ -230,13 +230,22 @@ class ModelAverage:
         message.launch()
 
     def _move_kept(self) -> None:
-        """Move the outer model (or the anchor); then ``_mean`` holds it."""
+        """Move the outer model, or the anchor; then ``_mean`` holds it.
+
+        The outer model: ``u = mu u + d, g = g - lr (d + mu u)`` with ``d = g - mean``; the anchor:
+        ``v = beta v + (mean - z), z = z + v``.
+        """
         if self._anchor is None or self._velocity is None:
             self._anchor, self._velocity = self._mean.clone(), torch.zeros_like(self._mean)
-        self._anchor, self._velocity = move_kept(
-            self._rule, self._anchor, self._velocity, self._mean
-        )
-        self._mean.copy_(self._anchor)
+        rule, model, velocity, mean = self._rule, self._anchor, self._velocity, self._mean
+        if rule.outer == "none":
+            velocity.mul_(rule.anchor_momentum).add_(mean.sub_(model))
+            model.add_(velocity)
+        else:
+            change, momentum = torch.sub(model, mean, out=mean), rule.outer_momentum
+            velocity.mul_(momentum).add_(change)
+            model.sub_(change.add_(velocity, alpha=momentum), alpha=rule.outer_lr)
+        mean.copy_(model)
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(flat, [tensor.numel() for tensor in self._like])

@@ -78,7 +78,7 @@ class Settings:
 
     @property
     def optimizer(self) -> Any:
-        """The user's optimizer; engines do not keep it alive."""
+        """The user's optimizer, which engines do not keep alive; raises where it is gone."""
         owner = self.owner()
         if owner is None:
             raise HvdPipeError("the DistributedOptimizer of these parameters is gone: keep it.")
