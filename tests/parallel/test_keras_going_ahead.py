@@ -59,18 +59,18 @@ class Arrival:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
         # Waiting for a queue takes none of the threads that run operations.
         self._arrivals = tf.queue.FIFOQueue(1, [tf.bool], [()])
-        allreduce = Reduction._allreduce
+        reduce = Reduction.reduce
 
-        def noted(reduction: Reduction, flat: Any, name: str, feedback: Any) -> Any:
-            found = allreduce(reduction, flat, name, feedback)
+        def noted(reduction: Reduction, flat: Any, name: str, feedback: Any = None) -> Any:
+            reduced = reduce(reduction, flat, name, feedback)
             if not name.endswith(ending):
-                return found
-            with tf.control_dependencies([found]):
+                return reduced
+            with tf.control_dependencies([reduced]):
                 there = tf.numpy_function(self._announce, [], tf.int32, stateful=True)
             with tf.control_dependencies([there]):
-                return tf.identity(found)
+                return tf.identity(reduced)
 
-        monkeypatch.setattr(Reduction, "_allreduce", noted)
+        monkeypatch.setattr(Reduction, "reduce", noted)
 
     def _announce(self) -> Any:
         self._arrivals.enqueue(True)

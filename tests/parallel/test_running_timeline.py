@@ -211,7 +211,7 @@ def test_a_file_stays_within_its_limit_and_says_so() -> None:
     path.write_text("x" * 100_000)  # of an older run
     begin(HVD_PIPE_TIMELINE=str(directory), HVD_PIPE_TIMELINE_MB="0.01")
     model = make_model()
-    train(model, wrap(model, "pipe-sgd"))
+    train(model, wrap(model, "pipe-sgd"), 3 * STEPS)
     timeline = written(directory)
     assert path.stat().st_size <= 10_000
     last = json.loads(path.read_text())[-1]

@@ -78,7 +78,7 @@ def test_a_plan_counts_both_messages_of_a_codec_and_its_time() -> None:
         )
         engine.comm, engine.plan = CommModel.linear(1e-3, 1e-8), None
         engine._method, engine._bucket_bytes = "exact", None
-        plan = engine._next([], np.array([1.5e-3, 0.0]))[0]
+        plan = engine._propose(np.array([1.5e-3, 0.0]), [])[0]
         assert len(plan.buckets) == count
         coding_s = reduction.cost(torch.zeros(8)).of_encoded().seconds_per_byte * 120_000
         assert plan.exposed_s == pytest.approx(exposed_s + coding_s)
