@@ -120,11 +120,11 @@ def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     said = run_file(
         tmp_path,
-        "@on_ranks(2, timeout=3)\n"
+        "@on_ranks(2, timeout=12)\n"
         "def test_hangs():\n"
         "    if place()[1] == 1:\n"
         "        time.sleep(100)\n"
-        "@on_ranks(2, timeout=3)\n"
+        "@on_ranks(2, timeout=12)\n"
         "def test_after():\n"
         "    assert gather(place()[1]) == [0, 1]\n",
     )
