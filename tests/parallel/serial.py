@@ -97,12 +97,6 @@ class Workers(abc.ABC):
                 self.record()
         return self.trajectory
 
-    def set_option(self, option: str, value: float) -> None:
-        """Set a hyperparameter of all optimizers, such as the learning rate."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group[option] = value
-
     def record(self, more: Sequence[float] = ()) -> None:
         """Add a row: all weights, and what else is worth comparing, a number a worker."""
         for rank, (record, model) in enumerate(zip(self._records, self.models, strict=True)):
