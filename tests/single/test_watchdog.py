@@ -311,23 +311,19 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_an_exception_that_was_there_before_is_not_what_a_rank_ends_by(
-    told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python keeps the last one that a console has shown; the others were told of it."""
-    monkeypatch.setattr(sys, "last_value", ValueError("old"), raising=False)
-    watchdog._install()
-    watchdog._at_exit()
-    assert told == ["left"]
-
-
+@pytest.mark.parametrize(
+    ("is_old", "words"), [(True, ["left"]), (False, ["TypeError: bad", "left"])]
+)
 def test_an_exception_that_no_hook_has_told_is_told_at_the_end(
-    told: list[str], monkeypatch: pytest.MonkeyPatch
+    told: list[str], monkeypatch: pytest.MonkeyPatch, is_old: bool, words: list[str]
 ) -> None:
+    """Unless it is older: Python keeps the last one that a console has shown."""
+    error = TypeError("bad")
+    monkeypatch.setattr(sys, "last_value", error if is_old else None, raising=False)
     watchdog._install()
-    monkeypatch.setattr(sys, "last_value", TypeError("new"), raising=False)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
     watchdog._at_exit()
-    assert told == ["TypeError: new", "left"]
+    assert told == words
 
 
 def test_an_exception_at_a_prompt_does_not_end_a_rank(
