@@ -37,17 +37,7 @@ Gather = Callable[[Any, str, ProcessSet], list[Any]]
 
 
 class Check:
-    """The checks; none of them without a seed.
-
-    Args:
-        seed: Chooses the delays.
-        rank: This rank, where it is known; else `begin` tells.
-
-    Example:
-        >>> check = Check(seed=3, rank=0)
-        >>> check.on, 0.0 <= check.next_delay() <= LONGEST_DELAY_S
-        (True, True)
-    """
+    """The checks; none of them without a seed, which chooses the delays."""
 
     def __init__(self, seed: int | None, rank: int = 0) -> None:
         self.on = seed is not None
@@ -74,16 +64,12 @@ class Check:
 
 
 def from_environment(environment: Mapping[str, str]) -> Check:
-    """Return what the variables ask for.
+    """Return what the variables ask for; ValueError where one means nothing.
 
-    Raises:
-        ValueError: A variable has a value that means nothing.
-
-    Example:
-        >>> from_environment({"HVD_PIPE_CHECK": "1", "HVD_PIPE_CHECK_SEED": "7"}).on
-        True
-        >>> from_environment({"HVD_PIPE_CHECK": "0"}) is OFF
-        True
+    >>> from_environment({"HVD_PIPE_CHECK": "1", "HVD_PIPE_CHECK_SEED": "7"}).on
+    True
+    >>> from_environment({"HVD_PIPE_CHECK": "0"}) is OFF
+    True
     """
     wanted, seed = environment.get(CHECK, ""), environment.get(SEED, "0")
     if wanted not in ("", "0", "1"):

@@ -40,11 +40,7 @@ class Sender(Protocol):
     """A framework's Horovod, as far as it is needed here."""
 
     def allocate(self, count: int) -> None:
-        """Make room for so many float32, on all ranks or on none.
-
-        Raises:
-            HvdPipeError: Another rank has too little memory; that one raises its own error.
-        """
+        """Make room for so many float32 on all ranks, or raise on all."""
 
     def seconds(self, size: int, n: int) -> float:
         """Return the seconds until n messages of a size, sent together, have been reduced."""

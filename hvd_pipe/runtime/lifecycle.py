@@ -28,12 +28,7 @@ from hvd_pipe.runtime.watch import watchdog
 
 
 class Lifecycle(abc.ABC):
-    """One framework's Horovod in this process.
-
-    Args:
-        horovod: The framework's ``mpi_ops``.
-        job: How ranks watch each other.
-    """
+    """One framework's Horovod in this process: its ``mpi_ops``, and how ranks watch each other."""
 
     adapter: ClassVar[str]
 

@@ -33,12 +33,10 @@ DIRECTORY = "HVD_PIPE_TIMELINE"
 MEGABYTES = "HVD_PIPE_TIMELINE_MB"
 DEFAULT_MEGABYTES = "64"
 
-COMPUTE, HOST, CODEC, SENDS, NETWORK = 0, 1, 2, 3, 4
-_LANES = {COMPUTE: "compute", HOST: "host", CODEC: "codec", SENDS: "network 0"}
+COMPUTE, CODEC, SENDS, NETWORK = 0, 2, 3, 4
+_LANES = {COMPUTE: "compute", CODEC: "codec", SENDS: "network 0"}
 
-FLUSH_EVENTS = 512
-"""At most so many events wait in memory."""
-
+_FLUSH_EVENTS = 512  # at most so many wait in memory
 _MARKER_BYTES = 512
 _CLOCK_ROUNDS = 12
 _POLL_S = 2e-4
@@ -53,9 +51,8 @@ class PendingOperation:
 
     message: str
     nbytes: int
-    start: Any
+    start: float
     recorder: Recorder | None = None
-    launched_s: float = 0.0
     slot: int = 0
     end_s: float | None = None
 
@@ -65,20 +62,16 @@ class PendingOperation:
             self.recorder.completed(self)
 
 
-NOT_SHOWN = PendingOperation("", 0, None)
+NOT_SHOWN = PendingOperation("", 0, 0.0)
 """Stands for a message that no timeline shows."""
 
 
 class Recorder:
-    """Writes what this process does to a file; there is one a process, for all its optimizers.
-
-    Without a path it notes nothing: so it stands where no timeline is asked for.
+    """Writes what this process does, by the host's clock, to its one file; or, without, nothing.
 
     Where nobody hears of an arrival without asking, a thread asks: every 0.2 ms for a new message,
     every fiftieth of its age for an old one.
     """
-
-    wait_lane = COMPUTE
 
     def __init__(self, path: Path | None = None, max_bytes: int = 0, worker: int = 0) -> None:
         self.is_on = path is not None
@@ -109,19 +102,14 @@ class Recorder:
         """Return the host's seconds since zero."""
         return time.perf_counter() - (self._zero or 0.0)
 
-    def moment(self) -> Any:
-        """Return this moment, as `span` takes it."""
-        return self.now()
-
     def ready(self, message: str) -> None:
         """Note that what a message carries is complete."""
-        if self.is_on:
-            self.span("ready", message, self.moment(), None)
+        self.span("ready", message, self.now(), None)
 
     def waited(self, begun: float, message: str) -> None:
         """Note that the host was blocked from ``begun`` until now."""
-        if self.is_on and not self.is_told:
-            self.span("wait", message, begun, self.now(), self.wait_lane)
+        if not self.is_told:
+            self.span("wait", message, begun, self.now())
 
     def begin_backward(self) -> None:
         """Note that gradients are computed from here on."""
@@ -132,15 +120,14 @@ class Recorder:
     def end_backward(self) -> None:
         """Note that the last gradient was the last one of the pass."""
 
-    def update(self, begun: Any) -> None:
+    def update(self, begun: float) -> None:
         """Note that the user's optimizer has moved the weights, from ``begun`` until now."""
-        if self.is_on and not self.is_told:
-            self.span("update", "update", begun, self.moment())
+        if not self.is_told:
+            self.span("update", "update", begun, self.now())
 
     def codec(self, begun: float, message: str) -> None:
         """Note that a message was worked on, from ``begun`` until now."""
-        if self.is_on:
-            self.span("codec", message, begun, self.now(), CODEC)
+        self.span("codec", message, begun, self.now(), CODEC)
 
     def end_step(self) -> None:
         """Close a step that an optimizer has made, and bring it to the disk."""
@@ -154,11 +141,7 @@ class Recorder:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Return a context in which passes, waits and updates are noted by `told` alone.
-
-        A pipeline tells them itself. The hooks of the distributed optimizer of a stage's replicas
-        would note the same passes once more.
-        """
+        """Have passes, waits and updates noted by `told` alone: not by a replica's hooks, too."""
         self.is_told = self.is_on
         try:
             yield
@@ -168,7 +151,7 @@ class Recorder:
 
     def told(self, category: str, name: str, start: float) -> None:
         """Note what a pipeline has done from ``start``, by ``time.perf_counter``, until now."""
-        lane = {"send": SENDS, "wait": self.wait_lane}.get(category, COMPUTE)
+        lane = SENDS if category == "send" else COMPUTE
         self.span(category, name, start - (self._zero or 0.0), self.now(), lane)
         if category == "update":
             self.next_step()
@@ -176,7 +159,7 @@ class Recorder:
     # Messages.
 
     def launched(
-        self, message: str, nbytes: int, handle: int | None = None, *, begun: Any = None
+        self, message: str, nbytes: int, handle: int | None = None, *, begun: float | None = None
     ) -> PendingOperation:
         """Note that a message leaves, or was given to Horovod at the moment ``begun``.
 
@@ -184,11 +167,11 @@ class Recorder:
         """
         if not self.is_on:
             return NOT_SHOWN
-        start = self.moment() if begun is None else begun
+        start = self.now() if begun is None else begun
         with self._changed:
             slot = self._used.index(False) if False in self._used else len(self._used)
             self._used[slot : slot + 1] = [True]
-            operation = PendingOperation(message, nbytes, start, self, self.now(), slot)
+            operation = PendingOperation(message, nbytes, start, self, slot)
             if handle is not None:
                 self._asked.append((operation, handle))
                 if self._thread is None:
@@ -204,10 +187,9 @@ class Recorder:
             if operation.end_s is not None:
                 return
             operation.end_s = self.now()
+            self._used[operation.slot] = False
         lane, size = NETWORK + operation.slot, f',"bytes":{operation.nbytes}'
         self.span("allreduce", operation.message, operation.start, operation.end_s, lane, size)
-        with self._changed:
-            self._used[operation.slot] = False
 
     def halt(self) -> None:
         """End the thread: it must not be inside Horovod when that ends."""
@@ -234,7 +216,7 @@ class Recorder:
             with self._changed:
                 self._asked[: len(asked)] = pending
                 if self._asked and not self._halting:
-                    age = self.now() - max(operation.launched_s for operation, _ in self._asked)
+                    age = self.now() - max(operation.start for operation, _ in self._asked)
                     self._changed.wait(max(_POLL_S, _POLL_SHARE * age))
 
     def _is_over(self, operation: PendingOperation, handle: int) -> bool:
@@ -261,23 +243,15 @@ class Recorder:
             self._file.close()
 
     def span(
-        self, category: str, name: str, start: Any, end: Any, lane: int = COMPUTE, more: str = ""
-    ) -> None:
-        """Write an event; one without an end is an instant."""
-        if self.is_on:
-            self.write(category, name, lane, self.steps, more, start, end)
-
-    def write(
         self,
         category: str,
         name: str,
-        lane: int,
-        step: int,
-        more: str,
         start: float,
         end: float | None,
+        lane: int = COMPUTE,
+        more: str = "",
     ) -> None:
-        """Write an event of a step, whose moments are the host's seconds."""
+        """Write an event of this step; one without an end is an instant."""
         if self._file is None or self._file.full:
             return
         if lane not in self._lanes:
@@ -285,20 +259,16 @@ class Recorder:
             thread = _LANES.get(lane) or f"network {lane - NETWORK + 1}".removesuffix(" 1")
             self._metadata("thread_name", lane, name=thread)
             self._metadata("thread_sort_index", lane, sort_index=lane)
-        short, whole = self._text(name)
-        kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
-        self._file.add(
-            f'{{"name":{short},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{lane},'
-            f'"ts":{start * 1e6:.3f},"args":{{"step":{step}{whole}{more}}}}}'
-        )
-
-    def _text(self, name: str) -> tuple[str, str]:
-        """Return a message's name, short and whole, as JSON."""
         if name not in self._texts:
             short = re.sub(r"^hvd_pipe\.(tf\.\d+\.)?\d+\.\d+\.", "", name)
             whole = "" if short == name else f',"message":{json.dumps(name)}'
             self._texts[name] = json.dumps(short), whole
-        return self._texts[name]
+        short, whole = self._texts[name]
+        kind = '"i","s":"t"' if end is None else f'"X","dur":{max(end - start, 0.0) * 1e6:.3f}'
+        self._file.add(
+            f'{{"name":{short},"cat":"{category}","ph":{kind},"pid":{self.worker},"tid":{lane},'
+            f'"ts":{start * 1e6:.3f},"args":{{"step":{self.steps}{whole}{more}}}}}'
+        )
 
     def _metadata(self, what: str, lane: int, **args: object) -> None:
         event = {"name": what, "ph": "M", "pid": self.worker, "tid": lane, "args": args}
@@ -340,7 +310,7 @@ class TraceFile:
             return
         with self._lock:
             self._waiting.append(event)
-            if len(self._waiting) >= FLUSH_EVENTS:
+            if len(self._waiting) >= _FLUSH_EVENTS:
                 self.flush()
 
     def flush(self) -> None:

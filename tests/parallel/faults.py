@@ -36,14 +36,8 @@ LAUNCHERS = {
 class Job:
     """Ranks that train under a launcher, until the context ends.
 
-    Args:
-        launcher: A key of `LAUNCHERS`.
-        strategy: As in ``strategy=``, with ``+int8`` for compression.
-        words: What else the script is told.
-        timeout_s: The job's HVD_PIPE_TIMEOUT.
-        folder: Where checkpoints go; a new one by default.
-        ranks: How many.
-        script: What they run; `workers_faults.py` by default.
+    ``strategy`` is as in ``strategy=``, with ``+int8`` for compression; the script is told it and
+    ``words``. Checkpoints go to ``folder``; a new one by default.
     """
 
     def __init__(

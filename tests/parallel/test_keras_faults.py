@@ -36,16 +36,6 @@ def test_a_rank_is_stopped(strategy: str) -> None:
         assert "has been silent" in one.output
 
 
-@pytest.mark.nightly
-def test_a_rank_is_killed() -> None:
-    """The launcher is the first to know."""
-    with job("mpi", "pipe-sgd", "kill") as one:
-        one.started()
-        one.ended()
-        assert one.launched.returncode != 0
-        assert f"process rank {LOST} " in one.output, one.output
-
-
 @pytest.mark.parametrize(
     ("launcher", "strategy"),
     [
@@ -60,16 +50,6 @@ def test_a_rank_raises(launcher: str, strategy: str) -> None:
         assert one.launched.returncode != 0
         told = rf"of another: rank {LOST} on .* raised ValueError: bad sample 17 \(\w+\.py:"
         assert re.search(told, one.output), one.output
-
-
-@pytest.mark.nightly
-def test_an_interrupt_from_the_terminal() -> None:
-    """Ctrl-C: the launcher's whole process group gets a SIGINT."""
-    with job("mpi", "pipe-sgd") as one:
-        one.train()
-        os.killpg(one.launched.pid, signal.SIGINT)
-        one.ended()
-        assert one.launched.returncode != 0
 
 
 def test_ranks_that_end_at_different_times_with_averages_in_flight_end_well() -> None:

@@ -120,7 +120,7 @@ def overlap(a: Event, b: Event) -> bool:
 
 @two
 @pytest.mark.parametrize("case", WHOLE)
-def test_every_category_is_there(case: str) -> None:
+def test_every_category_is_there_one_after_another(case: str) -> None:
     timeline = timeline_of(case)
     assert timeline.workers == (0, 1)
     for worker in timeline.workers:
@@ -130,13 +130,7 @@ def test_every_category_is_there(case: str) -> None:
         assert count["ready"] >= STEPS // 3
         assert count["wait"] >= STEPS // 3
         assert (count["codec"] > 0) == (case in ("bf16", "int8"))
-
-
-@two
-@pytest.mark.parametrize("case", WHOLE)
-def test_a_worker_does_one_thing_after_another(case: str) -> None:
-    for worker in range(RANKS):
-        passes = [e for e in timeline_of(case).events if (e.worker, e.lane) == (worker, "compute")]
+        passes = [e for e in timeline.events if (e.worker, e.lane) == (worker, "compute")]
         spans = sorted((e for e in passes if e.category != "ready"), key=lambda e: e.start_s)
         for before, after in pairwise(spans):
             assert before.end_s <= after.start_s + 1e-8, (before, after)
@@ -188,19 +182,12 @@ def test_messages_begin_when_ready_and_end_on_all_ranks_together(case: str) -> N
         if case == "merged-gradient":
             ready = [e.start_s for e in of(timeline, "ready") if e.name == a.name]
             assert any(moment <= a.start_s + 1e-8 for moment in ready)
+            # Who waits lets a message land, if the observer has not seen it before.
+            waits = [w.end_s for w in of(timeline, "wait") if w.args["step"] == a.args["step"]]
+            assert a.end_s <= waits[0] + 2e-6
         # An all-reduce cannot be over on one rank before it has begun on the other.
         assert a.end_s > b.start_s
         assert b.end_s > a.start_s
-
-
-@two
-def test_merged_gradients_end_within_the_wait() -> None:
-    timeline = timeline_of("merged-gradient")
-    for worker in range(RANKS):
-        waits = {wait.args["step"]: wait for wait in of(timeline, "wait", worker)}
-        for message in of(timeline, "allreduce", worker):
-            # Who waits lets a message land, if the observer has not seen it before.
-            assert message.end_s <= waits[message.args["step"]].end_s + 2e-6
 
 
 @two
@@ -350,15 +337,7 @@ def test_what_cannot_be_is_refused_on_every_rank(
 
 @pytest.mark.parametrize(
     ("end", "code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        pytest.param(
-            *("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT), marks=pytest.mark.nightly
-        ),
-        pytest.param("os._exit(3)", 3, marks=pytest.mark.nightly),
-        pytest.param("raise SystemExit(4)", 4, marks=pytest.mark.nightly),
-        ("1 / 0", 1),
-    ],
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("1 / 0", 1)],
 )
 def test_a_file_is_whole_however_the_job_ends(tmp_path: Path, end: str, code: int) -> None:
     command = [sys.executable, "-c", SCRIPT + end, str(Path(__file__).parent)]

@@ -276,15 +276,19 @@ def port_of(listener: Listener) -> int:
     return int(listener.address["addresses"][0][1])
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe \xe9\n", "k\u00e9y 1\n".encode(), b"\n", b"x" * 500])
+@pytest.mark.parametrize("line", [b"\xff\xfe \xe9\n", b"GET / HTTP/1.1\r\n\r\n", b"x" * 500])
 def test_a_stranger_who_talks_nonsense_ends_nothing(line: bytes) -> None:
-    """A line that was not ASCII raised TypeError in the listener: no rank got in after."""
+    """A line that was not ASCII raised TypeError in the listener: no rank got in after.
+
+    Nor does one get in that does not know the secret.
+    """
     listener = Listener()
     with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
         stranger.settimeout(SOON_S)
         stranger.sendall(line)
         with suppress(ConnectionResetError):
             assert stranger.recv(100) == b""
+        assert connect({**listener.address, "question": "0" * 32}, 1) is None
         link = connect(listener.address, 2)
         assert link is not None
         link.close()
@@ -307,31 +311,13 @@ def test_strangers_who_take_their_time_hold_up_nobody(monkeypatch: pytest.Monkey
         one.close()
 
 
-def test_a_stranger_has_one_deadline_however_much_it_sends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rendezvous, "AUTH_TIMEOUT_S", 0.5)
-    listener = Listener()
-    with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
-        stranger.settimeout(0.05)
-        deadline, closed = time.monotonic() + SOON_S, False
-        while not closed:
-            assert time.monotonic() < deadline
-            try:
-                stranger.sendall(b"")
-                closed = stranger.recv(1) == b""
-            except TimeoutError:
-                continue
-    assert listener.close() == {}
-
-
 def snic(address: str) -> Any:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return SimpleNamespace(family=family, address=address)
 
 
 def test_ipv6_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not socket.has_dualstack_ipv6() or not has_address("::1"):
+    if not socket.has_dualstack_ipv6():
         pytest.skip("this host has no IPv6")
     names = {"lo": [snic("::1")], "eth0": [snic("fe80::1%eth0")]}
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: names)
@@ -344,16 +330,6 @@ def test_ipv6_alone_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.family == socket.AF_INET6
     link.close()
     met[1].close()
-
-
-def has_address(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as one:
-        try:
-            one.bind((address, 0))
-        except OSError:
-            return False
-        return True
 
 
 def test_the_door_is_where_horovods_own_connections_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,23 +348,6 @@ def test_the_door_is_where_horovods_own_connections_are(monkeypatch: pytest.Monk
     listener = Listener()
     assert listener.listening[0].getsockname()[0] in ("::", "0.0.0.0")
     assert listener.close() == {}
-
-
-def test_the_door_opens_for_those_that_know_the_secret() -> None:
-    listener = Listener()
-    with socket.create_connection(("127.0.0.1", port_of(listener))) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(100) == b""
-    wrong = {**listener.address, "question": "0" * 32}
-    assert connect(wrong, 1) is None
-    link = connect(listener.address, 2)
-    met = listener.close()
-    assert link is not None
-    assert list(met) == [2]
-    met[2].sendall(b"x")
-    assert link.recv(1) == b"x"
-    link.close()
-    met[2].close()
 
 
 def test_a_stranger_behind_the_door() -> None:
@@ -411,26 +370,6 @@ def test_a_stranger_behind_the_door() -> None:
         }
         assert connect(address, 1) is None
         thread.join()
-
-
-def test_knocking_where_nothing_answers_takes_a_bounded_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, tried = 0.0, []
-
-    def no_answer(way: tuple[str, int], timeout: float) -> Any:
-        nonlocal now
-        now += timeout
-        tried.append(way[0])
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", no_answer)
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: now), raising=False)
-    ways = [f"10.0.0.{number}" for number in range(8)]
-    address = {"host": "h0", "addresses": [(way, 1) for way in ways]}
-    assert connect(address, 1) is None
-    assert tried == [*ways, "h0"]
-    assert now <= 10.001
 
 
 def test_a_service_that_accepts_and_says_nothing_takes_its_share_of_the_time(
@@ -469,40 +408,3 @@ def test_a_service_that_accepts_and_says_nothing_takes_its_share_of_the_time(
     assert link is not None
     assert link.host == "10.0.0.9"
     assert now < rendezvous.CONNECT_S
-
-
-@pytest.mark.nightly  # it waits for true limits of seconds
-def test_a_rank_that_is_heard_of_again_is_not_lost(job: Job) -> None:
-    """A call that kept the interpreter's lock for long, say."""
-    job.start(1)
-    soon(lambda: job.hearts[2].cause(0.0))
-    longer = [f"for {seconds} s" for seconds in range(int(LIMIT_S) + 1, 60)]
-    soon(lambda: any(each in str(job.hearts[2].cause(0.0)) for each in longer))
-    job.hearts[1].thread.start()
-    soon(lambda: job.hearts[2].cause(0.0) is None)
-    job.wait(2)
-    job.goes_on(LIMIT_S)
-    assert job.processes[2].ended == []
-
-
-def test_a_host_with_nine_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight addresses were offered, and the ninth was the one that the others could reach."""
-    names = {f"net{n}": [snic(f"10.0.{n}.1")] for n in range(8)} | {"last": [snic("127.0.0.1")]}
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: names)
-    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
-    create_connection = socket.create_connection
-
-    def only_the_last(way: tuple[str, int], timeout: float) -> socket.socket:
-        if way[0] != "127.0.0.1":
-            raise TimeoutError
-        return create_connection(way, timeout)
-
-    monkeypatch.setattr(socket, "create_connection", only_the_last)
-    listener = Listener()
-    monkeypatch.setattr(rendezvous, "_is_loopback", lambda address: False)
-    link = connect(listener.address, 1)
-    met = listener.close()
-    assert link is not None
-    assert list(met) == [1]
-    link.close()
-    met[1].close()

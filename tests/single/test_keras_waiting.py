@@ -88,22 +88,7 @@ def looks(seconds: float = LONG_S) -> list[bool]:
     return found
 
 
-def test_a_call_in_which_nothing_works_is_a_wait(queue: Queue) -> None:
-    def twice() -> tuple[object, object]:
-        """At the first look a thread that is on its way to the call may seem to wait, too."""
-        deadline, first = time.monotonic() + SOON_S, soon()
-        while True:
-            time.sleep(LONG_S)
-            then = soon()
-            if first == then or time.monotonic() > deadline:
-                return first, then
-            first = then
-
-    first, then = seen_beside(queue.take, twice, queue.give)
-    assert first == then
-
-
-def test_another_call_is_another_wait(queue: Queue) -> None:
+def test_a_call_in_which_nothing_works_is_a_wait_and_the_next_call_another(queue: Queue) -> None:
     """A job that gets on is none that waits, however slow its links are."""
 
     def take_two() -> None:
@@ -111,9 +96,13 @@ def test_another_call_is_another_wait(queue: Queue) -> None:
         queue.take()
 
     def see() -> tuple[object, object]:
-        first = soon()
+        """At the first look a thread that is on its way to the call may seem to wait, too."""
+        deadline, first, then = time.monotonic() + SOON_S, None, soon()
+        while first != then:
+            assert time.monotonic() < deadline
+            time.sleep(LONG_S)
+            first, then = then, soon()
         queue.give()
-        deadline = time.monotonic() + SOON_S
         while (then := soon()) == first:
             assert time.monotonic() < deadline
         return first, then

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
@@ -27,10 +26,7 @@ from hvd_pipe.runtime.watch.waits import OtherThreads, waiting_for
 from hvd_pipe.runtime.watch.watchdog import Reporter
 from hvd_pipe.runtime.watch.watcher import Peer, Status
 from hvd_pipe.torch import workers
-from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.messages import compressed_allreduce, pending
-from hvd_pipe.torch.messages.allreduce import Reduction
-from hvd_pipe.torch.messages.compressed_allreduce import CompressedAllReduce
+from hvd_pipe.torch.messages import pending
 
 pytestmark = pytest.mark.slow
 
@@ -122,25 +118,16 @@ def beside(run: Callable[[], None]) -> Iterator[None]:
     thread.join()
 
 
-def test_a_rank_waits_where_horovod_does() -> None:
+def test_a_rank_waits_where_horovod_does_and_where_it_says_so() -> None:
     status = watchdog._Process(0, workers.waits_for).status
     assert not status().waits
     assert not Stuck("my_script", "synchronize").seen(status).waits
     assert Stuck("horovod.torch.mpi_ops", "synchronize").seen(status).waits
-
-
-def test_a_rank_waits_where_it_says_so() -> None:
-    """The watch read local variables of other functions: to rename one let jobs hang."""
-    status = watchdog._Process(0, workers.waits_for).status
     assert not Stuck("hvd_pipe.torch.messages.pending", "wait").seen(status).waits
     assert Stuck("anything", "whatever", registered="a message").seen(status).waits
-    assert not status().waits
-
-
-def test_a_wait_that_ends_by_an_exception_is_over() -> None:
     with pytest.raises(ValueError, match="lost"), waiting_for("a message"):
         raise ValueError("lost")
-    assert waits.of_thread(threading.get_ident()) is None
+    assert not status().waits
 
 
 def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,32 +145,6 @@ def test_the_time_is_that_of_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
             assert first.waits
             assert first.since_s == 0 < then.since_s
     assert not process.status().waits
-
-
-def test_an_exchange_is_another_message_with_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing_leaves = SimpleNamespace(take=id)
-    monkeypatch.setattr(compressed_allreduce, "communication_thread", nothing_leaves)
-    others: Any = SimpleNamespace(included=lambda: True, ranks=[0, 1])
-    message = CompressedAllReduce(
-        Reduction(process_set=others), torch.zeros(8), "g", Compression.int8
-    )
-    process = watchdog._Process(0, workers.waits_for)
-    statuses: list[Status] = []
-
-    def look_twice() -> None:
-        try:
-            while waits.of_thread(threading.main_thread().ident or 0) is None:
-                pass
-            statuses.extend((process.status(), process.status()))
-        finally:
-            message.done.set()
-
-    for _ in range(2):
-        message.launch()
-        with beside(look_twice):
-            message.wait()
-    assert all(one.waits for one in statuses)
-    assert [one.since_s == 0 for one in statuses] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -350,23 +311,19 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_an_exception_that_was_there_before_is_not_what_a_rank_ends_by(
-    told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python keeps the last one that a console has shown; the others were told of it."""
-    monkeypatch.setattr(sys, "last_value", ValueError("old"), raising=False)
-    watchdog._install()
-    watchdog._at_exit()
-    assert told == ["left"]
-
-
+@pytest.mark.parametrize(
+    ("is_old", "words"), [(True, ["left"]), (False, ["TypeError: bad", "left"])]
+)
 def test_an_exception_that_no_hook_has_told_is_told_at_the_end(
-    told: list[str], monkeypatch: pytest.MonkeyPatch
+    told: list[str], monkeypatch: pytest.MonkeyPatch, is_old: bool, words: list[str]
 ) -> None:
+    """Unless it is older: Python keeps the last one that a console has shown."""
+    error = TypeError("bad")
+    monkeypatch.setattr(sys, "last_value", error if is_old else None, raising=False)
     watchdog._install()
-    monkeypatch.setattr(sys, "last_value", TypeError("new"), raising=False)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
     watchdog._at_exit()
-    assert told == ["TypeError: new", "left"]
+    assert told == words
 
 
 def test_an_exception_at_a_prompt_does_not_end_a_rank(

@@ -9,9 +9,8 @@
                 forward, as the update is; each wait is for one bucket)
     update      the user's optimizer
 
-A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`. On CUDA,
-forward, backward and update are timed by events on their stream, read when they have passed;
-``wait`` is the host's, in a lane of its own.
+A pipeline records its passes, waits and updates itself: see `hvd_pipe.pipeline.executor`. These
+are the host's moments: what a CUDA device does meanwhile, `torch.profiler` shows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,8 @@ from horovod.torch.mpi_ops import ProcessSet, poll, rank, size
 from torch.utils._pytree import tree_leaves
 
 from hvd_pipe.runtime.consensus import Description
-from hvd_pipe.runtime.timeline import (
-    COMPUTE,
-    HOST,
-    OFF,
-    Recorder,
-    open_recorder,
-    own_clock,
-)
+from hvd_pipe.runtime.timeline import OFF, Recorder, open_recorder, own_clock
 from hvd_pipe.torch.agree import agree_on_clock
-from hvd_pipe.torch.measuring.clock import DeviceClock, Moment
 from hvd_pipe.torch.messages import pending
 from hvd_pipe.torch.parameters import ModelFinder
 
@@ -45,17 +35,16 @@ _LOOK_STEPS = 20
 
 
 class TorchRecorder(Recorder):
-    """Notes the host's moments, and those of a CUDA stream."""
+    """Notes the passes of models, too, by hooks."""
 
     def __init__(self, path: Path, max_bytes: int, worker: int) -> None:
         super().__init__(path, max_bytes, worker)
         self.finder = ModelFinder(self._hook, _LOOK_STEPS, through_graph=False)
         self._depth = 0
         self._caller = 0
-        self._forward: Moment = 0.0
-        self._backward: Moment | None = None
-        self._last_gradient: Moment | None = None
-        self._device: DeviceClock | None = None
+        self._forward = 0.0
+        self._backward: float | None = None
+        self._last_gradient: float | None = None
         pending.before_shutdown(self.halt)
 
     def _poll(self, handle: int) -> bool:
@@ -66,29 +55,18 @@ class TorchRecorder(Recorder):
         # A rank outside of the set may come first: it shows its own steps, by its own clock.
         member = process_set.included()
         self.set_clock(agree_on_clock(process_set) if member else own_clock())
-        if any(parameter.is_cuda for parameter in parameters) and self._device is None:
-            self._device = DeviceClock(self.now)
-            self.wait_lane = HOST
         if member:
             self.finder.look_for(parameters)
 
-    def moment(self) -> Moment:
-        """The moment at which the device will have done what it was given so far."""
-        return self.now() if self._device is None else self._device.mark()
-
     def begin_backward(self) -> None:
         if self._last_gradient is None and not self.is_told:
-            self._backward = self.moment()
+            self._backward = self.now()
 
     def gradient(self) -> None:
-        if self.is_told:
-            return
-        if self._backward is None:
-            self._backward = self.moment()
-        if isinstance(self._last_gradient, torch.cuda.Event):
-            self._last_gradient.record()
-        else:
-            self._last_gradient = self.moment()
+        if not self.is_told:
+            self._last_gradient = self.now()
+            if self._backward is None:
+                self._backward = self._last_gradient
 
     def end_backward(self) -> None:
         if self._backward is not None and self._last_gradient is not None:
@@ -97,24 +75,7 @@ class TorchRecorder(Recorder):
 
     def next_step(self) -> None:
         self.finder.end_step()
-        if self._device is not None:
-            self._device.settle()
         super().next_step()
-
-    def span(
-        self,
-        category: str,
-        name: str,
-        start: Moment,
-        end: Moment | None,
-        lane: int = COMPUTE,
-        more: str = "",
-    ) -> None:
-        write = partial(self.write, category, name, lane, self.steps, more)
-        if isinstance(start, float) and not isinstance(end, torch.cuda.Event):
-            write(start, end)
-        elif self._device is not None:
-            self._device.take(start, end, write)
 
     # Forward passes of the models of the optimizers' parameters.
 
@@ -135,7 +96,7 @@ class TorchRecorder(Recorder):
         if self._depth == 1:
             self._caller = thread
             self.end_backward()
-            self._forward = self.moment()
+            self._forward = self.now()
 
     def leave(self, output: object) -> None:
         """Note that a model returns."""
@@ -146,7 +107,7 @@ class TorchRecorder(Recorder):
             return
         if not self.is_told:
             name = "forward" if torch.is_grad_enabled() else "forward, no gradients"
-            self.span("forward", name, self._forward, self.moment())
+            self.span("forward", name, self._forward, self.now())
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(_begin_backward)
@@ -190,6 +151,6 @@ def start(parameters: Sequence[torch.Tensor], process_set: ProcessSet) -> None:
 @contextmanager
 def updating() -> Iterator[None]:
     """Show what is done within this as an update of the user's optimizer, unless it fails."""
-    begun = active.moment()
+    begun = active.now()
     yield
     active.update(begun)

@@ -235,7 +235,7 @@ class AllReduce(Message):
             self._values.mul_(self._factor)
         self._wire, self._context = self._reduction.compression.compress(self._flat)
         trace = timeline.active
-        begun = trace.moment()  # it may be over when launch() returns
+        begun = trace.now()  # it may be over when launch() returns
         self._handle = self._reduction.launch(self._wire, self._name)
         self._operation = trace.launched(self._name, self._wire.nbytes, self._handle, begun=begun)
 

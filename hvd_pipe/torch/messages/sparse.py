@@ -86,7 +86,7 @@ class SparseGradients:
         if reduction.alone:
             return
         check_mode.active.delay()
-        begun = timeline.active.moment()
+        begun = timeline.active.now()
         for part, what in zip(parts, ("indices", "values"), strict=True):
             with pending.explaining():
                 handle = allgather_async(

@@ -50,7 +50,7 @@ class AdasumEngine(Engine):
         trace, operations = timeline.active, []
         for index, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
             wire, context = compression.compress(value.sub_(start).contiguous())
-            name, begun = self._name_of(index), trace.moment()
+            name, begun = self._name_of(index), trace.now()
             with pending.explaining():
                 handle = allreduce_async_(wire, name=name, op=Adasum)
             self.reduction.traffic.add(wire.nbytes, self.reduction.workers)
