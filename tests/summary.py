@@ -29,7 +29,7 @@ def write(report: Path) -> None:
     failed: list[str] = []
     for case in suite.iter("testcase"):
         file = re.sub(r"\.Test\w+$", "", case.get("classname") or "").replace(".", "/")
-        seconds[file] += float(case.get("time", 0.0))  # type: ignore[assignment]
+        seconds[file] += float(case.get("time", 0.0))
         tests[file] += 1
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(f"- `{case.get('classname')}::{case.get('name')}`")
