@@ -16,14 +16,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hvd_pipe.build_horovod.system import installed
 from hvd_pipe.cli.options import Command, count, job_size, json_option
 from hvd_pipe.cli.output import InputError, progress
 
@@ -32,12 +32,7 @@ _RANKS = 2
 _GRACE_S = 5
 _MARK = "hvd-pipe-doctor:"
 _FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
-# What users call it -> the names under which it may be installed.
-_DISTRIBUTIONS = {
-    **{name: (name,) for name in ("hvd_pipe", "numpy", "horovod", "torch")},
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
-    **{name: (name,) for name in ("keras", "mpi4py")},
-}
+_PACKAGES = ("hvd_pipe", "numpy", "horovod", "torch", "tensorflow", "keras", "mpi4py")
 _MEND = {
     "hvd_pipe": "pip install -e . in hvd_pipe's checkout",
     "numpy": "pip install numpy",
@@ -102,7 +97,8 @@ def command(self_test: bool, timeout: int, as_json: bool) -> None:
 
 def _installed(seconds: int) -> Iterator[Row]:
     """Rows for what is installed, and what Horovod was built with, as ``--check-build`` has it."""
-    versions = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
+    versions = {name: installed(name) for name in _PACKAGES}
+    versions["tensorflow"] = installed("tensorflow", "tensorflow-cpu", "tf-nightly")
     keras_alone = bool(versions["tensorflow"] and not versions["torch"])
     needless = {"tensorflow", "keras"} | ({"torch"} if versions["tensorflow"] else set())
     yield Row("Versions", "python", True, platform.python_version())
@@ -110,9 +106,7 @@ def _installed(seconds: int) -> Iterator[Row]:
         todo = "" if version or name in needless else _MEND[name]
         required = name in ("hvd_pipe", "numpy", "horovod")
         yield Row("Versions", name, bool(version), version or "not installed", todo, required)
-    loaded = {
-        package: ask([package], seconds) for package in progress([*_FRAMEWORKS], "importing")
-    }
+    loaded = {package: ask(package, seconds) for package in progress([*_FRAMEWORKS], "importing")}
     for package, name in _FRAMEWORKS.items():
         error, todo = loaded[package].get("error", ""), BUILD
         if "no answer" in error:
@@ -141,26 +135,24 @@ def _installed(seconds: int) -> Iterator[Row]:
 def _self_test(rows: Sequence[Row], seconds: int) -> Iterator[Row]:
     """Run an all-reduce over each controller; training needs one that works."""
     name = f"all-reduce on {_RANKS} ranks"
-    missing = [row.name for row in rows if row.required and not row.good]
-    if missing:
-        found = f"not run: {', '.join(missing)} first"
-        yield Row("Self-test", name, False, found, required=True)
+    if missing := [row.name for row in rows if row.required and not row.good]:
+        yield Row("Self-test", name, False, f"not run: {', '.join(missing)} first", required=True)
         return
     answers = {}
     controllers = [row.name for row in rows if row.section == "Controllers" and row.good]
     for controller in progress(controllers, "all-reducing"):
         flag = ["--gloo"] if controller == "Gloo" else []
         launcher = [str(_tool("horovodrun")), "-np", str(_RANKS), *flag]
-        answers[controller] = ask(["self_test"], seconds, launcher)
+        answers[controller] = ask("self_test", seconds, launcher)
     works = any(answer.get("right") for answer in answers.values())
     for controller, answer in answers.items():
         good = bool(answer.get("right"))
-        error = answer.get("error", "a wrong sum")
+        found = f"{controller}, {answer['device']}" if good else answer.get("error", "a wrong sum")
         todo = f"horovodrun -np {_RANKS} --verbose hvd-pipe bench --budget 1 shows more"
-        if "no answer" in error:
+        if "no answer" in found:
             todo += f"; a slow machine may need --timeout {4 * seconds}"
-        found, todo = (f"{controller}, {answer['device']}", "") if good else (error, todo)
-        yield Row("Self-test", f"{name}, {controller}", good, found, todo, good or not works)
+        row = f"{name}, {controller}"
+        yield Row("Self-test", row, good, found, "" if good else todo, good or not works)
 
 
 def _tool(name: str) -> str | None:
@@ -169,36 +161,27 @@ def _tool(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def _version(names: Sequence[str]) -> str | None:
-    for name in names:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
-
-
 def _print(rows: Sequence[Row], bad: int) -> None:
     width = max(len(row.name) for row in rows)
-    section = ""
-    for row in rows:
-        if row.section != section:
-            section = row.section
-            click.echo(("" if row is rows[0] else "\n") + click.style(f"{section}:", bold=True))
-        box = "[X]" if row.good else "[ ]"
-        mark = "!" if row.required and not row.good else " "
-        click.echo(f"  {mark} {box} {row.name:<{width}}  {row.found}".rstrip())
-        if row.todo:
-            click.echo(f"        -> {row.todo}")
+    for section, of_section in groupby(rows, lambda row: row.section):
+        click.echo(("" if section == rows[0].section else "\n") + f"{section}:")
+        for row in of_section:
+            mark = "!" if row.required and not row.good else " "
+            box = "[X]" if row.good else "[ ]"
+            click.echo(f"  {mark} {box} {row.name:<{width}}  {row.found}".rstrip())
+            if row.todo:
+                click.echo(f"        -> {row.todo}")
     last = f"Training cannot run yet: see the {bad} row(s) marked with !"
     click.echo("\n" + (last if bad else "Training can run here."))
 
 
-def ask(look: Sequence[str], seconds: int, launcher: Sequence[str] = ()) -> Answer:
+def ask(look: str, seconds: int, launcher: Sequence[str] = ()) -> Answer:
     """Look at one thing in a process of its own, or in the ranks that a launcher starts."""
     root = _ROOT if os.geteuid() == 0 else {}
-    command = [*launcher, sys.executable, "-m", "hvd_pipe.cli.doctor", *look, str(seconds)]
+    late = {"error": f"no answer within {seconds} s"}
     try:
         done = subprocess.run(
-            command,
+            [*launcher, sys.executable, "-m", "hvd_pipe.cli.doctor", look, str(seconds)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -208,58 +191,49 @@ def ask(look: Sequence[str], seconds: int, launcher: Sequence[str] = ()) -> Answ
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {seconds} s"}
-    return read_answer(done.stdout, done.stderr, done.returncode, seconds)
-
-
-def read_answer(output: str, errors: str, code: int, seconds: int) -> Answer:
-    """Return the answer that a process has printed, or what tells best why there is none."""
-    _, mark, rest = output.partition(_MARK)
+        return late
+    _, mark, rest = done.stdout.partition(_MARK)
     if mark:  # a launcher may add a rank behind it
         answer: Answer = json.JSONDecoder().raw_decode(rest)[0]
         return answer
-    if code == -signal.SIGALRM:
-        return {"error": f"no answer within {seconds} s"}
-    if code < 0:
-        return {"error": f"the process was ended by {signal.Signals(-code).name}"}
+    if done.returncode < 0:
+        ended = signal.Signals(-done.returncode).name
+        return late if ended == "SIGALRM" else {"error": f"the process was ended by {ended}"}
     # Launchers end with a banner, so the line that tells best is seldom the last.
-    lines = [line.strip() for line in (errors or output).splitlines() if line.strip(" -*=\t")]
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     telling = [line for line in lines if "error" in line.lower()]
     best = [*telling[-1:], *lines[-1:], "no output"][0]
-    return {"error": f"{best[:300]} (exit status {code})"}
+    return {"error": f"{best[:300]} (exit status {done.returncode})"}
 
 
 def _look(name: str) -> Answer:
-    """Import our package for a framework and say what its Horovod was built with, or try it."""
-    package = name
-    if name == "self_test":
-        package = "torch" if importlib.util.find_spec("torch") else "tensorflow"
-    hvd: Any = importlib.import_module(f"hvd_pipe.{package}")
-    framework: Any = importlib.import_module(package)
-    if name == "self_test":
-        return _reduced(hvd, framework)
+    """Import our package for a framework and say what its Horovod was built with."""
+    hvd: Any = importlib.import_module(f"hvd_pipe.{name}")
+    framework: Any = importlib.import_module(name)
     devices = []
-    if package == "torch" and framework.cuda.is_available():
+    if name == "torch" and framework.cuda.is_available():
         numbers = range(framework.cuda.device_count())
         devices = [framework.cuda.get_device_name(number) for number in numbers]
-    built = {key: key.lower() for key in ("MPI", "Gloo", "NCCL", "DDL", "CCL")}
-    found = {key: bool(getattr(hvd, f"{name}_built")()) for key, name in built.items()}
-    return {**found, "devices": devices}
+    names = ("MPI", "Gloo", "NCCL", "DDL", "CCL")
+    built = {key: bool(getattr(hvd, f"{key.lower()}_built")()) for key in names}
+    return {**built, "devices": devices}
 
 
-def _reduced(hvd: Any, framework: Any) -> Answer:
+def _all_reduce() -> Answer:
     """All-reduce among the ranks that run this; rank 0 returns what came out."""
+    name = "torch" if importlib.util.find_spec("torch") else "tensorflow"
+    hvd: Any = importlib.import_module(f"hvd_pipe.{name}")
+    framework: Any = importlib.import_module(name)
     hvd.init()
     device, value = "cpu", float(hvd.rank() + 1)
-    if framework.__name__ == "torch":
+    if name == "torch":
         if framework.cuda.is_available() and framework.cuda.device_count() >= hvd.local_size():
             device = f"cuda:{hvd.local_rank()}"
         ones = framework.full((1000,), value, device=device)
         total = hvd.allreduce(ones, op=hvd.Sum, name="doctor").cpu().numpy()
     else:
         with framework.device("CPU:0"):
-            ones = framework.fill([1000], value)
-            total = hvd.allreduce(ones, op=hvd.Sum, name="doctor").numpy()
+            total = hvd.allreduce(framework.fill([1000], value), op=hvd.Sum, name="doctor").numpy()
     right = bool((total == hvd.size() * (hvd.size() + 1) / 2).all())
     first = hvd.rank() == 0
     hvd.shutdown()
@@ -270,7 +244,7 @@ def main(name: str, seconds: str) -> None:
     """Look at one thing and print the answer; end this process after so many seconds."""
     signal.alarm(int(seconds))
     try:
-        answer = _look(name)
+        answer = _all_reduce() if name == "self_test" else _look(name)
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     if answer:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,31 +36,21 @@ _FAR = 4  # times as many workers as were measured: the formula may be far off
 _LATENCY_S, _INNER_LATENCY_S = 30e-6, 5e-6
 _PATIENCE_S = 10.0
 
-_BENCH = "`horovodrun -np 2 -H h1:1,h2:1 -p 22 hvd-pipe bench --budget 1` tries the hosts"
-_GONE = {
-    **{f"doctor {name}": _BENCH for name in ("-H", "--hosts", "-p", "--ssh-port")},
-    "partition --convention": "costs are those of the paper",
-    "partition --compression-ratio": "scale activation_bytes of the profile in its place",
-}
-
 
 class Command(click.Command):
     """A command whose mistakes rank 0 alone tells, where it runs on all ranks of a job."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; say what replaces an option that is gone."""
+        """Parse; where rank 0 says what is wrong, others end after it has spoken."""
         if job_size() > 1:
             # Open MPI gives ranks a pseudo-terminal, but what they print ends in a pipe or a file.
             os.environ.setdefault("TTY_COMPATIBLE", "0")
         try:
             return super().parse_args(ctx, args)
-        except click.UsageError as error:
+        except click.UsageError:
             if job_rank() > 0:
-                time.sleep(_PATIENCE_S)  # leaving first might end rank 0 before it has spoken
+                time.sleep(_PATIENCE_S)
                 ctx.exit(2)
-            option = error.option_name if isinstance(error, click.NoSuchOption) else ""
-            if f"{ctx.info_name} {option}" in _GONE:
-                ctx.fail(f"{option} is gone: {_GONE[f'{ctx.info_name} {option}']}.")
             raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,15 +68,15 @@ def job_size() -> int:
     """Return how many ranks the launcher (horovodrun, mpirun, srun) has started; 1 without one."""
     # Under srun, tasks are ranks of one job only with PMIx.
     names = ("SLURM_STEP_NUM_TASKS",) if "PMIX_RANK" in os.environ else ()
-    return _number(("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *names), 1)
+    return _number("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", *names, otherwise=1)
 
 
 def job_rank() -> int:
     """Return this process's rank under its launcher; 0 without one."""
-    return _number(("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"), 0)
+    return _number("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", otherwise=0)
 
 
-def _number(names: Sequence[str], otherwise: int) -> int:
+def _number(*names: str, otherwise: int) -> int:
     values = (os.environ[name] for name in names if os.environ.get(name, "").isdigit())
     return int(next(values, otherwise))
 
@@ -115,7 +105,7 @@ class Parsed(ParamType):
 def _list_of(number: Callable[[str], Any], what: str, example: str) -> Parsed:
     def parse(text: str) -> tuple[Any, ...]:
         try:
-            return tuple(number(part) for part in text.split(","))
+            return tuple(map(number, text.split(",")))
         except ValueError:
             raise ValueError(f"{text!r} is no list of {what}: write {example}") from None
 

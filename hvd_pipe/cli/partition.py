@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,17 @@ from hvd_pipe.planning.pipeline_plans import Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition, parse_replicas
+
+_FLAGS = (
+    (r"; give levels=.*", "; leave out --speeds to take them for equal"),
+    (r"give the slowest, such as .*", "leave out --machines or --workers-per-node"),
+    (r"memory_bytes( =)?", "--memory"),
+    (r"versions='(\w+)' or '(\w+)'", r"--versions \1 or \2"),
+    (r"versions='(\w+)'", r"--versions \1"),
+    (r"straight=True", "--straight"),
+    (r"max_states( =)?", "--max-states"),
+)
+"""Words of the library's messages, and those of the command's options."""
 
 
 @click.command(
@@ -197,36 +208,6 @@ def _replicas(plan: str, workers: int, straight: bool) -> tuple[int, ...]:
 
 
 def _with_flags(message: str) -> str:
-    """A message of the library, in terms of the command's options; sizes are rounded up.
-
-    >>> _with_flags("memory_bytes = 1000: the least takes 7402295296 bytes; or versions='2bw'")
-    '--memory 1 kB: the least takes 7.41 GB; or --versions 2bw'
-    """
-    rewrites: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
-        (r"; give levels=.*", "; leave out --speeds to take them for equal"),
-        (r"memory_bytes( =)?", "--memory"),
-        (r"versions='(\w+)' or '(\w+)'", r"--versions \1 or \2"),
-        (r"versions='(\w+)'", r"--versions \1"),
-        (r"give the slowest, such as .*", "leave out --machines or --workers-per-node"),
-        (r"replicas = \((.*?),?\)", lambda match: f"--plan {match[1].replace(', ', '-')}"),
-        (r"straight=True", "--straight"),
-        (r"straight=False", "leave out --straight"),
-        (r"max_states( =)?", "--max-states"),
-    )
-    for pattern, flag in rewrites:
+    for pattern, flag in _FLAGS:
         message = re.sub(pattern, flag, message)
-    return re.sub(
-        r"(?<=--memory )(\d+)|\b(\d+) bytes\b",
-        lambda match: _rounded_up(int(match[1] or match[2])),
-        message,
-    )
-
-
-def _rounded_up(size: int) -> str:
-    """A size to three digits that is no less than it.
-
-    >>> _rounded_up(7402295296), _rounded_up(16_000_000_000)
-    ('7.41 GB', '16 GB')
-    """
-    step = 10 ** max(0, len(str(size)) - 3)
-    return units.format_bytes(-(-size // step) * step)
+    return message

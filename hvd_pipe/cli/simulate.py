@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -29,7 +28,7 @@ from hvd_pipe.planning.cluster import Cluster
 from hvd_pipe.planning.codec import CODECS
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.simulate import Simulation, simulate
+from hvd_pipe.planning.simulate import simulate
 from hvd_pipe.timeline import Timeline
 
 SWEEP = tuple(2**power for power in range(2, 12))
@@ -100,10 +99,13 @@ def command(
     for count, method in progress([(n, m) for n in counts for m in chosen], "simulating"):
         sized = cluster.with_workers(count)
         run = simulate(profile, sized, method, codec, iterations=steps, seed=seed)
-        rows.append(_row(profile, run))
+        speedup = count * profile.compute_s / run.step_s if run.step_s else math.nan
+        fields = ("workers", "method", "step_s", "exposed_s", "comm_s", "messages")
+        row = {name: getattr(run, name) for name in fields}
+        rows.append({**row, "speedup": speedup, "efficiency": speedup / count})
     if timeline is not None:
-        few = simulate(profile, sized, chosen[0], codec, iterations=_TIMELINE_STEPS, seed=seed)
-        few.timeline.save(timeline)
+        run = simulate(profile, sized, chosen[0], codec, iterations=_TIMELINE_STEPS, seed=seed)
+        run.timeline.save(timeline)
     if path is not None:
         _pictures.draw_sweep(rows, path)
     if not profile.forward_s:
@@ -112,11 +114,12 @@ def command(
         )
     asked = {"compression": compression, "steps": steps, "seed": seed}
     shown = options.describe(cluster)
+    few = len(counts) == 1
     emit(
         options.document("simulate", profile, sized, **asked, rows=rows),
         rows,
         {
-            **({"workers": "workers"} if len(counts) > 1 else {}),
+            **({} if few else {"workers": "workers"}),
             "method~": "method",
             "step": "step_s",
             "exposed": lambda row: exposed(row["exposed_s"], row["step_s"]),
@@ -126,26 +129,9 @@ def command(
             "effi-\nciency": lambda row: f"{row['efficiency']:.1%}",
         },
         as_json=as_json,
-        above=(
-            options.summary(profile),
-            shown if len(counts) == 1 else shown.partition(": ")[2],
-        ),
+        above=(options.summary(profile), shown if few else shown.partition(": ")[2]),
         below=_notes(methods, timeline, path),
     )
-
-
-def _row(profile: ModelProfile, run: Simulation) -> dict[str, Any]:
-    speedup = run.workers * profile.compute_s / run.step_s if run.step_s else float("nan")
-    return {
-        "workers": run.workers,
-        "method": run.method,
-        "step_s": run.step_s,
-        "exposed_s": run.exposed_s,
-        "comm_s": run.comm_s,
-        "messages": run.messages,
-        "speedup": speedup,
-        "efficiency": speedup / run.workers,
-    }
 
 
 def _notes(methods: tuple[Method, ...], *paths: Path | None) -> Iterator[str]:

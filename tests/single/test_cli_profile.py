@@ -23,16 +23,11 @@ NETS = """
 import torch
 from torch import nn
 
-value = 3
-
 def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 def fails():
     raise ValueError("no weights here")
-
-def needs_an_argument(width):
-    return mlp()
 
 def frozen():
     return mlp().requires_grad_(False)
@@ -88,7 +83,6 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
     # A module's name stays known to Python, so each test has its own.
     (tmp_path / f"nets_{tmp_path.name}.py").write_text(NETS)
     (tmp_path / "nets.py").write_text(NETS)
-    (tmp_path / "broken.py").write_text("raise RuntimeError('broken')\n")
     (tmp_path / "hello.py").write_text("print('hello')\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     return lambda *arguments: CliRunner().invoke(
@@ -125,26 +119,17 @@ def test_several_inputs_integers_and_nested_outputs(invoke: Invoke) -> None:
 
 
 WRONG = [
-    ("", "Missing argument"),
     ("mlp", "neither a script (train.py) nor a model"),
     ("nets.py:mlp", "say what the model is fed: --input"),
-    ("nets.py:mlp --input 5,8 more", "a model takes no arguments, got more"),
     ("nets.py:mlp --input 5;8", "--input takes sizes and perhaps a dtype"),
-    ("nets.py:mlp --input 5,8:int9", "the dtype is one of float32"),
     ("nets.py:mlp --input 5,9", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (5x9"),
-    ("nets.py:nothing --input 5,8", "nets.py has no nothing; it has mlp, fails"),
-    ("nets.py: --input 5,8", "'nets.py:' is no module:name"),
-    ("nets.py:value --input 5,8", "is int, not a function or class to call"),
     ("nets.py:fails --input 5,8", "ValueError: no weights here"),
-    ("nets.py:needs_an_argument --input 5", "missing 1 required positional argument"),
     ("nets.py:frozen --input 5,8", "has no parameter to train"),
     ("nets.py:Nothing --input 5,8", "has no tensor with a gradient: say with --loss"),
     ("nets.py:mlp --input 5,8 --loss nets.py:same", "one number with a gradient, got a [5, 4]"),
     ("nets.py:mlp --input 5,8 --device gpu", "--device gpu: "),
     ("absent.py:mlp --input 5,8", "absent.py: No such file"),
-    ("absent.module:mlp --input 5,8", "No module named 'absent'"),
     ("syntax.py:mlp --input 5,8", "importing syntax.py failed: SyntaxError"),
-    ("absent.py", "absent.py: No such file"),
     ("--input 5,8 hello.py", "--input: for models only"),
 ]
 
@@ -191,18 +176,15 @@ def test_a_script_is_ended_when_its_profile_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "arguments", "said"),
+    ("content", "said"),
     [
-        ("train.py", TRAIN, ("--steps", "2", "-o", "0"), "ended before its profile was written"),
-        ("broken.py", "raise RuntimeError('here')", (), "broken.py failed (exit status 1)"),
-        ("killed.py", "import os; os.abort()", (), "killed.py failed (SIGABRT)"),
+        (TRAIN, "ended before its profile was written"),
+        ("import os; os.abort()", "train.py failed (SIGABRT)"),
     ],
 )
-def test_a_script_without_a_profile_says_why(
-    tmp_path: Path, name: str, content: str, arguments: tuple[str, ...], said: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    run = script(tmp_path, name, *arguments)
+def test_a_script_without_a_profile_says_why(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(content)
+    run = script(tmp_path, "train.py", "--steps", "2", "-o", "0")
     assert run.returncode == 1
     assert said in run.stderr
     assert not run.stdout

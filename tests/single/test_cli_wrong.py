@@ -36,7 +36,6 @@ def run(line: str) -> Result:
     ("line", "message"),
     [
         # the profile
-        (f"plan absent.json {GOOD}", r"'absent.json' does not exist"),
         (f"plan binary.json {GOOD}", r"error: binary.json: .*binary data"),
         (f"plan model.yaml {GOOD}", r"error: model.yaml: .* ends in .json .*\.csv .*\.txt"),
         (f"partition graph.txt {GOOD}", r"error: graph.txt"),
@@ -46,9 +45,6 @@ def run(line: str) -> Result:
         ("plan good.json --bandwidth 10gbit", r"say how many workers: --workers 16"),
         ("plan good.json -n 4 --bandwidth 10GB", r"'--bandwidth': .*10GB/s"),
         (f"plan good.json {GOOD} --latency 30", r"'--latency': .*us"),
-        (f"plan good.json {GOOD} --algorithm rings", r"'--algorithm': 'rings' is not one of"),
-        (f"plan good.json {GOOD} --jitter 1e308", r"error: jitter must be at most 10"),
-        ("plan good.json --cluster k80", r"neither a .json file nor one of k80-10gbe"),
         ("plan good.json --cluster k80-10bge", r"did you mean k80-10gbe"),
         ("plan good.json --cluster absent.json", r"error: absent.json: No such file"),
         ("plan good.json --cluster good.json", r"error: good.json: .*hvd_pipe.cluster/1"),
@@ -63,42 +59,25 @@ def run(line: str) -> Result:
             r"take 15 or 20",
         ),
         (f"plan good.json {GOOD} --speeds 1,2", r"--speeds names 2 workers, but there are 16"),
-        (f"plan good.json {GOOD} --speeds 1,fast", r"write 1,1,2,2"),
         ("plan good.json --bandwidth 10gbit --speeds 1,0", r"speed"),
         # plan
-        (f"plan good.json {GOOD} --method bytes", r"--bucket-bytes belongs to --method bytes"),
         (
             f"plan good.json {GOOD} --method exact --bucket-bytes 8MB",
             r"--bucket-bytes belongs to --method bytes",
         ),
         (f"plan good.json {GOOD} -o plan.yaml", r"'plan.yaml' must end in .json"),
-        (f"plan good.json {GOOD} -o nowhere/plan.json", r"no directory 'nowhere'"),
-        ("plan", r"Missing argument 'PROFILE'"),
         ("plain good.json", r"no such command 'plain': did you mean 'plan'\?"),
-        ("zebra good.json", r"no such command 'zebra': use one of build-horovod, doctor, bench"),
         # advise
         (f"advise good.json {GOOD} --allow pipesgd", r"unknown .*did you mean 'pipe-sgd'"),
-        (f"advise good.json {GOOD} --momentum 1", r"'--momentum': 1"),
         # simulate
         (f"simulate good.json {GOOD} --sweep 4,8", r"leave out --workers, or --sweep"),
         ("simulate good.json --bandwidth 1GB/s --sweep 4..8", r"write 4,8,16"),
-        ("simulate good.json --bandwidth 1GB/s --sweep 0,8", r"from 1 to 100000, got 0"),
-        (
-            "simulate good.json --bandwidth 1GB/s --speeds 1,2 --sweep 4",
-            r"leave out --speeds, or --sweep",
-        ),
         (f"simulate good.json {GOOD} --timeline a.json", r"one --method and --workers"),
-        (
-            "simulate good.json --bandwidth 1GB/s --method wfbp --timeline a.json",
-            r"one --method and --workers",
-        ),
         # partition
         (f"partition good.json {GOOD} --machines 4x4", r"leave out --workers"),
-        ("partition good.json --machines 4 --bandwidth 1GB/s", r"such as 4x8"),
         ("partition good.json --machines 4x4 --bandwidth 1GB/s", r"--inner-bandwidth"),
         (f"partition good.json {GOOD} --straight", r"stage|layer"),
         (f"partition good.json {GOOD} --plan 2-x", r"'--plan': '2-x' is no plan"),
-        (f"partition good.json {GOOD} --plan 90-9", r"is for 99 workers, but there are"),
         (f"partition good.json {GOOD} --plan straight --straight", r"leave it out, or --plan"),
         (f"partition good.json {GOOD} --memory 1kB", r"error: .*memory"),
         (
@@ -106,18 +85,12 @@ def run(line: str) -> Result:
             r"error: .*one speed.*leave out --speeds",
         ),
         (f"partition good.json {GOOD} --versions 2bw --timeline a.png", r"--versions stash"),
-        (f"partition good.json {GOOD} --convention original", r"--convention is gone: costs are"),
-        (f"partition good.json {GOOD} --compression-ratio 2", r"gone: scale activation_bytes"),
-        ("doctor -H h1:1,h2:1", r"-H is gone: .*hvd-pipe bench --budget 1` tries the hosts"),
         # trace
-        ("trace good.json", r"Missing option '-o'"),
         ("trace folder -o a.png", r"error: folder .*HVD_PIPE_TIMELINE=folder"),
-        ("trace binary.json -o a.png", r"error: binary.json is no JSON: it is not text"),
         ("trace good.json -o a.png", r"error: good.json .*--strategy"),
         (f"trace good.json {GOOD} -o a.png", r"say of which --strategy"),
         ("trace good.json --strategy wfbp -o a.png", r"describe it, e.g. --workers 16"),
         (f"trace folder --strategy wfbp {GOOD} -o a.png", r"'folder' is a directory"),
-        (f"trace good.json --strategy fast {GOOD} -o a.png", r"unknown method"),
     ],
 )
 def test_wrong_input(line: str, message: str) -> None:

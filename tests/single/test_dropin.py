@@ -48,15 +48,6 @@ def test_no_framework_comes_with(module: str) -> None:
     assert not loaded & {"torch", "tensorflow", "keras", "horovod", "mpi4py"}
 
 
-def test_torch_and_tensorflow_do_not_import_each_other() -> None:
-    code = "import sys, hvd_pipe.torch; print(*sys.modules)"
-    output = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout
-    assert "torch" in output.split()
-    assert not {"tensorflow", "keras", "horovod.tensorflow"} & set(output.split())
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes")
 @pytest.mark.parametrize("of_the_user", [None, "0"])
 def test_open_mpi_lets_others_compute_while_it_waits(of_the_user: str | None) -> None:

@@ -11,9 +11,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import time
-import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +26,6 @@ kit = importlib.import_module("gpu_kit")
 
 def row(name: str, good: bool | None, **more: float) -> dict[str, Any]:
     return {"name": name, "good": good, "text": f"about {name}", **more}
-
-
-def test_the_archive_runs_where_hvd_pipe_is_a_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The recipe is a part of hvd_pipe, which is not installed yet when the script starts."""
-    wheels = tmp_path / "more" / "wheels"
-    wheels.mkdir(parents=True)
-    with zipfile.ZipFile(wheels / "hvd_pipe-0-py3-none-any.whl", "w") as wheel:
-        for path in (ROOT / "hvd_pipe").rglob("*.p*[yh]"):
-            wheel.write(path, path.relative_to(ROOT))
-    size = kit.write_archive(tmp_path / "b.tar.gz", tmp_path / "more")
-    assert size == (tmp_path / "b.tar.gz").stat().st_size < kit.MOST_BYTES
-    with tarfile.open(tmp_path / "b.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    top = tmp_path / kit.TOP
-    environment = {**os.environ, "PYTHON": sys.executable}
-    environment.pop("PYTHONPATH", None)
-    for command in (
-        [top / "docker" / "gpu_check.sh"],
-        [sys.executable, "-S", top / "docker/gpu_kit.py"],
-    ):
-        answer = subprocess.run(
-            [*command, "--help"], env=environment, capture_output=True, text=True, check=True
-        )
-        assert "rehearse it over Gloo" in answer.stdout
-    monkeypatch.setattr(kit, "MOST_BYTES", 1000)
-    with pytest.raises(kit.SetupError, match="MiB is more than"):
-        kit.write_archive(tmp_path / "b.tar.gz", tmp_path / "more")
-    assert not (tmp_path / "b.tar.gz").exists()
 
 
 @pytest.mark.nightly  # a rank that imports all again, for a check that is made for a release
@@ -81,29 +48,6 @@ def test_the_archive_has_what_its_tests_import(tmp_path: Path) -> None:
     )
     found = json.loads((tmp_path / "results.0").read_text())
     assert found == {"name": "test_probe", "good": True, "text": "the sum of 1 ranks"}
-
-
-def test_a_machine_whose_name_has_no_address_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A line was written into /etc/hosts for good, and this failed without root."""
-
-    def unknown(_: str) -> str:
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(kit.socket, "gethostname", lambda: "nowhere-1")
-    monkeypatch.setattr(kit.socket, "gethostbyname", unknown)
-    monkeypatch.setattr(kit.Path, "open", lambda path, *_, **__: pytest.fail(f"opened {path}"))
-    with pytest.raises(kit.SectionError, match=r"echo '127\.0\.0\.1 nowhere-1' >>/etc/hosts"):
-        kit.environment(kit.Kit(tmp_path, True), 10.0)
-    assert not (tmp_path / "venv").exists()  # so that the same folder can be named again
-
-
-def test_the_sections_fit_into_fifteen_minutes() -> None:
-    assert sum(section.budget_s for section in kit.SECTIONS) <= 900
-    titles = [section.title for section in kit.SECTIONS]
-    for number, section in enumerate(kit.SECTIONS):
-        assert section.needs in (None, *titles[:number])
 
 
 def test_a_section_that_fails_stops_only_what_needs_it(
@@ -134,17 +78,6 @@ def test_a_section_that_fails_stops_only_what_needs_it(
     assert "nvcc is away" in (tmp_path / "gpu-check.md").read_text()
     (first, *_) = kit.carry_out(kit.Kit(tmp_path, True), 0.01)
     assert (first["state"], first["why"]) == ("not run", "no time was left")
-
-
-@pytest.mark.nightly  # five seconds of waiting
-def test_a_command_that_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
-    kept = tmp_path / "pid"
-    with pytest.raises(kit.SectionError, match="stopped after 5 s, when its time was over"):
-        kit.Kit(tmp_path, True).run(["sh", "-c", f"sleep 600 & echo $! >{kept}; wait"], 5)
-    status = Path("/proc", kept.read_text().strip(), "status")
-    with suppress(OSError):  # it is gone
-        while "State:\tZ" not in status.read_text():  # or for ever: pytest's limit
-            time.sleep(0.05)
 
 
 def test_a_result_is_good_only_if_it_is_on_every_rank() -> None:
