@@ -15,7 +15,6 @@ from hvd_pipe.pipeline.transport import Layout, check_transport
 from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.pipeline_plans import (
     PipelineCost,
     best_plan,
@@ -24,7 +23,7 @@ from hvd_pipe.planning.pipeline_plans import (
     scheduled,
 )
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import Mode, mode_named
+from hvd_pipe.planning.schedule import Mode, Worker, mode_named
 from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.consensus import Agreement, Description
 

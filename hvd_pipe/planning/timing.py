@@ -11,8 +11,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.methods import LocalSGD, Method, WidePipeSGD, parse
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import Links, Workers, simulate_workers

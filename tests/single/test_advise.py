@@ -13,11 +13,9 @@ from planning_cases import ALL, codecs, comm_models, profiles
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.choice import candidates, fitted_buckets, predict
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.codec import CodecCost
-from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, LocalSGD
+from hvd_pipe.planning.comm import CodecCost, CommModel
+from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, LocalSGD, stable_rate
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.planning.timing import step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.strategy import parse as parse_strategy

@@ -12,10 +12,10 @@ import pytest
 
 from hvd_pipe.planning.advise import Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
+from hvd_pipe.planning.methods import delayed_rate
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.pipeline_plans import pipeline_cost
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.stability import delayed_rate
 from hvd_pipe.planning.stages import parse_replicas
 
 DATA = Path(__file__).parent.parent / "data"

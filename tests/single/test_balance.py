@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.balance import split_batch
+from hvd_pipe.cocod import split_batch
 
 SPEEDS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 WILD = st.lists(st.floats(5e-324, 1.7e308), min_size=1, max_size=12)

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
-from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale
+from hvd_pipe.planning.cluster import (
+    ALGORITHMS,
+    PUBLISHED,
+    Cluster,
+    Link,
+    Network,
+    allreduce,
+    hierarchical,
+    rescale,
+)
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.fit import measured
 

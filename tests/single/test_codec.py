@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CODECS, NONE, CodecCost, CommModel
 from hvd_pipe.runtime.bucket_planner import GradientIndex
 
 

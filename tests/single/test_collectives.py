@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.cluster import Link
-from hvd_pipe.planning.collectives import ALGORITHMS, allreduce, hierarchical, rescale, terms
+from hvd_pipe.planning.cluster import ALGORITHMS, Link, allreduce, hierarchical, rescale, terms
 from hvd_pipe.planning.comm import CommModel
 
 algorithms = st.sampled_from(ALGORITHMS)

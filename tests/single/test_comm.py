@@ -11,9 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
-from hvd_pipe.planning.collectives import rescale
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.cluster import rescale
+from hvd_pipe.planning.comm import CODECS, NONE, CodecCost, CommModel
 
 # 10 s more for one byte more, at 10 MB, is a line through -1e8 s: seconds, in doubles.
 ROUNDING = 1e-7

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 
 from hvd_pipe.planning import pipeline_plans as module
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.partition import partition
+from hvd_pipe.planning.pipeline_plans import fewest_microbatches, held, pipeline_cost
+from hvd_pipe.planning.profile import LayerProfile, ModelProfile
+from hvd_pipe.planning.schedule import (
+    MODES,
     AllReduce,
     Backward,
     Forward,
@@ -19,11 +23,8 @@ from hvd_pipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Update,
+    schedule,
 )
-from hvd_pipe.planning.partition import partition
-from hvd_pipe.planning.pipeline_plans import fewest_microbatches, held, pipeline_cost
-from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.schedule import MODES, schedule
 
 DATA = Path(__file__).parent.parent / "data"
 MODE_NAMES = tuple(MODES)

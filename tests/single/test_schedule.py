@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import schedule
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.schedule import (
+    METHODS,
     AllReduce,
     Backward,
     Forward,
@@ -26,9 +27,6 @@ from hvd_pipe.planning.instructions import (
     Update,
     Worker,
     brief,
-)
-from hvd_pipe.planning.schedule import (
-    METHODS,
     gpipe,
     one_f_one_b,
     one_f_one_b_flush,

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 
 from hvd_pipe.planning import simulate_pipeline
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.instructions import Backward, Forward, Schedule, Update, Worker
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.schedule import METHODS, schedule
+from hvd_pipe.planning.schedule import (
+    METHODS,
+    Backward,
+    Forward,
+    Schedule,
+    Update,
+    Worker,
+    schedule,
+)
 from hvd_pipe.planning.simulate_pipeline import (
     StageCost,
     simulate_partition,

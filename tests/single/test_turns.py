@@ -16,8 +16,7 @@ from hvd_pipe import cocod
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning.advise import advise
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.codec import CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CodecCost, CommModel
 from hvd_pipe.planning.messages import node_comm
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.planning.simulate import simulate
