@@ -17,7 +17,7 @@ from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.pipeline_plans import (
     PipelineCost,
-    best_plan,
+    Planner,
     coalesced,
     fewest_microbatches,
     scheduled,
@@ -221,9 +221,8 @@ def choose(
     model = known if isinstance(known, ModelProfile) else profile(pieces)
     replicas = wanted if isinstance(wanted, tuple) else None
     asked = "the best cuts for these replicas" if replicas else "the fastest plan"
-    found = given or best_plan(
-        model, cluster, mode.name, optimizer_ratio, in_transit, replicas=replicas
-    )
+    planner = Planner(model, cluster, mode.name, optimizer_ratio, in_transit)
+    found = given or planner.best(replicas)
     count = options.microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
     whole, plan = coalesced(model, found, pieces)
     plan, cost = scheduled(

@@ -38,10 +38,6 @@ class Link:
 
     Args:
         alpha, beta: seconds per message and per byte, finite and not negative.
-
-    Example:
-        >>> Link.of(bandwidth=1.25e9, latency=30e-6)
-        Link(alpha=3e-05, beta=8e-10)
     """
 
     alpha: float
@@ -113,8 +109,6 @@ def allreduce(
     workers: int, alpha: float, beta: float, gamma: float = 0.0, algorithm: str = "ring"
 ) -> CommModel:
     """All-reduce time from the cost of one hop, with the :func:`terms` of the algorithm.
-
-    One worker sends nothing: T = 0. Arguments and errors are those of :func:`terms`.
 
     Example:
         >>> allreduce(16, alpha=9.72e-4 / 30, beta=1e-9).latency
@@ -299,11 +293,6 @@ class Network:
 
         Where only an all-reduce was measured, the formula of its algorithm is inverted for the
         line that fits it best from 1 KiB to 64 MiB.
-
-        Example:
-            >>> ring = allreduce(8, alpha=2e-5, beta=1e-9)
-            >>> Network(None, measured=ring, measured_workers=8).link_time
-            Link(alpha=2e-05, beta=1e-09)
         """
         if self.link is not None:
             return self.link

@@ -255,12 +255,7 @@ class CommModel:
     @overload
     def __call__(self, bytes: npt.NDArray[Any]) -> FloatArray: ...
     def __call__(self, bytes: float | npt.NDArray[Any]) -> float | FloatArray:
-        """Seconds for a message of so many bytes, or a float64 array of them for an array.
-
-        Example:
-            >>> CommModel.linear(1.0, 0.5)(np.array([[0, 2]])).tolist()
-            [[1.0, 2.0]]
-        """
+        """Seconds for a message of so many bytes, or a float64 array of them for an array."""
         if isinstance(bytes, np.ndarray):
             if bytes.size and bytes.min() < 0:
                 raise ValueError(f"a message has no negative size, got {bytes.min()} bytes")

@@ -349,7 +349,15 @@ class Planner:
         )
 
     def best(self, replicas: Sequence[int] | None = None) -> Partition:
-        """The plan that is fastest as it runs; data parallelism is one of one stage."""
+        """The plan that is fastest as it runs, simulated; data parallelism is one of one stage.
+
+        Example:
+            >>> from hvd_pipe.planning.profile import LayerProfile
+            >>> model = ModelProfile((
+            ...     LayerProfile("a", 10**6, 0.02, 0.01, 10**6), LayerProfile("b", 10**8, 0.01)))
+            >>> Planner(model, Cluster(4, Network(Link.of(1e9, 0.0))), "stash").best().config
+            '3-1'
+        """
         if replicas is not None:
             cut = partial(self.divide, replicas=replicas)
             plan = cut()
@@ -470,29 +478,6 @@ class Planner:
         if count > 1:
             plan = replace(plan, stages=stages, simulated_s=cost.period_s / count)
         return Offer(plan, cost)
-
-
-def best_plan(
-    profile: ModelProfile,
-    cluster: Cluster,
-    mode: str,
-    optimizer_ratio: float = 1.0,
-    in_transit: int | None = None,
-    replicas: Sequence[int] | None = None,
-) -> Partition:
-    """The stages with which a pipeline, or data parallelism as one of one stage, is fastest.
-
-    What counts is the period that the schedule reaches in a simulation (``simulated_s``).
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((
-        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
-        >>> best_plan(model, Cluster(4, Network(Link.of(1e9, 0.0))), "stash").config
-        '3-1'
-    """
-    return Planner(profile, cluster, mode, optimizer_ratio, in_transit).best(replicas)
 
 
 def _shapes(workers: int) -> Iterator[tuple[int, ...]]:

@@ -432,12 +432,7 @@ def program(
     microbatches: int = 1,
     in_transit: int = 0,
 ) -> Iterator[Instruction]:
-    """One worker's part of a :func:`schedule`, without making those of all others.
-
-    Example:
-        >>> print(brief(program("1f1b", [2, 1], Worker(0, 1), minibatches=4)))
-        F1 F3 B1 A1 U1 B3 A2 U2
-    """
+    """One worker's part of a :func:`schedule`, without making those of all others."""
     _check_method(method, microbatches)
     stage, replica = worker
     if method in _ONE_MINIBATCH:

@@ -216,12 +216,7 @@ def next_plan(
 
 
 def error_of(seconds: Sequence[float]) -> float:
-    """The standard error of the median of these steps, by their median deviation from it.
-
-    Example:
-        >>> error_of([2.0, 2.0, 2.0]), round(error_of([1.0, 2.0, 3.0, 4.0, 5.0]), 2)
-        (0.0, 0.83)
-    """
+    """The standard error of the median of these steps, by their median deviation from it."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds)
     return 1.253 * 1.4826 * deviation / math.sqrt(len(seconds))  # both for Gaussian noise
