@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.pipeline_plans import (
-    best_plan,
+    Planner,
     coalesced,
     fewest_microbatches,
     scheduled,
@@ -98,7 +98,7 @@ def predicted(profile: ModelProfile, cluster: Cluster, plan: str, mode: str) -> 
     A minibatch of a mode that cuts it is as many workers' batches as it has microbatches.
     """
     replicas = parse_replicas(plan, cluster.workers)
-    made = best_plan(profile, cluster, mode, 0.0, replicas=replicas)
+    made = Planner(profile, cluster, mode, 0.0).best(replicas)
     count = fewest_microbatches(mode, replicas, cluster.workers)
     whole, stages = coalesced(profile, made, count)
     _, cost = scheduled(

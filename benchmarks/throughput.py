@@ -38,7 +38,7 @@ from throughput_rank import write
 from throughput_report import table
 from tqdm import tqdm
 
-from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.comm import CODECS
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 SWEEP = {  # stock Horovod's settings beside its default: bytes to fuse, milliseconds of a cycle

@@ -12,8 +12,7 @@ from emulated import scaled
 from harness import markdown
 from models import profile
 
-from hvd_pipe.planning.codec import CODECS
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CODECS, CommModel
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.timing import step_time
 

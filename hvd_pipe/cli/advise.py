@@ -18,7 +18,7 @@ from hvd_pipe.cli import options
 from hvd_pipe.cli.output import emit, exposed
 from hvd_pipe.planning.advise import PIPEDREAM, Advice, Row, advise
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.comm import CODECS
 from hvd_pipe.planning.methods import Method, parse
 from hvd_pipe.planning.profile import ModelProfile
 

@@ -18,9 +18,8 @@ import click
 from hvd_pipe import units
 from hvd_pipe.cli.output import InputError, one_line, warning
 from hvd_pipe.planning import methods
-from hvd_pipe.planning.cluster import PUBLISHED, Cluster, Link, Network
-from hvd_pipe.planning.codec import CODECS
-from hvd_pipe.planning.collectives import ALGORITHMS
+from hvd_pipe.planning.cluster import ALGORITHMS, PUBLISHED, Cluster, Link, Network
+from hvd_pipe.planning.comm import CODECS
 from hvd_pipe.planning.profile import ModelProfile
 
 Function = Callable[..., Any]

@@ -20,8 +20,7 @@ from hvd_pipe.cli import options
 from hvd_pipe.cli.output import emit, from_to
 from hvd_pipe.planning import merge
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import CODECS
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CODECS, CommModel
 from hvd_pipe.planning.profile import ModelProfile
 
 

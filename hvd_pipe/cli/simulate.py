@@ -25,7 +25,7 @@ from hvd_pipe import _pictures, units
 from hvd_pipe.cli import options
 from hvd_pipe.cli.output import InputError, emit, exposed, one_line, progress, warning
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.comm import CODECS
 from hvd_pipe.planning.methods import Method, label, parse
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import simulate

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from hvd_pipe.pipeline.stage import MicrobatchIndex, Stage
 from hvd_pipe.pipeline.transport import Kind, Layout, Transport
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.schedule import (
     AllReduce,
     Backward,
     Forward,

@@ -15,16 +15,15 @@ from hvd_pipe.pipeline.transport import Layout, check_transport
 from hvd_pipe.planning._checks import check_count
 from hvd_pipe.planning.cluster import Cluster, Link, Network
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.pipeline_plans import (
     PipelineCost,
-    best_plan,
+    Planner,
     coalesced,
     fewest_microbatches,
     scheduled,
 )
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import Mode, mode_named
+from hvd_pipe.planning.schedule import Mode, Worker, mode_named
 from hvd_pipe.planning.stages import Partition, parse_replicas
 from hvd_pipe.runtime.consensus import Agreement, Description
 
@@ -222,9 +221,8 @@ def choose(
     model = known if isinstance(known, ModelProfile) else profile(pieces)
     replicas = wanted if isinstance(wanted, tuple) else None
     asked = "the best cuts for these replicas" if replicas else "the fastest plan"
-    found = given or best_plan(
-        model, cluster, mode.name, optimizer_ratio, in_transit, replicas=replicas
-    )
+    planner = Planner(model, cluster, mode.name, optimizer_ratio, in_transit)
+    found = given or planner.best(replicas)
     count = options.microbatches or usual_microbatches(mode, found.replicas, in_transit or 0)
     whole, plan = coalesced(model, found, pieces)
     plan, cost = scheduled(

@@ -15,8 +15,7 @@ from hvd_pipe.pipeline.build import Connections
 from hvd_pipe.pipeline.executor import Times, evaluation_program, execute
 from hvd_pipe.pipeline.plans import Assignment
 from hvd_pipe.pipeline.stage import Stage, Tally
-from hvd_pipe.planning.instructions import Backward, Instruction, Worker
-from hvd_pipe.planning.schedule import program
+from hvd_pipe.planning.schedule import Backward, Instruction, Worker, program
 from hvd_pipe.runtime.timeline import Recorder
 
 

@@ -23,7 +23,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_pipe.errors import HvdPipeError, is_failing
 from hvd_pipe.pipeline.messages import Bytes
-from hvd_pipe.planning.instructions import Worker
+from hvd_pipe.planning.schedule import Worker
 
 T = TypeVar("T")
 

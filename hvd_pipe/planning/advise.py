@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from hvd_pipe.cocod import split_batch
 from hvd_pipe.planning._checks import check_finite
-from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.choice import MARGIN, candidates
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.planning.messages import node_comm
 from hvd_pipe.planning.methods import (
     BASELINES,
@@ -21,15 +21,16 @@ from hvd_pipe.planning.methods import (
     LocalSGD,
     Method,
     WidePipeSGD,
+    delayed_rate,
     memory_bytes,
     parse,
     spell,
+    stable_rate,
 )
 from hvd_pipe.planning.pipeline_plans import Offer, PipelineCost, Planner
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.schedule import mode_named
 from hvd_pipe.planning.simulate import pace_of, simulate
-from hvd_pipe.planning.stability import delayed_rate, stable_rate
 from hvd_pipe.planning.stages import STRAIGHT, Partition
 from hvd_pipe.planning.timing import StepTime, step_time
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
@@ -362,7 +363,7 @@ def advise(
             :mod:`hvd_pipe.planning.choice` fits them, ``merged-gradient:overlap=forward``, which
             must beat the default by more than ``margin``, and PipeDream, uncompressed, as
             :mod:`hvd_pipe.planning.advise` does, which "pipedream" asks for, too.
-        codecs: costs, or names of :data:`hvd_pipe.planning.codec.CODECS`.
+        codecs: costs, or names of :data:`hvd_pipe.planning.comm.CODECS`.
         learning_rate, curvature, momentum: of the training, as far as known; curvature is the
             largest eigenvalue of the loss's Hessian.
         optimizer_ratio: bytes of optimizer state a byte of weights: 1 with momentum, 2 with Adam.

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, spell
 from hvd_pipe.planning.profile import FORWARD, LayerProfile, ModelProfile
 from hvd_pipe.planning.timing import step_time
@@ -34,9 +33,8 @@ class OwnTimes:
 def profile_of(own: OwnTimes, names: Sequence[str], sizes: Sequence[int]) -> ModelProfile:
     """Return a profile with a layer a parameter, in the reverse of the order of readiness.
 
-    Its first layer, ``(forward)``, has all that comes before the first gradient. The first
-    gradient is thus ready as backward starts. When each weight is needed is not known: see
-    `messages.overlapped_messages` for what is assumed.
+    Its first layer, ``(forward)``, has all that comes before the first gradient, which is thus
+    ready as backward starts.
 
     Example:
         >>> profile = profile_of(OwnTimes(0.5, [0.25, 0.0], 0.125), ["a", "b"], [8, 4])
@@ -66,20 +64,16 @@ def candidates(
 
 
 def fitted_period(profile: ModelProfile, comm: CommModel, compute_s: float) -> int:
-    """CoCoD's period that just hides its all-reduce: ``max(2, ceil((m + delay) / c))``.
-
-    A longer one buys no time and lets the replicas drift further apart.
-    """
+    """CoCoD's period that just hides its all-reduce: ``max(2, ceil((m + delay) / c))``."""
     average = step_time(CoCoD(period=1), profile, comm).comm_s + comm.delay
     # Rounding must not make a step of what is a whole number of them.
     return max(2, math.ceil(average / compute_s - 1e-9)) if compute_s > 0.0 else 2
 
 
 def fitted_buckets(method: PipeSGD, profile: ModelProfile, comm: CommModel) -> PipeSGD:
-    """Pipe-SGD with larger buckets where the latencies of the usual ones would stick out.
+    """The least doubling of Pipe-SGD's usual buckets that hides all messages of a running job.
 
-    It is for a job that begins with the usual ones, and may keep them: the least doubling of the
-    usual size that hides all messages, else the last that gains a part of `WORTH`.
+    Where none does, it is the last that gains a part of `WORTH`.
     """
     best, least = method, step_time(_usual_buckets(method), profile, comm)
     size, total = DEFAULT_BUCKET_BYTES, int(profile.gradient_bytes().sum())
@@ -139,10 +133,6 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
 
     So must ``overlap=forward``, beside plain merged-gradient: it asks more of a script. A method
     that is not exact must be faster than both, whichever of them is chosen.
-
-    Example:
-        >>> choose([Prediction(PipeSGD(), 0.96), Prediction(MergedGradient(), 1.0)]).method.name
-        'merged-gradient'
     """
     best, *others = sorted(predictions, key=lambda found: _ORDER.index(kind_of(found.method)))
     least = best.seconds
@@ -171,12 +161,7 @@ def least_of(methods: Sequence[Method]) -> Method:
 
 
 def report(best: Prediction, predictions: Sequence[Prediction]) -> str:
-    """Return the line that says what was predicted and chosen.
-
-    >>> found = [Prediction(PipeSGD(), 0.96), Prediction(MergedGradient(), 1.0)]
-    >>> report(found[1], found)
-    'chose merged-gradient: predicted 1000.0 ms a step (pipe-sgd 960.0 ms)'
-    """
+    """Return the line that says what was predicted and chosen."""
     others = [
         f"{spell(one.method)} {milliseconds(one.seconds)}"
         for one in sorted(predictions, key=lambda one: one.seconds)

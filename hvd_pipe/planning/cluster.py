@@ -1,22 +1,186 @@
-"""A cluster: how many workers there are, how fast, and what joins them."""
+"""A cluster: how many workers there are, how fast, and what joins them.
+
+Everywhere, p workers; a message of one byte or more between two of them takes ``alpha`` seconds
+to start and ``beta`` seconds per byte; adding up takes ``gamma`` seconds per byte.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvd_pipe import units
 from hvd_pipe.planning import fit
 from hvd_pipe.planning._checks import Document, check_count, check_keys, check_number, read_object
-from hvd_pipe.planning.collectives import ALGORITHMS, Link, allreduce, hierarchical, rescale, terms
 from hvd_pipe.planning.comm import CommModel
 
 __all__ = ["PUBLISHED", "Cluster", "Link", "Network"]
+
+
+ALGORITHMS = (
+    "ring",
+    "recursive-doubling",
+    "halving-doubling",
+    "binary-tree",
+    "double-binary-tree",
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two workers: a message of x bytes takes ``alpha + beta * x``.
+
+    Args:
+        alpha, beta: seconds per message and per byte, finite and not negative.
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        for name, unit in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+            value = check_number(f"a link's {name}", getattr(self, name), unit)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, bandwidth: float, latency: float) -> Link:
+        """The link of a bandwidth in bytes per second and a latency in seconds."""
+        if not (math.isfinite(bandwidth) and bandwidth > 0.0):
+            raise ValueError(
+                f"a link's bandwidth is a positive number of bytes a second, got {bandwidth}"
+            )
+        return cls(latency, 1.0 / bandwidth)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second; infinite where a byte costs nothing."""
+        return 1.0 / self.beta if self.beta else math.inf
+
+
+class Terms(NamedTuple):
+    """How often an algorithm pays each cost: ``latency alpha + (bytes beta + sums gamma) x``."""
+
+    latency: float
+    bytes: float
+    sums: float
+
+
+def terms(workers: int, algorithm: str = "ring") -> Terms:
+    """The terms of an all-reduce over p workers, each one 0 for a single worker.
+
+    ==================== ================ ============== ==============
+    algorithm            latency          bytes          sums
+    ==================== ================ ============== ==============
+    ring                 ``2 (p-1)``      ``2 (p-1)/p``  ``(p-1)/p``
+    recursive-doubling   ``log2(p)``      ``log2(p)``    ``log2(p)``
+    halving-doubling     ``2 log2(p)``    ``2 (p-1)/p``  ``(p-1)/p``
+    binary-tree          ``2 log2(p)``    ``2 log2(p)``  ``log2(p)``
+    double-binary-tree   ``2 log2(p)``    ``1``          ``1``
+    ==================== ================ ============== ==============
+
+    ``log2(p)`` is rounded up where p is no power of two.
+
+    Source: MG-WFBP, arXiv 1912.09268, table 2, where the double binary tree lacks its alpha.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
+    if workers == 1:
+        return Terms(0, 0, 0)
+    steps = math.ceil(math.log2(workers))
+    share = (workers - 1) / workers
+    return {
+        "ring": Terms(2 * (workers - 1), 2 * share, share),
+        "recursive-doubling": Terms(steps, steps, steps),
+        "halving-doubling": Terms(2 * steps, 2 * share, share),
+        "binary-tree": Terms(2 * steps, 2 * steps, steps),
+        "double-binary-tree": Terms(2 * steps, 1, 1),
+    }[algorithm]
+
+
+def allreduce(
+    workers: int, alpha: float, beta: float, gamma: float = 0.0, algorithm: str = "ring"
+) -> CommModel:
+    """All-reduce time from the cost of one hop, with the :func:`terms` of the algorithm.
+
+    Example:
+        >>> allreduce(16, alpha=9.72e-4 / 30, beta=1e-9).latency
+        0.000972
+
+    Source: MG-WFBP, arXiv 1912.09268, table 2.
+    """
+    cost = terms(workers, algorithm)
+    return CommModel.linear(cost.latency * alpha, cost.bytes * beta + cost.sums * gamma)
+
+
+def hierarchical(
+    nodes: int,
+    per_node: int,
+    inside: Link,
+    between: Link,
+    algorithm: str = "ring",
+    gamma: float = 0.0,
+) -> CommModel:
+    """All-reduce on machines of several workers: fast inside a machine, slow between machines.
+
+    A ring reduce-scatter inside each of the n machines leaves every one of its m workers a sum of
+    ``x/m`` bytes; the m workers of the same place then all-reduce theirs between the machines; a
+    ring all-gather inside hands the parts out. All m messages leave a machine through its one
+    link at the same time, so that each sees m times its ``beta``:
+
+        reduce-scatter   ``(m-1) alpha_in + (m-1)/m x (beta_in + gamma)``
+        all-reduce       ``L alpha_out + (B m beta_out + S gamma) x/m``   (L, B, S = terms(n))
+        all-gather       ``(m-1) alpha_in + (m-1)/m x beta_in``
+
+    Source: the hierarchical all-reduce of Horovod (NCCL inside, MPI between); sharing is ours.
+    """
+    if per_node < 1:
+        raise ValueError(f"per_node must be at least 1, got {per_node}")
+    outer = allreduce(nodes, between.alpha, per_node * between.beta, gamma, algorithm)
+    if per_node == 1:
+        return outer
+    inner = allreduce(per_node, inside.alpha, inside.beta, gamma)  # its two halves together
+    return inner + outer.scaled(1 / per_node)
+
+
+def rescale(
+    comm: CommModel, from_workers: int, to_workers: int, algorithm: str = "ring"
+) -> CommModel:
+    """What was measured on some workers, for another number of them on the same kind of network.
+
+    With l and b the ratios of the algorithm's latency and byte :func:`terms`, every intercept is
+    multiplied by l and every slope by b, ``T'(x) = l T(x b/l)``, which moves a start s to s l/b:
+    a ring sends chunks of ``x/p``, and a network changes its protocol at a size of chunks.
+    Recursive doubling and the binary tree send whole messages, l = b, and starts stay. So does the
+    ``delay``, which is the software's. How well it extrapolates is not known: ``error`` is None.
+
+    Example:
+        >>> rescale(CommModel((0, 8192), (1e-4, 8e-4), (1e-8, 3e-9)), 8, 64).starts
+        (0.0, 65536.0)
+
+    Source: MG-WFBP, arXiv 1912.09268, extrapolates its constants so; the starts are ours.
+    """
+    if from_workers < 2:
+        raise ValueError(
+            f"from_workers must be at least 2, got {from_workers}: a single worker sends nothing, "
+            "so nothing follows from its all-reduce; measure on 2 workers or more"
+        )
+    before, after = terms(from_workers, algorithm), terms(to_workers, algorithm)
+    if to_workers == 1:
+        return CommModel.linear(0.0, 0.0)
+    if from_workers == to_workers:
+        return comm
+    latency, size = after.latency / before.latency, after.bytes / before.bytes
+    scaled = comm.scaled(size / latency, latency)
+    return replace(scaled, error=None)
+
 
 SCHEMA = "hvd_pipe.cluster/1"
 
@@ -33,7 +197,7 @@ class Network:
     Args:
         link: of one machine to the others, shared by its workers; None where only ``measured``
             is known.
-        algorithm: of the all-reduce; one of :data:`hvd_pipe.planning.collectives.ALGORITHMS`.
+        algorithm: of the all-reduce; one of :data:`hvd_pipe.planning.cluster.ALGORITHMS`.
         gamma: seconds to add up one byte.
         per_node, inside: workers of one machine, and a worker's link within it, which several
             need, except beside ``measured``.
@@ -96,17 +260,12 @@ class Network:
     def comm(self, workers: int) -> CommModel:
         """All-reduce time over some of the workers.
 
-        A measured one is rescaled to their number (:func:`hvd_pipe.planning.collectives.rescale`),
-        as if more workers were joined by the links that were measured. Otherwise it follows from
-        the links: within one machine over ``inside``, over several hierarchically
-        (:func:`hvd_pipe.planning.collectives.hierarchical`).
+        A measured one is rescaled to their number (:func:`rescale`), as if more workers were
+        joined by the links that were measured. Otherwise it follows from the links: within one
+        machine over ``inside``, over several hierarchically (:func:`hierarchical`).
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
-
-        Example:
-            >>> Network(Link(1e-5, 1e-9)).comm(4) == allreduce(4, 1e-5, 1e-9)
-            True
         """
         nodes, each = self._nodes(workers)
         if self.measured is not None and self.measured_workers is not None:
@@ -121,11 +280,6 @@ class Network:
 
         Raises:
             ValueError: no workers, or more than a machine has that do not fill machines.
-
-        Example:
-            >>> two = Network(Link.of(1.25e9, 0), per_node=4, inside=Link.of(1.25e10, 0))
-            >>> two.levels(16)
-            [(4, 12500000000.0), (4, 1250000000.0)]
         """
         nodes, each = self._nodes(workers)
         if self.per_node == 1 or self.inside is None:
@@ -139,11 +293,6 @@ class Network:
 
         Where only an all-reduce was measured, the formula of its algorithm is inverted for the
         line that fits it best from 1 KiB to 64 MiB.
-
-        Example:
-            >>> ring = allreduce(8, alpha=2e-5, beta=1e-9)
-            >>> Network(None, measured=ring, measured_workers=8).link_time
-            Link(alpha=2e-05, beta=1e-09)
         """
         if self.link is not None:
             return self.link

@@ -39,14 +39,6 @@ def fit(
         bytes, seconds: 1-D, N sizes of which at least two differ, and N positive times.
         weights: 1-D, N weights, positive, in place of the default; a size weighs their sum.
 
-    Raises:
-        ValueError: the samples are malformed or all of one size.
-
-    Example:
-        >>> model = fit([1e4, 1e5, 1e6, 1e6], [1.1e-3, 2e-3, 11e-3, 11e-3])
-        >>> f"{model.latency:.2e} s + {model.slopes[0]:.2e} s/byte"
-        '1.00e-03 s + 1.00e-08 s/byte'
-
     Source: the model of MG-WFBP, arXiv 1912.09268; the estimator is ours.
     """
     sizes, samples = by_size(bytes, seconds)
@@ -83,15 +75,6 @@ def fit_segments(bytes: npt.ArrayLike, seconds: npt.ArrayLike, max_segments: int
     Args:
         bytes, seconds: as :func:`fit`.
         max_segments: k, at most.
-
-    Raises:
-        ValueError: the samples are malformed or all of one size, or ``max_segments < 1``.
-
-    Example:
-        >>> sizes = np.array([1e3, 2e3, 4e3, 8e3, 16e3, 32e3, 64e3, 128e3])
-        >>> model = fit_segments(sizes, np.where(sizes < 10e3, 1e-4, 8e-4) + 3e-9 * sizes)
-        >>> [float(start) for start in model.starts], [f"{a:.1e}" for a in model.intercepts]
-        ([0.0, 16000.0], ['1.0e-04', '8.0e-04'])
 
     Source: segmented least squares (Bellman 1961); monotone, and on relative errors, ours.
     """
@@ -132,12 +115,7 @@ def measured(bytes: npt.ArrayLike, seconds: npt.ArrayLike, tolerance: float = 0.
         bytes, seconds: as :func:`fit`.
         tolerance: mean relative error up to which a model will do.
 
-    Raises:
-        ValueError: the samples are malformed or all of one size.
-
     Example:
-        >>> len(measured([1, 2, 3, 4], [2.0, 3.0, 4.0, 5.0]).starts)
-        1
         >>> len(measured([1, 2, 3, 4, 6, 8], [2.0, 2.0, 2.0, 9.0, 9.0, 9.0]).starts)
         2
     """

@@ -172,27 +172,13 @@ def greedy(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntAr
 
 
 def wfbp(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
-    """Each gradient alone, as soon as it is ready (wait-free backpropagation).
-
-    Example:
-        >>> wfbp([1.0, 2.0], [8, 8], CommModel.linear(0.0, 1.0)).tolist()
-        [1, 1]
-
-    Source: Poseidon, arXiv 1706.03292.
-    """
+    """Each gradient alone, as soon as it is ready (Poseidon, arXiv 1706.03292)."""
     ready, _ = checked(ready, bytes)
     return np.ones(len(ready), dtype=np.int64)
 
 
 def single(ready: npt.ArrayLike, bytes: npt.ArrayLike, comm: CommModel) -> IntArray:
-    """All gradients in one message, after backward.
-
-    Example:
-        >>> single([1.0, 2.0], [8, 8], CommModel.linear(0.0, 1.0)).tolist()
-        [2]
-
-    Source: SyncEASGD, as MG-WFBP, arXiv 1912.09268, compares with it.
-    """
+    """All gradients in one message, after backward (SyncEASGD, with which MG-WFBP compares)."""
     ready, _ = checked(ready, bytes)
     return np.array([len(ready)], dtype=np.int64)
 
@@ -325,13 +311,7 @@ def sizes_of(
     bucket_bytes: int | None = None,
     margin: float = 0.0,
 ) -> IntArray:
-    """The sizes of the buckets of :func:`plan`, with its arguments but the names.
-
-    Example:
-        >>> ready, net = [1.0, 2.0, 9.0], CommModel.linear(0.5, 0.1)
-        >>> sizes_of(ready, [1, 60, 1], net), sizes_of(ready, [1, 60, 1], net, margin=0.25)
-        (array([2, 1]), array([1, 1, 1]))
-    """
+    """The sizes of the buckets of :func:`plan`, with its arguments but the names."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if (bucket_bytes is not None) != (method == "bytes"):
@@ -411,7 +391,7 @@ def plan_dtype_groups(
     bucket_bytes: int | None = None,
     margin: float = 0.0,
 ) -> Plan:
-    """Return the plan for gradients of which only those of one group may share a bucket.
+    """The plan for gradients of which only those of one group may share a bucket.
 
     Let f(i, j, ...) be the earliest finish of the first i tensors of one group, j of the next::
 
@@ -424,12 +404,6 @@ def plan_dtype_groups(
     d that suffices. If ``T = a + b x``, the result then finishes at most d later than the best
     plan, and never later than the plans of the groups by themselves. At the end, buckets are
     merged where the last message finishes no later, as :func:`coalesce` does.
-
-    Example:
-        >>> names, groups = ["a", "b", "c", "d"], ["half", "full", "half", "full"]
-        >>> net = CommModel.linear(1.0, 0.0)
-        >>> plan_dtype_groups(names, [1.0, 1.0, 2.0, 2.5], [8, 8, 8, 8], groups, net).buckets
-        (('a', 'c'), ('b', 'd'))
 
     Source: ours, for the problem of MG-WFBP, arXiv 1912.09268.
     """

@@ -10,10 +10,8 @@ import numpy.typing as npt
 
 from hvd_pipe.cocod import assign_fragments
 from hvd_pipe.planning import merge
-from hvd_pipe.planning.cluster import Network
-from hvd_pipe.planning.codec import CodecCost
-from hvd_pipe.planning.collectives import allreduce
-from hvd_pipe.planning.comm import CommModel, blocked_ends
+from hvd_pipe.planning.cluster import Network, allreduce
+from hvd_pipe.planning.comm import CodecCost, CommModel, blocked_ends
 from hvd_pipe.planning.methods import DEFAULT_BUCKET_BYTES, Conventional, LocalSGD, WidePipeSGD
 from hvd_pipe.planning.overlap import Pass, TimedMessage, in_order, plan_overlap, timed_messages
 from hvd_pipe.planning.plan import Plan
@@ -98,12 +96,7 @@ def model_messages(
 
 
 def turns_of(method: CoCoD, sent: Messages) -> list[list[int]]:
-    """The messages of each turn, by number: one fragment's; all that there are with one fragment.
-
-    >>> one = Messages(np.zeros(2), np.ones(2), np.ones(2))
-    >>> turns_of(CoCoD(momentum="average"), one), turns_of(CoCoD(fragments=2), one)
-    ([[0, 1]], [[0], [1]])
-    """
+    """The messages of each turn, by number: one fragment's; with one fragment, all of them."""
     numbers = list(range(len(sent.seconds)))
     if method.fragments == 1:
         return [numbers]
@@ -115,12 +108,9 @@ def overlapped_messages(
 ) -> tuple[Pass, list[TimedMessage]]:
     """What a worker computes under ``overlap="forward"``, and its messages in the link's order.
 
-    Each layer is updated just before its forward pass. The profile has the time of all updates,
-    which is divided among the layers by their bytes. The messages are those of `plan_overlap`, or
-    of the plan or the bucket size that the method names.
-
-    The profile of a running job (`choice.profile_of`) has one number for the whole forward pass.
-    Forward is then assumed to be spread over the parameters as backward is, in reverse order.
+    Each layer is updated just before its forward pass. The time of all updates is divided among
+    the layers by their bytes. A running job's profile (`choice.profile_of`) has one number for the
+    whole forward pass, which is assumed to be spread as backward is, in reverse order.
     """
     names, work, plan = profile.gradient_order(), _work(profile), method.load_plan()
     if plan is not None:
@@ -150,14 +140,7 @@ class NodeWork:
 
 
 def node_comm(method: object, network: Network) -> CommModel | None:
-    """All-reduce time within one machine, where a method is synchronous there, else None.
-
-    Example:
-        >>> from hvd_pipe.planning.collectives import Link
-        >>> nvlink = Network(Link(1e-5, 1e-9), per_node=4, inside=Link(1e-6, 1e-11))
-        >>> node_comm(CoCoD(within="node"), nvlink) == allreduce(4, 1e-6, 1e-11)
-        True
-    """
+    """All-reduce time within one machine, where a method is synchronous there, else None."""
     if not isinstance(method, CoCoD) or method.within == "none" or network.per_node == 1:
         return None
     if network.inside is None:

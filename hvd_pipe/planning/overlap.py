@@ -86,15 +86,6 @@ def plan_overlap(
     Gradients are merged, in the order in which they are ready, until a part of all bytes is full;
     a bucket that is larger than a part is cut into pieces. For each number of parts the order is
     `send_order`'s, and the step `overlapped_s`.
-
-    Example:
-        >>> work = Pass(
-        ...     np.array([0.0, 1.0, 2.0]), np.array([2.0, 1.0, 0.0]), np.array([6.0, 2.0, 1.0]),
-        ...     forward_s=3.0, backward_s=3.0,
-        ... )
-        >>> plan = plan_overlap("cba", work, CommModel.linear(0.0, 0.5), parts=(1, 6))
-        >>> plan.buckets, plan.order, plan.predicted_s
-        ((('c',), ('b',), ('a',)), (0, 0, 1, 1, 0, 2, 0), 6.75)
     """
     kinds = list(dtypes) if dtypes is not None else [None] * len(names)
     best: tuple[float, Plan] | None = None

@@ -22,10 +22,19 @@ from functools import partial
 from typing import Any
 
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.instructions import Backward, Forward, Instruction, Schedule, Update, Worker
 from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import mode_named, schedule, warm_up
+from hvd_pipe.planning.schedule import (
+    Backward,
+    Forward,
+    Instruction,
+    Schedule,
+    Update,
+    Worker,
+    mode_named,
+    schedule,
+    warm_up,
+)
 from hvd_pipe.planning.simulate_pipeline import simulate_partition
 from hvd_pipe.planning.stages import Partition
 
@@ -74,15 +83,7 @@ class PipelineCost:
         return math.fsum(r * x for r, x in zip(self.replicas, self.sent_bytes, strict=True))
 
     def saved(self, minibatches: int = 1) -> float:
-        """The part of data parallelism's bytes in so many minibatches that it does without.
-
-        Negative where it sends more.
-
-        Example:
-            >>> held = (Held(1, 1, 0),)
-            >>> PipelineCost("flush", 1, held, (8,), (0,), 1.0, 1.0, (2,), (1.0,), 8.0).saved()
-            0.75
-        """
+        """The part of data parallelism's bytes that it does without; negative: it sends more."""
         parallel = self.data_parallel_bytes * minibatches
         return 1.0 - self.wire_bytes / parallel if parallel else 0.0
 
@@ -99,10 +100,6 @@ def fewest_microbatches(
 
     All replicas of each stage do equal work, so it is a multiple of every R_s; with two versions a
     minibatch must cover what is in flight, ``R_s (warm-up + 1)``.
-
-    Example:
-        >>> fewest_microbatches("2bw", (15, 1)), fewest_microbatches("flush", (1, 1), least=8)
-        (30, 8)
     """
     chosen = mode_named(mode)
     if not chosen.coalesces:
@@ -194,7 +191,7 @@ def pipeline_cost(
     optimizer_bytes_per_parameter_byte: float = 1.0,
     recompute: bool = False,
 ) -> PipelineCost:
-    r"""Memory, speed and traffic of a partition in a mode.
+    """Memory, speed and traffic of a partition in a mode.
 
     With w the bytes of a stage's weights, a those of its input and of what its layers keep for
     the backward pass of a minibatch (``LayerProfile.held_bytes``), v versions and k of m
@@ -208,22 +205,7 @@ def pipeline_cost(
     of the next; in a ring all-reduce of w bytes each replica sends ``2 (r-1)/r w``. An update
     takes one minibatch where it is cut into microbatches, and r, one a replica, where it is not.
     Data parallelism makes one all-reduce of all weights for a minibatch of each of n workers, so
-    ``2 (n-1)/n w`` bytes per minibatch leave all workers together.
-
-    The period is simulated (:mod:`hvd_pipe.planning.simulate_pipeline`).
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.partition import partition
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> layers = (LayerProfile("a", 800, 2.0, 1.0, 80), LayerProfile("b", 400, 2.0, 1.0, 40))
-        >>> model, cluster = ModelProfile(layers), Cluster(2, Network(Link(0.0, 0.0)))
-        >>> plan = partition(model, [(2, 1e9)], straight=True)
-        >>> cost = pipeline_cost(plan, model, cluster, mode="stash")
-        >>> cost.memory_bytes, cost.period_s, cost.sent_bytes
-        ((3360, 1320), 3.0, (80.0, 80.0))
-        >>> [held.staleness for held in cost.held], cost.data_parallel_bytes
-        ([1, 0], 1200.0)
+    ``2 (n-1)/n w`` bytes per minibatch leave all workers together. The period is simulated.
     """
     chosen, replicas, workers = mode_named(mode), partition.replicas, sum(partition.replicas)
     optimizer = optimizer_bytes_per_parameter_byte
@@ -297,20 +279,6 @@ def scheduled(
 
     Modes that cut a minibatch keep the plan's number: their minibatch would have to grow. ``how``
     are options of :func:`pipeline_cost`.
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.partition import partition
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> layer = LayerProfile("layer", 800, 2.0, 1.0, 10**9)
-        >>> model = ModelProfile(tuple(replace(layer, name=name) for name in "abc"))
-        >>> cluster = Cluster(3, Network(Link.of(1e9, 0.0)))
-        >>> plan = partition(model, cluster, straight=True)
-        >>> found, _ = scheduled(plan, model, cluster)
-        >>> found.period_s, scheduled(plan, model, cluster, in_transit=0)[0].simulated_s
-        (3.0, 4.333333333333333)
-        >>> found.in_transit, found.simulated_s, found.in_flight
-        (1, 3.0, (5, 3, 1))
     """
 
     @functools.cache
@@ -381,7 +349,15 @@ class Planner:
         )
 
     def best(self, replicas: Sequence[int] | None = None) -> Partition:
-        """The plan that is fastest as it runs; data parallelism is one of one stage."""
+        """The plan that is fastest as it runs, simulated; data parallelism is one of one stage.
+
+        Example:
+            >>> from hvd_pipe.planning.profile import LayerProfile
+            >>> model = ModelProfile((
+            ...     LayerProfile("a", 10**6, 0.02, 0.01, 10**6), LayerProfile("b", 10**8, 0.01)))
+            >>> Planner(model, Cluster(4, Network(Link.of(1e9, 0.0))), "stash").best().config
+            '3-1'
+        """
         if replicas is not None:
             cut = partial(self.divide, replicas=replicas)
             plan = cut()
@@ -502,29 +478,6 @@ class Planner:
         if count > 1:
             plan = replace(plan, stages=stages, simulated_s=cost.period_s / count)
         return Offer(plan, cost)
-
-
-def best_plan(
-    profile: ModelProfile,
-    cluster: Cluster,
-    mode: str,
-    optimizer_ratio: float = 1.0,
-    in_transit: int | None = None,
-    replicas: Sequence[int] | None = None,
-) -> Partition:
-    """The stages with which a pipeline, or data parallelism as one of one stage, is fastest.
-
-    What counts is the period that the schedule reaches in a simulation (``simulated_s``).
-
-    Example:
-        >>> from hvd_pipe.planning.cluster import Link, Network
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> model = ModelProfile((
-        ...     LayerProfile("conv", 10**6, 0.02, 0.01, 10**6), LayerProfile("fc", 10**8, 0.01)))
-        >>> best_plan(model, Cluster(4, Network(Link.of(1e9, 0.0))), "stash").config
-        '3-1'
-    """
-    return Planner(profile, cluster, mode, optimizer_ratio, in_transit).best(replicas)
 
 
 def _shapes(workers: int) -> Iterator[tuple[int, ...]]:

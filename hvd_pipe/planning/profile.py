@@ -349,18 +349,7 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 
 @dataclass(frozen=True)
 class Graph:
-    r"""All nodes and edges of a file, in its order.
-
-    Example:
-        >>> sizes = "activation_size=8.0, parameter_size=[4; 4]"
-        >>> times = "forward_compute_time=1.5, backward_compute_time=2"
-        >>> text = f"node2 -- ReLU() -- {times}, {sizes}\nnode1 -- Input -- {times}, {sizes}"
-        >>> graph = parse_graph(text + "\n\tnode1 -- node2")
-        >>> graph.nodes[0].forward_s, graph.nodes[0].gradient_bytes, graph.edges
-        (0.0015, 8, (('node1', 'node2'),))
-        >>> [node.name for node in graph.pruned().nodes]
-        ['node2']
-    """
+    """All nodes and edges of a file, in its order."""
 
     nodes: tuple[LayerProfile, ...]
     edges: tuple[tuple[str, str], ...]
@@ -369,8 +358,7 @@ class Graph:
         """The graph as a planner wants it, its nodes in forward order.
 
         Nodes that do no work go: ``Input``, whose time is that of loading data, and sinks
-        ``__getitem__``, which nothing uses. What led into a node that goes leads to what followed
-        it. ValueError where the edges form a cycle.
+        ``__getitem__``, which nothing uses. What led into one leads to what followed it.
         """
         order = forward_order([node.name for node in self.nodes], self.edges)
         inputs: dict[str, list[str]] = {node.name: [] for node in self.nodes}

@@ -19,6 +19,15 @@ A negative version stands for 0. With k minibatches in transit between two stage
 are ``b - (1 + k) (n - 1 - s)`` and ``b - (1 + k) (n - 1)``. Every schedule drains: each forward
 has its backward, and each gradient is applied once.
 
+An instruction says what one worker does next, and nothing about how. A runtime keeps to this:
+
+- Forward of the first stage reads the inputs, of the last stage the targets too.
+- Receives block; sends do not.
+- Messages between two workers arrive in the order in which they were sent.
+- AllReduce sums what the stage's backward passes have left since the last update. A worker that
+  had none brings zeros, and the sum is divided by the contributors.
+- A version may go once it is not the newest and no later instruction of the worker names it.
+
 Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeDream-Flush, arXiv
 2006.09503.
 """
@@ -26,17 +35,182 @@ Sources: PipeDream (SOSP 2019); GPipe, arXiv 1811.06965; PipeDream-2BW and PipeD
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hvd_pipe.planning._checks import check_integer
-from hvd_pipe.planning.instructions import (
-    Instruction,
-    Passes,
-    Schedule,
-    Worker,
-    instructions_of,
-)
+
+
+class Worker(NamedTuple):
+    """One replica of one stage."""
+
+    stage: int
+    replica: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} replica {self.replica}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the stage forward with these weights, and keep what backward needs."""
+
+    minibatch: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the stage backward with the weights of its forward; add to the stage's gradient."""
+
+    minibatch: int
+    microbatch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Send the stage's output to a replica of the next stage."""
+
+    minibatch: int
+    microbatch: int
+    peer: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class RecvActivation:
+    """Wait for the stage's input from a replica of the stage before."""
+
+    minibatch: int
+    microbatch: int
+    peer: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """Send the gradient of the stage's input to the replica that it came from."""
+
+    minibatch: int
+    microbatch: int
+    peer: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGradient:
+    """Wait for the gradient of the stage's output from the replica that it went to."""
+
+    minibatch: int
+    microbatch: int
+    peer: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Average the gradient that makes ``version`` over those replicas that have one."""
+
+    version: int
+    contributors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Apply the gradient to the newest weights, which makes ``version``; clear the gradient."""
+
+    version: int
+
+
+Send = SendActivation | SendGradient
+Recv = RecvActivation | RecvGradient
+Instruction = Forward | Backward | Send | Recv | AllReduce | Update
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The instructions of all workers, in rank order: stage by stage."""
+
+    method: str
+    replicas: tuple[int, ...]
+    minibatches: int
+    microbatches: int
+    programs: Mapping[Worker, tuple[Instruction, ...]]
+    in_transit: int = 0
+
+    def __str__(self) -> str:
+        return "\n".join(f"{worker}: {brief(steps)}" for worker, steps in self.programs.items())
+
+
+def brief(instructions: Iterable[Instruction]) -> str:
+    """Instructions in a line, without the messages: F and B of a microbatch, A and U of a version.
+
+    Example:
+        >>> brief([Forward(3, 0, 2), Backward(3, 0, 2), AllReduce(3, 2), Update(3)])
+        'F3 B3 A3 U3'
+    """
+    steps = list(instructions)
+    cut = any(isinstance(step, Forward) and step.microbatch for step in steps)
+    words = []
+    for step in steps:
+        if isinstance(step, Forward | Backward):
+            words.append(f"{type(step).__name__[0]}{step.minibatch}")
+            words[-1] += f".{step.microbatch}" if cut else ""
+        elif isinstance(step, AllReduce | Update):
+            words.append(f"{type(step).__name__[0]}{step.version}")
+    return " ".join(words)
+
+
+# Steps of a worker: (True, k) is the forward pass of its k-th microbatch, (False, k) the backward.
+Passes = Iterable[tuple[bool, int]]
+
+
+def instructions_of(
+    stage: int,
+    replicas: Sequence[int],
+    replica: int,
+    minibatches: int,
+    microbatches: int,
+    passes: Passes,
+    version: Callable[[int], int],
+) -> Iterator[Instruction]:
+    """Passes with what must come before and after each: messages, all-reduces, updates."""
+    width, last = replicas[stage], len(replicas) - 1
+    # One minibatch is one round; without microbatches, each replica brings a whole one.
+    a_round = microbatches if microbatches > 1 else width
+    units = minibatches * microbatches
+    rounds, done = -(-units // a_round), 0
+    updates = 0
+
+    def update() -> Iterator[Instruction]:
+        if width > 1:
+            yield AllReduce(updates, min(width, units - (updates - 1) * a_round))
+        yield Update(updates)
+
+    for forward, k in passes:
+        unit = k * width + replica
+        where = divmod(unit, microbatches)
+        before = Worker(stage - 1, unit % replicas[stage - 1])
+        after = Worker(stage + 1, unit % replicas[min(stage + 1, last)])
+        if forward:
+            if stage > 0:
+                yield RecvActivation(*where, before)
+            yield Forward(*where, version(unit))
+            if stage < last:
+                yield SendActivation(*where, after)
+            continue
+        if stage < last:
+            yield RecvGradient(*where, after)
+        yield Backward(*where, version(unit))
+        if stage > 0:
+            yield SendGradient(*where, before)
+        done += 1
+        if done * width % a_round == 0:
+            updates += 1
+            yield from update()
+    if updates < rounds:
+        # The last round of 1F1B-RR is short, and has no minibatch for this worker.
+        updates += 1
+        yield from update()
 
 
 @dataclass(frozen=True)
@@ -83,10 +257,6 @@ def warm_up(stage: int, replicas: Sequence[int], in_transit: int = 0) -> int:
     there and back take ``2c / period`` minibatches of their own (Little's law), so k = 1 hides
     them where links are not busy all of the time.
 
-    Example:
-        >>> [warm_up(s, [1] * 4) for s in range(4)], [warm_up(s, [15, 1]) for s in range(2)]
-        ([3, 2, 1, 0], [1, 0])
-
     Source: PipeDream's runtime, whose num_versions is this plus one, for k = 0.
     """
     _check_place(stage, replicas, 0)
@@ -113,15 +283,6 @@ def one_f_one_b(
 
     Each round of R_s minibatches ends in one update. In a last round with fewer, the other
     replicas bring zeros: all make equally many updates, and all minibatches are used.
-
-    Example:
-        >>> for instruction in one_f_one_b(1, [1, 1], 0, minibatches=1):
-        ...     print(instruction)
-        RecvActivation(minibatch=0, microbatch=0, peer=Worker(stage=0, replica=0))
-        Forward(minibatch=0, microbatch=0, version=0)
-        Backward(minibatch=0, microbatch=0, version=0)
-        SendGradient(minibatch=0, microbatch=0, peer=Worker(stage=0, replica=0))
-        Update(version=1)
 
     Source: PipeDream, SOSP 2019, sections 3.2 and 3.3.
     """
@@ -271,12 +432,7 @@ def program(
     microbatches: int = 1,
     in_transit: int = 0,
 ) -> Iterator[Instruction]:
-    """One worker's part of a :func:`schedule`, without making those of all others.
-
-    Example:
-        >>> print(brief(program("1f1b", [2, 1], Worker(0, 1), minibatches=4)))
-        F1 F3 B1 A1 U1 B3 A2 U2
-    """
+    """One worker's part of a :func:`schedule`, without making those of all others."""
     _check_method(method, microbatches)
     stage, replica = worker
     if method in _ONE_MINIBATCH:

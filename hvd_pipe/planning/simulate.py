@@ -28,8 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_pipe.planning.cluster import Cluster
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel, blocked_ends
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel, blocked_ends
 from hvd_pipe.planning.messages import (
     Messages,
     NodeWork,

@@ -24,7 +24,8 @@ import numpy as np
 
 from hvd_pipe.planning._checks import check_finite
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.profile import ModelProfile
+from hvd_pipe.planning.schedule import (
     AllReduce,
     Backward,
     Forward,
@@ -36,9 +37,8 @@ from hvd_pipe.planning.instructions import (
     SendActivation,
     Update,
     Worker,
+    schedule,
 )
-from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.planning.stages import Partition
 from hvd_pipe.timeline import Event, Timeline
 
@@ -56,10 +56,6 @@ class StageCost:
 
     Raises:
         ValueError: A number that is not finite or is negative.
-
-    Example:
-        >>> StageCost(forward_s=0.01, backward_s=0.02).activation_bytes
-        0.0
     """
 
     forward_s: float

@@ -88,14 +88,7 @@ class Partition(Document):
             raise ValueError(f"in_transit must be at least 0, got {self.in_transit}")
 
     def with_in_transit(self, count: int) -> Partition:
-        """The same stages with so many minibatches in transit; memory stays what it was.
-
-        Example:
-            >>> stages = (Stage(("fc",), 1, 0.1, 64, 0, 0, 128, 0.1),) * 3
-            >>> made = Partition(stages, 3, 0.1, 0.3, 0.3, "paper", (3, 2, 1))
-            >>> made.with_in_transit(1).in_flight
-            (5, 3, 1)
-        """
+        """The same stages with so many minibatches in transit; memory stays what it was."""
         if count == self.in_transit:
             return self
         numbers = range(len(self.stages))

@@ -11,8 +11,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.methods import LocalSGD, Method, WidePipeSGD, parse
 from hvd_pipe.planning.profile import ModelProfile
 from hvd_pipe.planning.simulate import Links, Workers, simulate_workers
@@ -134,8 +133,6 @@ def least_seconds(comm: CommModel, bytes: float | FloatArray) -> float | FloatAr
     message is best; where T jumps, several short ones may be cheaper, and the bound allows that.
 
     Example:
-        >>> least_seconds(CommModel.linear(1.0, 0.5), 8.0)
-        5.0
         >>> jump = CommModel((0, 10), (1.0, 100.0), (0.0, 0.0))
         >>> least_seconds(jump, 20.0)  # two messages of 10 bytes less a hair, at 1 s each
         2.0
@@ -164,12 +161,6 @@ def synchronous_limit(profile: ModelProfile, comm: CommModel) -> float:
     after R_j takes at least ``least_seconds`` of their bytes. So the last message ends no earlier
     than ``max over j of R_j + least_seconds(P_L - P_{j-1})``; forward comes before, the
     update after.
-
-    Example:
-        >>> from hvd_pipe.planning.profile import LayerProfile
-        >>> layers = (LayerProfile("conv", 2, 3.0, 1.0), LayerProfile("fc", 10, 1.0, 1.0))
-        >>> synchronous_limit(ModelProfile(layers), CommModel.linear(0.5, 1.0))
-        15.5
     """
     finish, sizes = profile.backward_s, profile.gradient_bytes()
     if sizes.size:

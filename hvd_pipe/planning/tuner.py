@@ -79,18 +79,6 @@ class Tuner:
         found_by_first: Returns what the first rank finds.
         begin: The step whose end is timed first; steps are the same on all ranks.
         timed: Steps of a plan that are timed.
-
-    Example:
-        >>> plans = [Plan((("a",), ("b",)), "bytes"), Plan((("a", "b"),), "bytes")]
-        >>> from functools import partial
-        >>> tuner = Tuner(list, lambda find: find(), begin=1, timed=2)
-        >>> for plan in plans:
-        ...     done = [tuner.end_step(step, 0.5 * step) for step in range(4)]
-        ...     _ = tuner.seen(plan)
-        ...     kept, stays = tuner.next(partial(next_given, plans))
-        ...     tuner.begin(1)
-        >>> done, kept.buckets, kept.tried, stays
-        ([False, False, False, True], (('a', 'b'),), ((2, 0.5), (1, 0.5)), True)
     """
 
     def __init__(
@@ -202,21 +190,7 @@ def next_plan(
     method: str = "exact",
     most: int = 4,
 ) -> tuple[Plan, bool]:
-    """The plan of the next steps, and whether it stays.
-
-    Example:
-        >>> from hvd_pipe.planning import merge
-        >>> names, ready, sizes = "cba", np.array([0.0, 1.0, 2.0]), np.array([4.0, 4.0, 4.0])
-        >>> def find(comm, method, limit):
-        ...     return merge.plan(names, ready, sizes, comm, method, limit)
-        >>> first = Trial(find(CommModel.linear(0.0, 0.0), "single", None), 9.0, 3.5)
-        >>> plan, stays = next_plan([first], Gradients(names, ready, sizes), find)
-        >>> plan.buckets, stays
-        ((('c',), ('b',), ('a',)), False)
-        >>> tried = [first, Trial(plan, 7.0, 1.5)]
-        >>> next_plan(tried, Gradients(names, ready, sizes), find)[0].tried
-        ((1, 9.0), (3, 7.0))
-    """
+    """The plan of the next steps, and whether it stays; see the top of this file."""
     races, first = method == "exact", tried[0]
     if len(tried) == 1:
         if races and first.wait_s <= HIDDEN * first.step_s:
@@ -242,12 +216,7 @@ def next_plan(
 
 
 def error_of(seconds: Sequence[float]) -> float:
-    """The standard error of the median of these steps, by their median deviation from it.
-
-    Example:
-        >>> error_of([2.0, 2.0, 2.0]), round(error_of([1.0, 2.0, 3.0, 4.0, 5.0]), 2)
-        (0.0, 0.83)
-    """
+    """The standard error of the median of these steps, by their median deviation from it."""
     middle = median(seconds)
     deviation = median(abs(each - middle) for each in seconds)
     return 1.253 * 1.4826 * deviation / math.sqrt(len(seconds))  # both for Gaussian noise

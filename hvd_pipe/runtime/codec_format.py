@@ -25,7 +25,7 @@ class CodecFormat(abc.ABC):
     belongs_to: ClassVar[str]
     """Where the user should give it."""
     name: ClassVar[str]
-    """Its name in `hvd_pipe.planning.codec.CODECS`."""
+    """Its name in `hvd_pipe.planning.comm.CODECS`."""
     error_feedback: bool
     """Whether what a message loses is added to the next one."""
 

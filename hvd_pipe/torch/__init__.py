@@ -22,8 +22,8 @@ except (ImportError, AttributeError) as error:
 from horovod.torch import *  # noqa: F403
 
 import hvd_pipe.torch.elastic as elastic  # noqa: PLR0402 - `from` would find Horovod's
+from hvd_pipe.cocod import split_batch
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
-from hvd_pipe.planning.balance import split_batch
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.torch.compression import BF16, Compression, Int8

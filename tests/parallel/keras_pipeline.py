@@ -24,8 +24,7 @@ import tensorflow as tf
 from on_ranks import gather
 
 import hvd_pipe.tensorflow as hvd
-from hvd_pipe.planning.instructions import Forward
-from hvd_pipe.planning.schedule import schedule
+from hvd_pipe.planning.schedule import Forward, schedule
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.tensorflow.pipedream import EpochStats, PipeDream
 

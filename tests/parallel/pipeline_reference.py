@@ -21,8 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvd_pipe.planning.instructions import Forward
-from hvd_pipe.planning.schedule import schedule
+from hvd_pipe.planning.schedule import Forward, schedule
 
 Tensors = dict[str, torch.Tensor]
 Gradient = dict[str, torch.Tensor]  # only those parameters that have one

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning.stability import stable_rate
+from hvd_pipe.planning.methods import stable_rate
 from hvd_pipe.strategy import CoCoD, parse
 
 FACTORS = (0.9, 1.1)

@@ -37,7 +37,7 @@ import hvd_pipe.tensorflow as hvd
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Boundary
 from hvd_pipe.pipeline.stage import Clipping, Feed, MicrobatchIndex, Norms
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.schedule import (
     Backward,
     Forward,
     RecvActivation,
@@ -45,8 +45,8 @@ from hvd_pipe.planning.instructions import (
     SendActivation,
     SendGradient,
     Update,
+    schedule,
 )
-from hvd_pipe.planning.schedule import schedule
 from hvd_pipe.tensorflow import pipedream
 from hvd_pipe.tensorflow.pipedream import PipeDream
 from hvd_pipe.tensorflow.pipedream.graph import cut, graph_of, shapes_of

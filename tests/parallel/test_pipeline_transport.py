@@ -25,7 +25,7 @@ from pipeline_faults import LATE, wires
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.messages import Bytes, Format, Header
 from hvd_pipe.pipeline.transport import Channel, Kind, Layout, Transport
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.schedule import (
     Backward,
     Forward,
     Instruction,
@@ -33,8 +33,8 @@ from hvd_pipe.planning.instructions import (
     RecvGradient,
     SendActivation,
     SendGradient,
+    schedule,
 )
-from hvd_pipe.planning.schedule import schedule
 
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 LAUNCHERS = {"mpi": "mpi", "process-sets": "gloo"}

@@ -20,8 +20,7 @@ import math
 from typing import NamedTuple
 
 from hvd_pipe.planning import merge
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.messages import gradient_messages, model_messages, turns_of, within_node
 from hvd_pipe.planning.methods import Conventional, HorovodFusion, LocalSGD, Method, WidePipeSGD
 from hvd_pipe.planning.profile import ModelProfile

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hvd_pipe.planning.codec import CODECS, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import CODECS, CodecCost, CommModel
 from hvd_pipe.planning.methods import (
     Conventional,
     HorovodFusion,

@@ -10,7 +10,6 @@ from hvd_pipe.planning.choice import (
     OwnTimes,
     Prediction,
     choose,
-    kind_of,
     least_of,
     predict,
     profile_of,
@@ -95,15 +94,3 @@ def test_the_report_tells_both_exact_methods_apart() -> None:
     found = [Prediction(PLAIN, 1.0), Prediction(FORWARD, 0.8)]
     said = "chose merged-gradient:overlap=forward: predicted 800.0 ms a step"
     assert report(found[1], found) == f"{said} (merged-gradient 1000.0 ms)"
-
-
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [
-        (PLAIN, "merged-gradient"),
-        (MergedGradient(plan="wfbp", overlap="forward"), "merged-gradient:overlap=forward"),
-        (CoCoD(period=7), "cocod"),
-    ],
-)
-def test_kinds_are_what_allow_names(method: Method, kind: str) -> None:
-    assert kind_of(method) == kind

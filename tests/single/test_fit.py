@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import fit as fit_module
-from hvd_pipe.planning.collectives import allreduce, rescale
+from hvd_pipe.planning.cluster import allreduce, rescale
 from hvd_pipe.planning.comm import CommModel, fit_line
 from hvd_pipe.planning.fit import fit, fit_error, fit_segments, measured
 

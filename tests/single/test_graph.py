@@ -59,21 +59,6 @@ def test_pipedreams_profiles(
     assert ModelProfile.from_json(model.to_json()) == model
 
 
-def test_gnmt_loses_its_inputs_and_unused_items() -> None:
-    found = parse_graph((DATA / "gnmt.graph.txt").read_text())
-    pruned = found.pruned()
-    gone = [node for node in found.nodes if node not in pruned.nodes]
-    assert sorted({node.description for node in gone}) == [
-        "Input0",
-        "Input1",
-        "Input2",
-        "__getitem__(1)",
-        "__getitem__(3)",
-    ]
-    assert len(gone) == 11
-    assert any(node.description.startswith("__getitem__") for node in pruned.nodes)
-
-
 def test_what_is_accepted() -> None:
     text = "\n".join(
         [

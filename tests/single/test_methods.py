@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from planning_cases import methods
 
-from hvd_pipe.planning.codec import CODECS
+from hvd_pipe.planning.comm import CODECS
 from hvd_pipe.planning.methods import (
     HorovodFusion,
     LocalSGD,
@@ -19,9 +19,9 @@ from hvd_pipe.planning.methods import (
     memory_bytes,
     parse,
     spell,
+    stable_rate,
 )
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.stability import stable_rate
 from hvd_pipe.strategy import CoCoD, MergedGradient, PipeSGD
 from hvd_pipe.strategy import parse as parse_strategy
 

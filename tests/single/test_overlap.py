@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -231,13 +230,6 @@ def test_in_order_keeps_the_buckets() -> None:
 
 
 ORDERED = Plan((("a", "b"), ("c",)), "overlap", 1.5, 0.5, order=(1, 0, 0))
-
-
-def test_plans_from_before_there_were_orders() -> None:
-    plain = dataclasses.replace(ORDERED, order=None)
-    assert "order" not in json.loads(plain.to_json())
-    assert Plan.from_json(plain.to_json()) == plain
-    assert "sent as" not in str(plain)
 
 
 @pytest.mark.parametrize("order", [(), (0,), (0, 2), (0, 1, 2), (0, 1, -1)])

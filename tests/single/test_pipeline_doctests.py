@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-from hvd_pipe.planning.instructions import brief
+from hvd_pipe.planning.schedule import brief
 
 MODULES = (
     "pipeline.checkpoint",
@@ -16,15 +16,11 @@ MODULES = (
     "pipeline.stage",
     "pipeline.transport",
     "planning.advise",
-    "planning.balance",
     "planning.choice",
     "planning.cluster",
-    "planning.collectives",
     "planning.comm",
     "planning.fit",
-    "planning.instructions",
     "planning.merge",
-    "planning.messages",
     "planning.methods",
     "planning.overlap",
     "planning.partition",
@@ -34,7 +30,6 @@ MODULES = (
     "planning.schedule",
     "planning.simulate",
     "planning.simulate_pipeline",
-    "planning.stability",
     "planning.stages",
     "planning.timing",
     "planning.tuner",

@@ -21,18 +21,6 @@ MODEL = ModelProfile(
 )
 
 
-def test_a_model_without_gradients() -> None:
-    model = ModelProfile((LayerProfile("relu", 0, 1.0),))
-    assert model.gradient_order() == ()
-    assert model.ready_times().shape == model.gradient_bytes().shape == (0,)
-
-
-def test_round_trip(tmp_path: Path) -> None:
-    assert ModelProfile.from_json(MODEL.to_json()) == MODEL
-    MODEL.save(tmp_path / "model.json")
-    assert ModelProfile.load(tmp_path / "model.json") == MODEL
-
-
 def test_googlenet_trace() -> None:
     model = ModelProfile.from_csv(DATA / "googlenet_k80_backward.csv")
     assert len(model.layers) == 64

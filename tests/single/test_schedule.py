@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_pipe.planning import schedule
-from hvd_pipe.planning.instructions import (
+from hvd_pipe.planning.schedule import (
+    METHODS,
     AllReduce,
     Backward,
     Forward,
@@ -26,9 +27,6 @@ from hvd_pipe.planning.instructions import (
     Update,
     Worker,
     brief,
-)
-from hvd_pipe.planning.schedule import (
-    METHODS,
     gpipe,
     one_f_one_b,
     one_f_one_b_flush,
@@ -59,29 +57,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return make(method, replicas, draw(st.integers(1, 4)), microbatches, k)
 
 
-def test_instructions_of_a_replicated_stage() -> None:
-    # Minibatch 3 is with replica 3 mod 2 of stage 1, and goes on to replica 3 mod 3 of stage 2.
-    program = list(one_f_one_b(1, [1, 2, 3], replica=1, minibatches=4))
-    assert program == [
-        RecvActivation(1, 0, Worker(0, 0)),
-        Forward(1, 0, version=0),
-        SendActivation(1, 0, Worker(2, 1)),
-        RecvActivation(3, 0, Worker(0, 0)),
-        Forward(3, 0, version=0),
-        SendActivation(3, 0, Worker(2, 0)),
-        RecvGradient(1, 0, Worker(2, 1)),
-        Backward(1, 0, version=0),
-        SendGradient(1, 0, Worker(0, 0)),
-        AllReduce(version=1, contributors=2),
-        Update(version=1),
-        RecvGradient(3, 0, Worker(2, 0)),
-        Backward(3, 0, version=0),
-        SendGradient(3, 0, Worker(0, 0)),
-        AllReduce(version=2, contributors=2),
-        Update(version=2),
-    ]
-
-
 @pytest.mark.parametrize(
     ("replicas", "warm"),
     [([1], [0]), ([4], [0]), ([1] * 4, [3, 2, 1, 0]), ([15, 1], [1, 0]), ([8, 4, 4], [1, 1, 0])],
@@ -108,13 +83,6 @@ def test_each_boundary_adds_what_is_in_transit(
 ) -> None:
     """Replicas share it: floor((N_s - 1 + k stages behind) / R_s)."""
     assert [warm_up(stage, replicas, k) for stage in range(len(replicas))] == warm
-
-
-def test_two_bw_says_what_is_in_transit() -> None:
-    with pytest.raises(
-        ValueError, match=r"at least 3 for replicas \(1, 1\) and in_transit=1, got"
-    ):
-        make("2bw", [1, 1], 2, 2, in_transit=1)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])

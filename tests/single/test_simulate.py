@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
 from hvd_pipe.planning.cluster import Cluster, Network
-from hvd_pipe.planning.codec import NONE, CodecCost
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.comm import NONE, CodecCost, CommModel
 from hvd_pipe.planning.messages import overlapped_messages
 from hvd_pipe.planning.methods import Conventional, Method, WidePipeSGD
 from hvd_pipe.planning.plan import Plan

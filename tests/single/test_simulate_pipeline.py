@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from hvd_pipe.planning import simulate_pipeline
 from hvd_pipe.planning.cluster import Cluster, Link, Network
-from hvd_pipe.planning.instructions import Backward, Forward, Schedule, Update, Worker
-from hvd_pipe.planning.partition import partition
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
-from hvd_pipe.planning.schedule import METHODS, schedule
+from hvd_pipe.planning.schedule import (
+    METHODS,
+    Backward,
+    Forward,
+    Schedule,
+    Update,
+    Worker,
+    schedule,
+)
 from hvd_pipe.planning.simulate_pipeline import (
     StageCost,
     simulate_partition,
@@ -159,14 +165,6 @@ def test_replicas_share_the_minibatches_of_a_stage(
         assert run.period_s == exact(pace)
 
 
-def test_replicas_that_finish_in_bursts_starve_the_stages_behind_them() -> None:
-    # Balanced, but the three replicas of the input stage wait for each other after each round, and
-    # two minibatches of each in flight are too few to keep three more stages busy meanwhile.
-    stages = [StageCost(1.0, 2.0), *[StageCost(1 / 3, 2 / 3)] * 3]
-    run = simulate(schedule("1f1b", [3, 1, 1, 1], 240), stages)
-    assert run.period_s == exact(5 / 3)
-
-
 @pytest.mark.parametrize(("allreduce_s", "step_s"), [(0.0, 3.5), (1.5, 3.5), (2.75, 4.25)])
 def test_an_all_reduce_hides_behind_its_backward_pass(allreduce_s: float, step_s: float) -> None:
     # forward 1, backward 2 or the all-reduce if longer, update 0.5
@@ -230,16 +228,6 @@ MODEL = ModelProfile(
     ),
     update_s=0.0,
 )
-
-
-def test_a_partition_keeps_its_promise_where_the_network_is_free() -> None:
-    cluster = Cluster(3, Network(Link(0.0, 1e-15)))
-    plan = partition(MODEL, cluster, straight=True)
-    run = simulate_partition(plan, MODEL, cluster)
-    assert plan.replicas == (1, 1, 1)
-    assert run.period_s == pytest.approx(plan.period_s, rel=1e-6)
-    run = simulate_partition(plan, MODEL, cluster, method="gpipe", minibatches=4, microbatches=8)
-    assert run.period_s == pytest.approx(0.06 * (8 + 2) / 8, rel=1e-6)
 
 
 def hand_made(*parts: tuple[tuple[int, ...], int]) -> Partition:

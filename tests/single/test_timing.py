@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import ALL, codecs, comm_models, forward_overlaps, methods, profiles
 
-from hvd_pipe.planning.cluster import Cluster, Network
-from hvd_pipe.planning.codec import CODECS, NONE, CodecCost
-from hvd_pipe.planning.collectives import allreduce
-from hvd_pipe.planning.comm import CommModel
+from hvd_pipe.planning.cluster import Cluster, Network, allreduce
+from hvd_pipe.planning.comm import CODECS, NONE, CodecCost, CommModel
 from hvd_pipe.planning.merge import exact
 from hvd_pipe.planning.methods import HorovodFusion, Method, WidePipeSGD
 from hvd_pipe.planning.overlap import Pass, plan_overlap

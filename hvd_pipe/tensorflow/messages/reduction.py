@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.mpi_ops import Average, ProcessSet, global_process_set
 
-from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import members
 from hvd_pipe.tensorflow.checking import delayed

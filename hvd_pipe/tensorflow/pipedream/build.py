@@ -18,9 +18,8 @@ from hvd_pipe.pipeline.build import Framework, connect, divide
 from hvd_pipe.pipeline.plans import Assignment, Options
 from hvd_pipe.pipeline.runner import BuiltPipeline
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.instructions import Worker
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.schedule import MODES
+from hvd_pipe.planning.schedule import MODES, Worker
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.tensorflow.agree import agreement
 from hvd_pipe.tensorflow.horovod_api import broadcast_variables

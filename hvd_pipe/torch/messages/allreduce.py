@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, global_process_set
 
-from hvd_pipe.planning.codec import CODECS, CodecCost
+from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.torch.checking import spoil

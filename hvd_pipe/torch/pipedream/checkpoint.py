@@ -23,7 +23,7 @@ from horovod.torch.mpi_ops import broadcast_, global_process_set, rank
 
 from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.pipeline.checkpoint import read_checkpoint, resume, write_checkpoint
-from hvd_pipe.planning.instructions import Worker
+from hvd_pipe.planning.schedule import Worker
 from hvd_pipe.torch.agree import agreement
 from hvd_pipe.torch.horovod_api import broadcast_tensors
 from hvd_pipe.torch.pipedream.build import TorchPipeline
