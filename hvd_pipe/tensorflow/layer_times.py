@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -64,8 +64,7 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """A tensor of the pass: its value, who made it, and whether it depends on a weight."""
 
     value: tf.Tensor

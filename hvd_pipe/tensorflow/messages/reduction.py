@@ -145,6 +145,15 @@ class Reduction:
                 reduced = self.compression.decompress(arrived, context)
         return delayed(reduced) if check_mode.active.on else reduced
 
+    def reduce_all(
+        self, flats: Sequence[tf.Tensor], name: str, feedbacks: Sequence[Feedback | None] = ()
+    ) -> list[tf.Tensor]:
+        """Return the reduced buffers; their messages are numbered."""
+        return [
+            self.reduce(flat, f"{name}.{i}", feedbacks[i] if feedbacks else None)
+            for i, flat in enumerate(flats)
+        ]
+
     def gather(self, sparse: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
         if self.alone:

@@ -266,10 +266,7 @@ def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | N
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def average(*flats: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            reduction.reduce(flat, f"{name}.{i}", feedbacks[i] if feedbacks else None)
-            for i, flat in enumerate(flats)
-        ]
+        return reduction.reduce_all(flats, name, feedbacks)
 
     def shown(*flats: tf.Tensor) -> Any:
         trace = timeline.active
@@ -423,8 +420,7 @@ class CoCoDEngine(Engine):
     def _reduced(self, flats: Flats, reduction: Reduction | None, label: str) -> Flats:
         if reduction is None:
             return flats
-        tag = f"{self.settings.tag}.{label}"
-        return [reduction.reduce(flat, f"{tag}.{i}") for i, flat in enumerate(flats)]
+        return reduction.reduce_all(flats, f"{self.settings.tag}.{label}")
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         local = self._is_local()
@@ -453,10 +449,8 @@ class CoCoDEngine(Engine):
         shapes = shapes_of(variables)
         packing = Packing(shapes, shapes.dtype_groups(range(len(shapes))))
         flats = packing.pack({i: tf.convert_to_tensor(raw(v)) for i, v in enumerate(variables)})
-        means = [
-            tf.cast(reduction.reduce(_wide(flat), f"{tag}.equal.{i}"), flat.dtype)
-            for i, flat in enumerate(flats)
-        ]
+        wide = reduction.reduce_all([_wide(flat) for flat in flats], f"{tag}.equal")
+        means = [tf.cast(mean, flat.dtype) for mean, flat in zip(wide, flats, strict=True)]
         for i, mean in packing.unpack(means).items():
             variables[i].assign(mean)
 
@@ -501,35 +495,22 @@ class CoCoDEngine(Engine):
         return [part for part in self._parts if part.fragment == fragment]
 
     def _begin(self) -> tf.Operation:
-        flats = [flat for part in self._of(0) for flat in part.read()]
-        return tf.group(tf.py_function(_weakly(self._send, 0), flats, [tf.int32]))
-
-    def _send(self, fragment: int, *flats: tf.Tensor) -> tf.Tensor:
-        for part, own in _split(self._of(fragment), flats):
-            part.start(own)
-        return tf.constant(0)
+        for part in self._of(0):
+            tf.py_function(_turn(None, part), part.read(), [])
+        return tf.no_op()
 
     def _next_turn(self, ended: int) -> tf.Operation:
         """Take a fragment's average in, and send the next fragment."""
-        arriving = self._of(ended)
-        leaving = self._of((ended + 1) % self._count) if self._count > 1 else []
-        flats = [flat for part in (*arriving, *leaving) for flat in part.read()]
-        with tf.control_dependencies(flats):
-            there = [part.arrival() for part in arriving]
-        dtypes = [dtype for part in arriving for dtype in part.packing.dtypes]
-        with tf.control_dependencies(there):
-            flats = tf.py_function(_weakly(self._finish, ended), flats, dtypes)
-        for part, own in _split(arriving, flats):
-            part.assign(own)
+        turns = zip(self._of(ended), self._of((ended + 1) % self._count), strict=True)
+        for arriving, leaving in turns:
+            flats = arriving.read() + (leaving.read() if leaving is not arriving else [])
+            with tf.control_dependencies(flats):
+                there = arriving.arrival()
+            with tf.control_dependencies([there]):
+                turn, dtypes = _turn(arriving, leaving), arriving.packing.dtypes
+                models = tf.py_function(turn, flats, dtypes)
+            arriving.assign(models)
         return tf.no_op()
-
-    def _finish(self, ended: int, *flats: tf.Tensor) -> list[tf.Tensor]:
-        arrived = [
-            flat for part, own in _split(self._of(ended), flats) for flat in part.finish(own)
-        ]
-        # With one fragment, what leaves is what has just arrived.
-        self._send((ended + 1) % self._count, *(flats[len(arrived) :] or arrived))
-        return arrived
 
 
 def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
@@ -543,19 +524,20 @@ def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
     return replace(settings.reduction.lossless(), process_set=node, weights=weights)
 
 
-def _split(parts: Sequence[ModelAverage], flats: Flats) -> list[tuple[ModelAverage, Flats]]:
-    """Return each part with its vectors, which come first, in this order."""
-    rest = iter(flats)
-    return [(part, [next(rest) for _ in part.packing.groups]) for part in parts]
+def _turn(arriving: ModelAverage | None, leaving: ModelAverage) -> Callable[..., Any]:
+    """Return the end of a turn for a graph, which TensorFlow keeps for ever; it keeps no model."""
+    begins = arriving is None
+    weak = weakref.ref(arriving or leaving), weakref.ref(leaving)
 
-
-def _weakly(method: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
-    """Return a function for a graph, which TensorFlow keeps for ever, that keeps no engine."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        strong = weak()
-        assert strong is not None  # whoever runs the step has the optimizer
-        return strong(*bound, *arguments)
+    def call(*flats: tf.Tensor) -> Flats:
+        arriving, leaving = (each() for each in weak)
+        assert arriving is not None  # whoever runs the step has the optimizer
+        assert leaving is not None
+        arrived: Flats = []
+        if not begins:
+            count = len(arriving.packing.groups)
+            arrived, flats = arriving.finish(flats[:count]), flats[count:]
+        leaving.start(flats or arrived)  # with one fragment, what has just arrived
+        return arrived
 
     return call

@@ -99,11 +99,8 @@ class MergedGradientEngine(Engine):
         if self.times is not None:
             gradients = self.times.watched(gradients)
         flats = self._packing.pack(gradients)
-        reduced = [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
-            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
-        ]
-        found = dict(self._packing.unpack(reduced))
+        reduced = reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
+        found = self._packing.unpack(reduced)
         for index in self.settings.sparse:
             found[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
         return Due(found if self.times is None else self.times.arrived(found))
@@ -373,10 +370,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 self.settings.variables[index].assign(weight)
             groups = self.settings.shapes.dtype_groups(sorted(held))
             packing, reduction = Packing(self.settings.shapes, groups), self.settings.reduction
-            flats = [
-                reduction.reduce(flat, f"{self.settings.tag}.held.{i}")
-                for i, flat in enumerate(packing.pack(held))
-            ]
+            flats = reduction.reduce_all(packing.pack(held), f"{self.settings.tag}.held")
             update(packing.unpack(flats))
         if not self._is_pending.numpy():
             return

@@ -118,10 +118,7 @@ class PipeSGDEngine(Engine):
 
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
-        return [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
-            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
-        ]
+        return reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
         if self._prediction is not None:
