@@ -149,14 +149,14 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     elastic job optimizers and tapes send none before their first step, where ranks compare their
     arguments.
     """
+    return elastic_run(func, _finish, horovod_api, _failures)
 
-    def finish(state: Any) -> None:
-        with _failures():
-            _finish_late()
-            share()
-        state.save()
 
-    return elastic_run(func, finish, horovod_api, _failures)
+def _finish(state: Any) -> None:
+    with _failures():
+        _finish_late()
+        share()
+    state.save()
 
 
 def _finish_late() -> None:
