@@ -32,7 +32,6 @@ agreement = Agreement(_gather_bytes)
 check_alike = agreement.check_alike
 checked = agreement.checked
 found_by_first = agreement.found_by_first
-from_first = agreement.from_first
 gather = agreement.gather
 
 

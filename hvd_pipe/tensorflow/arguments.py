@@ -55,8 +55,10 @@ class Arguments(arguments.Arguments):
             self.check_type(name, str, "a device's name such as '/gpu:0', or '' for any")
         if isinstance(strategy, Auto):
             self.candidates(strategy)
-        else:
-            self._check_with(strategy)
+            return strategy
+        if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
+            self._check_overlap(strategy)
+        self.check_method(strategy)
         return strategy
 
     def check_alone(self) -> Strategy:
@@ -72,21 +74,17 @@ class Arguments(arguments.Arguments):
 
     def candidates(self, auto: Auto) -> tuple[tuple[Method, ...], dict[str, str]]:
         """Return what ``auto`` may choose from here, and by name why not from the rest."""
-        return self.choices(auto, self._check_candidate)
 
-    def _check_candidate(self, method: Method) -> None:
-        if isinstance(method, MergedGradient) and method.overlaps_forward:
-            raise ValueError(
-                "auto does not choose overlap='forward' under Keras: name the strategy "
-                "'merged-gradient:overlap=forward', which goes on with the barrier where that is "
-                "faster."
-            )
-        self._check_with(method)
+        def check(method: Method) -> None:
+            if isinstance(method, MergedGradient) and method.overlaps_forward:
+                raise ValueError(
+                    "auto does not choose overlap='forward' under Keras: name the strategy "
+                    "'merged-gradient:overlap=forward', which goes on with the barrier where that "
+                    "is faster."
+                )
+            self.check_method(method)
 
-    def _check_with(self, method: Method) -> None:
-        if isinstance(method, MergedGradient) and method.overlaps_forward:
-            self._check_overlap(method)
-        self.check_method(method)
+        return self.choices(auto, check)
 
     def _check_overlap(self, strategy: MergedGradient) -> None:
         if self.owner == TAPE:
@@ -105,13 +103,8 @@ class Arguments(arguments.Arguments):
 
     def reduction(self) -> Reduction:
         """Return how gradients are reduced."""
-        return Reduction(
-            self.op,
-            self.gradient_predivide_factor,
-            self.compression,
-            self.process_set,
-            self.device_dense,
-        )
+        factor, device = self.gradient_predivide_factor, self.device_dense
+        return Reduction(self.op, factor, self.compression, self.process_set, device)
 
     def describe(self, strategy: Strategy) -> Description:
         """Say in lines what this rank is about to do; all ranks must say the same."""

@@ -29,15 +29,15 @@ def delayed(tensor: Any) -> Any:
     if tf.executing_eagerly():
         check_mode.active.delay()
         return tensor
+
+    def delay() -> Any:
+        check_mode.active.delay()
+        return np.int32(0)
+
     with tf.control_dependencies([tensor]):
-        token = tf.numpy_function(_delay, [], tf.int32, stateful=True)
+        token = tf.numpy_function(delay, [], tf.int32, stateful=True)
     with tf.control_dependencies([token]):
         return tf.identity(tensor)
-
-
-def _delay() -> Array:
-    check_mode.active.delay()
-    return np.int32(0)  # type: ignore[return-value]
 
 
 class Replicas:

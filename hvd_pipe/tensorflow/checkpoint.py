@@ -27,20 +27,9 @@ _log = logging.getLogger("hvd_pipe")
 
 _VERSION = 1
 
-KEY = "chosen"
-"""What ``strategy="auto"`` has come to, where it has."""
-
-
-COMMON = ("/plan", "/workers")
-"""What the names of arrays end with that are the same on all ranks."""
-
 
 class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """The state of an optimizer's sessions, asked for when a checkpoint is written.
-
-    Args:
-        sessions: `hvd_pipe.tensorflow.sessions.Sessions`.
-    """
+    """The state of an optimizer's sessions, asked for when a checkpoint is written."""
 
     def __init__(self, sessions: Any) -> None:
         super().__init__()
@@ -62,7 +51,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
             "size": size(),
         }
         if self._sessions.chosen is not None:
-            head[KEY] = spell(self._sessions.chosen)
+            head["chosen"] = spell(self._sessions.chosen)
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, head=np.array(json.dumps(head)), **arrays)
         return file.getvalue()
@@ -85,7 +74,8 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         is_others = (head["rank"], head["size"]) != (rank(), size())
         if is_others:
             arrays = {name: each for name, each in arrays.items() if f"/{RESIDUAL}" not in name}
-        own = [name for name in arrays if not name.endswith(COMMON)]
+        # A plan, and for how many workers it is, are the same on all ranks.
+        own = [name for name in arrays if not name.endswith(("/plan", "/workers"))]
         if is_others and own:
             _log.warning(
                 "rank %d of %d goes on with what rank %d of %d had in flight; for a run that goes "
@@ -101,7 +91,7 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def _choose(self, head: dict[str, Any]) -> None:
         """Under ``auto``, go on with the choice that the checkpoint holds, if it still stands."""
-        sessions, text = self._sessions, head.get(KEY)
+        sessions, text = self._sessions, head.get("chosen")
         if not isinstance(sessions.strategy, Auto) or text is None or head["version"] != _VERSION:
             return
         if head["size"] != size():

@@ -157,11 +157,8 @@ def identity(each: Any) -> int:
 
 def by_index(state: Arrays, begin: str) -> dict[int, Any]:
     """Return what has names of this beginning, by the index that follows it."""
-    return {
-        int(name.removeprefix(begin)): array
-        for name, array in state.items()
-        if name.startswith(begin)
-    }
+    own = [name for name in state if name.startswith(begin)]
+    return {int(name.removeprefix(begin)): state[name] for name in own}
 
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:

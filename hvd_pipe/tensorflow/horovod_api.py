@@ -64,41 +64,26 @@ def broadcast_variables(
         >>> weights = tf.Variable([1.0, 2.0])
         >>> broadcast_variables([weights], root_rank=0)
     """
+    at_once = tf.executing_eagerly()
     if len(members(process_set)) == 1 or not process_set.included():
-        return None if tf.executing_eagerly() else tf.no_op()
-    kept = [raw(each) for each in variables]
-    if tf.executing_eagerly():
-        _broadcast_all(kept, root_rank, process_set)
-        return None
-    return tf.group(_broadcast_all(kept, root_rank, process_set))
-
-
-def _broadcast_all(
-    variables: list[tf.Variable], root_rank: int, process_set: ProcessSet
-) -> list[Any]:
-    tag = call_name("hvd_pipe.broadcast")
+        return None if at_once else tf.no_op()
+    kept, tag = [raw(each) for each in variables], call_name("hvd_pipe.broadcast")
 
     def values() -> list[tf.Tensor]:
         found = []
-        for i, each in enumerate(variables):
-            value = each.read_value()
+        for i, each in enumerate(kept):
+            value, name = each.read_value(), f"{tag}.{i}"
             odd = value.dtype == tf.bfloat16  # which Horovod does not know
             wire = tf.bitcast(value, tf.int16) if odd else value
-            arrived = broadcast(
-                wire,
-                root_rank,
-                name=f"{tag}.{i}",
-                ignore_name_scope=True,
-                process_set=process_set,
-            )
+            arrived = broadcast(wire, root_rank, name, True, process_set)
             found.append(tf.bitcast(arrived, value.dtype) if odd else arrived)
         return found
 
-    if tf.executing_eagerly():  # in a graph all are under way at once; calls of it are not counted
-        arrived = tf.function(values, autograph=False).get_concrete_function()()
-    else:
-        arrived = values()
-    return [each.assign(value) for each, value in zip(variables, arrived, strict=True)]
+    send = values
+    if at_once:  # in a graph all are under way at once; calls of it are not counted
+        send = tf.function(values, autograph=False).get_concrete_function()
+    assigned = [each.assign(value) for each, value in zip(kept, send(), strict=True)]
+    return None if at_once else tf.group(assigned)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -12,8 +12,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -40,8 +39,7 @@ def note_distributed() -> None:
 def _warn_of_plain(model: Any) -> None:
     """Say once that a model trains on each rank by itself."""
     global _expects_distributed  # noqa: PLW0603
-    is_keras = type(model).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
-    if _expects_distributed and is_keras and is_initialized() and size() > 1:
+    if _expects_distributed and _is_of_keras(model) and is_initialized() and size() > 1:
         _expects_distributed = False
         name = type(model.optimizer).__name__
         warnings.warn(
@@ -51,6 +49,11 @@ def _warn_of_plain(model: Any) -> None:
             "hvd.load_model.",
             stacklevel=3,
         )
+
+
+def _is_of_keras(model: Any) -> bool:
+    """Whether a step is Keras' own: another `train_step` may train other variables."""
+    return type(model).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -78,8 +81,7 @@ def _distributed(optimizer: Any) -> Any:
 def _no_xla(supports_jit: Callable[[Any], bool]) -> Callable[[Any], bool]:
     @functools.wraps(supports_jit)
     def asked(model: Any) -> bool:
-        is_plain = _distributed(getattr(model, "optimizer", None)) is None
-        return is_plain and supports_jit(model)
+        return _distributed(getattr(model, "optimizer", None)) is None and supports_jit(model)
 
     return asked
 
@@ -117,9 +119,6 @@ def _tolerant(compile: Callable[..., None]) -> Callable[..., None]:
     return compiled
 
 
-_MISCOUNTS = "UpdateBatchStateCallback"
-
-
 def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fitted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,9 +128,7 @@ def _prepared(fit: Callable[..., Any]) -> Callable[..., Any]:
             given = getattr(given, "callbacks", given)
             for each in given if isinstance(given, list | tuple) else [given]:
                 _refuse_keras_2(each)
-            # Another `train_step` may train other variables.
-            is_keras = type(self).train_step is tensorflow_trainer.TensorFlowTrainer.train_step
-            is_ready = is_keras and all(layer.built for layer in self._flatten_layers())
+            is_ready = _is_of_keras(self) and all(each.built for each in self._flatten_layers())
             if is_ready and not self.optimizer.built:
                 build(self.optimizer, self.trainable_weights)
         elif getattr(self, "optimizer", None) is not None:
@@ -163,11 +160,11 @@ def _refuse_keras_2(callback: Any) -> None:
                 f"{keras.__version__}: pass hvd_pipe.tensorflow.keras.callbacks.{cls.__name__}, "
                 "with the same arguments."
             )
-        if cls.__name__ == _MISCOUNTS:
+        if cls.__name__ == "UpdateBatchStateCallback":
             warnings.warn(
                 f"{cls.__module__}.{cls.__name__} cannot shorten an epoch under Keras 3, and "
                 "counts the batches of one that was interrupted from 0: pass "
-                f"hvd_pipe.tensorflow.keras.elastic.{_MISCOUNTS}.",
+                f"hvd_pipe.tensorflow.keras.elastic.{cls.__name__}.",
                 stacklevel=4,
             )
 
@@ -183,8 +180,7 @@ def _over_ranks(moments: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One function, of a module or a class, that another takes the place of."""
 
     owner: Any

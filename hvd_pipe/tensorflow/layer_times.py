@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -38,8 +38,6 @@ __all__ = ["measure_profile"]
 
 LOSS = "(loss)"
 """From the model's output to its loss."""
-UNUSED = "(unused)"
-"""Weights of no layer of the graph."""
 
 
 def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
@@ -66,8 +64,7 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """A tensor of the pass: its value, who made it, and whether it depends on a weight."""
 
     value: tf.Tensor
@@ -81,7 +78,7 @@ class _Call:
 
     name: str
     what: str
-    run: Callable[[Sequence[tf.Tensor]], Any]
+    run: Callable[..., Any]
     """The layer, as a function of the tensors that it gets."""
     given: list[_Made]
     weights: list[Any]
@@ -90,13 +87,9 @@ class _Call:
         self.tensors = [each.value for each in self.given]
         self.wanted = [each.trains and each.value.dtype.is_floating for each in self.given]
         """Whether a gradient of each is wanted."""
-        self.outputs: list[tf.Tensor] = tf.nest.flatten(self.run(self.tensors))
-        self.what = f"{self.what} {tuple(self.outputs[0].shape)}"
+        self.outputs: list[tf.Tensor] = tf.nest.flatten(self.run(*self.tensors))
         self.trains = bool(self.weights) or any(self.wanted)
         """Whether backward comes here."""
-
-    def forward(self, *tensors: tf.Tensor) -> Any:
-        return self.run(tensors)
 
 
 def _calls_of(
@@ -128,7 +121,7 @@ def _calls_of(
                     name = path if counts[path] == 1 else f"{path}#{counts[path]}"
                     weights = [raw(each) for each in getattr(layer, "trainable_variables", [])]
                     what = type(layer).__name__
-                    calls.append(call := _Call(name, what, _layer(node), given, weights))
+                    calls.append(call := _Call(name, what, partial(_layer, node), given, weights))
                     results = [_Made(value, name, call.trains) for value in call.outputs]
                 made.update(zip(map(id, node.outputs), results, strict=True))
 
@@ -139,26 +132,21 @@ def _calls_of(
     run(graph, made, "")
     given = [made[id(symbol)] for symbol in graph.outputs]
 
-    def loss(tensors: Sequence[tf.Tensor]) -> Any:
+    def loss(*tensors: tf.Tensor) -> Any:
         return loss_of(keras.tree.pack_sequence_as(graph._outputs_struct, tensors))
 
     return [*calls, _Call(LOSS, "from the model's output to one number", loss, given, [])]
 
 
-def _layer(node: Any) -> Callable[[Sequence[tf.Tensor]], Any]:
-    """Return a call of a layer as a function of the tensors that it gets."""
-    symbols = list(node.arguments.keras_tensors)
-
-    def run(tensors: Sequence[tf.Tensor]) -> Any:
-        values = {id(symbol): value for symbol, value in zip(symbols, tensors, strict=True)}
-        args, kwargs = node.arguments.fill_in(values)
-        return operation_fn(node.operation, training=True)(*args, **kwargs)
-
-    return run
+def _layer(node: Any, *tensors: tf.Tensor) -> Any:
+    symbols = map(id, node.arguments.keras_tensors)
+    args, kwargs = node.arguments.fill_in(dict(zip(symbols, tensors, strict=True)))
+    return operation_fn(node.operation, training=True)(*args, **kwargs)
 
 
-def _present(gradients: Sequence[Any]) -> list[Any]:
-    return [each for each in gradients if each is not None]
+def _gradients(tape: tf.GradientTape, targets: Any, sources: Any, arriving: Any = None) -> Any:
+    found = tape.gradient(targets, sources, arriving)
+    return [each for each in found if each is not None]
 
 
 def measure_profile(
@@ -220,11 +208,11 @@ def measure_profile(
     def with_gradients(*tensors: tf.Tensor) -> Any:
         with tf.GradientTape() as tape:
             value = whole(*tensors)
-        return value, _present(tape.gradient(value, weights))
+        return value, _gradients(tape, value, weights)
 
     with _kept(model.variables):
         calls = _calls_of(graph, inputs, loss_of)
-        forward = [clock(call.forward, call.tensors) for call in calls]
+        forward = [clock(call.run, call.tensors) for call in calls]
         backward = [
             _backward_seconds(call, clock, alone)
             for call, alone in zip(calls, forward, strict=True)
@@ -232,11 +220,14 @@ def measure_profile(
         forward_s = clock(whole, inputs)
         backward_s = clock(with_gradients, inputs) - forward_s
         update_s = _update_seconds(model, clock)
+    times = _scaled(forward, forward_s), _scaled(backward, backward_s)
+    edges = dict.fromkeys(
+        (each.by, call.name) for call in calls for each in call.given if each.by is not None
+    )
+    chain = [(before.name, after.name) for before, after in itertools.pairwise(calls)]
     return ModelProfile(
-        tuple(
-            _layers_of(calls, _scaled(forward, forward_s), _scaled(backward, backward_s), weights)
-        ),
-        _edges(calls),
+        tuple(_layers_of(calls, *times, weights)),
+        None if list(edges) == chain else tuple(edges),
         batch=batch or int(inputs[0].shape[0]),
         update_s=update_s,
         name=name or model.name,
@@ -299,9 +290,9 @@ def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float
         wanted = [each for each, is_wanted in zip(tensors, call.wanted, strict=True) if is_wanted]
         with tf.GradientTape() as tape:
             tape.watch(wanted)
-            results = tf.nest.flatten(call.run(tensors))
+            results = tf.nest.flatten(call.run(*tensors))
         targets = [each for each in results if each.dtype.is_floating]
-        return results, _present(tape.gradient(targets, [*wanted, *call.weights], arriving))
+        return results, _gradients(tape, targets, [*wanted, *call.weights], arriving)
 
     return max(0.0, clock(both, [*call.tensors, *seeds]) - forward_s)
 
@@ -325,11 +316,7 @@ def _update_seconds(model: Any, clock: Callable[..., float]) -> float:
 
 
 def _scaled(seconds: Sequence[float], total: float) -> list[float]:
-    """Return what adds up to ``total``, in the same proportions.
-
-    >>> _scaled([1.0, 3.0], 2.0), _scaled([1.0, 3.0], -0.1)
-    ([0.5, 1.5], [1.0, 3.0])
-    """
+    """Return what adds up to ``total``, in the same proportions."""
     added = sum(seconds)
     scale = total / added if added > 0.0 < total else 1.0  # a difference may be lost in noise
     return [scale * each for each in seconds]
@@ -346,24 +333,16 @@ def _layers_of(
     for call in calls:
         for each in call.weights:
             owners.setdefault(id(each), call.name)
-    sizes: Counter[str] = Counter()
+    sizes: Counter[str | None] = Counter()
     for each in weights:
-        sizes[owners.get(id(each), UNUSED)] += _nbytes(each)
-    if UNUSED in sizes:
+        sizes[owners.get(id(each))] += _nbytes(each)
+    if None in sizes:
         what = "weights of no layer of the model's graph"
-        yield LayerProfile(UNUSED, sizes[UNUSED], 0.0, 0.0, 0, what)
+        yield LayerProfile("(unused)", sizes[None], 0.0, 0.0, 0, what)
     for call, f, b in zip(calls, forward, backward, strict=True):
         activations = sum(map(_nbytes, call.outputs))
-        yield LayerProfile(call.name, sizes[call.name], b, f, activations, call.what)
-
-
-def _edges(calls: Sequence[_Call]) -> tuple[tuple[str, str], ...] | None:
-    """Return who uses whose output; None for a chain."""
-    edges = dict.fromkeys(
-        (each.by, call.name) for call in calls for each in call.given if each.by is not None
-    )
-    chain = [(before.name, after.name) for before, after in itertools.pairwise(calls)]
-    return None if list(edges) == chain else tuple(edges)
+        what = f"{call.what} {tuple(call.outputs[0].shape)}"
+        yield LayerProfile(call.name, sizes[call.name], b, f, activations, what)
 
 
 def _nbytes(tensor: Any) -> int:

@@ -71,8 +71,6 @@ FindMomenta = Callable[[Sequence[Any]], Sequence[Momentum]]
 class Session:
     """Some variables, and the engine that distributes their gradients; see `Sessions.of`."""
 
-    number = 0
-    """Counts the sessions of their owner."""
     _began_unlike = False
 
     def __init__(
@@ -80,13 +78,16 @@ class Session:
         arguments: Arguments,
         method: Method,
         tag: str,
+        number: int,
         variables: Sequence[Any],
         gradients: Sequence[Any],
         local: set[int],
         momenta: FindMomenta | None,
     ) -> None:
         self.variables = list(variables)
-        self._arguments, self.tag, self._momenta = arguments, tag, momenta
+        self._arguments, self.tag, self._momenta = arguments, f"{tag}.{number}", momenta
+        self.number = number
+        """Counts the sessions of their owner."""
         self._shapes = shapes_of(variables)
         shared = [index for index, each in enumerate(variables) if identity(each) not in local]
         self._agreed, self.has_local = self._agree(shared, gradients)
@@ -104,26 +105,25 @@ class Session:
             index: _DENSE if layout == _SPARSE and not sparse_travels else layout
             for index, layout in self._agreed.items()
         }
-        sparse = frozenset(
-            i for i, index in enumerate(self._sent) if self._layouts[index] == _SPARSE
-        )
+        layouts = [self._layouts[index] for index in self._sent]
+        sparse = frozenset(i for i, layout in enumerate(layouts) if layout == _SPARSE)
         mine = [self.variables[index] for index in self._sent]
-        shapes = shapes_of(mine)
+        shapes, tensors, reduction = shapes_of(mine), [*map(raw, mine)], arguments.reduction()
         dense = [i for i in range(len(mine)) if i not in sparse]
         groups = None
         if arguments.groups is not None and dense:
             by_hand = user_groups(arguments.groups, mine, dense)
             groups = [same for group in by_hand for same in shapes.dtype_groups(group)]
-        settings = Settings(
-            shapes,
-            [raw(each) for each in mine],
-            arguments.reduction(),
-            self.tag,
-            sparse,
-            groups,
-            self._momenta(mine) if self._momenta is not None else (),
-        )
-        self.engine: Engine = _make_engine(settings, method)
+        momenta = self._momenta(mine) if self._momenta is not None else ()
+        settings = Settings(shapes, tensors, reduction, self.tag, sparse, groups, momenta)
+        self.engine: Engine
+        if isinstance(method, PipeSGD):
+            self.engine = PipeSGDEngine(settings, method)
+        elif isinstance(method, CoCoD):
+            self.engine = CoCoDEngine(settings, method)
+        else:
+            kind = ForwardOverlapEngine if method.overlaps_forward else MergedGradientEngine
+            self.engine = kind(settings, method, method.load_plan())
 
     @property
     def refuses_join(self) -> bool:
@@ -158,15 +158,14 @@ class Session:
     def incoming(self, due: Gradients, gradients: Sequence[Any]) -> list[Any]:
         """Return one gradient a variable: what is due or None, and this rank's own where local."""
         incoming = list(gradients)
-        if self._arguments.scale_local_gradients:
-            factor = 1.0 / self.engine.settings.reduction.workers
-            for index in self._kept:
-                own = incoming[index]
-                if isinstance(own, tf.IndexedSlices):
-                    own = tf.IndexedSlices(own.values * factor, own.indices, own.dense_shape)
-                elif own is not None:
-                    own = own * factor
-                incoming[index] = own
+        factor = 1.0 / self.engine.settings.reduction.workers
+        for index in self._kept if self._arguments.scale_local_gradients else ():
+            own = incoming[index]
+            if isinstance(own, tf.IndexedSlices):
+                own = tf.IndexedSlices(own.values * factor, own.indices, own.dense_shape)
+            elif own is not None:
+                own = own * factor
+            incoming[index] = own
         for i, index in enumerate(self._sent):
             incoming[index] = due.get(i)
         return incoming
@@ -230,7 +229,7 @@ class Session:
         return len(set(gather(crc, f"{self.tag}.replicas", self._arguments.process_set))) > 1
 
     def finite_everywhere(self, finite: tf.Tensor) -> tf.Tensor:
-        """Return whether gradients are finite on all ranks: of averages, each rank knows."""
+        """Return whether gradients are finite on all ranks."""
         reduction = self.engine.settings.reduction
         if reduction.alone or not (self.has_local or self.engine.is_local):
             return finite
@@ -288,31 +287,11 @@ class Session:
         if not process_set.included():
             return dict(zip(shared, mine, strict=True)), has_local
         everyone = gather([has_local, mine], f"{self.tag}.gradients.layouts", process_set)
-        rows = zip(*(layouts for _, layouts in everyone), strict=True)
-        agreed = dict(zip(shared, map(_together, rows), strict=True))
+        agreed = {}
+        for index, *row in zip(shared, *(layouts for _, layouts in everyone), strict=True):
+            present = set(row) - {_NONE}
+            agreed[index] = _DENSE if len(present) > 1 else (present or {_NONE}).pop()
         return agreed, any(has for has, _ in everyone)
-
-
-def _make_engine(settings: Settings, strategy: Method) -> Engine:
-    """Return the engine for arguments that all ranks have found good."""
-    if isinstance(strategy, MergedGradient):
-        engine = ForwardOverlapEngine if strategy.overlaps_forward else MergedGradientEngine
-        return engine(settings, strategy, strategy.load_plan())
-    if isinstance(strategy, PipeSGD):
-        return PipeSGDEngine(settings, strategy)
-    return CoCoDEngine(settings, strategy)
-
-
-def _together(layouts: Sequence[str]) -> str:
-    """Return what a gradient is on all ranks together.
-
-    >>> _together(("none", "sparse")), _together(("sparse", "dense")), _together(("none", "none"))
-    ('sparse', 'dense', 'none')
-    """
-    present = set(layouts) - {_NONE}
-    if not present:
-        return _NONE
-    return _SPARSE if present == {_SPARSE} else _DENSE
 
 
 class Sessions:
@@ -329,7 +308,8 @@ class Sessions:
         keras_patches.install()
         self.arguments = arguments
         self._tag: str | None = None
-        self._owner: Callable[[], Any] = lambda: None
+        self.owner: Callable[[], Any] = lambda: None
+        """Returns what keeps more of the optimizer between two steps: its `Accumulation`."""
         self._of_tapes = of_tapes
         self._sessions: MutableMapping[Hashable, Session]
         self._sessions = weakref.WeakValueDictionary() if of_tapes else {}
@@ -407,9 +387,8 @@ class Sessions:
     ) -> Session:
         """Return the session of these variables; the first time, all ranks must come here.
 
-        ``key`` tells them from others. A variable may be the ``tf.TensorSpec`` of a tensor, and a
-        gradient None. Those whose `identity` is in ``local`` are not distributed. ``momenta``
-        finds the optimizer's momenta of variables; a tape has none.
+        A variable may be the ``tf.TensorSpec`` of a tensor. Those whose `identity` is in ``local``
+        are not distributed. ``momenta`` finds the optimizer's momenta; a tape has none.
         """
         session = self._sessions.get(key)
         if session is not None:
@@ -421,12 +400,13 @@ class Sessions:
                 self._loaded = _inherited.pop(self.label, self._loaded)
         number = next(self._count)
         self._check_driven(number)
-        tag = f"{self._tag}.{number}"
-        session = Session(self.arguments, self.method, tag, variables, gradients, local, momenta)
-        session.number = number
+        assert self._tag is not None
+        session = Session(
+            self.arguments, self.method, self._tag, number, variables, gradients, local, momenta
+        )
         before = self._numbers.pop(key, None) if self._numbers else number
         loaded = None if before is None else self._loaded.pop(before, None)
-        if not self._are_alike(_summary(loaded), f"{tag}.loaded"):
+        if not self._are_alike(_summary(loaded), f"{session.tag}.loaded"):
             loaded = None  # some have loaded no checkpoint, or were made anew
         if loaded is not None:
             with tf.init_scope():  # now, not in the graph that is being traced
@@ -434,7 +414,8 @@ class Sessions:
         self._sessions[key] = session
         if self._of_tapes:
             holder = next((v for v in variables if not isinstance(v, tf.TensorSpec)), self)
-            vars(holder).setdefault(_KEPT, _Kept())[id(self), key] = self, session
+            kept = vars(holder).setdefault("_hvd_pipe_sessions", _Kept())
+            kept[id(self), key] = self, session
         return session
 
     def _check_driven(self, number: int) -> None:
@@ -476,7 +457,7 @@ class Sessions:
         for session in self:
             if session.number in states:
                 session.engine.load(states.pop(session.number))
-        owner = self._owner()
+        owner = self.owner()
         if owner is not None and OWNERS in states:
             owner.load(states.pop(OWNERS))
 
@@ -504,14 +485,10 @@ class Sessions:
             )
         return alike
 
-    def own(self, owner: Any) -> None:
-        """Remember what keeps more of the optimizer between two steps: its `Accumulation`."""
-        self._owner = weakref.ref(owner)
-
     def states(self) -> States:
         """Return what is in flight, of sessions that are still to come as well."""
         states = {**self._loaded, **{each.number: each.engine.state() for each in self}}
-        owner = self._owner()
+        owner = self.owner()
         return states if owner is None else {**states, OWNERS: owner.state()}
 
     def go_back(self, states: States | None) -> None:
@@ -590,12 +567,8 @@ def sources_key(variables: Sequence[Any]) -> tuple[Hashable, ...]:
     )
 
 
-_KEPT = "_hvd_pipe_sessions"
-"""The attribute by which a variable keeps the sessions of tapes."""
-
-
 class _Kept(dict[Any, Any]):
-    """Is not copied or pickled with the variable."""
+    """The sessions of tapes that a variable keeps; it is not copied or pickled with them."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()

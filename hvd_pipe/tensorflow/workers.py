@@ -173,10 +173,10 @@ def waits_for(frames: Frames) -> Wait | None:
     if frame is not None and module_of(frame) == "threading":  # it waits for another
         for other in threading.enumerate():
             found = _python(frames.get(other.ident or 0))
-            if found is not None and _is_inside(found):
+            if found is not None and module_of(found).startswith(_INSIDE):
                 thread, frame = other, found
                 break
-    if frame is None or not _is_inside(frame):
+    if frame is None or not module_of(frame).startswith(_INSIDE):
         return None
     if any(map(_calls_back, frames.values())) or _is_at_work():
         return None
@@ -191,10 +191,6 @@ def _python(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith("<"):
         frame = frame.f_back
     return frame
-
-
-def _is_inside(frame: FrameType) -> bool:
-    return module_of(frame).startswith(_INSIDE)
 
 
 def _calls_back(frame: FrameType | None) -> bool:
@@ -228,14 +224,10 @@ def _failed_elsewhere(error: BaseException) -> bool:
     >>> _failed_elsewhere(tf.errors.InvalidArgumentError(None, None, "{{node horovod.py}} shapes"))
     False
     """
-    if isinstance(error, HorovodInternalError):
-        return True
-    return isinstance(error, tf.errors.OpError) and bool(_OF_HOROVOD.search(error.message))
+    words = r"Horovod has been shut down|\{\{(?:function_)?node [^}]*(?:hvd_pipe\.|Horovod)"
+    of_horovod = isinstance(error, tf.errors.OpError) and re.search(words, error.message)
+    return isinstance(error, HorovodInternalError) or bool(of_horovod)
 
-
-_OF_HOROVOD = re.compile(
-    r"Horovod has been shut down|\{\{(?:function_)?node [^}]*(?:hvd_pipe\.|Horovod)"
-)
 
 JOB = Job(global_process_set, agreement, waits_for, _failed_elsewhere, _is_sure)
 _lifecycle = _Lifecycle(mpi_ops, JOB)

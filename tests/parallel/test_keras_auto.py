@@ -35,7 +35,7 @@ import hvd_pipe.tensorflow.keras as hvd
 from hvd_pipe.planning.choice import OwnTimes
 from hvd_pipe.planning.comm import CommModel
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.tensorflow.measuring.ready_times import JobTimes, ReadyTimes
+from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
 from hvd_pipe.tensorflow.strategies import replan
 
 N = 2
@@ -79,7 +79,7 @@ def forced(seconds: float, others: float | None = None) -> Iterator[None]:
         last = times._count - 1
         return [compute / 2 * (last - index) / last for index in range(times._count)]
 
-    def own(times: JobTimes) -> OwnTimes:
+    def own(times: ReadyTimes) -> OwnTimes:
         return OwnTimes(compute / 2, ready(times), 0.0)
 
     def comm(total_bytes: int, *_: object) -> CommModel:
@@ -92,7 +92,7 @@ def forced(seconds: float, others: float | None = None) -> Iterator[None]:
         mock.patch.object(replan, "measure_comm", comm),
         mock.patch.object(replan, "next_plan", planned),
         mock.patch.object(ReadyTimes, "seconds", ready),
-        mock.patch.object(JobTimes, "own", own),
+        mock.patch.object(ReadyTimes, "own", own),
     ):
         yield
 

@@ -755,7 +755,7 @@ def test_what_was_faster_on_the_slowest_rank_stays(
     assert same[-1]
     if is_faster:  # a session is done with its trial while another one's goes on
         [session] = model.optimizer._hvd_pipe
-        assert model.optimizer._hvd_pipe.watcher._take_next(session.engine, 0)
+        assert model.optimizer._hvd_pipe.watcher._take_next(session.engine)
         assert model.optimizer.plan == plan
 
 

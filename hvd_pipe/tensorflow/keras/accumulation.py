@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -88,9 +87,8 @@ def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
     ]
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The passes that make one gradient, so far."""
+class _Window(NamedTuple):
+    """The passes of a session that make one gradient, so far."""
 
     passes: tf.Variable
     """How many there were, of all windows."""
@@ -99,21 +97,12 @@ class _Window:
     named: dict[str, tf.Variable]
     """What a state holds of it."""
 
-    def load(self, number: int, state: Arrays) -> bool:
-        """Go on from the part of a state that is this window's; return whether there is one."""
-        start = f"{number}."
-        own = {name[len(start) :]: each for name, each in state.items() if name.startswith(start)}
-        if own:
-            restore(self.named, own)
-        return bool(own)
-
 
 class Accumulation:
     """The accumulated gradients of one distributed optimizer."""
 
     def __init__(self, optimizer: Any, arguments: Arguments) -> None:
-        self._optimizer = optimizer
-        self._arguments = arguments
+        self._optimizer, self._arguments = optimizer, arguments
         self._windows: dict[int, _Window] = {}
         self._resumed: Arrays = {}
         self.applying: int | None = None
@@ -133,10 +122,8 @@ class Accumulation:
         step: Callable[[list[Any]], None],
     ) -> None:
         """Add the gradients of a pass; ``step`` is given their sum where it is complete."""
-        passes, optimizer = self.passes, self._optimizer
-        is_mean = (
-            optimizer.gradient_accumulation_steps or self._arguments.average_aggregated_gradients
-        )
+        passes, optimizer, arguments = self.passes, self._optimizer, self._arguments
+        is_mean = optimizer.gradient_accumulation_steps or arguments.average_aggregated_gradients
         share = 1.0 / passes if is_mean else 1.0
         window = self._window(session, variables)
         sums = window.sums
@@ -174,39 +161,36 @@ class Accumulation:
 
     def state(self) -> Arrays:
         """Return what has been summed up."""
-        found = dict(self._resumed)
-        for number, window in self._windows.items():
-            found |= {f"{number}.{name}": each.numpy() for name, each in window.named.items()}
-        return found
+        windows = self._windows.values()
+        named = {name: each for window in windows for name, each in window.named.items()}
+        return {**self._resumed, **{name: each.numpy() for name, each in named.items()}}
 
     def load(self, state: Arrays) -> None:
         """Go on from a `state`; {} holds nothing."""
         self._resumed = dict(state)
-        for number, window in self._windows.items():
-            if not window.load(number, state):
-                restore(window.named, {})
+        for window in self._windows.values():
+            restore(window.named, state)
 
     def _window(self, session: Session, variables: Sequence[Any]) -> _Window:
-        """Return what sums up the gradients of a session's passes."""
-        optimizer = self._optimizer
-        number = session.number
-        if number not in self._windows:
-            passes = variable([], tf.int64, f"hvd_pipe.passes.{number}")
-            if optimizer.gradient_accumulation_steps:  # Keras keeps the sums, files have them
-                kept = optimizer._accumulated_gradients
-                sums = [raw(kept[optimizer._get_variable_index(each)]) for each in variables]
-                with tf.init_scope():
-                    done = int(optimizer._iterations.numpy())
-                    passes.assign(done % optimizer.gradient_accumulation_steps)
-                window = _Window(passes, sums, {"passes": passes})
-            else:
-                sums = [
-                    variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
-                    for i, each in enumerate(variables)
-                ]
-                named = {f"sum.{i}": each for i, each in enumerate(sums)}
-                window = _Window(passes, sums, {"passes": passes, **named})
-            with tf.init_scope():
-                window.load(number, self._resumed)
-            self._windows[number] = window
-        return self._windows[number]
+        optimizer, number = self._optimizer, session.number
+        if number in self._windows:
+            return self._windows[number]
+        passes = variable([], tf.int64, f"hvd_pipe.passes.{number}")
+        named = {f"{number}.passes": passes}
+        steps = optimizer.gradient_accumulation_steps
+        if steps:  # Keras keeps the sums, files have them
+            kept = optimizer._accumulated_gradients
+            sums = [raw(kept[optimizer._get_variable_index(each)]) for each in variables]
+        else:
+            sums = [
+                variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
+                for i, each in enumerate(variables)
+            ]
+            named |= {f"{number}.sum.{i}": each for i, each in enumerate(sums)}
+        with tf.init_scope():
+            if f"{number}.passes" in self._resumed:
+                restore(named, self._resumed)
+            elif steps:
+                passes.assign(int(optimizer._iterations.numpy()) % steps)
+        window = self._windows[number] = _Window(passes, sums, named)
+        return window

@@ -370,12 +370,4 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         *,
         filepath: str = "best_model.keras",
     ) -> None:
-        super().__init__(
-            filepath,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        super().__init__(filepath, monitor, verbose, True, save_weights_only, mode, save_freq)

@@ -17,6 +17,10 @@ __all__ = [
 ]
 
 
+_EPOCH_ENDS = object()
+"""Ends the loop over batches, as True does, which would end training as well."""
+
+
 class KerasState(TensorFlowKerasState):
     """`TensorFlowKerasState` by the name that it has here.
 
@@ -107,10 +111,3 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         assert self._first is not None
         self.state.epoch = self.initial_epoch + epoch - self._first + 1
-
-
-class _EpochEnds:
-    """Ends the loop over batches, as True does, which would end training as well."""
-
-
-_EPOCH_ENDS = _EpochEnds()

@@ -76,11 +76,7 @@ def finish_step(optimizer: Any) -> None:
 
 
 def meet(optimizer: Any) -> None:
-    """Compare what is in flight with the other ranks, one of which may have loaded a checkpoint.
-
-    Raises:
-        RanksDisagreeError: It alone has.
-    """
+    """Raise where one rank alone has loaded a checkpoint that has updates in flight."""
     for engine, _ in _engines(optimizer):
         engine.meet()
 
@@ -150,7 +146,7 @@ class WatchedStep:
 def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
     """Have a model's next step under ``fit`` traced anew, which begins with late updates."""
     attributes, plain = model.__dict__, model.train_step
-    own = attributes.get("train_step")
+    own = {"train_step": attributes["train_step"]} if "train_step" in attributes else {}
 
     def train_step(*arguments: Any, **keywords: Any) -> Any:
         for each in optimizers():
@@ -165,8 +161,7 @@ def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
         model.make_train_function(force=True)
     finally:
         del attributes["train_step"]
-        if own is not None:
-            attributes["train_step"] = own
+        attributes.update(own)
     model.train_function = WatchedStep(model.train_function, optimizers)
 
 
@@ -219,7 +214,7 @@ def step_before(optimizer: Any, engine: Engine) -> Iterator[None]:
     if not isinstance(engine, ForwardOverlapEngine):
         yield
         return
-    iterations, rate = engine.noted()
+    iterations, rate = (each.read_value() for each in engine.noted.values())
     kept = {name: optimizer.__dict__[name] for name in ("_iterations", "_learning_rate")}
     rate = tf.cast(rate, keras.ops.convert_to_tensor(optimizer.learning_rate).dtype)
     past = Past(tf.cast(iterations, kept["_iterations"].dtype))

@@ -86,7 +86,14 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         if len(grads) == 0:
             return
         check_graph()
-        variables = self._hvd_pipe_variables(variables)
+        if variables is None and not self.built:
+            raise ValueError(
+                "apply() without variables: call optimizer.build(trainable_variables) first."
+            )
+        variables = list(self._trainable_variables if variables is None else variables)
+        if not self.built:
+            build(self, variables)
+        self._check_variables_are_known(variables)
         gradients = list(grads)
         session = self._hvd_pipe.of(
             (tuple(map(self._var_key, variables)), frozenset(self._hvd_pipe_local)),
@@ -123,9 +130,8 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             update = self._hvd_pipe_apply_there
         own: Update = self._hvd_pipe_apply_own
         if scaler is not None:
-            update, own = (
-                functools.partial(_scaled, each, session, scaler) for each in (update, own)
-            )
+            update = functools.partial(_scaled, update, session, scaler)
+            own = functools.partial(_scaled, own, session, scaler)
         with timeline.updating(due.when) if timeline.active.is_on else nullcontext():
             if due.when is None or not session.sends:
                 update(incoming, variables)
@@ -143,11 +149,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         engine.after_step(access)
 
     def _hvd_pipe_update_of(self, session: Session) -> Callable[[Gradients], None]:
-        engine = session.engine
-
         def update(gradients: Gradients) -> None:
             incoming = session.incoming(gradients, [None] * len(session.variables))
-            with late_updates.step_before(self, engine):
+            with late_updates.step_before(self, session.engine):
                 self._hvd_pipe_apply_there(incoming, session.variables)
 
         return update
@@ -261,19 +265,6 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         """As Keras'; calling it, as Keras 2 and what Horovod has for that do, says what to do."""
         return _Variables(super().variables)
 
-    def _hvd_pipe_variables(self, variables: Any) -> list[Any]:
-        if variables is None:
-            if not self.built:
-                raise ValueError(
-                    "apply() without variables: call optimizer.build(trainable_variables) first."
-                )
-            return list(self._trainable_variables)
-        variables = list(variables)
-        if not self.built:
-            build(self, variables)
-        self._check_variables_are_known(variables)
-        return list(variables)
-
 
 class _Variables(list[Any]):
     """An optimizer's variables."""
@@ -328,7 +319,7 @@ def distribute(optimizer: Any, arguments: Arguments) -> Any:
         _hvd_pipe_accumulation=Accumulation(wrapped, arguments),
         _hvd_pipe_is_scaled=False,
     )
-    sessions.own(wrapped._hvd_pipe_accumulation)
+    sessions.owner = weakref.ref(wrapped._hvd_pipe_accumulation)
     wrapped.hvd_pipe = InFlight(sessions)  # tf.train.Checkpoint finds it
     return wrapped
 
@@ -358,11 +349,7 @@ def _distributed_class(cls: Any, arguments: Arguments) -> Any:
 
 
 def _scaled(
-    apply: Update,
-    session: Session,
-    scaler: Any,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
+    apply: Update, session: Session, scaler: Any, gradients: Sequence[Any], variables: Any
 ) -> None:
     """Apply gradients as Keras' LossScaleOptimizer does, but alike on all ranks."""
     finite = session.finite_everywhere(scaler.check_finite(gradients))

@@ -33,10 +33,14 @@ from hvd_pipe.tensorflow.agree import largest
 
 
 class ReadyTimes:
-    """Moments at which gradients become ready, and their averages, over some steps of a graph."""
+    """Moments at which gradients become ready, and their averages, over some steps of a graph.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    For ``own`` times, steps are told apart by the ends of their updates, so several steps an
+    execution (``steps_per_execution``), and passes that only accumulate, are counted as they are.
+    """
+
+    def __init__(self, count: int, own: bool = False) -> None:
+        self._count, self._own = count, own
         self.restart()
 
     def restart(self) -> None:
@@ -50,6 +54,8 @@ class ReadyTimes:
         self.step_s: list[float] = []
         """Seconds of each step but the first."""
         self._end: float | None = None
+        self._around: list[tuple[float, float]] = []
+        """By step, seconds before the first gradient, and of the update."""
 
     @property
     def steps(self) -> int:
@@ -81,27 +87,47 @@ class ReadyTimes:
         self._averages += 1  # more than one where an execution makes several steps
 
     def updated(self, variables: Sequence[tf.Variable]) -> None:
-        """Note the end of an update, which is of no interest here."""
+        """Note when all variables have been written; a read waits for the writes before it."""
+        if self._own:
+            some = [tf.reshape(each.read_value(), [-1])[:1] for each in variables]
+            tf.numpy_function(self._note_update, some, tf.int32, stateful=True)
+
+    def _note_update(self, *some: Any) -> Any:
+        now, first = time.perf_counter(), min(self._moments.values(), default=None)
+        if first is not None and self._end is not None and self._averaged is not None:
+            self._around.append((max(0.0, first - self._end), now - self._averaged))
+        self._close(now)
+        return np.int32(0)
 
     def end_step(self) -> None:
-        """Close a step; a gradient that was not computed counts as ready with the last."""
-        if not self._moments:
-            return
+        """Close a step, which an update does by itself where own times are wanted."""
+        if not self._own and self._moments:
+            self._close(time.perf_counter())
+
+    def _close(self, now: float) -> None:
+        begun, self._end, steps, self._averages = self._end, now, self._averages, 0
         moments, self._moments = self._moments, {}
         averaged, self._averaged = self._averaged, None
+        if not moments:
+            return
         first, last = min(moments.values()), max(moments.values())
         self.waits.append(0.0 if averaged is None else max(0.0, averaged - last))
-        begun, self._end, steps, self._averages = self._end, time.perf_counter(), self._averages, 0
         if begun is not None:
-            self.step_s.append((self._end - begun) / max(steps, 1))
-        self._seconds_by_step.append(
-            [moments.get(index, last) - first for index in range(self._count)]
-        )
+            self.step_s.append((now - begun) / max(steps, 1))
+        # A gradient that was not computed counts as ready with the last.
+        self._seconds_by_step.append([moments.get(i, last) - first for i in range(self._count)])
 
     def seconds(self) -> list[float]:
         """Return the median over steps of each gradient's ready time, from the first one's."""
         medians: list[float] = np.median(np.array(self._seconds_by_step), axis=0).tolist()
         return medians
+
+    def own(self) -> OwnTimes | None:
+        """Return medians over the steps; None without any."""
+        if not self._around:
+            return None
+        before, update = np.median(np.array(self._around), axis=0).tolist()
+        return OwnTimes(before, self.seconds(), update)
 
 
 def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Tensor]:
@@ -168,39 +194,3 @@ class _Sender:
 
     def uses_nccl(self) -> bool:
         return "GPU" in self._buffer.device and bool(mpi_ops.nccl_built())
-
-
-class JobTimes(ReadyTimes):
-    """Ready times of gradients, and what comes before and after them.
-
-    Steps are told apart by the ends of their updates, so several steps an execution
-    (``steps_per_execution``), and passes that only accumulate, are counted as they are.
-    """
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self._previous: float | None = None
-        self._around: list[tuple[float, float]] = []
-
-    def updated(self, variables: Sequence[tf.Variable]) -> None:
-        """Note when all variables have been written; a read waits for the writes before it."""
-        some = [tf.reshape(each.read_value(), [-1])[:1] for each in variables]
-        tf.numpy_function(self._note_update, some, tf.int32, stateful=True)
-
-    def end_step(self) -> None:
-        """Do nothing: a step is closed by the end of its update."""
-
-    def own(self) -> OwnTimes | None:
-        """Return medians over the steps; None without any."""
-        if not self._around:
-            return None
-        before, update = np.median(np.array(self._around), axis=0).tolist()
-        return OwnTimes(before, self.seconds(), update)
-
-    def _note_update(self, *some: Any) -> Any:
-        now, first = time.perf_counter(), min(self._moments.values(), default=None)
-        if first is not None and self._previous is not None and self._averaged is not None:
-            self._around.append((max(0.0, first - self._previous), now - self._averaged))
-        super().end_step()
-        self._previous, self._averaged = now, None
-        return np.int32(0)

@@ -84,13 +84,3 @@ class Residuals:
             if feedback is not None
             for name, each in feedback.named(f"{i}.{self._buckets:08x}").items()
         }
-
-
-def piece_sizes(numel: int, count: int) -> list[int]:
-    """Return the sizes of about equal pieces.
-
-    >>> piece_sizes(10, 3)
-    [3, 3, 4]
-    """
-    ends = [numel * (i + 1) // count for i in range(count)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -41,10 +41,8 @@ class Feedback:
 
     def named(self, label: str) -> dict[str, tf.Variable]:
         """Return the variables, by the names that they have in a checkpoint."""
-        return {
-            f"{RESIDUAL}sent.{label}": self.sent,
-            f"{RESIDUAL}reduced.{label}": self.reduced,
-        }
+        names = f"{RESIDUAL}sent.{label}", f"{RESIDUAL}reduced.{label}"
+        return dict(zip(names, (self.sent, self.reduced), strict=True))
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ class Reduction:
 
     def cost(self, dtype: tf.DType) -> CodecCost:
         """Return what compression costs a buffer of this dtype."""
-        if self.codec is None:
-            return CodecCost("wire", self.ratio(dtype))
-        known = CODECS[self.codec.name]
+        known = CodecCost("wire", 1.0) if self.codec is None else CODECS[self.codec.name]
         return replace(known, ratio=self.ratio(dtype))
 
     def lossless(self) -> Reduction:
@@ -149,6 +145,15 @@ class Reduction:
                 reduced = self.compression.decompress(arrived, context)
         return delayed(reduced) if check_mode.active.on else reduced
 
+    def reduce_all(
+        self, flats: Sequence[tf.Tensor], name: str, feedbacks: Sequence[Feedback | None] = ()
+    ) -> list[tf.Tensor]:
+        """Return the reduced buffers; their messages are numbered."""
+        return [
+            self.reduce(flat, f"{name}.{i}", feedbacks[i] if feedbacks else None)
+            for i, flat in enumerate(flats)
+        ]
+
     def gather(self, sparse: tf.IndexedSlices, name: str) -> tf.IndexedSlices:
         """Return the sum (or mean) of all ranks' sparse gradients, as sparse as they are."""
         if self.alone:
@@ -195,11 +200,7 @@ class Reduction:
 
 
 def _slice(numel: int, workers: int, chunk: int) -> int:
-    """Return the size of the equal slices of whole chunks that hold a buffer.
-
-    >>> _slice(1000, 3, 256), _slice(1, 3, 256)
-    (512, 256)
-    """
+    """Return the size of the equal slices of whole chunks that hold a buffer."""
     return -(-numel // (chunk * workers)) * chunk
 
 

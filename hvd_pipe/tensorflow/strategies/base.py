@@ -105,14 +105,10 @@ class Engine(abc.ABC):
         if not check_mode.active.on:
             return
         check_mode.active.begin(int(rank()))
-        shown = all(hasattr(each, "read_value") for each in settings.variables)
-        if shown and not settings.reduction.alone:
-            self.replicas = Replicas(
-                settings.shapes.names,
-                settings.variables,
-                settings.tag,
-                settings.reduction.process_set,
-            )
+        names, variables = settings.shapes.names, settings.variables
+        if not settings.reduction.alone and all(hasattr(v, "read_value") for v in variables):
+            process_set = settings.reduction.process_set
+            self.replicas = Replicas(names, variables, settings.tag, process_set)
 
     @property
     def defers(self) -> bool:

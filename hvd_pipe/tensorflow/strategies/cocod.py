@@ -49,6 +49,8 @@ from hvd_pipe.tensorflow.strategies.base import Due, Engine, Gradients, Optimize
 
 Flats = Sequence[tf.Tensor]
 
+_THREAD = "hvd_pipe.cocod"
+
 IN_FLIGHT = ("start", "sent")
 """What begins the names in a `state` of what belongs to a round that is not over."""
 
@@ -56,10 +58,7 @@ KEPT = ("base", "anchor", "velocity", "outer", "outer_velocity")
 """The same of what goes from round to round; residuals have names of their own."""
 
 FRAGMENTS = "fragments"
-"""The name in a state of the variables' fragments; where it is missing, there is one.
-
-The vectors of all fragments are numbered one after another.
-"""
+"""The name in a state of each variable's fragment; vectors are numbered over all of them."""
 
 
 class ModelAverage:
@@ -87,17 +86,16 @@ class ModelAverage:
         self._feedback = [reduction.feedback(size) for size in packing.sizes]
         self._name = f"{tag}.round"
         self._average = _averaging(self._name, reduction, self._feedback)
-        nothing = [None] * len(self._feedback)
-        self._average_exactly = _averaging(f"{tag}.whole", reduction.lossless(), nothing)
-        self._thread = _communication_thread()
+        self._average_exactly = _averaging(f"{tag}.whole", reduction.lossless())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
         self._sent: Future[list[tf.Tensor]] | None = None
         self._changing = threading.Lock()
         with tf.init_scope(), tf.device("/cpu:0"):
             self._arrivals = tf.queue.FIFOQueue(1, [tf.bool], [()], name=f"{tag}.arrivals")
-        self._start: list[tf.Tensor] = []
-        self._base: list[tf.Tensor] = []
-        self._anchor: list[tf.Tensor] = []
-        self._velocity: list[tf.Tensor] = []
+        self._start: Flats = []
+        self._base: Flats = []
+        self._anchor: Flats = []
+        self._velocity: Flats = []
 
     def read(self) -> list[tf.Tensor]:
         """Return the variables, in vectors."""
@@ -135,7 +133,8 @@ class ModelAverage:
     def finish(self, flats: Flats) -> list[tf.Tensor]:
         """Return the models that the next round starts with; after `arrival`."""
         assert self._sent is not None
-        means, self._sent = self._sent.result(), None
+        means: Flats = self._sent.result()
+        self._sent = None
         if self._base:
             means = [mean + base for mean, base in zip(means, self._base, strict=True)]
         if self._strategy.outer != "none":
@@ -157,21 +156,19 @@ class ModelAverage:
         ]
         return [tf.cast(x, flat.dtype) for x, flat in zip(models, flats, strict=True)]
 
-    def _moved(self, means: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _moved(self, means: Flats) -> Flats:
         """Move what goes from round to round towards the means, and return it.
 
         An anchor z: v = beta v + (mean - z), z = z + v.
         An outer model g: d = g - mean, u = mu u + d, g = g - lr (d + mu u).
         """
         rule = self._strategy
-        mu, lr = rule.outer_momentum, rule.outer_lr
+        beta, mu, lr = rule.anchor_momentum, rule.outer_momentum, rule.outer_lr
         velocity = self._velocity or [tf.zeros_like(mean) for mean in means]
         anchor = self._anchor or means
         changes = [mean - z for mean, z in zip(means, anchor, strict=True)]
         if rule.outer == "none":
-            velocity = [
-                rule.anchor_momentum * v + d for v, d in zip(velocity, changes, strict=True)
-            ]
+            velocity = [beta * v + d for v, d in zip(velocity, changes, strict=True)]
             anchor = [z + v for z, v in zip(anchor, velocity, strict=True)]
         else:
             velocity = [mu * u - d for u, d in zip(velocity, changes, strict=True)]
@@ -184,7 +181,7 @@ class ModelAverage:
     def average_now(self, flats: Flats) -> list[tf.Tensor]:
         """Return the average of the models as they are, the same bits on every rank."""
         self.settle()
-        means = self._average_exactly(*(_wide(flat) for flat in flats))
+        means = self._average_exactly(*map(_wide, flats))
         self._drop_sent()
         self._start = []
         self._base = means if self._is_lossy else []
@@ -205,7 +202,7 @@ class ModelAverage:
         self._drop_sent()
         self._start = []
         self._thread.shutdown(wait=False)
-        self._thread = _communication_thread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
 
     def _announce(self, sent: Future[list[tf.Tensor]]) -> None:
         with self._changing:
@@ -238,9 +235,8 @@ class ModelAverage:
         self.settle()
 
         def flats(kind: str) -> list[tf.Tensor]:
-            names = [
-                f"{self._label}{kind}.{self._first + i}" for i in range(len(self.packing.groups))
-            ]
+            numbers = range(self._first, self._first + len(self.packing.groups))
+            names = [f"{self._label}{kind}.{i}" for i in numbers]
             arrays = [state[name] for name in names if name in state]
             # One of other sizes means nothing here.
             is_ours = [each.size for each in arrays] == self.packing.sizes
@@ -265,15 +261,12 @@ class ModelAverage:
         }
 
 
-def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | None]) -> Any:
+def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | None] = ()) -> Any:
     """Return a graph that averages: outside of one, operations have no names to meet by."""
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def average(*flats: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            reduction.reduce(flat, f"{name}.{i}", feedback)
-            for i, (flat, feedback) in enumerate(zip(flats, feedbacks, strict=True))
-        ]
+        return reduction.reduce_all(flats, name, feedbacks)
 
     def shown(*flats: tf.Tensor) -> Any:
         trace = timeline.active
@@ -295,34 +288,16 @@ def _averaging(name: str, reduction: Reduction, feedbacks: Sequence[Feedback | N
     return shown
 
 
-def _communication_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="hvd_pipe.cocod")
-
-
 def _wide(flat: tf.Tensor) -> tf.Tensor:
     """Half-precision models are averaged in float32, and rounded once a round."""
     return tf.cast(flat, tf.float32) if flat.dtype in (tf.float16, tf.bfloat16) else flat
 
 
-def _model_parts(
-    settings: Settings, strategy: CoCoD, fragment_of: Sequence[int]
-) -> list[ModelAverage]:
-    """Return the fragments of a model."""
-    parts, first = [], 0
-    for fragment, groups in enumerate(_cut(settings.shapes, fragment_of)):
-        packing = Packing(settings.shapes, groups)
-        tag = f"{settings.tag}.models" + f".{fragment}" * (strategy.fragments > 1)
-        variables, reduction = settings.variables, settings.reduction
-        parts.append(ModelAverage(variables, packing, reduction, strategy, tag, fragment, first))
-        first += len(groups)
-    return parts
-
-
 def _momenta_part(settings: Settings, strategy: CoCoD) -> ModelAverage:
     """Return the momenta, which travel uncompressed: float16 makes zeros of second moments.
 
-    They follow the pull-back, but no momentum of an anchor or an outer optimizer, which could
-    carry a second moment below zero. Progress can, so that these stop at zero.
+    They follow the pull-back alone: the momentum of an anchor could carry a second moment below
+    zero. Progress can, so that these stop at zero.
     """
 
     def check() -> tuple[None, Description]:
@@ -352,8 +327,7 @@ def _momenta_part(settings: Settings, strategy: CoCoD) -> ModelAverage:
 def _as_cut(state: Arrays, fragment_of: Sequence[int], shapes: Shapes) -> Arrays:
     """Return a state as that of a model which is cut into these fragments.
 
-    Of a model in other fragments, all that is kept between two rounds stays, such as anchors: what
-    was in flight is dropped, and residuals. Of other variables nothing stays.
+    Of other fragments, what is kept between two rounds stays; of other variables nothing.
     """
     saved_of = [int(each) for each in state.get(FRAGMENTS, [0] * len(shapes))]
     if len(saved_of) != len(shapes):
@@ -404,12 +378,19 @@ class CoCoDEngine(Engine):
         self._fragment_of = [0] * len(shapes)
         if self._count > 1:
             self._fragment_of = assign_fragments(shapes.nbytes, self._count)
-        self._parts = _model_parts(settings, strategy, self._fragment_of)
+        self._parts: list[ModelAverage] = []
+        first, variables, reduction = 0, settings.variables, settings.reduction
+        for fragment, groups in enumerate(_cut(shapes, self._fragment_of)):
+            tag = f"{settings.tag}.models" + f".{fragment}" * (self._count > 1)
+            packing = Packing(shapes, groups)
+            part = ModelAverage(variables, packing, reduction, strategy, tag, fragment, first)
+            self._parts.append(part)
+            first += len(groups)
         if strategy.momentum == "average":
             momenta = _momenta_part(settings, strategy)
             if settings.momenta:
                 self._parts.append(momenta)
-        self._everyone = replace(settings.reduction, weights=strategy.weights or ())
+        self._everyone = replace(reduction, weights=strategy.weights or ())
         self._node = _within_node(settings, strategy) if strategy.within == "node" else None
         self._buckets = Packing(shapes, shapes.default_groups(settings.dense[::-1]))
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
@@ -439,8 +420,7 @@ class CoCoDEngine(Engine):
     def _reduced(self, flats: Flats, reduction: Reduction | None, label: str) -> Flats:
         if reduction is None:
             return flats
-        tag = f"{self.settings.tag}.{label}"
-        return [reduction.reduce(flat, f"{tag}.{i}") for i, flat in enumerate(flats)]
+        return reduction.reduce_all(flats, f"{self.settings.tag}.{label}")
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         local = self._is_local()
@@ -469,10 +449,8 @@ class CoCoDEngine(Engine):
         shapes = shapes_of(variables)
         packing = Packing(shapes, shapes.dtype_groups(range(len(shapes))))
         flats = packing.pack({i: tf.convert_to_tensor(raw(v)) for i, v in enumerate(variables)})
-        means = [
-            tf.cast(reduction.reduce(_wide(flat), f"{tag}.equal.{i}"), flat.dtype)
-            for i, flat in enumerate(flats)
-        ]
+        wide = reduction.reduce_all([_wide(flat) for flat in flats], f"{tag}.equal")
+        means = [tf.cast(mean, flat.dtype) for mean, flat in zip(wide, flats, strict=True)]
         for i, mean in packing.unpack(means).items():
             variables[i].assign(mean)
 
@@ -517,35 +495,22 @@ class CoCoDEngine(Engine):
         return [part for part in self._parts if part.fragment == fragment]
 
     def _begin(self) -> tf.Operation:
-        flats = [flat for part in self._of(0) for flat in part.read()]
-        return tf.group(tf.py_function(_weakly(self._send, 0), flats, [tf.int32]))
-
-    def _send(self, fragment: int, *flats: tf.Tensor) -> tf.Tensor:
-        for part, own in _split(self._of(fragment), flats):
-            part.start(own)
-        return tf.constant(0)
+        for part in self._of(0):
+            tf.py_function(_turn(None, part), part.read(), [])
+        return tf.no_op()
 
     def _next_turn(self, ended: int) -> tf.Operation:
         """Take a fragment's average in, and send the next fragment."""
-        arriving = self._of(ended)
-        leaving = self._of((ended + 1) % self._count) if self._count > 1 else []
-        flats = [flat for part in (*arriving, *leaving) for flat in part.read()]
-        with tf.control_dependencies(flats):
-            there = [part.arrival() for part in arriving]
-        dtypes = [dtype for part in arriving for dtype in part.packing.dtypes]
-        with tf.control_dependencies(there):
-            flats = tf.py_function(_weakly(self._finish, ended), flats, dtypes)
-        for part, own in _split(arriving, flats):
-            part.assign(own)
+        turns = zip(self._of(ended), self._of((ended + 1) % self._count), strict=True)
+        for arriving, leaving in turns:
+            flats = arriving.read() + (leaving.read() if leaving is not arriving else [])
+            with tf.control_dependencies(flats):
+                there = arriving.arrival()
+            with tf.control_dependencies([there]):
+                turn, dtypes = _turn(arriving, leaving), arriving.packing.dtypes
+                models = tf.py_function(turn, flats, dtypes)
+            arriving.assign(models)
         return tf.no_op()
-
-    def _finish(self, ended: int, *flats: tf.Tensor) -> list[tf.Tensor]:
-        arrived = [
-            flat for part, own in _split(self._of(ended), flats) for flat in part.finish(own)
-        ]
-        # With one fragment, what leaves is what has just arrived.
-        self._send((ended + 1) % self._count, *(flats[len(arrived) :] or arrived))
-        return arrived
 
 
 def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
@@ -559,19 +524,20 @@ def _within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:
     return replace(settings.reduction.lossless(), process_set=node, weights=weights)
 
 
-def _split(parts: Sequence[ModelAverage], flats: Flats) -> list[tuple[ModelAverage, Flats]]:
-    """Return each part with its vectors, which come first, in this order."""
-    rest = iter(flats)
-    return [(part, [next(rest) for _ in part.packing.groups]) for part in parts]
+def _turn(arriving: ModelAverage | None, leaving: ModelAverage) -> Callable[..., Any]:
+    """Return the end of a turn for a graph, which TensorFlow keeps for ever; it keeps no model."""
+    begins = arriving is None
+    weak = weakref.ref(arriving or leaving), weakref.ref(leaving)
 
-
-def _weakly(method: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
-    """Return a function for a graph, which TensorFlow keeps for ever, that keeps no engine."""
-    weak = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        strong = weak()
-        assert strong is not None  # whoever runs the step has the optimizer
-        return strong(*bound, *arguments)
+    def call(*flats: tf.Tensor) -> Flats:
+        arriving, leaving = (each() for each in weak)
+        assert arriving is not None  # whoever runs the step has the optimizer
+        assert leaving is not None
+        arrived: Flats = []
+        if not begins:
+            count = len(arriving.packing.groups)
+            arrived, flats = arriving.finish(flats[:count]), flats[count:]
+        leaving.start(flats or arrived)  # with one fragment, what has just arrived
+        return arrived
 
     return call

@@ -47,7 +47,7 @@ from hvd_pipe.tensorflow.graphs import (
     variable,
 )
 from hvd_pipe.tensorflow.measuring.ready_times import ReadyTimes
-from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals, piece_sizes
+from hvd_pipe.tensorflow.messages.buckets import Packing, Residuals
 from hvd_pipe.tensorflow.strategies.base import (
     Due,
     Engine,
@@ -99,11 +99,8 @@ class MergedGradientEngine(Engine):
         if self.times is not None:
             gradients = self.times.watched(gradients)
         flats = self._packing.pack(gradients)
-        reduced = [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
-            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
-        ]
-        found = dict(self._packing.unpack(reduced))
+        reduced = reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
+        found = self._packing.unpack(reduced)
         for index in self.settings.sparse:
             found[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
         return Due(found if self.times is None else self.times.arrived(found))
@@ -162,7 +159,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Gradients of a checkpoint that are still to be applied."""
         self.was_loaded = False
         """Whether a checkpoint has changed what is in flight, and ranks have not met since."""
-        self._held_weights: dict[int, tf.Tensor] = {}
+        self._held_weights: Gradients = {}
         """Under ``HVD_PIPE_CHECK``, the weights of that checkpoint that NaN stands for."""
         self._takes_plan = plan is None
         """Whether the user has given none, and no step has been traced."""
@@ -173,7 +170,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Whether the step that was traced last does not train these variables."""
         tag = settings.tag
         self._is_pending = variable([], tf.bool, f"{tag}.is_pending")
-        self._noted = {
+        self.noted = {
             "iterations": variable([], tf.int64, f"{tag}.iterations"),
             "rate": variable([], tf.float64, f"{tag}.rate"),
         }
@@ -188,10 +185,12 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._alone: Callable[[], None] | None = None
         self._first_late = first_deferred(plan) if plan is not None and order else 0
         self._late = frozenset(order[self._first_late :])
+        counts = [max(1, order.count(bucket)) for bucket in range(len(self._packing.groups))]
         self._sizes = [
-            piece_sizes(size, max(1, order.count(bucket)))
-            for bucket, size in enumerate(self._packing.sizes)
+            [size * (i + 1) // n - size * i // n for i in range(n)]
+            for n, size in zip(counts, self._packing.sizes, strict=True)
         ]
+        """By bucket, the sizes of its pieces, which are about equal."""
         self._piece = [order[:place].count(bucket) for place, bucket in enumerate(order)]
         """By place in the order, which piece of its bucket a message is."""
         self._kept: dict[int, tf.Variable] = {
@@ -245,8 +244,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
 
     def _finish(self, update: Update, sent: list[tf.Tensor]) -> None:
         pending = self._is_pending.read_value()
+
+        def uncover() -> None:
+            for index, each in self._covered.items():
+                self.settings.variables[index].assign(each.read_value())
+
         if self._covered:
-            tf.cond(pending, branch(self._uncover), tf.no_op)
+            tf.cond(pending, branch(uncover), tf.no_op)
         flats = {place: each.read_value() for place, each in self._kept.items()}
         for place in range(self._first_late, len(self._order)):
             flats[place] = self._send(flats[place], f"late.{place}", sent, pending)
@@ -254,10 +258,6 @@ class ForwardOverlapEngine(MergedGradientEngine):
             tf.cond(pending, branch(update, gradients), tf.no_op)
         with tf.control_dependencies(list(flats.values())):  # it stays pending where one fails
             self._is_pending.assign(False)
-
-    def _uncover(self) -> None:
-        for index, each in self._covered.items():
-            self.settings.variables[index].assign(each.read_value())
 
     def exchange(self, gradients: Gradients) -> Due:
         self._takes_plan = False
@@ -293,12 +293,8 @@ class ForwardOverlapEngine(MergedGradientEngine):
         return Due(together([*others, last]), note=self._note)
 
     def _note(self, iterations: Any, rate: Any) -> None:
-        self._noted["iterations"].assign(tf.cast(iterations, tf.int64))
-        self._noted["rate"].assign(tf.cast(rate, tf.float64))
-
-    def noted(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the iterations and the learning rate of the step whose updates are late."""
-        return self._noted["iterations"].read_value(), self._noted["rate"].read_value()
+        self.noted["iterations"].assign(tf.cast(iterations, tf.int64))
+        self.noted["rate"].assign(tf.cast(rate, tf.float64))
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         super().after_step(access)
@@ -374,10 +370,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 self.settings.variables[index].assign(weight)
             groups = self.settings.shapes.dtype_groups(sorted(held))
             packing, reduction = Packing(self.settings.shapes, groups), self.settings.reduction
-            flats = [
-                reduction.reduce(flat, f"{self.settings.tag}.held.{i}")
-                for i, flat in enumerate(packing.pack(held))
-            ]
+            flats = reduction.reduce_all(packing.pack(held), f"{self.settings.tag}.held")
             update(packing.unpack(flats))
         if not self._is_pending.numpy():
             return
@@ -386,17 +379,13 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._alone()
 
     def state(self) -> Arrays:
-        """Return the gradients that are still to be applied, by variable, and the plan that stays.
-
-        What has been averaged stands there as this rank's own: that is its average once more.
-        """
+        """Return the gradients still to be applied, each rank's own, and the plan that stays."""
         state = super().state()
         if self.plan is not None and self.plan.tried_forward:
             index_of = {name: str(i) for i, name in enumerate(self.settings.shapes.names)}
             state[_PLAN] = np.array(_renamed(self.plan, index_of).to_json())
             state[_WORKERS] = np.array(self.settings.reduction.workers)
-        pending: Gradients = self.held
-        weights: Gradients = self._held_weights
+        pending, weights = self.held, self._held_weights
         if not pending and self._is_pending.numpy():
             weights = self._covered
             reduction = self.settings.reduction
@@ -409,7 +398,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if pending:
             state |= {f"gradient.{i}": np.asarray(each) for i, each in pending.items()}
             state |= {f"weight.{i}": np.asarray(each) for i, each in weights.items()}
-            state |= {name: each.numpy() for name, each in self._noted.items()}
+            state |= {name: each.numpy() for name, each in self.noted.items()}
         return state
 
     def load(self, state: Arrays) -> None:
@@ -421,7 +410,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
                 self.adopt(_renamed(plan, {name: names[int(name)] for name in plan.names}))
                 self.has_saved_plan = True
         super().load({name: each for name, each in state.items() if name in self._residuals.named})
-        restore(self._noted, state)
+        restore(self.noted, state)
         self.was_loaded |= self.is_ahead()
         self._is_pending.assign(False)
         self.held, self._held_weights = {}, {}

@@ -52,25 +52,26 @@ class PipeSGDEngine(Engine):
         self._warmup_steps = strategy.warmup_steps
         self._packing = Packing(settings.shapes, groups)
         self._residuals = Residuals(settings.reduction, self._packing)
+        buckets = zip(self._packing.sizes, self._packing.dtypes, strict=True)
         self._pending = [
             variable([size], dtype, f"{settings.tag}.pending.{i}")
-            for i, (size, dtype) in enumerate(
-                zip(self._packing.sizes, self._packing.dtypes, strict=True)
-            )
+            for i, (size, dtype) in enumerate(buckets)
         ]
         self._is_pending = variable([], tf.bool, f"{settings.tag}.is_pending")
         self._rounds = variable([], tf.int64, f"{settings.tag}.rounds")
         self._guess = strategy.prediction
         self.keeps_equal = strategy.prediction != "local"
-        self.predicts = strategy.prediction != "none"
-        self._prediction = Prediction(settings.variables, settings.tag) if self.predicts else None
         self._named = {
             "is_pending": self._is_pending,
             "rounds": self._rounds,
-            **({} if self._prediction is None else self._prediction.named),
             **self._residuals.named,
         }
         """The variables that a state holds, by their names there."""
+        self._prediction: Prediction | None = None
+        self.predicts = strategy.prediction != "none"
+        if self.predicts:
+            self._prediction = Prediction(settings.variables, settings.tag)
+            self._named |= self._prediction.named
         self._step: tuple[Gradients, Due] = ({}, Due({}))
 
     def exchange(self, gradients: Gradients) -> Due:
@@ -117,10 +118,7 @@ class PipeSGDEngine(Engine):
 
     def _reduce(self, flats: list[tf.Tensor]) -> list[tf.Tensor]:
         reduction, tag = self.settings.reduction, self.settings.tag
-        return [
-            reduction.reduce(flat, f"{tag}.gradients.{i}", feedback)
-            for i, (flat, feedback) in enumerate(zip(flats, self._residuals.each, strict=True))
-        ]
+        return reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
 
     def drain(self, update: Callable[[Gradients], None]) -> None:
         if self._prediction is not None:
@@ -206,10 +204,8 @@ class Prediction:
             variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
         ]
         self._is_predicted = variable([], tf.bool, f"{tag}.leads")
-        self.named = {
-            "leads": self._is_predicted,
-            **{f"true.{i}": each for i, each in enumerate(self._true)},
-        }
+        true = {f"true.{i}": each for i, each in enumerate(self._true)}
+        self.named = {"leads": self._is_predicted, **true}
         """The variables, by the names that they have in a checkpoint."""
 
     def restore(self) -> None:
