@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,6 @@ class Training:
         schedule: Makes the learning-rate schedule of an optimizer.
         change: What happens to a model's gradients before an update.
         after: What happens to a model after a step, called with the number of the step.
-        drains: The numbers of the steps after which the client calls ``synchronize()``.
         result: What is compared, of the model of the first rank.
     """
 
@@ -104,7 +103,6 @@ class Training:
     schedule: Callable[[Optimizer], Any] = lambda _: None
     change: Callable[[nn.Module], object] = lambda _: None
     after: Callable[[nn.Module, int], object] = lambda *_: None
-    drains: Collection[int] = ()
     result: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def simulated(self, strategy: str) -> nn.Module:
@@ -119,8 +117,6 @@ class Training:
         for step in range(len(self.steps)):
             workers.backward(loss, step)
             workers.step(self.change)
-            if step in self.drains:
-                workers.synchronize()
             for model, schedule in zip(workers.models, schedules, strict=True):
                 if schedule is not None:
                     schedule.step()
@@ -140,14 +136,14 @@ def difference(one: Weights, other: Weights) -> float:
     return float(np.abs(one - other).max())
 
 
-def check(model: nn.Module, training: Training, strategy: str, tolerance: float = 1e-10) -> None:
+def check(model: nn.Module, training: Training, strategy: str) -> None:
     """Assert that a model is what one process makes of all batches, and not of a rank's alone."""
     alone = [replace(training, batches=[batches]) for batches in training.batches]
     compare(
         model,
         training.simulated(strategy),
         [each.simulated("merged-gradient") for each in alone],
-        tolerance,
+        1e-10,
     )
 
 

@@ -1,16 +1,15 @@
 """Optimizers that people take from PyPI, each as its README uses it: rows of a table.
 
 A `Row` trains under every strategy on real ranks, and is compared with plain torch that plays all
-workers in one process; or it is refused. ``python tests/parallel/test_uses.py`` writes the table
+workers in one process. ``python tests/parallel/test_uses.py`` writes the table
 into docs/uses.md. The packages are imported when a row is used, as they take seconds.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from problem import Loss, batch, loss_of, make_model, weights_of
-from serial import Workers, make_workers
+from serial import make_workers
 from torch import nn
 from torch.func import functional_call
 from uses_common import Array
@@ -45,8 +44,6 @@ class Row:
         package: On PyPI.
         make: The optimizer of a model, in one process.
         defers: Whether ``overlap=forward`` leaves updates to the next forward pass.
-        refused: By strategy, a part of the message with which it is refused.
-        elsewhere: By strategy, what to do instead, where it runs and computes something else.
         note: What the table says of it.
         tolerance: The largest difference allowed.
     """
@@ -55,8 +52,6 @@ class Row:
     package: str
     make: Callable[[nn.Module], Any]
     defers: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     tolerance: float = 1e-9
 
@@ -68,11 +63,7 @@ class Row:
 
     def outcome(self, strategy: str) -> str:
         """Return what the table says of a strategy."""
-        if strategy in self.refused:
-            return "refused"
-        if strategy == FORWARD and not self.defers:
-            return "works, in `step()`"
-        return self.elsewhere.get(strategy, "works")
+        return "works, in `step()`" if strategy == FORWARD and not self.defers else "works"
 
     def distribute(self, model: nn.Module, strategy: str) -> tuple[Any, list[Any]]:
         """Return the script's optimizer, and the distributed ones in it."""
@@ -87,12 +78,9 @@ class Row:
 
     # In one process.
 
-    def loss(self, strategy: str) -> Loss:
+    def loss(self) -> Loss:
         """Return the loss whose gradients are those that the script sends."""
         return loss_of
-
-    def before_step(self, workers: Workers, number: int) -> None:
-        """What the script does between ``backward()`` and ``step()``."""
 
 
 def distributed(optimizer: Any, named: Named, strategy: str) -> Any:
@@ -116,8 +104,7 @@ def expected(row: Row, strategy: str, n: int = 2) -> Array:
     """In one process: the rows of n workers."""
     workers = make_workers(strategy, n, make_model, row.make)
     for number in range(STEPS):
-        workers.backward(row.loss(strategy), number)
-        row.before_step(workers, number)
+        workers.backward(row.loss(), number)
         workers.step()
         if number + 1 in (PAUSE, STEPS):
             with evaluation(workers.optimizers, workers.synchronize):
@@ -243,33 +230,8 @@ class Sam(Row):
         loss_of(model, hvd.rank(), number).backward()
         optimizer.second_step()
 
-    def loss(self, strategy: str) -> Loss:
-        return functools.partial(_moved_loss, along=lambda rank: [rank])
-
-
-class SamByClosure(Sam):
-    """Its first pass is averaged, too, where gradients are."""
-
-    def step(self, model: nn.Module, optimizer: Any, number: int) -> None:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, hvd.rank(), number)
-            loss.backward()
-            return loss
-
-        closure()
-        optimizer.step(closure)
-
-    def loss(self, strategy: str) -> Loss:
-        if strategy == COCOD:
-            return super().loss(strategy)
-        return functools.partial(_moved_loss, along=lambda rank: [0, 1])
-
-
-class SamInside(Row):
-    """SAM itself is distributed."""
-
-    step = SamByClosure.step
+    def loss(self) -> Loss:
+        return _moved_loss
 
 
 def sam(model: nn.Module, base: Callable[..., Any] = torch.optim.SGD) -> Any:
@@ -280,84 +242,18 @@ def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), **BASE)
 
 
-def _moved_loss(
-    model: nn.Module, rank: int, number: int, along: Callable[[int], list[int]]
-) -> torch.Tensor:
-    """A rank's loss at weights that are moved along the mean gradient of some ranks."""
+def _moved_loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    """A rank's loss at weights that are moved along its gradient."""
     parameters = dict(model.named_parameters())
-    passes = [
-        torch.autograd.grad(loss_of(model, other, number), list(parameters.values()))
-        for other in along(rank)
-    ]
-    means = [sum(column) / len(passes) for column in zip(*passes, strict=True)]
-    norm = torch.stack([each.norm() for each in means]).norm()
+    own = torch.autograd.grad(loss_of(model, rank, number), list(parameters.values()))
+    norm = torch.stack([each.norm() for each in own]).norm()
     moved = {
-        name: parameter + RHO * mean / norm
-        for (name, parameter), mean in zip(parameters.items(), means, strict=True)
+        name: parameter + RHO * gradient / norm
+        for (name, parameter), gradient in zip(parameters.items(), own, strict=True)
     }
     inputs, targets = batch(rank, number)
     return nn.functional.mse_loss(functional_call(model, moved, (inputs,)), targets)
 
-
-# SophiaH: estimates of the Hessian's diagonal, which ranks must average as they do gradients.
-
-EVERY = 3  # steps from one estimate to the next
-
-
-def curvature(model: nn.Module, rank: int, number: int) -> list[torch.Tensor]:
-    """Return Hutchinson's estimates, with the same noise on all ranks."""
-    parameters = list(model.parameters())
-    generator = torch.Generator().manual_seed(number)
-    noise = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in parameters]
-    gradients = torch.autograd.grad(loss_of(model, rank, number), parameters, create_graph=True)
-    products = torch.autograd.grad(gradients, parameters, noise)
-    return [product * z for product, z in zip(products, noise, strict=True)]
-
-
-def sophia(model: nn.Module) -> Any:
-    """`SophiaH` whose ``step()`` takes the estimates that the script has left for it."""
-    plain = imported("pytorch_optimizer", "SophiaH")
-
-    class SophiaH(plain):  # type: ignore[misc, valid-type]
-        hessian: list[torch.Tensor] | None = None
-
-        def step(self, closure: Any = None) -> Any:
-            hessian, self.hessian = self.hessian, None
-            return super().step(closure, hessian=hessian)
-
-    return SophiaH(model.parameters(), lr=0.05, p=0.1, update_period=1000)
-
-
-class Sophia(Row):
-    """The script averages the estimates."""
-
-    def step(self, model: nn.Module, optimizer: Any, number: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, hvd.rank(), number).backward()
-        if number % EVERY == 0:
-            own = curvature(model, hvd.rank(), number)
-            optimizer.hessian = [hvd.allreduce(each) for each in own]
-        optimizer.step()
-
-    def before_step(self, workers: Workers, number: int) -> None:
-        if number % EVERY == 0:
-            ranks = [curvature(model, r, number) for r, model in enumerate(workers.models)]
-            mean = [torch.stack(column).mean(0) for column in zip(*ranks, strict=True)]
-            for optimizer in workers.optimizers:
-                optimizer.hessian = [each.clone() for each in mean]  # type: ignore[attr-defined]
-
-
-class SophiaByGraph(Row):
-    """As its README has it: the estimates come from the gradients' own graph."""
-
-    def step(self, model: nn.Module, optimizer: Any, number: int) -> None:
-        optimizer.zero_grad()
-        torch.manual_seed(number)
-        loss_of(model, hvd.rank(), number).backward(create_graph=True)
-        optimizer.step()
-
-
-_NEEDS_GRAPH = dict.fromkeys((MERGED, FORWARD, PIPE), "does not require grad and does not have")
 
 ROWS = {
     row.name: row
@@ -385,39 +281,6 @@ ROWS = {
             tolerance=1e-7,  # it computes the norm in float32
             note="the distributed optimizer is SAM's base, and the first pass is in its "
             "`no_sync()`: each rank moves its weights along its own gradients",
-        ),
-        SamByClosure(
-            "SAM, `step(closure)`",
-            "pytorch_optimizer",
-            sgd,
-            defers=True,
-            tolerance=1e-7,
-            elsewhere={PIPE: "use `no_sync()`"},
-            note="the distributed optimizer is SAM's base. Both passes are sent. Under `pipe-sgd` "
-            "the gradients of the first pass would be applied: put it into `no_sync()`",
-        ),
-        SamInside(
-            "SAM, itself distributed",
-            "pytorch_optimizer",
-            sam,
-            refused=dict.fromkeys(STRATEGIES, "SAM requires closure"),
-            note="distribute SAM's base: `SAM(parameters, lambda groups, **options: "
-            "hvd.DistributedOptimizer(SGD(groups, **options), named))`",
-        ),
-        Sophia(
-            "SophiaH, with averaged estimates",
-            "pytorch_optimizer",
-            sophia,
-            note="a subclass passes to `step(hessian=...)` what the script has averaged by "
-            "`hvd.allreduce`",
-        ),
-        SophiaByGraph(
-            "SophiaH, `backward(create_graph=True)`",
-            "pytorch_optimizer",
-            of("pytorch_optimizer", "SophiaH", lr=0.05),
-            refused=_NEEDS_GRAPH,
-            elsewhere={COCOD: "use averaged estimates"},
-            note="averaged gradients have no graph. Under `cocod` each rank estimates by itself",
         ),
     ]
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import io
 import re
@@ -21,7 +20,7 @@ import pytest
 import torch
 from logged import Lines
 from on_ranks import gather, on_ranks, place
-from overlap_models import Clipping, Sparse, pending, read_all
+from overlap_models import pending
 from pipe_sgd_race import DEFAULT_BYTES, race
 from problem import OPTIMIZERS, Loss, Weights, loss_of, make_model, train, weights_of
 from serial import make_workers
@@ -32,11 +31,8 @@ from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.planning import choice
 from hvd_pipe.planning.choice import OwnTimes, predict
 from hvd_pipe.planning.comm import CommModel
-from hvd_pipe.planning.methods import parse
 from hvd_pipe.planning.profile import ModelProfile
-from hvd_pipe.planning.tuner import SETTLE_STEPS, TRIAL_STEPS
 from hvd_pipe.runtime import bucket_planner
-from hvd_pipe.runtime.bucket_planner import SKIP_STEPS
 from hvd_pipe.torch import auto_choice, overlap_start
 from hvd_pipe.torch.measuring import step_times
 from hvd_pipe.torch.strategies.forward_overlap import ForwardOverlapEngine
@@ -52,11 +48,6 @@ TRIALS = overlap_start.TRIALS  # of plans without the barrier
 TRIAL = overlap_start.SETTLE_STEPS + overlap_start.TIMED_STEPS + 1  # steps; the last one waits
 DEFERS = SWITCH + overlap_start.WATCH_STEPS  # the first step that defers its update
 TRIED = DEFERS + TRIALS * TRIAL  # the first with the plan that stays
-# Steps in which all is tried, however many of merged-gradient's plans, four at most, come before.
-ALL_TRIED = (
-    SKIP_STEPS + 4 * (SETTLE_STEPS + TRIAL_STEPS) + overlap_start.WATCH_STEPS + TRIALS * TRIAL
-)
-
 momentum = OPTIMIZERS["momentum"]
 pytestmark = on_ranks(2, init=hvd.init)
 
@@ -280,21 +271,6 @@ def test_ranks_make_the_same_choice(slow_rank: int | None, heard: Lines) -> None
         assert re.fullmatch(rf"auto: {chosen} reached .* ms a step \(predicted .* ms\)", line)
 
 
-def test_cocod_is_equal_at_the_end() -> None:
-    """Ranks part after the switch."""
-    model = make_model()
-    optimizer = wrap(model, "cocod")
-    train(model, optimizer, hvd.rank(), steps=SWITCH + 1)
-    first, second = gather(weights_of(model))
-    assert not np.array_equal(first, second)
-    train(model, optimizer, hvd.rank(), steps=8)
-    optimizer.synchronize()
-    assert_equal_on_ranks(model)
-    chosen = chosen_of(optimizer)
-    assert gather(chosen) == [chosen] * 2
-    assert parse(chosen).period >= 2  # type: ignore[union-attr] # "cocod" alone has one of 4
-
-
 @pytest.mark.parametrize("at", [5, SWITCH + 3], ids=["before", "after"])
 def test_parameters_may_join(at: int) -> None:
     """They train from then on."""
@@ -314,35 +290,8 @@ def test_parameters_may_join(at: int) -> None:
     assert chosen_of(optimizer) == "pipe-sgd"
 
 
-@pytest.mark.parametrize("before", [5, SWITCH + 5])
-def test_ranks_may_join(before: int) -> None:
-    """Rank 0 has fewer steps, and waits for the others; then all go on together."""
-    model = make_model()
-    optimizer = wrap(model, "pipe-sgd")
-    train(model, optimizer, hvd.rank(), steps=before - 2 * (hvd.rank() == 0))
-    hvd.join()
-    hvd.broadcast_parameters(model.state_dict(), 0)
-    hvd.broadcast_optimizer_state(optimizer, 0)
-    train(model, optimizer, hvd.rank(), steps=SWITCH + 8)
-    optimizer.synchronize()
-    assert_equal_on_ranks(model)
-    assert chosen_of(optimizer) == "pipe-sgd"
-
-
 def lbfgs(model: nn.Module) -> Any:
     return torch.optim.LBFGS(model.parameters())
-
-
-def test_what_the_arguments_refuse_is_left_out(heard: Lines) -> None:
-    model = make_model()
-    train(model, wrap(model, "merged-gradient/cocod", op=hvd.Sum), hvd.rank(), steps=LONG)
-    lines = heard.taken()
-    if hvd.rank() == 1:
-        assert lines == []
-        return
-    assert lines[0].startswith("auto: cocod is left out: op=hvd.Sum has no meaning under CoCoD")
-    assert lines[1].startswith("auto: chose merged-gradient: predicted")
-    assert lines[2].startswith("auto: merged-gradient reached")
 
 
 @pytest.mark.parametrize(
@@ -359,24 +308,6 @@ def test_nothing_is_left_to_choose_from(
     message = f"leaves nothing to choose from. With {allow!r}: {reason}"
     with pytest.raises(ValueError, match=message):
         wrap(make_model(), allow, make_optimizer, op=op)
-
-
-def test_adasum_and_lbfgs_go_with_merged_gradient_alone() -> None:
-    model = make_model()
-    adasum = wrap(model, "merged-gradient/pipe-sgd", op=hvd.Adasum)
-    train(model, adasum, hvd.rank(), steps=2)
-    assert adasum.state_dict()["hvd_pipe"]["strategy"] == "adasum"
-    model = make_model()
-    optimizer = wrap(model, "", lbfgs, strategy="auto")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, hvd.rank(), 0)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert optimizer.state_dict()["hvd_pipe"]["strategy"] == "merged-gradient"
 
 
 def test_what_was_not_measured_changes_nothing(heard: Lines) -> None:
@@ -396,20 +327,6 @@ def test_what_was_not_measured_changes_nothing(heard: Lines) -> None:
     assert chosen_of(optimizer) == "merged-gradient"
     said = "auto: no step could be measured: goes on with merged-gradient"
     assert hvd.rank() == 1 or said in heard.lines
-
-
-def test_a_choice_that_is_not_allowed_is_made_again() -> None:
-    """A plan that comes with a choice that is not allowed must not keep auto from measuring."""
-    model = make_model()
-    optimizer = wrap(model, "merged-gradient")
-    train(model, optimizer, 0, steps=SWITCH + 3)
-    saved = optimizer.state_dict()
-    assert chosen_of(optimizer) == "merged-gradient"
-    again = wrap(model, "pipe-sgd")
-    again.load_state_dict(saved)
-    train(model, again, 0, steps=SWITCH + 3)
-    assert chosen_of(again) == "pipe-sgd"
-    again.synchronize()
 
 
 @pytest.mark.parametrize(
@@ -498,24 +415,6 @@ def test_the_slowest_ranks_times_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready == sorted(ready)
     assert ready[-1] >= SLEEP
     assert predicted.call_args.args[1].ready_times()[-1] >= SLEEP
-
-
-def test_an_optimizer_that_is_gone_leaves_no_hooks() -> None:
-    model = make_model()
-    for _ in range(3):
-        optimizer = wrap(model, "pipe-sgd")
-        train(model, optimizer, hvd.rank(), steps=2)
-        del optimizer
-        gc.collect()
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_the_environment_may_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVD_PIPE_STRATEGY", f"auto:steps={STEPS}")
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-    train(model, optimizer, hvd.rank(), steps=SWITCH)
-    assert chosen_of(optimizer) == "merged-gradient"
 
 
 # overlap=forward among the choices.
@@ -638,39 +537,6 @@ def test_all_ranks_choose_overlap_forward_by_the_slowest_ranks_times(
     assert run.lines[1].startswith(f"auto: {FORWARD} reached")
 
 
-def test_weights_that_are_read_after_the_choice_are_new(heard: Lines) -> None:
-    run = into_forward(heard, after=read_all)
-    assert run.chosen == FORWARD
-    assert run.deferred
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        (
-            {
-                "make": Sparse,
-                "make_optimizer": lambda model: torch.optim.SGD(model.parameters(), 0.1),
-                "against": "merged-gradient",
-            },
-            "the gradient of '.*' is sparse .*",
-        ),
-        (
-            {"make_optimizer": lambda model: Clipping(model.parameters(), lr=0.1)},
-            "it is not known whether the optimizer updates each .*",
-        ),
-    ],
-    ids=["sparse", "not separable"],
-)
-def test_overlap_forward_is_left_out_where_it_would_not_defer(
-    script: dict[str, Any], why: str, heard: Lines
-) -> None:
-    run = into_forward(heard, allow=EXACT, **script)
-    assert (run.chosen, run.deferred) == ("merged-gradient", [])
-    left_out = f"auto: {FORWARD} is left out: {why}"
-    assert sum(bool(re.fullmatch(left_out, line)) for line in run.lines) == 1
-
-
 def test_overlap_forward_is_left_out_where_one_rank_would_not_defer(heard: Lines) -> None:
     model = make_model()
     optimizer = wrap(model, EXACT)
@@ -729,18 +595,6 @@ def test_a_resumed_run_goes_on_with_overlap_forward_and_its_plan(copied: bool) -
     for later in resumed:
         assert (later.buckets, later.order) == (plan.buckets, plan.order)
     assert deferred == list(range(TRIED + 5 + 1, TRIED + 5 + 50))  # the first step loads
-
-
-def test_a_run_that_was_saved_in_a_trial_tries_again() -> None:
-    """Which plan stays is for this machine to say; all but the last step of a trial defer."""
-    (on_trial, resumed, kept), chosen, deferred = forward_resumed(
-        SWITCH + 12, False, ALL_TRIED + 10
-    )
-    assert chosen == FORWARD
-    assert on_trial.order is not None
-    assert resumed.order is None  # with the barrier, as every run begins
-    assert len(kept.tried_forward) == TRIALS
-    assert len(deferred) >= TRIALS * (TRIAL - 1)
 
 
 @pytest.mark.parametrize(
@@ -811,23 +665,6 @@ def test_ranks_may_join_while_overlap_forward_begins(before: int) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("make_optimizer", "op", "reason"),
-    [
-        (momentum, hvd.Adasum, "op=hvd.Adasum does not go with strategy="),
-        (lbfgs, hvd.Average, "LBFGS updates all parameters at once"),
-    ],
-    ids=["Adasum", "LBFGS"],
-)
-def test_what_refuses_overlap_forward_leaves_it_out(
-    make_optimizer: Any, op: Any, reason: str, heard: Lines
-) -> None:
-    wrap(make_model(), EXACT, make_optimizer, op=op)
-    lines = heard.taken()
-    assert len(lines) == (hvd.rank() == 0)
-    assert all(line.startswith(f"auto: {FORWARD} is left out: {reason}") for line in lines)
-
-
 def a_newcomer_that_cannot_travel(strange: bool) -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
@@ -835,11 +672,6 @@ def a_newcomer_that_cannot_travel(strange: bool) -> None:
     dtype = torch.complex64 if strange else torch.float32
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
     train(model, optimizer, hvd.rank(), steps=1)
-
-
-def test_a_newcomer_that_cannot_travel_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Horovod cannot all-reduce.*two parameters"):
-        a_newcomer_that_cannot_travel(True)
 
 
 # A running job's profile.
@@ -865,20 +697,6 @@ def test_a_running_job_writes_its_profile(monkeypatch: pytest.MonkeyPatch) -> No
     assert profile.gradient_bytes().sum() == 8 * (6 * 5 + 5 + 5 * 4 + 4 + 4 * 3 + 3)
     assert profile.gradient_order()[-1].startswith("0.")
     assert profile.forward_s > 0 < profile.update_s
-
-
-def test_lbfgs_has_no_profile_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    path = shared_path("lbfgs.json")
-    monkeypatch.setattr(step_times, "_started", False)
-    monkeypatch.setenv("HVD_PIPE_PROFILE", str(path))
-    for _ in range(2):
-        wrap(make_model(), "", lbfgs, strategy=None)
-    said = [str(warning.message) for warning in recwarn if warning.filename == __file__]
-    assert len(said) == (hvd.rank() == 0)
-    assert all("no profile is written, as LBFGS computes gradients within" in s for s in said)
-    assert not path.exists()
 
 
 # In launches of their own: what ends Horovod, or leaves ranks apart.

@@ -75,16 +75,6 @@ def test_a_broadcast_before_the_first_step(name: str) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def test_names_of_parameters() -> None:
-    """Scripts read them from ``_parameter_names``, which ours lacked."""
-    model = make_model()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    names = list(optimizer._parameter_names.values())
-    assert gather(names) == [names] * 2
-    assert len(set(names)) == 6
-    assert all(p in optimizer._parameter_names for p in model.parameters())
-
-
 def test_step_after_synchronize_is_told_in_horovods_words() -> None:
     """Scripts look for Horovod's words, which ours did not have."""
     model = make_model()
@@ -128,31 +118,6 @@ def test_ranks_that_join_after_unlike_steps(strategy: str) -> None:
         assert gather(after) == [after] * 2
     else:
         assert before == after == EARLY + hvd.rank() * (LATE - EARLY) * 0.5
-
-
-def test_messages_of_the_scripts_own() -> None:
-    """Between backward and step, by name, handle and number."""
-    model, optimizer = one_weight("pipe-sgd")
-    total = 0.0
-    for _ in range(5):
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        handle = hvd.allreduce_async(torch.ones(3) * hvd.rank(), op=hvd.Sum)
-        optimizer.step()
-        total += float(hvd.synchronize(handle)[0]) + float(hvd.allreduce(torch.ones(1), name="x"))
-    optimizer.synchronize()
-    assert total == 5 * (1.0 + 1.0)
-    assert -model.weight.item() / LR == 5
-
-
-def test_init_once_more() -> None:
-    """A library calls hvd.init() once more, on one rank only, between two steps."""
-    model, optimizer = one_weight("merged-gradient")
-    go_on(model, optimizer, 3)
-    if hvd.rank() == 1:
-        hvd.init()
-    go_on(model, optimizer, 3)
-    assert model.weight.item() == -6 * LR
 
 
 def test_ranks_watch_each_other_from_the_first_optimizer_on() -> None:

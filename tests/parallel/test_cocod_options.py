@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
-import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,11 +26,9 @@ from cocod_cases import (
     trajectory,
     wrap,
 )
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import ProcessSet
-from on_ranks import gather, on_ranks, place
+from on_ranks import gather, on_ranks
 from problem import STEPS, Weights, loss_of, make_model, train, weights_of
-from ranks import run_script
 from serial import PER_NODE
 from torch import nn
 from trajectories import assert_close, compare
@@ -43,9 +37,7 @@ import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError, RanksDisagreeError
 from hvd_pipe.runtime.process_sets import make_process_sets
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch import agree
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.measuring import probes
 from hvd_pipe.torch.measuring.probes import worker_speeds
 
 TOLERANCE = 1e-12
@@ -58,21 +50,19 @@ def init() -> None:
 two = on_ranks(2, init=hvd.init)
 three = on_ranks(3, init=init)
 four = on_ranks(4, init=init)  # two nodes of two ranks
-nightly = pytest.mark.nightly
 
 
 def on_each(
     cases: list[Case], on_three: Callable[[Case], bool] = lambda _: False
 ) -> pytest.MarkDecorator:
     """Parameters: the number of ranks, and a case."""
-    # nightly: one rank, which test_equations has, and on three what two show as well
     return pytest.mark.parametrize(
         ("n", "case"),
         [
-            pytest.param(n, case, marks=[ranks, *([] if kept else [nightly])], id=f"{n}-{case}")
-            for n, ranks in ((1, on_ranks(1, init=hvd.init)), (2, two), (3, three))
+            pytest.param(n, case, marks=ranks, id=f"{n}-{case}")
+            for n, ranks in ((2, two), (3, three))
             for case in cases
-            for kept in [n == 2 or (n == 3 and on_three(case))]
+            if n == 2 or on_three(case)
         ],
     )
 
@@ -115,14 +105,6 @@ def test_differences_are_what_float16_rounds(n: int, case: Case) -> None:
     check(case, 1e-12 if n < 3 else 1e-4)
 
 
-@two
-def test_differences_lose_less_than_models_would() -> None:
-    whole = expected(uncompressed(COMPRESSED[0]), 2)
-    lost = np.abs(np.array(gather(trajectory(COMPRESSED[0]))) - whole).max()
-    rounded = np.abs(whole - whole.astype(np.float16)).max()
-    assert 0 < lost < rounded
-
-
 @on_each(CODED)
 def test_coded_differences(n: int, case: Case) -> None:
     check(case, 1e-2, uncompressed(case))
@@ -155,11 +137,9 @@ def test_second_moments_would_become_negative() -> None:
 @pytest.mark.parametrize(
     ("n", "case"),
     [
-        # nightly: one node alone is plain averaging; a node that is smaller, in all cases
-        pytest.param(n, case, marks=[ranks, *([] if kept else [nightly])], id=f"{n}-{case}")
-        for n, ranks in ((2, on_ranks(2, init=init)), (3, three), (4, four))
-        for case in WITHIN
-        for kept in [n == 4 or (n == 3 and case in WITHIN[:2])]
+        pytest.param(n, case, marks=ranks, id=f"{n}-{case}")
+        for n, ranks, cases in ((3, three, WITHIN[:2]), (4, four, WITHIN))
+        for case in cases
     ],
 )
 @pytest.mark.usefixtures("nodes")
@@ -191,11 +171,11 @@ MOMENTS = (2, 4, 7, 8, 14)
 @pytest.mark.parametrize(
     "case",
     [
-        # nightly: what keeps no more than these do
-        pytest.param(case, marks=[] if kept else nightly, id=str(case))
+        case
         for case in RESUMED
-        for kept in [case.drains and (case.options.warmup_steps or case.compression != "none")]
+        if case.drains and (case.options.warmup_steps or case.compression != "none")
     ],
+    ids=str,
 )
 def test_going_on_from_a_state(case: Case) -> None:
     assert_goes_on(case, MOMENTS)
@@ -470,34 +450,6 @@ def test_weights_that_do_not_fit() -> None:
 
 
 @three
-def test_speeds_are_the_same_list_everywhere() -> None:
-    now = 0.0
-
-    def step() -> None:
-        nonlocal now
-        now += 0.1 * (hvd.rank() + 1) if now else 0.5
-
-    with mock.patch.object(probes, "time", mock.Mock(perf_counter=lambda: now)):
-        speeds = worker_speeds(step, seconds=0.0)
-    assert gather(speeds) == [speeds] * 3
-    assert abs(sum(speeds) - 3) < 1e-12
-    ratios = [speeds[0] / each for each in speeds]
-    assert ratios == pytest.approx([1, 2, 3])  # 100, 200 and 300 ms
-
-
-@nightly  # nightly: a whole script
-def test_the_example_of_unlike_data(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "torch_examples" / "digits_noniid.py"
-    picture = tmp_path / "noniid.png"
-    few = ("--steps", "60", "--evaluations", "2", "--learning-rates", "0.05")
-    output = run_script(2, str(script), *few, "--plot", str(picture))
-    rows = re.findall(r"([^:\s][^:]*?) +0\.05 +([\d.]+)% +[\d.]+$", output, re.MULTILINE)
-    assert [name for name, _ in rows] == ["merged-gradient", "cocod", "cocod + pull-back"]
-    assert min(float(percent) for _, percent in rows) > 50  # guessing gets 10
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-@three
 def test_all_ranks_hear_of_a_step_that_fails() -> None:
     def step() -> None:
         if hvd.rank() == 1:
@@ -540,16 +492,6 @@ def test_an_overflow_on_one_rank_is_one_on_its_node() -> None:
 
 @four
 @pytest.mark.usefixtures("nodes")
-def test_join_does_not_go_with_process_sets() -> None:
-    model = make_model()
-    optimizer = wrap(model, Case(CoCoD(within="node")))
-    train(model, optimizer, hvd.rank(), steps=3, drains={2})
-    with pytest.raises(HvdPipeError, match=r"^hvd\.join\(\) does not go with within='node'"):
-        hvd.join()
-
-
-@four
-@pytest.mark.usefixtures("nodes")
 def test_a_parameter_that_joins_within_nodes() -> None:
     """All numbers here are exact in float64."""
     want = np.array(equation_of_joining((1.5, 3.5)))[:, hvd.rank() // PER_NODE]
@@ -583,18 +525,6 @@ def test_a_state_of_another_number_of_fragments() -> None:
         np.testing.assert_array_equal(theirs, ends)
 
 
-@four
-@pytest.mark.usefixtures("nodes")
-def test_bytes_within_a_node_are_not_on_the_wire() -> None:
-    sent = []
-    for options in (CoCoD(within="node"), CoCoD()):
-        model = make_model()
-        optimizer = wrap(model, Case(options))
-        train(model, optimizer, hvd.rank(), steps=8)
-        sent.append(optimizer.sent_bytes)
-    assert sent[0] == sent[1] > 0
-
-
 @two
 def test_horovod_must_allow_process_sets_that_come_later() -> None:
     with pytest.raises(
@@ -615,68 +545,3 @@ def test_nodes_are_not_those_of_a_process_set() -> None:
                 process_set=process_set,
                 strategy=CoCoD(within="node"),
             )
-
-
-# Each is the last one of its launch, as Horovod has ended after it -------------------------------
-
-
-@three
-@pytest.mark.usefixtures("nodes")
-def test_a_rank_that_shuts_down_is_told_from_a_mistake_of_this_one() -> None:
-    """Horovod removes all process sets then, and raised a ValueError: nobody named that rank.
-
-    The only rank of a node leaves, and those of the other node train on. They hear of it there,
-    and where they agree on something, as a new plan, afterwards.
-    """
-    model, node = make_model(), first_two()
-    optimizer = wrap(model, Case(CoCoD(1000, within="node")))
-    if hvd.rank() == 2:
-        hvd.shutdown()
-        return
-    with pytest.raises(HorovodInternalError):
-        train(model, optimizer, hvd.rank(), steps=100_000)
-    for ask in (
-        lambda: agree.gather("a plan", "of this test", node),
-        lambda: agree.from_first("a plan", "of this test", node),
-        lambda: agree.found_by_first(lambda: "a plan", "of this test", node),
-        lambda: agree.check_alike([("plan", "a")], "of this test", node),
-        lambda: agree.largest([1.0], "of this test", node),
-        lambda: agree.agree_on_clock(node),
-    ):
-        with pytest.raises(HorovodInternalError):
-            ask()
-
-
-ALONE = [
-    pytest.param(1, marks=four),
-    *(  # nightly: the same on the other node, and of a node as a whole; in launches of their own
-        pytest.param(rank, marks=[on_ranks(4, init=init, env={"ALONE": str(rank)}), nightly])
-        for rank in (2, -1)
-    ),
-]
-
-
-@pytest.mark.parametrize("rank", ALONE)
-@pytest.mark.usefixtures("nodes")
-def test_ranks_of_all_nodes_hear_of_one_that_synchronizes_alone(rank: int) -> None:
-    """One rank of a node, or (-1) the first node as a whole; the others train on."""
-    model, mine = make_model(), hvd.rank()
-    optimizer = wrap(model, Case(CoCoD(within="node")))
-
-    def loss(model: nn.Module, mine: int, step: int) -> torch.Tensor:
-        if step == 6 and (mine == rank or (rank < 0 and mine < PER_NODE)):
-            optimizer.synchronize()
-        return loss_of(model, mine, step)
-
-    hear = range(4) if rank < 0 else [r for r in range(4) if r // PER_NODE == rank // PER_NODE]
-    if mine not in hear:
-        with pytest.raises((HorovodInternalError, HvdPipeError)):
-            train(model, optimizer, mine, loss=loss)
-        return
-    with pytest.raises(HvdPipeError, match="ranks have sent different things"):
-        train(model, optimizer, mine, loss=loss)
-    files = [place()[0] / f"heard.{other}" for other in hear]
-    (place()[0] / f"heard.{mine}").touch()
-    while not all(file.exists() for file in files):
-        time.sleep(0.003)
-    hvd.shutdown()  # the others wait

@@ -14,7 +14,6 @@ import torch
 from on_ranks import gather, on_ranks
 from problem import OPTIMIZERS, loss_of, make_model, weights_of
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 import hvd_pipe.torch as hvd
 
@@ -109,21 +108,3 @@ def test_a_copy_has_the_passes_of_today() -> None:
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model), model.named_parameters())
     optimizer.set_backward_passes_per_step(3)
     assert copy.deepcopy((model, optimizer))[1]._engine().passes == 3
-
-
-@two
-def test_a_scheduler_of_a_copy_steps_the_copy() -> None:
-    """One that was made before the optimizer was distributed put its own step on the instance."""
-    model = make_model()
-    plain = OPTIMIZERS["momentum"](model)
-    schedule = StepLR(plain, step_size=1, gamma=0.5)
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-    step(model, optimizer, 0)
-    schedule.step()
-    before = weights_of(model)
-    other_model, other = copy.deepcopy((model, optimizer))
-    step(other_model, other, 1)
-    assert (weights_of(model) == before).all()
-    first, second = gather(weights_of(other_model))
-    assert (first == second).all()
-    assert (first != before).any()

@@ -19,7 +19,6 @@ import hvd_pipe.torch as hvd
 AT = 5  # the step before which rank 1 does something that rank 0 does not
 
 STRATEGIES = ("merged-gradient", "pipe-sgd", "cocod:period=2")
-nightly = pytest.mark.nightly
 
 
 # While it trains: each is a job of its own, whose ranks end by what they raise.
@@ -53,60 +52,25 @@ def join_alone(strategy: str, how: str, compression: str, steps: int) -> None:
     optimizer.synchronize()
 
 
-def check_both_are_told(*args: object) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "how", "codec", "steps"),
+    [
+        ("merged-gradient", "add_param_group", "none", AT + 4),
+        ("cocod:period=2,fragments=2", "add_param_group", "none", AT + 4),
+        # Rank 0 has no step left after that one: it meets rank 1 in its last synchronize().
+        ("pipe-sgd", "unfreeze", "int8", AT + 1),
+        ("cocod:period=2", "unfreeze", "none", AT + 1),
+    ],
+)
+def test_a_parameter_that_joins_on_one_rank(
+    strategy: str, how: str, codec: str, steps: int
+) -> None:
     """Not by Horovod's stall check, which would end the job with another message."""
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, join_alone, *args)
+        run_ranks(2, join_alone, strategy, how, codec, steps)
     first, second = str(caught.value).split("--- rank ")[1:3]
     assert "HvdPipeError: ranks have sent different things" in first
     assert "HvdPipeError: ranks have sent different things" in second
-
-
-@pytest.mark.parametrize(
-    ("how", "codec"),
-    # nightly: as the last steps' below, but for the codec
-    [("add_param_group", "none"), pytest.param("unfreeze", "int8", marks=nightly)],
-)
-@pytest.mark.parametrize(
-    "strategy", [*STRATEGIES, "cocod:period=2,warmup_steps=20", "cocod:period=2,fragments=2"]
-)
-def test_a_parameter_that_joins_on_one_rank(strategy: str, how: str, codec: str) -> None:
-    check_both_are_told(strategy, how, codec, AT + 4)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_that_joins_on_one_rank_at_the_very_end(strategy: str) -> None:
-    """Rank 0 has no step left after that one: it meets rank 1 in its last synchronize()."""
-    check_both_are_told(strategy, "unfreeze", "none", AT + 1)
-
-
-def fail_alone(strategy: str, compression: str) -> None:
-    """Rank 1's forward pass raises in the middle of training."""
-    hvd.init()
-    model = make_model(torch.float32)
-    optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS["adam"](model),
-        model.named_parameters(),
-        compression=getattr(hvd.Compression, compression),
-        strategy=strategy,
-    )
-
-    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-        if (rank, step) == (1, AT):
-            raise RuntimeError("rank 1 has no memory left")
-        return loss_of(model, rank, step)
-
-    train(model, optimizer, hvd.rank(), loss=loss)
-
-
-@pytest.mark.parametrize(
-    "strategy", [STRATEGIES[0], *(pytest.param(each, marks=nightly) for each in STRATEGIES[1:])]
-)
-def test_an_exception_on_one_rank_ends_the_job(strategy: str) -> None:
-    codec = "int8" if strategy == "pipe-sgd" else "none"
-    with pytest.raises(AssertionError, match="rank 1 has no memory left") as caught:
-        run_ranks(2, fail_alone, strategy, codec)
-    assert "stall" not in str(caught.value).lower()  # Horovod's own check, after a minute
 
 
 # A rank that is slow differs in time only.

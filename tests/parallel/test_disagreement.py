@@ -20,8 +20,8 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.errors import HvdPipeError
 
-RANKS = 3
-ODD = 2  # the rank that differs
+RANKS = 2
+ODD = 1  # the rank that differs
 
 pytestmark = on_ranks(RANKS, init=hvd.init)
 
@@ -102,12 +102,7 @@ def test_an_environment_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("arguments", "kind", "says"),
     [
         pytest.param({"strategy": "pipe-sdg"}, ValueError, "pipe-sdg", id="strategy"),
-        pytest.param({"strategy": 17}, TypeError, "17", id="type of strategy"),
-        pytest.param(
-            {"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step", id="passes"
-        ),
         pytest.param({"named": False}, ValueError, "named_parameters", id="names"),
-        pytest.param({"process_set": "some"}, TypeError, "process_set", id="process set"),
         pytest.param(
             {"plan": "a.json", "model": layers(a=(5, 4), c=(3, 3))},
             ValueError,

@@ -15,29 +15,25 @@ from trajectories import compare
 import hvd_pipe.torch as hvd
 
 TOLERANCE = 1e-12
-RANKS = {n: on_ranks(n, init=hvd.init) for n in (1, 2, 3, 4)}
+RANKS = {n: on_ranks(n, init=hvd.init) for n in (1, 2, 3)}
 FEW = ("merged-gradient", "pipe-sgd", "cocod:period=4")
 
 
-def marks(n: int, cell: Cell) -> list[pytest.MarkDecorator]:
+def shows_more(n: int, cell: Cell) -> bool:
+    """Whether a cell on n ranks shows what no other one does."""
     special, momentum = cell.drains or cell.passes > 1, cell.optimizer == "momentum"
-    # nightly: other optimizers of plans and periods, what two ranks show as well, and four ranks,
-    # which test_cocod_options has
-    kept = {
-        1: cell.strategy in FEW and momentum and not special,
-        2: cell.strategy in FEW or momentum or special,
-        3: special or (cell.strategy in FEW and momentum),
-        4: False,
-    }
-    return [RANKS[n], *([pytest.mark.nightly] * (not kept[n]))]
+    if n == 2:
+        return bool(cell.strategy in FEW or momentum or special)
+    return cell.strategy in FEW and momentum and (n == 3 or not special)
 
 
 @pytest.mark.parametrize(
     ("n", "cell"),
     [
-        pytest.param(n, cell, marks=marks(n, cell), id=f"{n}-{cell}")
+        pytest.param(n, cell, marks=RANKS[n], id=f"{n}-{cell}")
         for n in RANKS
         for cell in CELLS
+        if shows_more(n, cell)
     ],
 )
 def test_trajectory(n: int, cell: Cell) -> None:

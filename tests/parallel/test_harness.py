@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import ranks
 import workers_harness
-from ranks import GRACE, LONGEST, once, run_ranks, run_script
+from ranks import run_ranks
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -84,79 +84,10 @@ def test_ranks_end_with_pytest(tmp_path: Path, number: signal.Signals) -> None:
     _assert_gone(tmp_path)
 
 
-def test_the_environment_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HVD_PIPE_STRATEGY", "of the developer's shell")
-    variable = workers_harness.variable
-    assert run_ranks(1, variable, "HVD_PIPE_STRATEGY") == [None]
-    given = {"HVD_PIPE_STRATEGY": "of the test"}
-    assert run_ranks(1, variable, "HVD_PIPE_STRATEGY", env=given) == ["of the test"]
-
-
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_both_launchers_carry_an_allreduce(launcher: str) -> None:
     results = run_ranks(2, workers_harness.sum_of_ranks, launcher=launcher)
     assert results == [(2, 1.0), (2, 1.0)]
-
-
-@pytest.mark.parametrize(
-    "error",
-    # pytest-timeout's limit is no AssertionError, so each test of the job hung anew.
-    [AssertionError("two is bad"), pytest.fail.Exception("Timeout from pytest-timeout.")],
-)
-def test_a_failed_job_is_not_run_again(error: BaseException) -> None:
-    runs = []
-
-    @once
-    def job(n: int) -> int:
-        runs.append(n)
-        if n == 2:
-            raise error
-        return 10 * n
-
-    assert [job(1), job(1), job(3)] == [10, 10, 30]
-    for _ in range(2):
-        with pytest.raises(type(error), match=str(error)):
-            job(2)
-    assert runs == [1, 3, 2]
-
-
-@pytest.mark.parametrize("end", [KeyboardInterrupt(), pytest.exit.Exception("by SIGTERM")])
-def test_an_interrupt_is_no_result_of_a_job(end: BaseException) -> None:
-    runs = []
-
-    @once
-    def job() -> int:
-        runs.append(1)
-        if len(runs) == 1:
-            raise end
-        return 7
-
-    with pytest.raises(type(end)):
-        job()
-    assert job() == 7
-
-
-def test_a_jobs_limit_comes_before_pytests(pytestconfig: pytest.Config) -> None:
-    """A rank ends itself at its limit, its launcher is ended GRACE later, then what is left."""
-    assert float(pytestconfig.getini("timeout")) > LONGEST + 4 * GRACE
-    with pytest.raises(ValueError, match=r"above ranks.LONGEST"):
-        run_ranks(1, workers_harness.rank, timeout=LONGEST + 1)
-    with pytest.raises(ValueError, match=r"above ranks.LONGEST"):
-        run_script(1, "-c", "", timeout=LONGEST + 1)
-
-
-@pytest.mark.nightly
-def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    script = tmp_path / "sleep.py"
-    script.write_text(
-        "import os, time\n"
-        f"open({str(tmp_path)!r} + '/rank' + os.environ['OMPI_COMM_WORLD_RANK'], 'w')"
-        ".write(str(os.getpid()))\n"
-        "time.sleep(600)"
-    )
-    with pytest.raises(AssertionError, match=r"sleep.py: exit status"):
-        run_script(2, str(script), timeout=20)
-    _assert_gone(tmp_path, script.name)
 
 
 @contextmanager

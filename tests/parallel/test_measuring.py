@@ -76,14 +76,6 @@ def test_waiting_for_a_slow_rank_is_not_a_layers_time(strategy: str) -> None:
     assert ranks[1].profile.layers[-1].forward_s >= SLEEP
 
 
-# nightly: a very busy machine may compute on the fast rank for longer than the slow one sleeps
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
-def test_a_fast_rank_computes_for_less_time_than_a_slow_one(strategy: str) -> None:
-    fast, slow = beside_a_slow_rank(strategy)
-    assert fast.profile.compute_s < slow.profile.compute_s - SLEEP / 2
-
-
 def test_all_ranks_find_the_same_times() -> None:
     device, everyone = torch.device("cpu"), hvd.global_process_set
     sizes = [1024 * 4**i for i in range(7)]

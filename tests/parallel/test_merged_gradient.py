@@ -31,7 +31,7 @@ from branching import (
     opposite_branches_loss,
 )
 from horovod.torch import mpi_ops
-from on_ranks import gather, on_ranks
+from on_ranks import on_ranks
 from problem import STEPS, Loss, Weights, batch, loss_of, make_model, train
 from torch import nn
 
@@ -143,15 +143,6 @@ CASES: dict[str, Callable[[], Weights]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_stock_horovod(case: str) -> None:
     CASES[case]()
-
-
-@on_ranks(3, init=partial(hvd.init, process_sets="dynamic"))
-def test_equal_to_stock_horovod_in_a_process_set() -> None:
-    """Ranks 0 and 2 of three together; rank 1 is outside and trains alone, as with Horovod."""
-    some = hvd.add_process_set([0, 2])
-    first, second, third = gather(compare(MLP, options=lambda _: {"process_set": some}))
-    assert np.array_equal(first, third)
-    assert not np.array_equal(first, second)
 
 
 class Hop(NamedTuple):

@@ -85,36 +85,6 @@ def test_a_failure_on_one_rank_fails_that_test_alone(tmp_path: Path) -> None:
     assert "last words" in said
 
 
-@pytest.mark.nightly  # what goes wrong in a test itself is above
-def test_a_rank_that_fails_after_its_last_test_fails_that_test(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "import atexit\n"
-        "def leave():\n"
-        "    print('last words', flush=True)\n"
-        "    os._exit(7)\n"
-        "@on_ranks(2)\n"
-        "def test_last():\n"
-        "    if gather(place()[1]) and place()[1] == 1:\n"
-        "        atexit.register(leave)\n",
-    )
-    assert outcomes(said) == {"test_last": "FAILED"}, said
-    assert "last words" in said
-
-
-@pytest.mark.nightly
-def test_a_rank_with_other_tests_says_so(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "@on_ranks(2)\n"
-        "@pytest.mark.parametrize('n', [1, 3 if 'RANKS_DIRECTORY' in os.environ else 2])\n"
-        "def test_it(n):\n"
-        "    pass\n",
-    )
-    assert "this rank does not know ['test_it[2]']" in said, said
-    assert "its own tests are ['test_it[1]', 'test_it[3]']" in said
-
-
 # nightly: failures with real deadlines; all tests on ranks use the rest.
 @pytest.mark.nightly
 def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
@@ -130,32 +100,6 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     )
     assert outcomes(said) == {"test_hangs": "FAILED", "test_after": "PASSED"}, said
     assert "in test_hangs" in said
-
-
-@pytest.mark.nightly
-def test_ranks_that_cannot_begin_say_why(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "if 'RANKS_DIRECTORY' in os.environ:\n"
-        "    raise OSError('no such disk')\n"
-        "@on_ranks(2)\n"
-        "def test_it():\n"
-        "    pass\n",
-    )
-    assert "OSError: no such disk" in said
-    assert outcomes(said) == {"test_it": "FAILED"}
-
-
-@pytest.mark.nightly
-def test_few_launches_fail_before_the_rest_is_given_up(tmp_path: Path) -> None:
-    said = run_file(
-        tmp_path,
-        "@on_ranks(1)\n"
-        "@pytest.mark.parametrize('n', range(20))\n"
-        "def test_wrong(n):\n"
-        "    assert n < 0\n",
-    )
-    assert said.count("3 launches for tests of this file have failed") >= 17, said
 
 
 @on_ranks(2)

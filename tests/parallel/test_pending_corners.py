@@ -9,13 +9,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from on_ranks import on_ranks
 from pending_problem import (
     LR,
@@ -74,53 +72,6 @@ def due() -> tuple[nn.Module, Any]:
 def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message is there before it is waited for: nothing is updated before it must be."""
     monkeypatch.setattr(OrderedMessage, "arrived", property(lambda message: False))
-
-
-def in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
-def in_part(model: nn.Module) -> nn.Module:
-    model.get_submodule("2").compile(backend="eager")
-    return model
-
-
-def doubled(model: nn.Module) -> Any:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return model(x) * 2.0 / 2.0  # type: ignore[no-any-return]
-
-    return call
-
-
-COMPILED: dict[str, Callable[[nn.Module], Any]] = {
-    "the model": lambda model: torch.compile(model, backend="eager"),
-    "the model, in place": in_place,
-    "a layer, in place": in_part,
-    "a function": lambda model: torch.compile(doubled(model), backend="eager"),
-    "the model, with autograd": lambda model: torch.compile(model, backend="aot_eager"),
-}
-
-
-@pytest.mark.parametrize("compile_", COMPILED.values(), ids=COMPILED)
-def test_compiled_code_meets_new_weights(compile_: Callable[[nn.Module], Any]) -> None:
-    torch.compiler.reset()
-    model = make_model()
-    optimizer = wrap(model)
-    train(model, optimizer, range(STEPS), compile_(model))
-    assert_trained(model)
-
-
-@pytest.mark.usefixtures("slow_network")
-def test_a_scripted_layer_is_updated_in_step() -> None:
-    """It reads its weights in C++; the others wait."""
-    model = make_model()
-    scripted = torch.jit.script(model[2])  # type: ignore[no-untyped-call, index]
-    model[2] = scripted  # type: ignore[operator]
-    optimizer = wrap(model)
-    pending = train(model, optimizer, range(STEPS))
-    assert pending[-1] == 4
-    assert_trained(model)
 
 
 def test_code_that_is_not_seen_meets_no_old_weight(due: tuple[nn.Module, Any]) -> None:
@@ -221,35 +172,6 @@ def test_a_parameter_is_itself_again(due: tuple[nn.Module, Any]) -> None:
     assert (id(parameter), hash(parameter), parameter.shape) == before
 
 
-def test_a_hook_on_the_optimizer_keeps_its_step() -> None:
-    """The hook looks at what was updated."""
-    model = make_model()
-    optimizer = wrap(model)
-    sums: list[float] = []
-    optimizer.register_step_post_hook(lambda *_: sums.append(float(weights_of(model).sum())))
-    assert not any(train(model, optimizer, range(STEPS)))
-    assert_trained(model)
-    assert sums[-1] == float(weights_of(model).sum())
-
-
-def test_lost_messages_are_the_readers_error(
-    due: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elastic training must see the type."""
-    model, optimizer = due
-    engine = optimizer._hvd_pipe
-
-    def lost(bucket: object) -> None:
-        raise HorovodInternalError("a worker is gone")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "_wait_for", lost)
-        with pytest.raises(HorovodInternalError, match="a worker is gone"):
-            float(model.get_parameter("2.weight").sum())
-    assert not any(map(is_pending, model.parameters()))
-    assert torch.isfinite(weights_of(model)).all()
-
-
 @pytest.mark.usefixtures("slow_network")
 def test_an_array_that_was_put_into_a_parameter_is_seen() -> None:
     """Whoever has the array meets what ``step()`` has left."""
@@ -263,23 +185,6 @@ def test_an_array_that_was_put_into_a_parameter_is_seen() -> None:
     after = array.copy()
     assert_trained(model)
     assert np.array_equal(array, after)
-
-
-@pytest.mark.usefixtures("slow_network")
-def test_groups_that_are_put_in_another_order_before_a_due_update() -> None:
-    """It is made with the options of ``step()``, by parameter."""
-    weights = []
-    for strategy in ("merged-gradient", MergedGradient(bucket_bytes=1, overlap="forward")):
-        model = make_model()
-        parameters = list(model.parameters())
-        groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "lr": 0.01}]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(groups), model.named_parameters(), strategy=strategy
-        )
-        train(model, optimizer, range(STEPS))
-        optimizer.param_groups.reverse()
-        weights.append(weights_of(model).clone())
-    assert torch.equal(*weights)
 
 
 @pytest.mark.usefixtures("slow_network")
@@ -347,47 +252,6 @@ def test_an_optimizer_that_calls_the_model() -> None:
     assert_trained(model)
 
 
-class Named(nn.Parameter):
-    """A parameter of a class of its own."""
-
-
-@pytest.mark.usefixtures("slow_network")
-def test_a_parameter_of_another_class_keeps_it() -> None:
-    model = make_model()
-    model.get_submodule("2").weight = Named(model.get_parameter("2.weight").detach())
-    optimizer = wrap(model)
-    assert train(model, optimizer, range(STEPS))[-1] == 6
-    assert isinstance(model.get_parameter("2.weight"), Named)
-    assert_trained(model)
-    assert type(model.get_parameter("2.weight")) is Named
-
-
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "inference mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "a default device": lambda: torch.device("meta"),
-}
-
-
-@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-@pytest.mark.parametrize("reads", ["a module", "a weight"])
-def test_an_update_that_is_due_is_made_as_in_step(
-    due: tuple[nn.Module, Any], context: Callable[[], Any], reads: str
-) -> None:
-    model, _ = due
-    x = batch(0, 0)
-    with context():
-        if reads == "a module":
-            model(x)
-        else:
-            for parameter in model.parameters():
-                parameter.sum()
-    assert not any(map(is_pending, model.parameters()))
-    assert not any(p.is_inference() for p in model.parameters())
-    assert_trained(model)
-
-
 @pytest.mark.usefixtures("slow_network")
 def test_a_model_that_is_dropped_takes_its_due_update_along() -> None:
     model = make_model()
@@ -398,13 +262,3 @@ def test_a_model_that_is_dropped_takes_its_due_update_along() -> None:
     del model, optimizer
     gc.collect()
     assert [each() for each in gone] == [None] * 3
-
-
-@pytest.mark.usefixtures("slow_network")
-def test_an_optimizer_that_is_dropped_makes_its_due_update() -> None:
-    model = make_model()
-    optimizer = wrap(model)
-    assert train(model, optimizer, range(STEPS))[-1] == 6
-    del optimizer
-    gc.collect()
-    assert_trained(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import gather, on_ranks
+from on_ranks import on_ranks
 from pending_problem import (
     EXACT,
     LR,
@@ -89,23 +89,6 @@ def test_a_sparse_gradient_can_be_read(name: str, reads: str) -> None:
         wanted.weight.grad = late
         plain.step()
     torch.testing.assert_close(weights_of(table), weights_of(wanted), rtol=0, atol=1e-12)
-
-
-def test_tables_of_unlike_losses_keep_their_sparse_gradients() -> None:
-    """Zeros that stood in for the second table's were dense, which SparseAdam refuses."""
-    torch.manual_seed(0)
-    tables = nn.ModuleList(nn.Embedding(5, 3, sparse=True) for _ in range(2))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SparseAdam(list(tables.parameters()), lr=LR),
-        tables.named_parameters(),
-        backward_passes_per_step=1,
-    )
-    for step in range(3):
-        optimizer.zero_grad()
-        for table in tables:
-            table_loss(table, step, hvd.rank()).backward()  # type: ignore[arg-type]
-        optimizer.step()
-    assert_equal_on_ranks(tables)
 
 
 # Updates that fail, or come to something unlike.
@@ -229,48 +212,6 @@ def test_one_rank_that_reads_too_early_is_told_before_a_weight_moves(name: str) 
     assert not gradients_of(model)
 
 
-def test_no_sync_in_no_sync() -> None:
-    model = make_model()
-    optimizer = distributed(model, "merged-gradient")
-    with optimizer.no_sync():
-        with optimizer.no_sync():
-            loss_of(model, 0, hvd.rank()).backward()
-        loss_of(model, 1, hvd.rank()).backward()
-        assert not optimizer._hvd_pipe.current.completed
-    loss_of(model, 2, hvd.rank()).backward()
-    optimizer.step()
-    assert_equal_on_ranks(model)
-
-
-@SENDING
-def test_ranks_clip_alike_after_no_sync_where_one_lacks_a_gradient(name: str) -> None:
-    model = make_model()
-    optimizer = distributed(model, name)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with optimizer.no_sync():
-            skipped = model[0](torch.ones(1, 5).double()).sum() * 0.1
-            (skipped if hvd.rank() == 1 else loss_of(model, step, 0)).backward()
-        assert len(gradients_of(model)) == 6
-        norms = gather(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-        assert norms[0] == norms[1]
-        optimizer.step()
-    optimizer.synchronize()
-    assert_equal_on_ranks(model)
-
-
-def test_a_gradient_that_was_replaced_is_not_added_to_under_pipe_sgd() -> None:
-    model = make_model()
-    optimizer = distributed(model, "pipe-sgd")
-    loss_of(model, 0, hvd.rank()).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad * 0.5
-    assert optimizer._hvd_pipe.was_read
-    with raises_on_all(HvdPipeError, "backward\\(\\) once more before step\\(\\)"):
-        loss_of(model, 1, hvd.rank()).backward()
-
-
 # Who holds a gradient.
 
 
@@ -367,28 +308,6 @@ def test_a_gradient_after_another_optimizers_step_is_refused() -> None:
     assert torch.equal(weights_of(second), before)
     train(second, two, range(3, STEPS))
     assert_equal_on_ranks(second)
-
-
-def test_gradients_that_a_script_clears_in_backward_stay_cleared() -> None:
-    """One optimizer a parameter, which steps in a hook: zeros stood there after the pass."""
-    model = make_model()
-    optimizers = {
-        parameter: hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=LR), [(name, parameter)]
-        )
-        for name, parameter in model.named_parameters()
-    }
-
-    def update(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-    for step in range(STEPS):
-        loss_of(model, step, hvd.rank()).backward()
-        assert not gradients_of(model)
-    assert_equal_on_ranks(model)
 
 
 @pytest.mark.parametrize("says", [False, True], ids=["reads", "says the scale"])

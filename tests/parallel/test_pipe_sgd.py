@@ -103,32 +103,6 @@ class Optimizer:
         vars(self).update(methods)
 
 
-def by_hand(model: nn.Module, _: object) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
-@pytest.mark.parametrize(
-    "clear",
-    [
-        pytest.param(lambda _, optimizer: optimizer.zero_grad(set_to_none=True), id="optimizer"),
-        pytest.param(lambda _, optimizer: optimizer.zero_grad(set_to_none=False), id="to zero"),
-        pytest.param(lambda model, _: model.zero_grad(), id="model"),
-        pytest.param(lambda model, _: model.zero_grad(set_to_none=False), id="model, to zero"),
-        pytest.param(by_hand, id="by hand"),
-    ],
-)
-@pytest.mark.parametrize(
-    "strategy", ["merged-gradient", "pipe-sgd:warmup_steps=5", "cocod:period=3,warmup_steps=4"]
-)
-def test_gradients_may_be_cleared_in_any_way(
-    strategy: str, clear: Callable[[nn.Module, Any], None]
-) -> None:
-    model, optimizer = wrapped(strategy)
-    cleared = Optimizer(optimizer, zero_grad=lambda: clear(model, optimizer))
-    assert_equation(strategy, train(model, cleared, hvd.rank(), drains={STEPS - 1}))
-
-
 @pytest.mark.parametrize("after", [2, 3])
 @pytest.mark.parametrize("strategy", ["merged-gradient", "pipe-sgd"])
 def test_a_state_is_loaded_where_gradients_stay_in_place(strategy: str, after: int) -> None:
@@ -378,22 +352,6 @@ def test_plans_are_tried_and_nothing_is_lost_on_the_way(
     if "make" not in script and script.get("after") is not grows:
         assert [count for count, _ in plan.tried] == list(RACED)
         assert len(plan.buckets) == stays
-
-
-@pytest.mark.parametrize("stays", RACED)
-def test_which_plan_is_in_use_when(stays: int) -> None:
-    """Three steps are left out, then each is timed for five; ranks agree on the slowest one.
-
-    A checkpoint holds the plan that stays, and none before.
-    """
-    run = raced(stays)
-    counts = [len(plan.buckets) for plan in run.plans]
-    assert counts == [6] * 8 + [4] * 8 + [1] * 8 + [stays] * (STEPS - 24)
-    assert [bool(plan.tried) for plan in run.plans] == [False] * 24 + [True] * 6
-    if stays == 1:
-        assert run.plans[-1].tried == ((6, 4.0), (4, 3.5), (1, 3.0))
-    if hvd.rank() == 0:
-        assert run.holds == [step > 24 for step in SAVES]
 
 
 def test_a_state_with_a_plan_is_loaded_without_new_trials() -> None:

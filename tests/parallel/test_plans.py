@@ -21,7 +21,6 @@ from torch import nn
 import hvd_pipe.torch as hvd
 from hvd_pipe.planning import tuner
 from hvd_pipe.planning.tuner import TRIAL_STEPS, next_plan
-from hvd_pipe.torch.messages import allreduce
 from hvd_pipe.torch.strategies import merged_gradient
 
 TENSORS = 6  # of the model
@@ -35,44 +34,6 @@ pytestmark = on_ranks(2, init=hvd.init)
 def wrap(model: nn.Module, strategy: Any = "merged-gradient") -> Any:
     plain = OPTIMIZERS["momentum"](model)
     return hvd.DistributedOptimizer(plain, model.named_parameters(), strategy=strategy)
-
-
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [
-        ("", range(1, TENSORS + 1)),
-        ("plan=wfbp", [TENSORS]),
-        ("plan=single", [1]),
-        ("plan=greedy", range(1, TENSORS + 1)),
-        # 2.bias (32) and 4.bias (24) may share 64 bytes, every other tensor exceeds it with them.
-        ("bucket_bytes=64", [TENSORS - 1, TENSORS]),
-    ],
-)
-def test_gradients_are_views_into_one_buffer_a_bucket(
-    options: str, counts: range | list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that takes one all-reduce, whatever way gradients are cleared."""
-    model = make_model()
-    optimizer = wrap(model, f"merged-gradient:{options}".rstrip(":"))
-    train(model, optimizer, hvd.rank())
-    counted = mock.Mock(wraps=allreduce.allreduce_async_)
-    monkeypatch.setattr(allreduce, "allreduce_async_", counted)
-    for clear in (
-        optimizer.zero_grad,
-        functools.partial(optimizer.zero_grad, set_to_none=False),
-        model.zero_grad,
-    ):
-        counted.reset_mock()
-        clear()
-        loss_of(model, hvd.rank(), STEPS).backward()
-        optimizer.step()
-        sharing: dict[int, set[str]] = {}
-        for name, p in model.named_parameters():
-            sharing.setdefault(p.grad.untyped_storage().data_ptr(), set()).add(name)
-        planned = {frozenset(bucket) for bucket in optimizer.plan.buckets}
-        assert {frozenset(names) for names in sharing.values()} == planned
-        assert counted.call_count == len(planned)
-        assert len(planned) in counts
 
 
 class Run(NamedTuple):

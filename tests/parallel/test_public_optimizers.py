@@ -1,4 +1,4 @@
-"""Optimizers from PyPI work under every strategy, or are refused: `public_optimizers`."""
+"""Optimizers from PyPI work under every strategy: `public_optimizers`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_ranks import gather, on_ranks
-from problem import loss_of, make_model, weights_of
+from on_ranks import on_ranks
+from problem import make_model
 from public_optimizers import (
     COCOD,
     FORWARD,
-    MERGED,
-    PIPE,
     ROWS,
-    STEPS,
     STRATEGIES,
     Array,
     Row,
     expected,
     run,
-    sgd,
 )
-from serial import make_workers
 from trajectories import compare
 
 import hvd_pipe.torch as hvd
@@ -34,19 +29,12 @@ UNLIKE = {  # nightly: others take gradients and keep states as these, or as Ada
     "AdamWScheduleFree",  # has a mode
     "Prodigy",  # shares a number over all parameters
     "SAM, the first pass in `no_sync()`",  # two passes
-    "SophiaH, with averaged estimates",  # second derivatives
 }
 
 
 def case(row: Row, *more: str) -> Any:
     marks = [] if row.name in UNLIKE else [pytest.mark.nightly]
     return pytest.param(row, *more, id="-".join([row.name, *more]), marks=marks)
-
-
-WORKING = {
-    name: [each for each in STRATEGIES if each not in (*row.refused, *row.elsewhere)]
-    for name, row in ROWS.items()
-}
 
 
 @functools.cache
@@ -59,7 +47,7 @@ def test_names_are_of_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "strategy"), [case(row, each) for row in ROWS.values() for each in WORKING[row.name]]
+    ("row", "strategy"), [case(row, each) for row in ROWS.values() for each in STRATEGIES]
 )
 def test_it_has_the_weights_of_one_process(row: Row, strategy: str) -> None:
     rows, deferred = run(row, strategy)
@@ -68,38 +56,13 @@ def test_it_has_the_weights_of_one_process(row: Row, strategy: str) -> None:
     assert np.array_equal(*ranks), "replicas differ"
 
 
-@pytest.mark.parametrize(
-    ("row", "strategy"), [case(row, each) for row in ROWS.values() for each in row.refused]
-)
-def test_it_is_refused(row: Row, strategy: str) -> None:
-    with pytest.raises(Exception, match=row.refused[strategy]):
-        run(row, strategy)
-
-
-@pytest.mark.parametrize("row", [case(row) for row in ROWS.values() if WORKING[row.name]])
+@pytest.mark.parametrize("row", [case(row) for row in ROWS.values()])
 def test_an_average_makes_a_difference(row: Row) -> None:
     if hvd.rank() != 0:  # the first rank has computed them
         return
     [alone] = expected(row, COCOD, n=1)
-    for strategy in WORKING[row.name]:
+    for strategy in STRATEGIES:
         assert np.abs(wanted(row.name, strategy)[0] - alone).max() > 1e-3, strategy
-
-
-@pytest.mark.nightly
-def test_sam_by_closure_is_not_sam_under_pipe_sgd() -> None:
-    """Whoever reads gradients and clears them gives the due ones up; SAM does so in each step."""
-    row, model = ROWS["SAM, `step(closure)`"], make_model()
-    optimizer, _ = row.distribute(model, PIPE)
-    workers = make_workers(MERGED, 2, make_model, sgd)
-    for number in range(STEPS):
-        row.step(model, optimizer, number)
-        workers.backward(loss_of, number)
-        workers.step()
-    workers.record()
-    [found, other] = gather(weights_of(model))
-    np.testing.assert_allclose(found, workers.trajectory[0, 0], rtol=0, atol=row.tolerance)
-    assert np.array_equal(found, other)
-    optimizer.base_optimizer.synchronize()
 
 
 @pytest.mark.nightly

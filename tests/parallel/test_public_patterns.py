@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,6 @@ from pending_problem import (
 from torch import nn
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.strategies import base
 
 pytestmark = on_ranks(2, init=hvd.init)
@@ -93,22 +91,6 @@ def test_plain_training_after_an_optimizer_was_dropped(strategy: str, keeps: boo
     if not keeps:
         plain = torch.optim.SGD(model.parameters(), LR)
     train(model, plain, range(STEPS, STEPS + 4 + hvd.rank()))
-
-
-@every
-@pytest.mark.usefixtures("no_collector")
-def test_a_new_optimizer_of_some_of_the_parameters(strategy: str) -> None:
-    """The old one, which had them all, heard of their gradients as well."""
-    model = make_model()
-    for first in (0, 2, 0):
-        named = list(model.named_parameters())[first:]
-        optimizer = distributed(torch.optim.SGD([p for _, p in named], LR), named, strategy)
-        for step in range(8):
-            model.zero_grad()
-            loss_of(model, step, hvd.rank()).backward()
-            optimizer.step()
-        optimizer.synchronize()
-    assert_equal_on_ranks(model)
 
 
 def three_of(model: nn.Module, wrap: Any, all_first: bool = False) -> list[Any]:
@@ -189,28 +171,6 @@ def test_ranks_send_for_other_optimizers_in_one_order() -> None:
         first, second = gather([each.settings.tag for each in base.live_engines()])
     assert first == second
     assert len(first) == 3
-
-
-@pytest.mark.parametrize("strategy", ["pipe-sgd", "merged-gradient:codec", "cocod"])
-def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy: str) -> None:
-    model = make_model()
-    codec = {"compression": hvd.Int8(error_feedback=True)} if strategy.endswith("codec") else {}
-    old, *_, new = three_of(
-        model,
-        lambda one, named: hvd.DistributedOptimizer(
-            one, named, strategy=strategy.removesuffix(":codec"), **codec
-        ),
-    )
-    loss_of(model, 0, hvd.rank()).backward()
-    before = weights_of(model)
-    with pytest.raises(HvdPipeError, match="another DistributedOptimizer has as well"):
-        old.step()
-    assert torch.equal(weights_of(model), before)
-    new.step()
-    for optimizer in (new, old) if strategy == "cocod" else (new,):
-        optimizer.zero_grad()
-        optimizer.synchronize()
-    assert_equal_on_ranks(model)
 
 
 class Points(nn.Module):
@@ -304,25 +264,6 @@ def test_places_of_parameters_that_shift(strategy: str, how: str) -> None:
     torch.testing.assert_close(weights_of(model), weights_of(wanted), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_replaced_parameter_may_train_on_elsewhere(strategy: str) -> None:
-    """Its hook told the engine of a gradient of the one in its place."""
-    first, head = nn.Linear(3, 3).double(), nn.Linear(3, 1, bias=False).double()
-    hvd.broadcast_parameters([*first.parameters(), *head.parameters()], root_rank=0)
-    model = nn.Sequential(first, head)
-    optimizer = plain_sgd(model, strategy)
-    x = torch.ones(2, 3).double() * (1 + hvd.rank())
-    for step in range(STEPS):
-        if step == 4:
-            model[1] = copy.deepcopy(head)
-            optimizer.param_groups[0]["params"][:] = list(model.parameters())
-        optimizer.zero_grad()
-        (model(x) + head(first(x))).mean().backward()
-        optimizer.step()
-    optimizer.synchronize()
-    assert_equal_on_ranks(model)
-
-
 @every
 def test_gradients_with_a_graph(strategy: str) -> None:
     """A script differentiates them once more, before ``step()``."""
@@ -363,39 +304,6 @@ def test_gradients_of_another_dtype_than_their_parameters(strategy: str) -> None
         optimizer.step()
     optimizer.synchronize()
     assert_equal_on_ranks(model.double())
-
-
-def test_buffers_of_any_dtype_are_broadcast() -> None:
-    model = make_model()
-    model.register_buffer("mask", torch.tensor([True, False, True]))
-    model.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
-    model.register_buffer("low", torch.arange(3).to(torch.bfloat16))
-    wanted = copy.deepcopy(model.state_dict())
-    if hvd.rank() == 1:
-        for tensor in model.state_dict().values():
-            tensor.zero_()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, wanted[name]), name
-
-
-def test_no_groups_are_refused_as_under_keras() -> None:
-    model = make_model()
-    with pytest.raises(ValueError, match="groups must be a positive int"):
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), LR), groups=0)
-
-
-@pytest.mark.parametrize("at", [4, 9])
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_checkpoint_that_one_rank_loads_while_plans_are_tried(strategy: str, at: int) -> None:
-    model = make_model()
-    optimizer = plain_sgd(model, strategy)
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(at))
-    if hvd.rank() == 1:
-        optimizer.load_state_dict(saved)
-    with pytest.raises(HvdPipeError, match=r"ranks have (gone apart|sent different things)"):
-        train(model, optimizer, range(at, STEPS))
 
 
 def test_a_lazy_module_is_refused_by_name() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import zipfile
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as stock
 import keras
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +32,6 @@ def init() -> None:
 
 
 two = on_ranks(2, init=init)
-four = on_ranks(4, init=init)
-NS = [
-    pytest.param(2, marks=two),
-    pytest.param(4, marks=[four, pytest.mark.nightly]),  # nightly: two ranks show it
-]
 
 # Float64 has 1e-16 and the statistics lose a factor of (mean / deviation)^2, here 1e6 at most.
 # Float32 has 6e-8 of what is normalised: of numbers near 1, or of 1000 (as Keras' own has then);
@@ -48,7 +41,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 2e-5}
 FAR = {"float64": 1e-9, "float32": 2e-2}
 MASKED = {"float64": 2e-6, "float32": 2e-5}
 
-SIZES = (3, 6, 1, 2)  # of the batches, by rank
+SIZES = (3, 6)  # of the batches, by rank
 
 # By name: what the layer is given, the mean of its inputs, and the batches' sizes.
 LAYERS: dict[str, tuple[dict[str, Any], float, tuple[int, ...]]] = {
@@ -59,16 +52,16 @@ LAYERS: dict[str, tuple[dict[str, Any], float, tuple[int, ...]]] = {
     "renormalising": ({"renorm": True, "renorm_clipping": {"rmax": 3.0}}, 0.0, SIZES),
     "masked": ({}, 0.0, SIZES),
     "one rank all masked": ({}, 0.0, SIZES),
-    "one rank without data": ({}, 0.0, (0, 5, 2, 1)),
+    "one rank without data": ({}, 0.0, (0, 5)),
 }
 TRACED = ("plain", "renormalising", "one rank all masked", "one rank without data")
 
 
-def batches(name: str, n: int) -> list[tuple[Array, Array, Array]]:
+def batches(name: str) -> list[tuple[Array, Array, Array]]:
     """For each rank: inputs, the gradient of its outputs, and a mask."""
     _, mean, sizes = LAYERS[name]
     found = []
-    for rank, size in enumerate(sizes[:n]):
+    for rank, size in enumerate(sizes):
         generator = np.random.default_rng([rank, len(name)])
         x = generator.normal(mean, 1 + rank, (size, 5, 4))
         mask = generator.random((size, 5)) < 0.6
@@ -105,12 +98,12 @@ def measured(
     }
 
 
-def joined(name: str, dtype: str, n: int) -> dict[str, Any]:
+def joined(name: str, dtype: str) -> dict[str, Any]:
     """One worker with Keras' own layer; in float64, so that only the ranks' errors count."""
     layer = keras.layers.BatchNormalization(
         name="joined", momentum=0.5, dtype="float64", **LAYERS[name][0]
     )
-    x, upstream, mask = (np.concatenate(parts) for parts in zip(*batches(name, n), strict=True))
+    x, upstream, mask = (np.concatenate(parts) for parts in zip(*batches(name), strict=True))
     x, upstream = (part.astype(dtype).astype(np.float64) for part in (x, upstream))
     return measured(layer, "float64", (x, upstream, mask), "masked" in name, "eager")
 
@@ -118,25 +111,18 @@ def joined(name: str, dtype: str, n: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "dtype", "mode"),
     [
-        # nightly: other pairs of a dtype and a mode, and what functions trace as they do others
-        pytest.param(name, dtype, mode, marks=[] if kept else pytest.mark.nightly)
-        for name, dtype, mode in product(LAYERS, ("float32", "float64"), ("eager", "function"))
-        for kept in [
-            (dtype, mode) == ("float32", "eager")
-            or ((dtype, mode) == ("float64", "function") and name in TRACED)
-        ]
+        *((name, "float32", "eager") for name in LAYERS),
+        *((name, "float64", "function") for name in TRACED),
     ],
 )
-@pytest.mark.parametrize("n", NS)
-def test_ranks_are_one_worker_with_the_joined_batch(
-    n: int, name: str, dtype: str, mode: str
-) -> None:
+@two
+def test_ranks_are_one_worker_with_the_joined_batch(name: str, dtype: str, mode: str) -> None:
     layer = hvd_tf.SyncBatchNormalization(momentum=0.5, dtype=dtype, **LAYERS[name][0])
-    mine = measured(layer, dtype, batches(name, n)[hvd.rank()], "masked" in name, mode)
+    mine = measured(layer, dtype, batches(name)[hvd.rank()], "masked" in name, mode)
     ranks = gather(mine)
     if hvd.rank() != 0:
         return
-    wanted = joined(name, dtype, n)
+    wanted = joined(name, dtype)
     tolerance = (FAR if "far" in name else MASKED if "masked" in name else TOLERANCE)[dtype]
     close = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     for key in ("outputs", "of inputs"):
@@ -149,13 +135,6 @@ def test_ranks_are_one_worker_with_the_joined_batch(
         ):
             np.testing.assert_array_equal(theirs, first)
             close(theirs, one)
-
-
-@two
-def test_horovods_own_cannot_be_made() -> None:
-    """The story of this module. When this fails, Horovod has been repaired."""
-    with pytest.raises(ValueError, match="fused"):
-        stock.SyncBatchNormalization()
 
 
 # Below, one step of statistics that start at 0 and 1, with momentum 0.5.
@@ -177,13 +156,9 @@ def mean_of_both() -> Array:
     return mean
 
 
-@pytest.mark.parametrize(
-    "policy",  # nightly: what mixed precision has as well
-    [pytest.param("float32", marks=pytest.mark.nightly), "mixed_float16"],
-)
-@pytest.mark.parametrize("n", NS)
-def test_fit_keeps_statistics_and_weights_alike(n: int, policy: str) -> None:
-    keras.config.set_dtype_policy(policy)
+@two
+def test_fit_keeps_statistics_and_weights_alike() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
     keras.utils.set_random_seed(1)
     try:
         model = small_model()
@@ -195,9 +170,8 @@ def test_fit_keeps_statistics_and_weights_alike(n: int, policy: str) -> None:
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             np.testing.assert_array_equal(mine, theirs)
-    whole = [data(rank) for rank in range(n)]
-    if policy == "mixed_float16":  # Keras casts the inputs of a model's layers
-        whole = [each.astype(np.float16).astype(np.float32) for each in whole]
+    # Keras casts the inputs of a model's layers.
+    whole = [data(rank).astype(np.float16).astype(np.float32) for rank in range(2)]
     mean, variance = np.zeros(3), np.ones(3)
     for part in (slice(0, 4), slice(4, 8)):
         batch = np.concatenate([each[part] for each in whole])
@@ -245,17 +219,16 @@ def test_layers_may_have_other_names_on_other_ranks() -> None:
 
 
 @two
-@pytest.mark.parametrize("ending", ["keras", "h5"])
-def test_a_file_holds_a_plain_layer_that_goes_on_synchronised(ending: str, tmp_path: Path) -> None:
+def test_a_file_holds_a_plain_layer_that_goes_on_synchronised(tmp_path: Path) -> None:
     """So that it loads without hvd_pipe, and is not silently local with it."""
     model = small_model()
     x = tf.constant(data(hvd.rank()))
     model.layers[0].moving_mean.assign([1.0, 2.0, 3.0])
-    file = tmp_path / f"model.{ending}"
+    file = tmp_path / "model.keras"
     model.save(file)
-    text = file.read_bytes() if ending == "h5" else zipfile.ZipFile(file).read("config.json")
+    text = zipfile.ZipFile(file).read("config.json")
     assert b"hvd_pipe" not in text
-    assert ending == "h5" or b"SyncBatch" not in text
+    assert b"SyncBatch" not in text
     loaded = keras.models.load_model(file, compile=False)
     cloned = keras.models.clone_model(model)
     assert float(tf.reduce_max(tf.abs(model(x) - loaded(x)))) < 1e-6
@@ -281,11 +254,3 @@ def test_a_file_holds_a_plain_layer_that_goes_on_synchronised(ending: str, tmp_p
 def test_mistakes_are_explained(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         hvd_tf.SyncBatchNormalization(**options)
-
-
-@two
-def test_mistakes_at_the_first_call_are_explained() -> None:
-    assert "call hvd.init()" in _early[0]
-    layer = hvd_tf.SyncBatchNormalization()
-    with pytest.raises(ValueError, match="jit_compile=False"):
-        tf.function(lambda x: layer(x, training=True), jit_compile=True)(data(0))

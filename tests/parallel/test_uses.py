@@ -44,24 +44,11 @@ ON_RANKS = {
     for n, sets in PROCESS_SETS.items()
 }
 LIKE_OTHERS = {  # nightly: little sets them apart from uses that are not among them
-    "`optimizer.zero_grad(set_to_none=True)`",
     "`model.zero_grad()`",
-    "a learning-rate schedule made before wrapping",
     "accumulation: `backward_passes_per_step=2`",
-    "LBFGS, strong Wolfe",
     "GradScaler",
-    "GradScaler with clipping: `synchronize(loss_scale=...)` before `unscale_`",
     "`torch.compile`",  # tests/single/test_compiled.py has it
     "gradient checkpointing, `use_reentrant=False`",
-    "`groups`, a number",
-    "`compression=hvd.Compression.bf16`",
-    "`requires_grad_(False)` from the start, `True` later",
-    "`add_param_group()` in the middle of training",
-    "a checkpoint with `warmup_steps`",
-    "a checkpoint with `hvd.BF16(error_feedback=True)`",
-    "`copy.deepcopy((model, optimizer))` on rank 0 alone",
-    "new gradients in place of those of `synchronize()`",
-    "a subclass of torch's optimizer with its own `step()`",
 }
 
 

@@ -59,23 +59,6 @@ def test_a_scheduler_follows(strategy: str, before: bool) -> None:
     assert_close(-np.diff(weights), wanted[strategy])
 
 
-def test_it_is_what_the_user_made() -> None:
-    model = make_model()
-    groups = [
-        {"params": [p], "lr": 0.1 * i, "name": name}
-        for i, (name, p) in enumerate(model.named_parameters())
-    ]
-    plain = torch.optim.SGD(groups, lr=3.0, momentum=0.5, nesterov=True)
-    defaults, groups = dict(plain.defaults), [dict(group) for group in plain.param_groups]
-    optimizer = wrap(model, plain)
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert type(optimizer).__name__ == "SGD"
-    assert optimizer.defaults == defaults
-    for kept, given in zip(optimizer.param_groups, groups, strict=True):
-        assert kept.keys() == given.keys()
-        assert all(kept[key] is given[key] for key in given)
-
-
 def test_hooks_run_once_a_step() -> None:
     """Hooks that were registered before and after wrapping."""
     calls: list[str] = []

@@ -100,25 +100,6 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.first(inputs)))[:, :3]
 
 
-class Tokens(nn.Module):
-    """An embedding of twenty tokens and a layer."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        torch.manual_seed(15)
-        self.table = nn.Embedding(20, 4, sparse=sparse).double()
-        self.layer = nn.Linear(4, 3).double()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.table(tokens))
-
-
-def tokens_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    inputs, targets = batch(rank, step)
-    tokens = (inputs[:, 0].abs() * 10).long() % 20
-    return nn.functional.mse_loss(model(tokens), targets)
-
-
 # How gradients are reduced.
 
 
@@ -144,7 +125,7 @@ def in_groups(strategy: str, groups: Callable[[list[nn.Parameter]], Any]) -> Arr
 
 
 LARGEST_GRADIENT = 0.8
-LOSSES = {"fp16": 3 * 2.0**-11, "bf16": 2 * 2.0**-8, "int8": 2 / 254}
+LOSSES = {"fp16": 3 * 2.0**-11, "int8": 2 / 254}
 """What a compressor may lose of a gradient, as a part of the largest one in a message.
 
 float16: one rounding of each worker's, one of the sum, one of the average. Codecs: one of each

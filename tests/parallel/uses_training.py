@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from problem import batch, loss_of, make_model, weights_of
 from serial import Change, accumulating, make_workers, total
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 from uses import STRATEGIES, Use
 from uses_common import (
     COCOD,
@@ -36,7 +36,6 @@ from uses_common import (
 from uses_models import (
     LOSSES,
     Tied,
-    Tokens,
     adasum,
     autocast_loss,
     checkpointed_loss,
@@ -46,7 +45,6 @@ from uses_models import (
     in_groups,
     mixed,
     simulate_mixed,
-    tokens_loss,
 )
 
 import hvd_pipe.torch as hvd
@@ -64,13 +62,6 @@ def rows(model: nn.Module, optimizer: Any, step: Callable[[int], object]) -> Arr
 
 
 # Learning-rate schedules.
-
-
-def make_scheduled(model: nn.Module) -> Optimizer:
-    """An optimizer with a schedule that was made before wrapping."""
-    optimizer = make_momentum(model)
-    model.schedule = StepLR(optimizer, step_size=2, gamma=0.6)  # type: ignore[assignment]
-    return optimizer
 
 
 def schedule(model: nn.Module, optimizer: Any, number: int) -> None:
@@ -224,15 +215,13 @@ def with_closure(strategy: str) -> Array:
     return rows(model, optimizer, step)
 
 
-def make_lbfgs(model: nn.Module, line_search: str | None) -> Optimizer:
-    return LBFGS(
-        model.parameters(), lr=0.3, max_iter=4, history_size=5, line_search_fn=line_search
-    )
+def make_lbfgs(model: nn.Module) -> Optimizer:
+    return LBFGS(model.parameters(), lr=0.3, max_iter=4, history_size=5)
 
 
-def with_lbfgs(strategy: str, line_search: str | None) -> Array:
+def with_lbfgs(strategy: str) -> Array:
     model = make_model()
-    optimizer = wrap(model, make_lbfgs(model, line_search), strategy)
+    optimizer = wrap(model, make_lbfgs(model), strategy)
     records = []
 
     def closure() -> torch.Tensor:
@@ -247,11 +236,11 @@ def with_lbfgs(strategy: str, line_search: str | None) -> Array:
     return np.array(records)
 
 
-def simulate_lbfgs(strategy: str, n: int, line_search: str | None) -> list[Array]:
+def simulate_lbfgs(strategy: str, n: int) -> list[Array]:
     """One process that has all workers' data."""
     assert strategy == MERGED
     model = make_model()
-    optimizer = make_lbfgs(model, line_search)
+    optimizer = make_lbfgs(model)
     records = []
 
     def closure() -> torch.Tensor:
@@ -360,11 +349,6 @@ def simulate_process_sets(strategy: str, n: int) -> list[Array]:
     return trajectories
 
 
-def tokens(sparse: bool, arguments: Mapping[str, Any] = {}) -> Script:
-    make = partial(Tokens, sparse)
-    return Script(make=make, make_optimizer=make_sgd, loss=tokens_loss, arguments=arguments)
-
-
 NO_GRADIENTS_SENT = "which averages models, not gradients: use"
 
 USES: list[Use] = [
@@ -372,16 +356,11 @@ USES: list[Use] = [
     *(
         Use(f"`{text}`", **Script(clear=clear).sides)
         for text, clear in (
-            ("optimizer.zero_grad(set_to_none=True)", lambda _, o, __: o.zero_grad(True)),
             ("optimizer.zero_grad(set_to_none=False)", lambda _, o, __: o.zero_grad(False)),
             ("model.zero_grad()", lambda model, *_: model.zero_grad()),
         )
     ),
     Use("`zero_grad()` after `step()`", **Script(clear=nothing, after=clear).sides),
-    Use(
-        "a learning-rate schedule made before wrapping",
-        **Script(make_optimizer=make_scheduled, after=end_epoch).sides,
-    ),
     Use(
         "a learning-rate schedule made after wrapping",
         **Script(setup=schedule, after=end_epoch).sides,
@@ -405,16 +384,13 @@ USES: list[Use] = [
         for how, schedule in PASSES.items()
     ),
     Use("`step(closure)`", run=with_closure, expected=PLAIN.expected),
-    *(
-        Use(
-            f"LBFGS{how}",
-            run=partial(with_lbfgs, line_search=line_search),
-            expected=partial(simulate_lbfgs, line_search=line_search),
-            refused=dict.fromkeys((PIPE, COCOD), "use strategy='merged-gradient'")
-            | {FORWARD: "leave overlap='forward' out"},
-            tolerance=1e-9,
-        )
-        for how, line_search in ((", no line search", None), (", strong Wolfe", "strong_wolfe"))
+    Use(
+        "LBFGS",
+        run=with_lbfgs,
+        expected=simulate_lbfgs,
+        refused=dict.fromkeys((PIPE, COCOD), "use strategy='merged-gradient'")
+        | {FORWARD: "leave overlap='forward' out"},
+        tolerance=1e-9,
     ),
     Use("GradScaler", run=scaled, expected=simulate_scaling, tolerance=FLOAT32),
     *(
@@ -426,12 +402,6 @@ USES: list[Use] = [
             has_own_column=True,
         )
         for when, step in (("", 5), (" in the last step", STEPS - 1))
-    ),
-    Use(
-        "GradScaler with clipping: `synchronize(loss_scale=...)` before `unscale_`",
-        run=partial(scaled, clips=True),
-        expected=partial(simulate_scaling, change=clip),
-        tolerance=FLOAT32,
     ),
     Use(
         "GradScaler with clipping, one rank overflows",
@@ -490,14 +460,6 @@ USES: list[Use] = [
         for value in (False, True)
     ),
     Use("shared weights", **Script(make=Tied).sides),
-    *(
-        Use(
-            f"sparse gradients{text}",
-            run=tokens(True, arguments).run,
-            expected=tokens(False).expected,
-        )
-        for text, arguments in (("", {}), (", `sparse_as_dense=True`", {"sparse_as_dense": True}))
-    ),
     Use(
         "`op=hvd.Sum`",
         **Script(arguments={"op": hvd.Sum}, reduce=total).sides,
@@ -519,12 +481,6 @@ USES: list[Use] = [
     Use(
         "`groups`, a list",
         run=partial(in_groups, groups=lambda p: [[p[5], p[0]], [p[2], p[3], p[4]]]),
-        expected=PLAIN.expected,
-        refused={COCOD: NO_GRADIENTS_SENT},
-    ),
-    Use(
-        "`groups`, a number",
-        run=partial(in_groups, groups=lambda p: 2),
         expected=PLAIN.expected,
         refused={COCOD: NO_GRADIENTS_SENT},
     ),

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
+import hvd_pipe.torch as hvd
+
 
 @dataclass
 class Script:
@@ -65,16 +67,10 @@ def simple(name: str, look: Callable[[list[nn.Parameter]], Any]) -> None:
 
 
 simple("sums", lambda kept: sum(float(p.sum()) for p in kept))
-simple("parameters_to_vector", lambda kept: parameters_to_vector(kept).sum())
 simple("numpy", lambda kept: sum(p.detach().numpy().sum() for p in kept))
 simple("DLPack", lambda kept: sum(float(torch.from_dlpack(p.detach()).sum()) for p in kept))
 simple("_foreach_norm", lambda kept: sum(map(float, torch._foreach_norm(list(kept)))))
 simple("F.linear", lambda kept: nn.functional.linear(X, kept[0], bias=kept[1]).sum())
-simple("tolist", lambda kept: sum(kept[1].tolist()))
-simple("item", lambda kept: kept[1][0].item())
-simple("arithmetic", lambda kept: (1.0 + kept[1]).sum() + kept[1] @ kept[1])
-simple("iteration", lambda kept: sum(float(x) for x in kept[1]))
-simple("memoryview", lambda kept: sum(memoryview(kept[1].detach().numpy())))
 simple("data_ptr", lambda kept: _at(kept[1].data_ptr(), kept[1].numel()))
 simple(
     "an out= argument",
@@ -107,32 +103,12 @@ def deep(script: Script) -> None:
     script.note(sum(float(p.sum()) for p in copy.deepcopy(script.model).parameters()))
 
 
-@way("functional_call")
-def functional(script: Script) -> None:
-    named = dict(script.model.named_parameters())
-    script.note(torch.func.functional_call(script.model, named, (X,)).sum())
-
-
 @way("evaluation")
 def evaluate(script: Script) -> None:
     script.model.eval()
     with torch.no_grad():
         script.note(script.model(X).sum())
     script.model.train()
-
-
-@way("inference mode")
-def infer(script: Script) -> None:
-    script.model.eval()
-    with torch.inference_mode():
-        script.note(script.model(X).sum())
-    script.model.train()
-
-
-@way("a gradient of a function of weights")
-def penalty(script: Script) -> None:
-    (found,) = torch.autograd.grad((script.kept[0] ** 3).sum(), [script.kept[0]])
-    script.note(found.sum())
 
 
 @way("AveragedModel")
@@ -159,20 +135,6 @@ def clamp_data(script: Script) -> None:
         parameter.data.clamp_(-0.2, 0.2)
 
 
-@way("clamp_")
-@torch.no_grad()
-def clamp(script: Script) -> None:
-    for parameter in script.kept:
-        parameter.clamp_(-0.2, 0.2)
-
-
-@way("copy_")
-@torch.no_grad()
-def copy_in(script: Script) -> None:
-    for parameter in script.kept:
-        parameter.copy_(parameter * 0.99)
-
-
 @way("vector_to_parameters")
 def to_vector(script: Script) -> None:
     vector = parameters_to_vector(script.kept).detach() * 0.99
@@ -185,12 +147,6 @@ def foreach_write(script: Script) -> None:
     torch._foreach_mul_(list(script.kept), 0.99)
 
 
-@way("an operator in place")
-@torch.no_grad()
-def in_place(script: Script) -> None:
-    script.kept[1].__imul__(0.9)
-
-
 @way("out= of itself")
 @torch.no_grad()
 def out_of_itself(script: Script) -> None:
@@ -201,11 +157,6 @@ def out_of_itself(script: Script) -> None:
 @torch.no_grad()
 def set_(script: Script) -> None:
     script.kept[1].set_(script.kept[1].clone() * 0.9)  # type: ignore[call-overload]
-
-
-@way("nn.init")
-def initialise(script: Script) -> None:
-    nn.init.constant_(script.kept[1], 0.1)
 
 
 @way("pruning")
@@ -237,41 +188,14 @@ def share(script: Script) -> None:
         parameter.share_memory_()
 
 
-@way("a LoRA merged into a weight")
-@torch.no_grad()
-def merge(script: Script) -> None:
-    a, b = script.kept[0][:2], script.kept[0][:, :2]
-    script.kept[0].add_(b @ a, alpha=0.01)
-
-
-@way("Lookahead")
-@torch.no_grad()
-def look_ahead(script: Script) -> None:
-    if not script.models:
-        script.models.append(copy.deepcopy(script.model))
-    for slow, fast in zip(script.models[0].parameters(), script.kept, strict=True):
-        slow.add_(fast - slow, alpha=0.5)
-        fast.copy_(slow)
-
-
 @way("gradients after step()")
 def gradients(script: Script) -> None:
     script.note(sum(float(p.grad.abs().sum()) for p in script.kept if p.grad is not None))
 
 
-@way("zero_grad()")
-def zero(script: Script) -> None:
-    script.optimizer.zero_grad()
-
-
 @way("zero_grad(set_to_none=False)")
 def zeros(script: Script) -> None:
     script.optimizer.zero_grad(set_to_none=False)
-
-
-@way("the model's zero_grad(set_to_none=False)")
-def zeros_of_model(script: Script) -> None:
-    script.model.zero_grad(set_to_none=False)
 
 
 @way("a state that is read")
@@ -318,3 +242,9 @@ def kept_array(script: Script) -> None:
 @torch.no_grad()
 def kept_view(script: Script) -> None:
     script.aliases[-1].mul_(0.9)
+
+
+@way("a broadcast")
+def broadcast(script: Script) -> None:
+    hvd.broadcast_parameters(script.model.named_parameters(), root_rank=1)
+    script.note(sum(float(p.sum()) for p in script.kept))

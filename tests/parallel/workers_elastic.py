@@ -78,7 +78,6 @@ class Scenario:
         what: "hosts": ``later`` comes to hold, and a commit follows. "kill": the last rank is
             killed with its gradients on the way. "raise": a collective fails on the last rank.
         stock: Whether the script takes the class of its optimizers from here, and nothing else.
-        sets: Whether it has a process set of its own besides.
     """
 
     steps: int
@@ -88,7 +87,6 @@ class Scenario:
     what: str
     later: str = ""
     stock: bool = False
-    sets: bool = False
 
     def write(self, directory: Path) -> None:
         """Write what the job needs to start."""
@@ -184,8 +182,6 @@ def main(directory: Path) -> None:
             (directory / "again").write_text(str(time.time()))
         state.starts = [*state.starts, (state.step, hvd.size())]
         synced.append(syncs())
-        if scenario.sets:
-            stock.add_process_set(list(range(hvd.size() - 1)))
         while state.step < scenario.steps:
             engine = optimizers["auto"]._hvd_pipe  # none where step() makes it, which measures
             state.chosen = [*state.chosen, engine.name if engine else "merged-gradient"]

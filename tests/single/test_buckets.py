@@ -40,17 +40,6 @@ def set_of(
     return BucketSet(settings, groups, "set")
 
 
-def test_views_share_one_buffer_and_do_not_overlap() -> None:
-    some = parameters()
-    bucket = bucket_of(some, extra=1)
-    assert [view.shape for view in bucket.views] == [p.shape for p in some]
-    assert bucket.flat.numel() == 6 + 4 + 1 + 3 + 1
-    for number, view in enumerate(bucket.views, 1):
-        view.fill_(number)
-    bucket.control.fill_(9)
-    assert bucket.flat.tolist() == [1] * 6 + [2] * 4 + [3] + [4] * 3 + [9]
-
-
 def test_a_view_has_the_memory_format_of_its_parameter() -> None:
     weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     (view,) = bucket_of([nn.Parameter(weight)]).views
@@ -110,31 +99,6 @@ def test_a_dense_gradient_stays_dense_after_a_round_that_is_given_up() -> None:
     assert not some[3].grad.is_sparse
 
 
-def test_gradients_that_are_views_already_are_not_copied() -> None:
-    some = parameters()
-    buckets = set_of(some, [[0, 1, 2, 3]], "t")
-    buckets.bind_gradients()
-    view = some[0].grad
-    (some[0].sum() * 5).backward()  # accumulates in place
-    buckets.ready(0)
-    assert some[0].grad is view
-    assert buckets.buckets[0].flat[:6].tolist() == [5] * 6
-
-
-def test_buckets_are_ready_again_after_a_wait() -> None:
-    some = parameters()
-    buckets = set_of(some, [[0, 1], [2, 3]], "t")
-    for scale in (1.0, 10.0):
-        gradients_of(some, scale)
-        for place in range(4):
-            buckets.ready(place)
-        assert [bucket.launched for bucket in buckets.buckets] == [True, False]
-        buckets.flush()
-        buckets.wait()
-        flags = ControlFlags(whole=1.0).to_list()
-        assert buckets.buckets[1].flat.tolist() == [3 * scale] + [4 * scale] * 3 + flags
-
-
 def test_new_buckets_take_the_values_that_users_see() -> None:
     some = parameters()
     old = set_of(some, [[0, 1, 2, 3]], "old")
@@ -149,12 +113,6 @@ def test_new_buckets_take_the_values_that_users_see() -> None:
     assert some[0].grad is not None
     assert some[0].grad.data_ptr() == new.buckets[3].views[0].data_ptr()
     assert torch.equal(some[0].grad, torch.full((2, 3), 1.0))
-
-
-@pytest.mark.parametrize(("compression", "ratio"), [("none", 1.0), ("fp16", 0.5)])
-def test_the_ratio_of_a_compressor(compression: str, ratio: float) -> None:
-    reduction = Reduction(compression=getattr(hvd.Compression, compression))
-    assert reduction.ratio(torch.zeros(1)) == ratio
 
 
 def test_a_rank_alone_reads_no_control_words(monkeypatch: pytest.MonkeyPatch) -> None:

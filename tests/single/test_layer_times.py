@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import doctest
-import io
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvd_pipe.planning import choice
-from hvd_pipe.planning.choice import OwnTimes, profile_of
+from hvd_pipe.planning.choice import profile_of
 from hvd_pipe.planning.profile import LayerProfile, ModelProfile
 from hvd_pipe.torch import layer_times
 from hvd_pipe.torch.layer_times import LayerTimes, measure_profile
@@ -229,34 +227,6 @@ def test_evaluation_between_steps_does_not_count(ticks: list[float]) -> None:
     assert measure_profile(model, with_evaluation) == alone
 
 
-def test_several_passes_a_step_add_up(ticks: list[float]) -> None:
-    model = chain()
-
-    def passes(count: int) -> Callable[[], None]:
-        def step() -> None:
-            for _ in range(count):
-                model(torch.ones(2, 3)).sum().backward()
-
-        return step
-
-    one, two = (measure_profile(model, passes(count)) for count in (1, 2))
-    assert (two.forward_s, two.backward_s) == (2 * one.forward_s, 2 * one.backward_s)
-    assert two.layers[0].activation_bytes == 2 * one.layers[0].activation_bytes
-    assert two.update_s == 0.0  # none was seen
-
-
-def test_frozen_layers_send_nothing() -> None:
-    model = chain()
-    model[0].requires_grad_(False)
-    profile = measure_profile(model, step_of(model, torch.ones(2, 3)))
-    assert profile.gradient_order() == ("1",)
-    assert [layer.gradient_bytes for layer in profile.layers] == [0, 16, 0]
-
-
-def test_a_model_without_submodules_has_its_class_for_a_name() -> None:
-    assert list(measured(nn.Linear(3, 1))) == ["Linear", "(loss)"]
-
-
 def test_hooks_are_gone_afterwards_and_training_is_the_same() -> None:
     weights = []
     for measured in (False, True):
@@ -290,80 +260,11 @@ def test_a_step_that_raises_leaves_no_hooks_and_may_be_repeated() -> None:
     assert times.profile().gradient_order() == ("0",)
 
 
-def test_copies_do_not_record_and_can_be_saved(ticks: list[float]) -> None:
-    model = chain()
-    step = step_of(model, torch.ones(2, 3))
-    alone = measure_profile(model, step, steps=2, skip=0)
-    with LayerTimes(model, skip=0) as times:
-        for _ in range(2):
-            step()
-            copy.deepcopy(model)(torch.ones(2, 3)).sum().backward()
-            torch.save(model, io.BytesIO())
-            times.step()
-    assert times.profile() == alone
-
-
-def test_a_parameter_that_a_layer_returns_keeps_no_hooks() -> None:
-    token = Of(lambda m, _: m.weight, weight=nn.Parameter(torch.zeros(3)))
-    model = Of(lambda m, x: m.last(x + m.token(x)), token=token, last=nn.Linear(3, 1))
-    layers = measured(model)
-    assert not token.weight._backward_hooks
-    assert layers["token"].gradient_bytes == 12
-
-
-def test_a_layer_whose_exception_is_caught_is_a_layer(ticks: list[float]) -> None:
-    def run(m: Any, x: torch.Tensor) -> Any:
-        x = m.a(x)
-        with pytest.raises(RuntimeError):
-            m.b(x)
-        return m.c(x)
-
-    layers = measured(Of(run, a=nn.Linear(3, 3), b=Of(fail), c=nn.Linear(3, 1)))
-    assert list(layers) == ["a", "b", "c", "(loss)"]
-
-
-def test_a_layer_that_thaws_counts() -> None:
-    model = chain()
-    model[0].requires_grad_(False)
-    step = step_of(model, torch.ones(2, 3))
-    with LayerTimes(model, skip=0) as times:
-        for number in range(6):
-            model[0].requires_grad_(number >= 2)
-            step()
-            times.step()
-    assert times.profile().gradient_bytes().tolist() == [16, 48]
-
-
-@pytest.mark.parametrize("way", ["torch.compile", "inner", "m.compile"])
-def test_compiled_models_that_have_not_run(way: str) -> None:
-    torch._dynamo.reset()
-    model: nn.Module = chain()
-    if way == "torch.compile":
-        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    elif way == "inner":
-        model[0] = torch.compile(model[0], backend="eager")  # type: ignore[operator, index]
-    else:
-        model.compile(backend="eager")
-    layers = measured(model)
-    assert list(layers)[:-1] == (["OptimizedModule"] if way == "torch.compile" else ["0", "1"])
-    assert sum(layer.gradient_bytes for layer in layers.values()) == 64
-
-
 def test_scripted_models_are_refused_with_the_way_out() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 1))
     with pytest.raises(ValueError, match=r"'0' is a Recursive.*before torch\.jit\.script"):
         measured(model)
     assert hooks_of(model[1:]) == 0
-
-
-def test_mistakes() -> None:
-    model = nn.Linear(3, 1)
-    with pytest.raises(ValueError, match=r"steps must be at least 1 and skip at least 0"):
-        measure_profile(model, lambda: None, steps=0)
-    with pytest.raises(ValueError, match=r"no step of 13 \(3 of them skipped\) had a forward"):
-        measure_profile(model, lambda: None)
-    with pytest.raises(ValueError, match="call the model itself, with gradients enabled"):
-        measure_profile(nn.Linear(3, 1), step_of(model, torch.ones(2, 3)))
 
 
 def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
@@ -389,16 +290,3 @@ def test_times_seen_from_the_optimizer(ticks: list[float]) -> None:
     assert profile.compute_s == 1.0 + 3.0 + 1.0
     assert profile.ready_times().tolist() == [0.0, 1.0, 2.0, 3.0]
     assert profile.layers[0].name == "(forward)"
-
-
-def test_a_gradient_that_was_not_computed_is_ready_with_the_last(ticks: list[float]) -> None:
-    used, unused = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    optimizer = torch.optim.SGD([used, unused], lr=0.1)
-    times = JobTimes(optimizer, [unused, used])
-    for _ in range(3):
-        optimizer.zero_grad()
-        used.sum().backward()
-        optimizer.step()
-        times.end_step()
-    assert times.close() == OwnTimes(1.0, [0.0, 0.0], 1.0)
-    assert JobTimes(optimizer, [used]).close() is None

@@ -335,24 +335,6 @@ def test_buckets_leave_in_the_order_of_the_plan(monkeypatch: pytest.MonkeyPatch)
     job.messages.close()
 
 
-def test_a_bucket_has_arrived_with_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(monkeypatch, [0, 1, 0], at_once=False)
-    (_, first), (_, second) = job.bucket(4), job.bucket(4)
-    first.launch()
-    assert not first.arrived
-    second.launch()
-    job.wire.deliver(0)
-    wait_for(lambda: job.wire.left == [0, 2, 1])
-    assert not first.arrived
-    job.wire.deliver(1)
-    wait_for(lambda: first.arrived)
-    assert not second.arrived
-    job.wire.deliver(2)
-    for message in (first, second):
-        message.wait()
-    job.messages.close()
-
-
 def test_messages_that_nobody_has_end_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threads())
     job = Job(monkeypatch, [0], at_once=True)
