@@ -1,12 +1,11 @@
 """Images as tensors, without a download.
 
-The digits inside scikit-learn, or MNIST or CIFAR-10 files that are already on your disk.
+The digits inside scikit-learn, or MNIST's files that are already on your disk.
 """
 
 import gzip
-import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ MNIST_FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-CIFAR_FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-CIFAR_BINARY = tuple(f"{name}.bin" for name in CIFAR_FILES)
-CIFAR_ARCHIVES = ("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")
 
 
 class Data(NamedTuple):
@@ -42,33 +38,24 @@ class Data(NamedTuple):
 
 
 def load(data_dir: str | Path | None = None) -> Data:
-    """scikit-learn's digits, or the MNIST or CIFAR-10 files found in ``data_dir``."""
+    """scikit-learn's digits, or the MNIST files found in ``data_dir``, plain or packed."""
     if data_dir is None:
         return _digits()
     root = Path(data_dir)
     for folder in (root / "MNIST" / "raw", root):
-        if files := _mnist_files(folder):
-            return _mnist(files)
-    for folder in (root / "cifar-10-batches-py", root / "cifar-10-batches-bin", root):
-        for names, read in ((CIFAR_FILES, _cifar_pickle), (CIFAR_BINARY, _cifar_records)):
-            if all((folder / name).is_file() for name in names):
-                return _cifar10([read(folder / name) for name in names])
-    for archive in (root / name for name in CIFAR_ARCHIVES):
-        if archive.is_file():
-            raise FileNotFoundError(f"{archive} is still packed: tar -xzf {archive} -C {root}")
+        plain = [folder / name for name in MNIST_FILES]
+        files = [path if path.is_file() else path.with_name(f"{path.name}.gz") for path in plain]
+        if all(path.is_file() for path in files):
+            train_x, train_y, test_x, test_y = (_read_idx(path) for path in files)
+            return _normalise(train_x[:, None], train_y, test_x[:, None], test_y)
     raise FileNotFoundError(
-        f"--data {root}: no complete data set there. Expected either\n"
-        f"  MNIST, in {root / 'MNIST' / 'raw'} or {root}, plain or .gz:\n"
-        f"    {', '.join(MNIST_FILES)}\n"
-        f"  CIFAR-10, in {root / 'cifar-10-batches-py'} or {root}:\n"
-        f"    {', '.join(CIFAR_FILES)}\n"
-        f"  or the same in binary, {CIFAR_BINARY[0]} and so on\n"
-        "Without --data the 1797 digits that come with scikit-learn are used."
+        f"--data {root}: no MNIST there. Expected in {root / 'MNIST' / 'raw'} or {root}, plain "
+        f"or .gz: {', '.join(MNIST_FILES)}. Without --data, scikit-learn's 1797 digits are used."
     )
 
 
 def _digits() -> Data:
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - MNIST and CIFAR-10 go without
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - MNIST goes without
 
     images, labels = load_digits(return_X_y=True)
     # RandomState, not default_rng: numpy promises that its stream never changes, so neither does
@@ -77,18 +64,6 @@ def _digits() -> Data:
     images, labels = images[order].reshape(-1, 1, 8, 8), labels[order]
     split = len(images) * 4 // 5
     return _normalise(images[:split], labels[:split], images[split:], labels[split:])
-
-
-def _mnist_files(folder: Path) -> list[Path] | None:
-    """The four files, each plain or packed; None if one is missing."""
-    plain = [folder / name for name in MNIST_FILES]
-    files = [path if path.is_file() else path.with_name(f"{path.name}.gz") for path in plain]
-    return files if all(path.is_file() for path in files) else None
-
-
-def _mnist(files: list[Path]) -> Data:
-    train_x, train_y, test_x, test_y = (_read_idx(path) for path in files)
-    return _normalise(train_x[:, None], train_y, test_x[:, None], test_y)
 
 
 def _read_idx(path: Path) -> np.ndarray:
@@ -104,50 +79,6 @@ def _read_idx(path: Path) -> np.ndarray:
             f"{path} holds {values.size} bytes, its header says {shape.prod()}: download it again"
         )
     return values.reshape(shape)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """A pickle may run any code when it is loaded; this one may only make numpy arrays."""
-
-    allowed = frozenset(
-        {
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("_codecs", "encode"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = module.replace("numpy.core", "numpy._core")  # files from before numpy 2
-        if (module, name) not in self.allowed:
-            raise pickle.UnpicklingError(
-                f"refused: the file asks for {module}.{name}, CIFAR-10's own files do not"
-            )
-        return super().find_class(module, name)
-
-
-def _cifar_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    with path.open("rb") as file:
-        batch = _ArraysOnly(file, encoding="latin1").load()  # written by Python 2
-    return batch["data"], np.asarray(batch["labels"])
-
-
-def _cifar_records(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A byte for the label, then 3072 for the image: red, green, blue, each by rows."""
-    raw = np.fromfile(path, np.uint8)
-    if raw.size == 0 or raw.size % 3073:
-        raise ValueError(f"{path} holds {raw.size} bytes, no multiple of 3073: download it again")
-    records = raw.reshape(-1, 3073)
-    return records[:, 1:], records[:, 0]
-
-
-def _cifar10(batches: list[tuple[np.ndarray, np.ndarray]]) -> Data:
-    images = [images.reshape(-1, 3, 32, 32) for images, _ in batches]
-    labels = [labels for _, labels in batches]
-    return _normalise(
-        np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1], labels[-1]
-    )
 
 
 def _normalise(

@@ -27,8 +27,6 @@ import hvd_pipe.torch as hvd
 from data import Data, load
 from report import picture, progress, say
 
-COLOURS = ("#000000", "#0072b2", "#d55e00")
-
 
 class Run(NamedTuple):
     """One training; accuracy (0 to 1) and loss are the mean model's, of all classes."""
@@ -146,21 +144,12 @@ def plot(runs: list[Run], path: Path, title: str) -> None:
     figure = Figure(figsize=(1 + 4.5 * len(rates), 4.5), layout="constrained")
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     for axes, lr in zip(panels, rates, strict=True):
-        here = [run for run in runs if run.lr == lr]
-        for run, colour, marker in zip(here, COLOURS, "os^", strict=True):
-            axes.plot(
-                run.steps,
-                [100 * accuracy for accuracy in run.accuracy],
-                color=colour,
-                marker=marker,
-                markersize=5,
-                label=f"{run.strategy}: {run.accuracy[-1]:.2%}",
-            )
-        axes.set_title(f"learning rate {lr:g}")
-        axes.set_xlabel("steps")
+        for run in (each for each in runs if each.lr == lr):
+            label = f"{run.strategy}: {run.accuracy[-1]:.2%}"
+            axes.plot(run.steps, [100 * value for value in run.accuracy], "o-", label=label)
+        axes.set(title=f"learning rate {lr:g}", xlabel="steps", ylim=(0, 102))
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right", title="strategy: final accuracy")
-    panels[0].set_ylim(0, 102)
     panels[0].set_ylabel("test accuracy of the mean model (%)")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

@@ -50,9 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.8)
     parser.add_argument("--warmup-epochs", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--data", metavar="DIR", help="MNIST or CIFAR-10 files (default: scikit-learn's digits)"
-    )
+    parser.add_argument("--data", metavar="DIR", help="MNIST's files (default: built-in digits)")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="write one here after each epoch"
     )

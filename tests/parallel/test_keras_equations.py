@@ -59,22 +59,10 @@ KEYS: list[Key] = [
     (4, "fit", WITHIN, "momentum"),
     (1, "fit", "cocod:period=4,fragments=2,within=node", "momentum"),
 ]
-# Nightly: other numbers of ranks, other steps by hand, and other optimizers of a strategy.
+# Nightly: other optimizers, and what goes together on four ranks.
 NIGHTLY: list[Key] = [
+    *((2, "fit", "merged-gradient", optimizer) for optimizer in OTHERS),
     *((2, mode, name, "momentum") for mode in ("function", "eager") for name in FAMILIES),
-    *((2, mode, MOMENTS, "forgetful") for mode in ("function", "eager")),
-    *(
-        (2, "fit", strategy, optimizer)
-        for strategy in ("merged-gradient", "cocod:period=4")
-        for optimizer in OTHERS
-    ),
-    (2, "fit", "cocod:period=2,momentum=average", "accumulating"),
-    (2, "fit", "cocod:period=3,momentum=average,pull_back=0.4,anchor_momentum=0.5", "adam"),
-    (2, "fit", "cocod:period=3,within=node", "momentum"),
-    *((n, "fit", strategy, "momentum") for n in (1, 4) for strategy in FAMILIES),
-    (4, "fit", "cocod:period=4", "accumulating"),
-    (4, "fit", MOMENTS, "forgetful"),
-    (4, "eager", WITHIN, "momentum"),
     (4, "fit", "cocod:period=3,within=node,warmup_steps=4,weights=3/1/1/2", "momentum"),
     (4, "fit", f"{WITHIN},outer=nesterov,outer_lr=0.3", "accumulating"),
 ]

@@ -1,8 +1,7 @@
 """A worker of an elastic job, as users of Keras write it.
 
 ``python workers_keras_elastic.py WAY DIRECTORY``: a host comes before step `ADDED_AT`, and worker
-1 is killed before step `KILLED_AT`. ``WAY`` is the strategy under ``fit``; with `SWAPPED` before
-it, that of a script of stock Horovod's with another optimizer.
+1 is killed before step `KILLED_AT`. ``WAY`` is the strategy under ``fit``.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as stock
 import keras
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import ObjectState
 from keras_problem import BATCH, loss_of, make_model, sample, weights_of
 from publish import publish
 
@@ -32,7 +29,6 @@ COMMIT_EVERY = 2
 ADDED_AT, KILLED_AT = 9, 19
 PATIENCE_S = 120.0
 DEADLINE_S = 420.0
-SWAPPED = "swapped"
 # Names of one host are hosts of their own to Horovod, and a host that fails is not used again.
 HOSTS = "localhost:1\nLOCALHOST:1\n"
 ADDED = HOSTS + "127.0.0.1:1\n"
@@ -102,60 +98,6 @@ def fitted(model: Any, optimizer: Any, before: Before) -> Any:
     return state
 
 
-class PlainState(ObjectState):  # type: ignore[misc]
-    """As scripts have to write it with stock Horovod, whose Keras states fail under Keras 3."""
-
-    def __init__(self, variables: list[tf.Variable], **kwargs: Any) -> None:
-        self.variables = variables
-        self._keep()
-        super().__init__(bcast_object=stock.broadcast_object, get_rank=stock.rank, **kwargs)
-
-    def _keep(self) -> None:
-        self._values = [each.numpy() for each in self.variables]
-
-    def save(self) -> None:
-        self._keep()
-        super().save()
-
-    def restore(self) -> None:
-        for each, value in zip(self.variables, self._values, strict=True):
-            each.assign(value)
-        super().restore()
-
-    def sync(self) -> None:
-        stock.broadcast_variables(self.variables, root_rank=0)
-        self._keep()
-        super().sync()
-
-
-def swapped(model: Any, optimizer: Any, before: Before) -> Any:
-    """Train by stock Horovod's functions alone, but for the optimizer; return the state."""
-    optimizer.build(model.trainable_variables)
-    shared = [each.value for each in (*model.variables, *optimizer.variables)]
-    state = PlainState(shared, step=0, starts=[])
-
-    @tf.function  # type: ignore[untyped-decorator]
-    def one_step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = loss_of(model, x, y)
-        gradients = tape.gradient(loss, [each.value for each in model.trainable_variables])
-        optimizer.apply(gradients, model.trainable_variables)
-
-    @stock.elastic.run  # type: ignore[untyped-decorator]
-    def train(state: Any) -> None:
-        state.starts = [*state.starts, (state.step, stock.size())]
-        while state.step < EPOCH * EPOCHS:
-            before(state.step, state)
-            one_step(*map(tf.constant, sample(stock.rank(), state.step)))
-            state.step += 1
-            if state.step % COMMIT_EVERY == 0:
-                state.commit()
-        optimizer.synchronize()
-
-    train(state)
-    return state
-
-
 def loss_now(model: Any) -> float:
     """On data that no worker trains on."""
     parts = [sample(1000, step) for step in range(8)]
@@ -164,14 +106,11 @@ def loss_now(model: Any) -> float:
 
 def main(way: str, directory: Path) -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    is_swapped = way.startswith(SWAPPED)
-    (stock if is_swapped else hvd).init()
+    hvd.init()
     model = make_model()
     plain = keras.optimizers.SGD(0.02, momentum=0.5)
-    strategy = way.removeprefix(SWAPPED).strip()
-    optimizer = hvd.DistributedOptimizer(plain, strategy=strategy)
-    train = swapped if is_swapped else fitted
-    state = train(model, optimizer, happening(directory, model))
+    optimizer = hvd.DistributedOptimizer(plain, strategy=way)
+    state = fitted(model, optimizer, happening(directory, model))
     result = {
         "size": hvd.size(),
         "starts": state.starts,

@@ -9,7 +9,6 @@ import argparse
 import gzip
 import importlib.util
 import os
-import pickle
 import struct
 import subprocess
 import sys
@@ -71,15 +70,6 @@ def _write_mnist(folder: Path, packed: bool) -> np.ndarray:
     return train
 
 
-def _write_cifar(folder: Path) -> None:
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for i, name in enumerate(data.CIFAR_FILES):
-        images = rng.integers(0, 256, (3, 3072), dtype=np.uint8)
-        raw = pickle.dumps({"data": images, "labels": [i, i, 9]}, protocol=2)
-        (folder / name).write_bytes(raw)
-
-
 def test_digits_are_split_the_same_way_every_time() -> None:
     first, again = data.load(), data.load()
     assert first.train_x.shape == (1437, 1, 8, 8)
@@ -108,57 +98,8 @@ def test_mnist_is_read_where_torchvision_puts_it(
     np.testing.assert_allclose(loaded.train_x[:, 0].numpy(), normal, atol=1e-5)
 
 
-@pytest.mark.parametrize("folder", ["cifar-10-batches-py", "."])
-def test_cifar10_is_read_packed_or_not_in_its_folder(tmp_path: Path, folder: str) -> None:
-    _write_cifar(tmp_path / "cifar-10-batches-py")
-    root = tmp_path if folder != "." else tmp_path / "cifar-10-batches-py"
-    loaded = data.load(root)
-    assert loaded.train_x.shape == (15, 3, 32, 32)
-    assert loaded.test_x.shape == (3, 3, 32, 32)
-    assert loaded.train_y.tolist()[:6] == [0, 0, 9, 1, 1, 9]
-    assert loaded.train_x.mean(dim=(0, 2, 3)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("folder", ["cifar-10-batches-bin", "."])
-def test_cifar10_in_binary_is_the_same(tmp_path: Path, folder: str) -> None:
-    _write_cifar(tmp_path / "pickled")
-    (tmp_path / "binary" / folder).mkdir(parents=True, exist_ok=True)
-    for name in data.CIFAR_FILES:
-        batch = pickle.loads((tmp_path / "pickled" / name).read_bytes())
-        records = np.column_stack([np.array(batch["labels"], np.uint8), batch["data"]])
-        (tmp_path / "binary" / folder / f"{name}.bin").write_bytes(records.tobytes())
-    pickled, binary = data.load(tmp_path / "pickled"), data.load(tmp_path / "binary")
-    assert all(torch.equal(a, b) for a, b in zip(pickled, binary, strict=True))
-
-
-def test_a_damaged_binary_cifar_file_is_named(tmp_path: Path) -> None:
-    for name in data.CIFAR_BINARY:
-        (tmp_path / name).write_bytes(bytes(3073))
-    (tmp_path / data.CIFAR_BINARY[2]).write_bytes(bytes(3000))
-    with pytest.raises(ValueError, match=f"{data.CIFAR_BINARY[2]} holds 3000 bytes"):
-        data.load(tmp_path)
-
-
-def test_a_cifar_file_cannot_run_code(tmp_path: Path) -> None:
-    class Attack:
-        def __reduce__(self) -> tuple:
-            return print, ("gotcha",)
-
-    _write_cifar(tmp_path / "cifar-10-batches-py")
-    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps(Attack()))
-    with pytest.raises(pickle.UnpicklingError, match=r"refused.*print"):
-        data.load(tmp_path)
-
-
 def test_a_folder_without_data_names_the_files_expected(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
-        data.load(tmp_path)
-    message = str(caught.value)
-    assert str(tmp_path) in message
-    assert "train-images-idx3-ubyte" in message
-    assert "data_batch_1" in message
-    (tmp_path / data.CIFAR_ARCHIVES[1]).touch()
-    with pytest.raises(FileNotFoundError, match="tar -xzf"):
+    with pytest.raises(FileNotFoundError, match=r"(?s)no MNIST there.*train-images-idx3-ubyte"):
         data.load(tmp_path)
 
 
@@ -195,22 +136,10 @@ def test_imagenet_models_have_their_published_size(
     assert (len(sizes), sum(sizes)) == (tensors, parameters)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vgg16", "densenet121", "mlp"])
-def test_models_map_images_to_classes(name: str) -> None:
-    with torch.device("meta"):
-        model = models.build(name, num_classes=7, image=(3, 64, 64))
-        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 7)
-
-
-@pytest.mark.parametrize("image", [(1, 8, 8), (1, 28, 28), (3, 32, 32)])
-def test_digitsnet_takes_digits_mnist_and_cifar(image: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("image", [(1, 8, 8), (1, 28, 28)])
+def test_digitsnet_takes_digits_and_mnist(image: tuple[int, int, int]) -> None:
     model = models.build("digitsnet", num_classes=10, image=image)
     assert model(torch.randn(2, *image)).shape == (2, 10)
-
-
-def test_an_unknown_model_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'resnet51'.*resnet50.*vgg16"):
-        models.build("resnet51")
 
 
 # Report -----------------------------------------------------------------------------------------
@@ -230,25 +159,6 @@ def test_seconds_to_the_target_count_training_only(runs: list) -> None:
     assert good.seconds_to(0.95) == pytest.approx(1.0)
     assert slow.seconds_to(0.95) is None
     assert good.images_per_second == pytest.approx(2000)
-
-
-def test_the_table_is_aligned_and_complete(runs: list) -> None:
-    lines = report.table(runs).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[0].split("  ")[0].strip() == "strategy"
-    assert lines[2].split() == ["horovod", "2,000", "99.00%", "1.00"]
-    assert lines[3].split() == ["cocod:period=4", "500", "90.00%", "not", "reached"]
-
-
-def test_progress_has_a_bar_and_the_time_that_remains() -> None:
-    assert report.progress(1, 4, 10.0) == " 25% |####            | 00:10<00:30"
-    assert report.progress(4, 4, 40.0) == "100% |################| 00:40<00:00"
-
-
-def test_epoch_lines_stand_under_their_header(runs: list) -> None:
-    header, line = report.epoch_header(20), report.epoch_line(runs[0], epochs=3, width=20)
-    assert header.index("  progress") == len(line)
-    assert line.split() == ["horovod", "3/3", "0.5000", "99.00%", "2,000", "0.50"]
 
 
 @pytest.mark.parametrize("name", ["accuracy.png", "accuracy.svg"])
@@ -347,14 +257,6 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert lm.learning_rate(0, 0, 1) == 1  # no warm-up at all
 
 
-def test_writing_begins_with_the_start_and_repeats_itself(transformer: torch.nn.Module) -> None:
-    start = torch.tensor([1, 2, 3])
-    written = lm.write(transformer, start, 20, seed=1)
-    assert len(written) == 23
-    assert written[:3].tolist() == [1, 2, 3]
-    assert torch.equal(written, lm.write(transformer, start, 20, seed=1))
-
-
 # Checkpoints ------------------------------------------------------------------------------------
 
 
@@ -406,18 +308,6 @@ def test_the_newest_checkpoint_is_the_newest_that_all_ranks_have(
     assert checkpoints.steps() == [10, 1_000_000]  # the newest and the one before it
     two_ranks[0] = [9, 10]
     assert checkpoints.newest() == 10
-
-
-def test_rank_0s_checkpoints_count_where_it_alone_saves(
-    tmp_path: Path, two_ranks: list[list[int] | None]
-) -> None:
-    checkpoints = resume.Checkpoints(tmp_path, each_rank=False)
-    two_ranks.append(None)
-    checkpoints.save(20, {"step": 20, "run": {"lr": 0.1}})
-    assert checkpoints.newest() == 20
-    assert checkpoints.load(20, {"lr": 0.1})["step"] == 20
-    with pytest.raises(SystemExit, match=r"another run: .*0\.1.*0\.2.*--checkpoints"):
-        checkpoints.load(20, {"lr": 0.2})
 
 
 def test_one_bit_of_one_weight_changes_the_fingerprint() -> None:
