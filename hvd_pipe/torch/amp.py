@@ -33,10 +33,7 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def scale_of(optimizer: torch.optim.Optimizer, func: Any, args: tuple[Any, ...]) -> float | None:
-    """Return the loss scale by which a function of torch is about to divide the gradients.
-
-    GradScaler's does; where the optimizer divides by itself (``fused=True``), it only looks.
-    """
+    """Return the scale by which this function divides gradients; None where it only looks."""
     if func is not torch._amp_foreach_non_finite_check_and_unscale_:
         return None
     inverse = float(args[2])
@@ -56,10 +53,7 @@ class LossScale:
         self.given = None
 
     def take(self, scale: float, engine: Engine) -> None:
-        """Take the scale of gradients that `synchronize` has prepared, before they are unscaled.
-
-        The user divides by this scale. Pipe-SGD's gradients may have been computed under another.
-        """
+        """Take the scale by which the user divides gradients; Pipe-SGD's may have another."""
         self.given = scale
         engine.note_scale(scale)
         due = engine.gradient_scale
@@ -88,10 +82,7 @@ class LossScale:
 
 
 def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Remove a scaler's findings where ``step()`` fails: the scaler does so where it returns.
-
-    Else the next step would multiply by them.
-    """
+    """Remove a scaler's findings where ``step()`` fails: the next one would multiply by them."""
     attributes: dict[str, Any] = optimizer.__dict__
     attributes.pop("grad_scale", None)
     attributes.pop("found_inf", None)

@@ -109,10 +109,7 @@ class AutoChoice:
         self._times = self._reached = None
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
-        """Return the engine of the choice that a checkpoint holds, and the checkpoint.
-
-        A plan without a choice is not taken: this run is to measure and to choose.
-        """
+        """Return the engine of the choice that a checkpoint holds, and the checkpoint."""
         if saved is not None and saved.foreign is None:  # else `checkpoint.load` says what is lost
             engine, saved = self._follow(engine, saved)
         return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)

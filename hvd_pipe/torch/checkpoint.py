@@ -85,11 +85,7 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
 
 
 def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]) -> None:
-    """Let the engine go on from what `save` returned; nothing is in flight.
-
-    Another number of workers is fine: averages stay averages; a plan, which was made for the
-    other number, and another rank's residuals are not taken.
-    """
+    """Let the engine go on from a `save`; a plan for other workers, or others' residuals, go."""
     if saved is None:
         if engine.has_state_in_flight:
             _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")

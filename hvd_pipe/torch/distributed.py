@@ -349,10 +349,7 @@ class DistributedMixin(EngineHolder):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``step()`` itself leaves out what has overflowed, so that GradScaler calls it.
-
-        It must be called where gradients are of one rank alone, as ranks count their steps.
-        """
+        """Whether GradScaler calls ``step()`` on an overflow, too: ranks count their steps."""
         engine = self._hvd_pipe
         fused = bool(self.__dict__.get("_step_supports_amp_scaling", False))
         return fused or (engine is not None and not engine.is_averaged)

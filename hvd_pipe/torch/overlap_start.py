@@ -48,12 +48,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class OverlapStart:
-    """Changes the engine of one optimizer once, then its plan.
-
-    Args:
-        memory: The parameters' `memory_of` from when they were new.
-        is_given: Whether the user has said which gradients share a message.
-    """
+    """Changes the engine once, then its plan, unless that ``is_given`` by the user."""
 
     def __init__(self, memory: dict[int, Memory], is_given: bool) -> None:
         self._is_given, self._memory = is_given, memory

@@ -154,10 +154,7 @@ class NewGradients:
         self._versions: list[int] = []
 
     def note_old(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take what is in ``p.grad`` now for old.
-
-        Every step does this, and few steps are asked about: it takes about 0.2 us a parameter.
-        """
+        """Take what is in ``p.grad`` now for old; every step does, in about 0.2 us a parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # some may be pending
             gradients = [parameter.grad for parameter in parameters]
             self._versions = [0 if g is None else g._version for g in gradients]
@@ -214,13 +211,10 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class ModelFinder:
-    """Finds the models of an optimizer's parameters: an optimizer sees parameters only.
+    """Finds the models of an optimizer's parameters, by a hook on all modules, for some steps.
 
-    Until all have been found, and for some steps at most, a hook on all modules looks for the
-    first one called that holds some of them: the outermost. The method ``found`` is called with
-    it, about to run forward, and the identities of these parameters. Under
-    ``torch.func.functional_call`` a module has other tensors in their place; where these were
-    computed from the parameters, autograd's graph leads back.
+    ``found`` is called with the outermost one that holds some, about to run forward, and their
+    identities; ``through_graph``, also where `torch.func.functional_call` has replaced them.
     """
 
     def __init__(

@@ -20,11 +20,7 @@ _ANCHOR_S = 10.0
 
 
 class Stopwatch:
-    """Reads moments without waiting for the device.
-
-    On a CUDA device a moment is an event in its current stream, which gets its time when the
-    stream comes to it; elsewhere it is the host's clock.
-    """
+    """Reads moments: an event in a CUDA device's current stream, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -62,11 +58,7 @@ def _recorded_event(device: torch.device | None = None) -> torch.cuda.Event:
 
 
 class DeviceClock:
-    """Turns CUDA events into the host's seconds, once they have passed; nobody waits for them.
-
-    Args:
-        now: Returns the host's seconds.
-    """
+    """Turns CUDA events into the host's seconds (``now``) once they have passed; never waits."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

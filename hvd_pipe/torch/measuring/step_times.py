@@ -51,10 +51,7 @@ class ReadyTimes:
         self._moments[index] = self._stopwatch.now()
 
     def end_step(self) -> tuple[Moment, Moment] | None:
-        """Close one backward pass, and return its first gradient's moment and its end.
-
-        A gradient that was not computed counts as ready now.
-        """
+        """Close a pass; return its first gradient's moment, and its end (of missing ones)."""
         self.steps += 1
         present = [each for each in self._moments if each is not None]
         if not present:
@@ -89,15 +86,7 @@ class Uses(NamedTuple):
 
 
 class FirstUses(ReadyTimes):
-    """Notes also when each parameter is first used, from the end of ``step()`` to its next call.
-
-    ::
-
-        end of step()                                          first gradient
-        |---- forward_s ---------------------------------------|--- backward_s ---> step()
-          a.weight   b.weight
-          needed_s of a.weight ...
-    """
+    """Notes also when each parameter is first used between the end of ``step()`` and the next."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(len(parameters), parameters[0].device)

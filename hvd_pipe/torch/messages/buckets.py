@@ -46,10 +46,7 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Gradients of one dtype and device, and ``extra`` control flags, that travel in one message.
-
-    A ``feedback`` is that of a bucket of the same gradients, to be shared.
-    """
+    """Gradients of one dtype and device, and ``extra`` control flags, in one message."""
 
     def __init__(
         self,
@@ -132,16 +129,9 @@ class Bucket:
 
 
 class BucketSet:
-    """The buckets of one plan, for parameters that are known by their index in a list.
+    """The buckets of one plan, ``groups`` of parameters' indices.
 
-    Args:
-        settings: The parameters and how their gradients are reduced. What ranks find out to be
-            sparse or frozen is kept up to date there, for all sets of the same settings.
-        groups: The plan: indices of parameters, grouped; each group of one dtype and device.
-        suffix: Ends the tag of the messages: the same on all ranks, unique in these settings.
-        keep_local: Whether `own_gradients_of` returns this rank's own gradients.
-        like: A set of the same buckets, which shares the residuals of lossy codecs.
-        message: Makes the message of a bucket, called for one after the other.
+    One that is made ``like`` another shares its residuals; ``suffix`` is unique in these settings.
     """
 
     def __init__(
@@ -233,10 +223,7 @@ class BucketSet:
 
     # Architecture: G2
     def ready(self, index: int) -> None:
-        """Take the gradient of ``parameters[index]``; send its bucket if that was the last one.
-
-        The last bucket stays until `flush`, because it carries the control flags.
-        """
+        """Take a gradient; send its bucket if full, but for the last one, with the flags."""
         sparse = self.sparse
         if not self.completed:
             self._spoil_free()
@@ -414,10 +401,7 @@ class BucketSet:
         return ControlFlags(*(flag / weight for flag in flags))
 
     def discard(self) -> None:
-        """Drop a round that is not complete, once what has left of it has arrived.
-
-        The residuals of lossy codecs, which belong to its gradients, become zero.
-        """
+        """Drop a round that is not complete, and its residuals, once what has left has arrived."""
         for bucket in self.buckets:
             bucket.wait()
             bucket.take_changed()
@@ -445,11 +429,7 @@ class BucketSet:
 
     # Architecture: G10
     def bind_gradients(self, shown_in: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Make gradients what is to be applied; this ends the round.
-
-        They are views into the buckets, sparse again where they came sparse, and none where there
-        is nothing to apply.
-        """
+        """Make gradients what is to be applied, none where nothing is; this ends the round."""
         shown_in = shown_in or {}
         for index in self.slots:
             self._bind(index, shown_in.get(index))

@@ -22,11 +22,7 @@ from hvd_pipe.torch.messages.allreduce import Reduction, sendable
 
 
 class SparseGradients:
-    """The sparse gradients of one round.
-
-    ``known`` are the indices of the parameters that all ranks know to be sparse; this adds to
-    them. None sends all gradients as dense ones. Average or Sum apply, compressors do not.
-    """
+    """The sparse gradients of one round; ``known`` on all ranks, None to send them as dense."""
 
     def __init__(
         self,

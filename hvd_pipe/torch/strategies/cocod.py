@@ -179,8 +179,7 @@ class CoCoDEngine(Engine):
     def drain(self) -> None:
         """Make all replicas equal: the average of the models and buffers as they are now.
 
-        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i: without an outer
-        model or anchor it need not be added. Those stay, and act at the end of the next round.
+        Without an outer model or anchor, what is in flight need not be added; those stay.
         """
         steps = [("the number of steps", str(self.rounds))]
         reduction, tag = self.settings.reduction, self.settings.tag

@@ -50,10 +50,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class ForwardOverlapEngine(MergedGradientEngine):
-    """Sends in the order of a plan, and leaves updates to the first use of each parameter.
-
-    No gradient is sparse. ``memory``: the parameters' `memory_of` from when they were new.
-    """
+    """Sends in the order of a plan; leaves updates to the first use of each parameter."""
 
     ready_times: FirstUses | None
 

@@ -44,12 +44,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ModelAverage:
-    """Averages values of one dtype and device behind a round of local steps.
-
-    Float16 and bfloat16 values are averaged, and their progress is added, in float32; they are
-    rounded once a round, as they would be in an ordinary update. ``values`` returns the live ones;
-    None for one that this rank lacks, which counts as zeros.
-    """
+    """Averages ``values`` of one dtype and device behind a round; halves, in float32."""
 
     def __init__(
         self,
@@ -144,10 +139,7 @@ class ModelAverage:
         spoil(self._mean, self._start)
 
     def average_now(self) -> None:
-        """Make every value the average of all ranks' ones, bit for bit the same everywhere.
-
-        The anchor stays where it is and the next round moves it on.
-        """
+        """Make every value the average of all ranks' ones; the anchor moves in the next round."""
         self.complete()
         self.due = False
         self._take(self._mean)
@@ -159,10 +151,7 @@ class ModelAverage:
         spoil(self._mean, self._start)
 
     def discard(self, joining: bool = False) -> None:
-        """Wait for what is in flight and forget it, and all rounds before.
-
-        As ranks join, what goes on over rounds is kept for a `state`.
-        """
+        """Forget what is in flight, and all rounds before; as ranks join, keep outer models."""
         self.complete()
         self.due, self._is_left = False, joining
         self._base = None
@@ -329,10 +318,8 @@ PREFIX = "momenta."
 class AveragedMomenta:
     """The tensors in the optimizer's state that are averaged as the parameters are.
 
-    Which there are shows only as training goes on, and differs where a parameter has had no
-    gradient on some rank. Ranks agree on them as training starts and after the first round, when
-    they usually come up; later a rank that has others says so by a control flag of its model, and
-    all agree at the end of that round. A rank that lacks one contributes zeros.
+    A parameter without a gradient has none, so ranks agree on which there are: as training starts,
+    after the first round, and where a control flag says so. A rank that lacks one sends zeros.
 
     They travel uncompressed, as float16 would make zeros of Adam's second moments, and know no
     momentum of an anchor or an outer optimizer, which could carry these below zero.

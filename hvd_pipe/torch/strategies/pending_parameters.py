@@ -154,10 +154,7 @@ class PendingParameters:
                 self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def _gate(self, module: torch.nn.Module) -> set[int]:
-        """Gate a module and those in it; return what must be settled before the module is called.
-
-        No hook runs within a compiled module, so all that is in it is settled before.
-        """
+        """Gate a module and those in it; return what to settle before it (compiled: all of it)."""
         if isinstance(module, torch.jit.ScriptModule):
             return set()
         compiled = is_compiled(module)
@@ -181,10 +178,7 @@ class PendingParameters:
 
 
 def memory_of(parameters: Iterable[torch.Tensor]) -> dict[int, Memory]:
-    """Return the memory of each parameter, by its identity, and whether torch has allocated it.
-
-    Torch says so until somebody asks for an array over it.
-    """
+    """Return the memory of each parameter, by identity, and whether torch alone has it."""
     return {id(parameter): _memory(parameter) for parameter in parameters}
 
 

@@ -211,8 +211,8 @@ class PipeSGDEngine(Engine):
     def drain(self) -> None:
         """Apply the pending gradient.
 
-        A rank on which no gradient was computed takes synchronize() before step() for the end of
-        training. So ranks meet under the name of a message that a rank which has a gradient sends.
+        A rank without a gradient takes synchronize() before step() for the end of training, so
+        ranks meet under the name of a message that a rank which has a gradient sends.
         """
         self._ahead.restore()
         if self._pending is not None and not self.reduction.alone:
