@@ -72,7 +72,7 @@ def _not_ours() -> ValueError:
     )
 
 
-def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
+def save(engine: Engine, owned: Sequence[torch.Tensor], chosen: str | None) -> SavedState:
     """Return what the engine of the optimizer with these parameters has in flight."""
     state, numbers = engine.state(), _numbers(engine, owned)
     tensors = {
@@ -80,7 +80,7 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
         for label, each in state.tensors.items()
     }
     return SavedState(
-        engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors
+        engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors, chosen
     )
 
 
@@ -128,4 +128,4 @@ def _rank(engine: Engine) -> int:
 
 
 def _warn(what: str) -> None:
-    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=4)
+    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=5)

@@ -10,10 +10,8 @@ hand, too: ``p.grad = g`` or ``p.grad.copy_(g)``, with g from ``torch.autograd.g
     the same one, or None                     nothing new
 
 A write by ``p.grad.data`` counts no version, and so cannot be seen. Gradients of one bucket share
-their version: a write to one of them is one to all.
-
-Nothing tells zeros that a user writes into all of them, as gradients, from those of
-``model.zero_grad(set_to_none=False)``. Where one rank's may all be zero, it takes ``p.grad = g``.
+their version: a write to one of them is one to all. Zeros that a user writes into all of them
+count as cleared: where one rank's may all be zero, it takes ``p.grad = g``.
 """
 
 from __future__ import annotations

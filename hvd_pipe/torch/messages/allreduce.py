@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, gl
 from hvd_pipe.planning.codec import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import spoil
 from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending

@@ -10,10 +10,7 @@ same bits. Each sends ``2 (n-1)/n`` of the encoded bytes, as in a ring.
 
 One thread a process, the `communication_thread`, carries the phases behind the backward pass. It
 waits for no message before all that are queued have started, or two ranks that launch in different
-orders would wait for each other for ever::
-
-    rank 0   launch A, launch B        alltoall A ... needs rank 1's A
-    rank 1   launch B, launch A        alltoall B ... needs rank 0's B
+orders would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.runtime.watch.waits import waiting_for
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import spoil
 from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending

@@ -1,13 +1,7 @@
 """Pending operations: what this rank has sent and not yet waited for.
 
-A rank must not leave while others need what it has sent.
-
-Without this, a rank that takes its last Pipe-SGD or CoCoD step and exits shuts Horovod down under
-a slower rank that is about to send the same message:
-
-    rank 0   ... send g_t, end of script, Horovod shuts down
-    rank 1   ............................................... send g_t -> HorovodInternalError
-
+A rank must not leave while others need what it has sent: one that exits after its last Pipe-SGD or
+CoCoD step shuts Horovod down under a slower one, which is about to send the same message.
 Module-wide, because the optimizer that sent a message may be gone when the script ends.
 
 On CUDA, Horovod reduces in a stream of its own, and says when a message is done::

@@ -27,8 +27,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import Description, failed
-from hvd_pipe.torch.agree import check_alike
-from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.agree import check_alike, compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction, of_all_ranks
@@ -74,7 +73,6 @@ class Engine(abc.ABC):
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
         self.loaded_before: list[Message] = []
         """Where a state was loaded, what ranks that have loaded none send in a coming step."""
-        self.passes = settings.passes
         self.has_new_gradients = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
@@ -90,7 +88,8 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes, self._settle = _BackwardPasses(), _settle_weakly(self._settling)
+        self._passes = _BackwardPasses()
+        self._settle: Settle = partial(_settle_by, weakref.WeakMethod(self._settling))
         self._retired = False
         weakref.finalize(self, settings.hooks.end)
         self._listen(settings.parameters)
@@ -294,14 +293,15 @@ class Engine(abc.ABC):
         done = self._passes.count(index, self.syncs)
         if self.current is None:
             return
-        if done > self.passes:
+        passes = self.settings.passes
+        if done > passes:
             raise HvdPipeError(
                 f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
-                f"step(), but backward_passes_per_step is {self.passes}: to accumulate gradients "
+                f"step(), but backward_passes_per_step is {passes}: to accumulate gradients "
                 "over several backward passes, pass their number as backward_passes_per_step=, or "
                 "write `with optimizer.no_sync():` around all but the last one."
             )
-        if done == self.passes:
+        if done == passes:
             self.current.ready(index)
         gradient = self.settings.parameters[index].grad
         assert gradient is not None
@@ -631,15 +631,11 @@ class _BackwardPasses:
         return held
 
 
-def _settle_weakly(method: Settle) -> Settle:
-    """Return a function that calls an engine's method; it keeps no engine alive."""
-    reference = weakref.WeakMethod(method)
-
-    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        found = reference()
-        if found is None:
-            release(gradient)  # nobody is going to apply it
-        else:
-            found(gradient, func, args)
-
-    return settle
+def _settle_by(
+    method: weakref.WeakMethod[Settle], gradient: torch.Tensor, func: Any, args: tuple[Any, ...]
+) -> None:
+    settle = method()
+    if settle is None:
+        release(gradient)  # nobody is going to apply it
+    else:
+        settle(gradient, func, args)

@@ -33,7 +33,7 @@ def make_engine(checked: Checked, owner: Callable[[], Any]) -> Engine:
 
 def switch(engine: Engine, strategy: Method) -> Engine:
     """Return an engine of another strategy, with nothing in flight; residuals go along."""
-    settings = dataclasses.replace(engine.settings, passes=engine.passes)
+    settings = engine.settings
     plan = strategy.load_plan() if isinstance(strategy, MergedGradient) else None
     successor = _make(settings, strategy, plan)
     residuals = engine.state().tensors

@@ -9,8 +9,7 @@ torch settles it at its first use; code that Python does not see meets NaN, or c
     anything else   p.sum(), p.data, deepcopy, state_dict: settle
 
 A parameter waits only if it belongs to a module that was called, and if nobody else holds its
-memory (a kept ``p.data``, a view, an array, another process): who does would see no function
-called on it.
+memory (a kept ``p.data``, a view, an array, another process), which no function would show.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Settings:
     groups: Sequence[Sequence[int]] | None
     """Gradients that the user groups by hand (indices), or None."""
     owner: Callable[[], Any]
-    """Returns the user's optimizer (an `EngineHolder`), or None where it is gone."""
+    """Returns the user's optimizer (a `DistributedMixin`), or None where it is gone."""
     sparse: set[int] = field(default_factory=set)
     """Places of the gradients that all ranks know to be sparse."""
     frozen: set[int] = field(default_factory=set)
