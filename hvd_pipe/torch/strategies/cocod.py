@@ -16,8 +16,9 @@ one message after another, so the models' message delays those that are ready be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class CoCoDEngine(Engine):
                 same, number = [settings.parameters[i] for i in indices], len(self._parts)
                 average = ModelAverage(
                     same,
-                    lambda same=same: [parameter.detach() for parameter in same],
+                    partial(_values, same),
                     reduction,
                     f"{settings.tag}.model.{number}",
                     strategy,
@@ -282,6 +283,10 @@ class CoCoDEngine(Engine):
     def _pause(self) -> None:
         self._started = False
         self._local_steps = self._turn = 0
+
+
+def _values(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in parameters]
 
 
 def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:

@@ -19,6 +19,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from horovod.torch.compression import Compression
@@ -412,13 +413,16 @@ class AveragedMomenta:
             same = [place for place in places if place[0] in group]
             average = ModelAverage(
                 [parameters[index] for index, _ in same],
-                lambda same=same: [self._tensor(*place) for place in same],
+                partial(self._tensors, same),
                 self._reduction,
                 f"{self._settings.tag}.momenta.{i}",
                 self._rule,
                 nonnegative=[key in _NONNEGATIVE for _, key in same],
             )
             self.parts.append(Part(0, same, average))
+
+    def _tensors(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+        return [self._tensor(*place) for place in places]
 
 
 # Numbers that torch's optimizers keep as tensors: not momenta even where a parameter is one, too.
