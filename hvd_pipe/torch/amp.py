@@ -9,7 +9,6 @@ local step out, and counts it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +32,7 @@ def is_scaled(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def scale_of(optimizer: torch.optim.Optimizer, func: Any, args: tuple[Any, ...]) -> float | None:
-    """Return the loss scale by which a function of torch is about to divide the gradients.
-
-    GradScaler's does; where the optimizer divides by itself (``fused=True``), it only looks.
-    """
+    """Return the scale by which this function divides gradients; None where it only looks."""
     if func is not torch._amp_foreach_non_finite_check_and_unscale_:
         return None
     inverse = float(args[2])
@@ -44,54 +40,37 @@ def scale_of(optimizer: torch.optim.Optimizer, func: Any, args: tuple[Any, ...])
     return None if looks_only else 1.0 / inverse
 
 
-@dataclass
-class LossScale:
-    """What is known of the loss scale in the coming step."""
+def note_scale(scale: float, engine: Engine) -> None:
+    """Take the scale by which the user divides gradients; Pipe-SGD's may have another."""
+    engine.note_scale(scale)
+    due = engine.gradient_scale
+    if due is not None and due != scale:
+        unscale(engine.settings.parameters, due / scale)
 
-    given: float | None = None
-    """What the user has passed to ``synchronize()``, or GradScaler is dividing by."""
 
-    def clear(self) -> None:
-        """Begin another step."""
-        self.given = None
-
-    def take(self, scale: float, engine: Engine) -> None:
-        """Take the scale of gradients that `synchronize` has prepared, before they are unscaled.
-
-        The user divides by this scale. Pipe-SGD's gradients may have been computed under another.
-        """
-        self.given = scale
-        engine.note_scale(scale)
+def unscale_in_step(optimizer: torch.optim.Optimizer, engine: Engine, given: float | None) -> bool:
+    """Divide the gradients by their scale in the scaler's place; False on an overflow."""
+    scale: torch.Tensor | None = optimizer.__dict__["grad_scale"]
+    found_inf: torch.Tensor = optimizer.__dict__["found_inf"]
+    if scale is None and engine.needs_loss_scale and given is None:
+        raise HvdPipeError(
+            "with scaler.unscale_() this strategy must know the loss scale: call "
+            "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
+        )
+    # An optimizer that knows of scales (fused=True) must not divide once more.
+    optimizer.__dict__.update(grad_scale=None, found_inf=None)
+    if scale is not None:
+        engine.note_scale(float(scale))
+    if float(found_inf) != 0.0:
+        return False
+    if scale is not None:
         due = engine.gradient_scale
-        if due is not None and due != scale:
-            unscale(engine.settings.parameters, due / scale)
-
-    def unscale(self, optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-        """Divide the gradients by their scale in the scaler's place; False on an overflow."""
-        scale: torch.Tensor | None = optimizer.__dict__["grad_scale"]
-        found_inf: torch.Tensor = optimizer.__dict__["found_inf"]
-        if scale is None and engine.needs_loss_scale and self.given is None:
-            raise HvdPipeError(
-                "with scaler.unscale_() this strategy must know the loss scale: call "
-                "optimizer.synchronize(loss_scale=scaler.get_scale()) before unscale_."
-            )
-        # An optimizer that knows of scales (fused=True) must not divide once more.
-        optimizer.__dict__.update(grad_scale=None, found_inf=None)
-        if scale is not None:
-            engine.note_scale(float(scale))
-        if float(found_inf) != 0.0:
-            return False
-        if scale is not None:
-            due = engine.gradient_scale
-            unscale(engine.settings.parameters, float(scale) if due is None else due)
-        return True
+        unscale(engine.settings.parameters, float(scale) if due is None else due)
+    return True
 
 
 def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Remove a scaler's findings where ``step()`` fails: the scaler does so where it returns.
-
-    Else the next step would multiply by them.
-    """
+    """Remove a scaler's findings where ``step()`` fails: the next one would multiply by them."""
     attributes: dict[str, Any] = optimizer.__dict__
     attributes.pop("grad_scale", None)
     attributes.pop("found_inf", None)

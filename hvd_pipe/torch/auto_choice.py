@@ -26,7 +26,6 @@ import torch
 
 from hvd_pipe.planning.choice import (
     OwnTimes,
-    Prediction,
     choose,
     kind_of,
     least_of,
@@ -36,7 +35,6 @@ from hvd_pipe.planning.choice import (
     report,
 )
 from hvd_pipe.planning.methods import spell
-from hvd_pipe.planning.plan import Plan
 from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, parse
 from hvd_pipe.torch.agree import found_by_first, largest
 from hvd_pipe.torch.arguments import Checked
@@ -58,10 +56,11 @@ class AutoChoice:
     """Watches the steps of one optimizer, and changes its engine, which measures, once."""
 
     def __init__(self, checked: Checked, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        self._candidates = checked.candidates
-        self._optimizer = weakref.ref(optimizer)
+        self._candidates, self._optimizer = checked.candidates, weakref.ref(optimizer)
         self._times = None if engine.reduction.alone else self._watch(engine)
-        self._reached: _Reached | None = None
+        self._predicted_s = 0.0
+        """A step of the choice, until what was reached is told; 0 before and after."""
+        self._ends: list[float] = []
         self._overlap: OverlapStart | None = None
         """Has taken over, as overlap=forward was chosen."""
         self._has_groups = checked.settings.groups is not None
@@ -72,10 +71,8 @@ class AutoChoice:
     def after_step(self, engine: Engine) -> Engine:
         """Return the engine of the next step, at the end of ``step()``."""
         settled = not engine.measures and (self._overlap is None or self._overlap.is_over)
-        text = self._reached.end_step() if self._reached is not None and settled else None
-        if text is not None:
-            self._say("auto: %s", text)
-            self._reached = None
+        if self.chosen is not None and self._predicted_s and settled:
+            self._end_step(self.chosen)
         if self._times is not None and isinstance(engine, MergedGradientEngine):
             engine = self._measure(engine, self._times)
         # It begins in the step of the choice, in which all ranks take part.
@@ -95,10 +92,21 @@ class AutoChoice:
             times.end_step()
             return engine
         self._times = None
-        self.chosen, predicted = self._choice(engine, times.close())
-        self._reached = _Reached(self.chosen, predicted) if predicted else None
+        self.chosen, self._predicted_s = self._choice(engine, times.close())
         self._overlap = self._overlap_start(self.chosen)
         return engine if isinstance(self.chosen, MergedGradient) else switch(engine, self.chosen)
+
+    def _end_step(self, chosen: Method) -> None:
+        """Note the end of a step; tell what was reached, by medians over whole rounds."""
+        self._ends.append(time.perf_counter())
+        k = chosen.period if isinstance(chosen, CoCoD) else 1
+        if len(self._ends) <= SETTLE_STEPS + max(REPORT_STEPS, 2 * k):
+            return
+        ends = self._ends[SETTLE_STEPS:]
+        seconds = median((end - start) / k for start, end in zip(ends, ends[k:], strict=False))
+        reached, predicted = milliseconds(seconds), milliseconds(self._predicted_s)
+        self._say("auto: %s reached %s a step (predicted %s)", spell(chosen), reached, predicted)
+        self._predicted_s = 0.0
 
     def close(self) -> None:
         """Watch no more steps."""
@@ -106,13 +114,10 @@ class AutoChoice:
             self._times.close()
         if self._overlap is not None:
             self._overlap.close()
-        self._times = self._reached = None
+        self._times, self._predicted_s = None, 0.0
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
-        """Return the engine of the choice that a checkpoint holds, and the checkpoint.
-
-        A plan without a choice is not taken: this run is to measure and to choose.
-        """
+        """Return the engine of the choice that a checkpoint holds, and the checkpoint."""
         if saved is not None and saved.foreign is None:  # else `checkpoint.load` says what is lost
             engine, saved = self._follow(engine, saved)
         return (engine, saved) if self._overlap is None else self._overlap.resume(engine, saved)
@@ -139,12 +144,6 @@ class AutoChoice:
 
     def _overlap_start(self, method: Method) -> OverlapStart | None:
         return OverlapStart(self._memory, self._has_groups) if _is_forward(method) else None
-
-    def note(self, saved: SavedState) -> SavedState:
-        """Return a checkpoint with the choice."""
-        if self.chosen is None:
-            return saved
-        return dataclasses.replace(saved, chosen=spell(self.chosen))
 
     def _choice(self, engine: MergedGradientEngine, own: OwnTimes | None) -> tuple[Method, float]:
         """Let the first rank choose from the slowest rank's times; the same answer everywhere."""
@@ -182,21 +181,21 @@ class AutoChoice:
         ]
         profile = profile_of(own, settings.names, sizes)
         cost = settings.reduction.cost(settings.parameters[0])
-        found = [
-            _to_be_raced(
-                predict(self._as_planned(method, engine.plan), profile, engine.comm, cost)
-            )
-            for method in candidates
-        ]
+        found = []
+        for method in candidates:
+            planned = method
+            if isinstance(method, MergedGradient) and (
+                self._has_groups or not _is_forward(method)
+            ):
+                planned = dataclasses.replace(method, plan=engine.plan)
+            prediction = predict(planned, profile, engine.comm, cost)
+            if isinstance(prediction.method, PipeSGD):  # it tries sizes of buckets in training
+                raced = dataclasses.replace(prediction.method, bucket_bytes=None)
+                prediction = dataclasses.replace(prediction, method=raced)
+            found.append(prediction)
         best = choose(found)
         self._say("auto: %s", report(best, found))
         return spell(best.method), best.seconds
-
-    def _as_planned(self, method: Method, plan: Plan) -> Method:
-        """Return a method with the buckets that it would go on with, where they are known."""
-        if isinstance(method, MergedGradient) and (self._has_groups or not _is_forward(method)):
-            return dataclasses.replace(method, plan=plan)
-        return method
 
     def _fitting(self, engine: MergedGradientEngine) -> Sequence[Method]:
         """Return the candidates, without overlap=forward where this rank cannot defer updates."""
@@ -210,37 +209,6 @@ class AutoChoice:
     def _say(self, text: str, *values: object) -> None:
         if self._speaks:
             _log.info(text, *values)
-
-
-class _Reached:
-    """Times some steps of the chosen method."""
-
-    def __init__(self, method: Method, predicted: float) -> None:
-        self._method, self._predicted = method, predicted
-        self._ends: list[float] = []
-
-    def end_step(self) -> str | None:
-        """Note the end of a step; return what was reached where there are enough.
-
-        Medians are over whole rounds; an evaluation or a checkpoint in between does not count.
-        """
-        self._ends.append(time.perf_counter())
-        k = self._method.period if isinstance(self._method, CoCoD) else 1
-        if len(self._ends) <= SETTLE_STEPS + max(REPORT_STEPS, 2 * k):
-            return None
-        ends = self._ends[SETTLE_STEPS:]
-        seconds = median((end - start) / k for start, end in zip(ends, ends[k:], strict=False))
-        return (
-            f"{spell(self._method)} reached {milliseconds(seconds)} a step "
-            f"(predicted {milliseconds(self._predicted)})"
-        )
-
-
-def _to_be_raced(found: Prediction) -> Prediction:
-    """Return Pipe-SGD without a size of buckets, as it tries some in training."""
-    if not isinstance(found.method, PipeSGD):
-        return found
-    return dataclasses.replace(found, method=dataclasses.replace(found.method, bucket_bytes=None))
 
 
 def _is_forward(method: Method) -> bool:

@@ -72,7 +72,7 @@ def _not_ours() -> ValueError:
     )
 
 
-def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
+def save(engine: Engine, owned: Sequence[torch.Tensor], chosen: str | None) -> SavedState:
     """Return what the engine of the optimizer with these parameters has in flight."""
     state, numbers = engine.state(), _numbers(engine, owned)
     tensors = {
@@ -80,16 +80,12 @@ def save(engine: Engine, owned: Sequence[torch.Tensor]) -> SavedState:
         for label, each in state.tensors.items()
     }
     return SavedState(
-        engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors
+        engine.name, engine.reduction.workers, _rank(engine), state.counters, tensors, chosen
     )
 
 
 def load(engine: Engine, saved: SavedState | None, owned: Sequence[torch.Tensor]) -> None:
-    """Let the engine go on from what `save` returned; nothing is in flight.
-
-    Another number of workers is fine: averages stay averages; a plan, which was made for the
-    other number, and another rank's residuals are not taken.
-    """
+    """Let the engine go on from a `save`; a plan for other workers, or others' residuals, go."""
     if saved is None:
         if engine.has_state_in_flight:
             _warn(f"holds nothing in flight: {engine.name} starts with nothing in flight.")
@@ -132,4 +128,4 @@ def _rank(engine: Engine) -> int:
 
 
 def _warn(what: str) -> None:
-    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=4)
+    warnings.warn(f"the optimizer state that was loaded {what}", stacklevel=5)

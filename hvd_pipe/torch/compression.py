@@ -217,10 +217,7 @@ class Compression(_horovod.Compression):  # type: ignore[misc]
 
 
 def codec_for(compression: Any, dtype: torch.dtype) -> Codec | None:
-    """Return the codec by which a buffer travels; None where Horovod can sum it on the wire.
-
-    Horovod has no bfloat16 all-reduce: such a buffer travels as it is and is summed in float32.
-    """
+    """Return a buffer's codec; None where Horovod sums it on the wire (bfloat16 it cannot)."""
     if isinstance(compression, Codec):
         return compression
     return BF16() if dtype == torch.bfloat16 and is_horovods(compression) else None

@@ -5,43 +5,63 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, ProcessSet, global_process_set, is_initialized
 
 from hvd_pipe.errors import HvdPipeError
+from hvd_pipe.planning.methods import spell
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime.arguments import check_passes
 from hvd_pipe.runtime.restarts import is_elastic
-from hvd_pipe.strategy import Strategy
+from hvd_pipe.strategy import Auto, MergedGradient, Strategy
 from hvd_pipe.torch import amp, checkpoint, workers
-from hvd_pipe.torch.arguments import Arguments, check_alone, check_everywhere
+from hvd_pipe.torch.arguments import Arguments, Checked, check_alone, check_everywhere
+from hvd_pipe.torch.auto_choice import AutoChoice, say_left_out
 from hvd_pipe.torch.checkpoint import SavedState
 from hvd_pipe.torch.compression import Compression
-from hvd_pipe.torch.engine_holder import EngineHolder
 from hvd_pipe.torch.horovod_api import broadcast_optimizer_state, root_of_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.measuring.step_times import JobProfile, profile_job
-from hvd_pipe.torch.parameters import NewGradients, is_zero
+from hvd_pipe.torch.overlap_start import OverlapStart
+from hvd_pipe.torch.parameters import NewGradients, is_zero, owned_by
+from hvd_pipe.torch.partial_updates import Options, update_quietly
 from hvd_pipe.torch.strategies.base import Engine
+from hvd_pipe.torch.strategies.make_engine import make_engine
+from hvd_pipe.torch.strategies.pending_parameters import memory_of
+
+_log = logging.getLogger("hvd_pipe")
 
 
-class DistributedMixin(EngineHolder):
-    """What users call: it checks the order of the calls and drives the engine."""
+class DistributedMixin(torch.optim.Optimizer):
+    """What users call: it checks the order of the calls and drives the engine.
 
+    A copy (``copy.deepcopy``, pickle) has no engine until its first ``step()``, which all ranks
+    make; until then it sends nothing, so that one rank alone may copy and save it. After
+    ``hvd.shutdown()``, and in an elastic job before the workers' first rendezvous, it is the same.
+    """
+
+    _hvd_pipe: Engine | None
+    _hvd_pipe_arguments: Arguments
+    _hvd_pipe_names: list[str]
+    _hvd_pipe_gradients: NewGradients
+    _hvd_pipe_scale: float | None
+    """The loss scale by which the coming step's gradients are divided, where it is known."""
+    _hvd_pipe_saved: SavedState | None = None
+    _hvd_pipe_auto: AutoChoice | OverlapStart | None = None
+    """What may change the engine after a step."""
+    _hvd_pipe_sent = 0.0
     _hvd_pipe_profile: JobProfile | None = None
     _hvd_pipe_skip = False
     _hvd_pipe_expects = ""
-    """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict".
-
-    If it fails before its step, the next call is the script's: `zero_grad`, a backward pass and
-    `step`, `load_state_dict`, or the broadcast once more. Each of them forgets this.
-    """
+    """What Horovod's `broadcast_optimizer_state` calls next: "step", then "state_dict"."""
     _hvd_pipe_drained = False
 
     @property
@@ -101,7 +121,7 @@ class DistributedMixin(EngineHolder):
         self._check_step(engine)
         updating = engine.before_update()
         if amp.is_scaled(self):
-            updating = self._hvd_pipe_scale.unscale(self, engine) and updating
+            updating = amp.unscale_in_step(self, engine, self._hvd_pipe_scale) and updating
         result = self._apply(engine) if updating else None
         engine.after_update()
         engine.compare_replicas()
@@ -110,8 +130,7 @@ class DistributedMixin(EngineHolder):
             self._hvd_pipe_profile = None
         if self._hvd_pipe_auto is not None:
             self._hvd_pipe = self._hvd_pipe_auto.after_step(engine)
-        self._hvd_pipe_scale.clear()
-        self._hvd_pipe_drained = False
+        self._hvd_pipe_scale, self._hvd_pipe_drained = None, False
         self._note_old()
         return result if closure is None else loss
 
@@ -218,7 +237,8 @@ class DistributedMixin(EngineHolder):
         engine.synchronize(by_hand, knows_scale=loss_scale is not None)
         self._note_old()
         if loss_scale is not None and preparing:
-            self._hvd_pipe_scale.take(loss_scale, engine)
+            self._hvd_pipe_scale = loss_scale
+            amp.note_scale(loss_scale, engine)
 
     def _gradients_are_read(self, func: Any, args: tuple[Any, ...]) -> None:
         """Make gradients what `step` will apply: this function of torch is to read one of them."""
@@ -228,7 +248,8 @@ class DistributedMixin(EngineHolder):
         if scale is None and engine.needs_loss_scale:
             engine.watch_for_scaler()
         elif scale is not None:
-            self._hvd_pipe_scale.take(scale, engine)
+            self._hvd_pipe_scale = scale
+            amp.note_scale(scale, engine)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -276,7 +297,7 @@ class DistributedMixin(EngineHolder):
                 "set_backward_passes_per_step() after backward() and before step(): call it after "
                 "step()."
             )
-        engine.passes = passes
+        engine.settings = dataclasses.replace(engine.settings, passes=passes)
         self._hvd_pipe_arguments = dataclasses.replace(
             self._hvd_pipe_arguments, backward_passes_per_step=passes
         )
@@ -304,14 +325,13 @@ class DistributedMixin(EngineHolder):
         if root_rank is not None:
             self._receive_from_root(root_rank)
         state: dict[str, Any] = super().state_dict()
-        in_flight = self._state_in_flight()
-        state[checkpoint.KEY] = None if in_flight is None else in_flight.to_dict()
+        state[checkpoint.KEY] = self._state_in_flight()
         return state
 
     def _receive_from_root(self, root_rank: int) -> None:
         """Take the root's state and what it has in flight, in Horovod's own broadcast."""
-        second, self._hvd_pipe_expects = self._hvd_pipe_expects == "state_dict", ""
-        if second:
+        expected, self._hvd_pipe_expects = self._hvd_pipe_expects, ""
+        if expected == "state_dict":
             return
         if is_elastic():
             self._release_engine(keep=True)
@@ -339,8 +359,7 @@ class DistributedMixin(EngineHolder):
         had_begun, plan = before.rounds > 0, before.plan
         before.discard()
         super().load_state_dict(state_dict)
-        engine, in_flight = self._resumed(before, in_flight)
-        checkpoint.load(engine, in_flight, self._owned())
+        engine = self._resumed(before, in_flight)
         # What a state may change that ranks must do alike: messages, plans, trials of plans.
         parts = engine.has_state_in_flight or self._hvd_pipe_auto or engine.plan is not plan
         if parts and (had_begun or engine.rounds > 0):
@@ -349,10 +368,7 @@ class DistributedMixin(EngineHolder):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether ``step()`` itself leaves out what has overflowed, so that GradScaler calls it.
-
-        It must be called where gradients are of one rank alone, as ranks count their steps.
-        """
+        """Whether GradScaler calls ``step()`` on an overflow, too: ranks count their steps."""
         engine = self._hvd_pipe
         fused = bool(self.__dict__.get("_step_supports_amp_scaling", False))
         return fused or (engine is not None and not engine.is_averaged)
@@ -361,8 +377,173 @@ class DistributedMixin(EngineHolder):
         self._finish_deferred()
         base, in_flight = type(self).__bases__[1], self._state_in_flight()
         arguments, names = self._hvd_pipe_arguments, self._hvd_pipe_names
-        saved = None if in_flight is None else in_flight.to_dict()
-        return _revive, (base, self.__getstate__(), arguments, names, saved)
+        return _revive, (base, self.__getstate__(), arguments, names, in_flight)
+
+    # Its engine: made at the first step, given up when Horovod ends.
+
+    def _owned(self) -> list[torch.Tensor]:
+        return owned_by(self)
+
+    def _start(self, checked: Checked) -> Engine:
+        workers.note(self)
+        say_left_out(checked)
+        self._hvd_pipe = engine = make_engine(checked, weakref.ref(self))
+        if isinstance(checked.strategy, Auto):
+            self._hvd_pipe_auto = AutoChoice(checked, self, engine)
+        elif isinstance(checked.strategy, MergedGradient) and checked.strategy.overlaps_forward:
+            is_given = checked.strategy != MergedGradient(overlap="forward")
+            is_given = is_given or checked.settings.groups is not None
+            self._hvd_pipe_auto = OverlapStart(memory_of(checked.settings.parameters), is_given)
+        return engine
+
+    def _resumed(self, engine: Engine, in_flight: SavedState | None) -> Engine:
+        """Go on with what was in flight, and with what `Auto` had chosen then."""
+        if self._hvd_pipe_auto is not None:
+            engine, in_flight = self._hvd_pipe_auto.resume(engine, in_flight)
+            self._hvd_pipe = engine
+        checkpoint.load(engine, in_flight, self._owned())
+        return engine
+
+    def _engine(self) -> Engine:
+        """Return the engine; a copy gets its own here."""
+        if self._hvd_pipe is not None:
+            return self._hvd_pipe
+        if not is_initialized():
+            raise HvdPipeError(
+                "Horovod was shut down, and this optimizer needs it: call hvd.init() again, "
+                "on all ranks, or hvd.shutdown() later."
+            )
+        workers.begin()
+        checked = check_everywhere(self, self._named_arguments())
+        fresh = self._has_new_gradients()  # of what a state leads to, none is
+        engine, in_flight = self._start(checked), self._hvd_pipe_saved
+        if in_flight is not None or not is_elastic():  # there, none is nothing to warn of
+            engine = self._resumed(engine, in_flight)
+        engine.check_position()
+        self._hvd_pipe_saved = None
+        engine.has_new_gradients = fresh
+        if not fresh:
+            self._note_old()
+        return engine
+
+    def _named_arguments(self) -> Arguments:
+        arguments, groups = self._hvd_pipe_arguments, self._hvd_pipe_arguments.groups
+        named = dict(zip(self._hvd_pipe_names, self._owned(), strict=True))
+        if groups is not None:
+            groups = [[named[name] for name in group] for group in groups]
+        return dataclasses.replace(arguments, named_parameters=named.items(), groups=groups)
+
+    def _has_new_gradients(self) -> bool:
+        return self._hvd_pipe_gradients.any_new(self._owned())
+
+    def _note_old(self) -> None:
+        self._hvd_pipe_gradients.note_old(self._owned())
+
+    def _state_in_flight(self) -> dict[str, Any] | None:
+        engine = self._hvd_pipe
+        if engine is None:
+            saved = self._hvd_pipe_saved
+            return None if saved is None else saved.to_dict()
+        if (
+            engine.has_new_gradients
+            and engine.current is not None
+            and (engine.has_state_in_flight or engine.remembers_residuals)
+        ):
+            raise HvdPipeError(
+                "a state was asked for after backward() and before step(), while gradients are on "
+                "their way: save or copy after step()."
+            )
+        return self._saved_state(engine).to_dict()
+
+    def _finish_deferred(self) -> None:
+        """Apply what the last step has deferred; sends nothing."""
+        if self._hvd_pipe is not None:
+            self._hvd_pipe.finish()
+
+    def _saved_state(self, engine: Engine) -> SavedState:
+        auto = self._hvd_pipe_auto
+        chosen = auto.chosen if isinstance(auto, AutoChoice) else None
+        return checkpoint.save(engine, self._owned(), None if chosen is None else spell(chosen))
+
+    # What ends with Horovod: `hvd.shutdown()`, and an elastic job's resets.
+
+    def _release_engine(self, keep: bool) -> str | None:
+        """Give the engine up; the next step, or `_start_new_engine`, makes another."""
+        engine = self._hvd_pipe
+        if engine is None:
+            return None
+        self._hvd_pipe_saved = None
+        if keep:
+            try:
+                engine.finish()
+                self._hvd_pipe_saved = saved = self._saved_state(engine)
+                if is_elastic() and "average" in saved.tensors and mpi_ops.rank() == 0:
+                    _log.warning(
+                        "elastic: replicas under %s have gone apart since their last average, and "
+                        "all of them become rank 0's now. hvd_pipe.torch.elastic.run averages "
+                        "them first, which horovod.torch.elastic.run does not know of.",
+                        saved.strategy,
+                    )
+            except Exception as error:  # whatever it is, Horovod must end
+                _log.warning("what %s had in flight is lost: %s", engine.name, error)
+        else:
+            for parameter in self._owned():
+                parameter.grad = None
+        engine.retire()
+        if self._hvd_pipe_auto is not None:
+            self._hvd_pipe_auto.close()
+        self._hvd_pipe_sent += engine.reduction.traffic.sent_bytes
+        self._hvd_pipe = self._hvd_pipe_auto = self._hvd_pipe_scale = None
+        return engine.name
+
+    def _start_new_engine(self) -> None:
+        """Start on other workers than before, without a codec's residuals."""
+        found = self._hvd_pipe_saved
+        if found is not None:
+            self._hvd_pipe_saved = found.shared()
+        # Gradients that are still there belong to an earlier step.
+        self._engine().has_new_gradients = False
+        self._note_old()
+
+    # What the engine asks for: see `Settings.optimizer`.
+
+    def _update(self) -> None:
+        with timeline.updating():
+            super().step()
+
+    def _step_without_hooks(self) -> None:
+        step = super().step
+        plain = getattr(step, "__wrapped__", None)  # beneath torch's wrapper for hooks
+        step() if plain is None else plain(self)
+
+    def _update_some(self, parameters: Sequence[torch.Tensor], options: Options) -> None:
+        first = parameters[0].grad
+        version = None if first is None else first._version
+        with timeline.updating():
+            update_quietly(self, self._step_without_hooks, parameters, options)
+        if first is not None and first._version != version:
+            self._hvd_pipe_gradients.note_written(parameters)
+
+    def _joining(self, known: set[int]) -> dict[str, torch.Tensor]:
+        joining: dict[str, torch.Tensor] = {}
+        owned = self._owned()
+        if all(id(each) in known or not each.requires_grad for each in owned):
+            return joining
+        engine, here = self._hvd_pipe, {id(each) for each in owned}
+        assert engine is not None
+        named = zip(engine.settings.names, engine.settings.parameters, strict=True)
+        kept = {id(parameter): name for name, parameter in named if id(parameter) in here}
+        # Places in the groups may have shifted: a name that is still another's is not taken.
+        taken, before, names = {*kept.values(), ""}, self._hvd_pipe_names, []
+        for i, parameter in enumerate(owned):
+            name = kept.get(id(parameter), before[i] if i < len(before) else "")
+            if id(parameter) not in kept and name in taken:
+                name = f"param.joined.{len(engine.settings.names)}.{i}"
+            names.append(name)
+            if id(parameter) not in known and parameter.requires_grad:
+                joining[name] = parameter
+        before[:] = names
+        return joining
 
 
 _CLEAR = torch.optim.Optimizer.zero_grad
@@ -375,9 +556,9 @@ def twin(
     cls = _distributed_class(type(optimizer))  # type: ignore[arg-type]
     wrapped = cls.__new__(cls)
     wrapped.__dict__ = optimizer.__dict__
-    wrapped._hvd_pipe = None
+    wrapped._hvd_pipe = wrapped._hvd_pipe_scale = None
     wrapped._hvd_pipe_arguments, wrapped._hvd_pipe_names = arguments, names
-    wrapped._hvd_pipe_gradients, wrapped._hvd_pipe_scale = NewGradients(), amp.LossScale()
+    wrapped._hvd_pipe_gradients = NewGradients()
     wrapped._note_old()
     if "step" in wrapped.__dict__:
         wrapped.__dict__["step"] = _scheduled_step(weakref.ref(wrapped))
@@ -417,9 +598,6 @@ def _scheduled_step(reference: weakref.ref[DistributedMixin]) -> Callable[..., A
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-# `DistributedOptimizer`: the user's optimizer, with a strategy that moves its gradients.
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

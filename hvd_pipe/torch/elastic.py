@@ -64,9 +64,12 @@ class TorchState(_horovod.TorchState):  # type: ignore[misc]
         )
 
     def _finish(self) -> None:
-        """Leave nothing in flight, and save that; all ranks call this between two steps."""
+        """Leave nothing in flight, and save that; a step that has begun is given up."""
         for optimizer in self._distributed():
-            optimizer._finish()
+            engine = optimizer._hvd_pipe
+            if engine and engine.has_state_in_flight and not engine.has_new_gradients:
+                engine.synchronize()
+                optimizer._note_old()
         self.save()
 
     def _distributed(self) -> list[DistributedMixin]:
@@ -80,12 +83,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     As Horovod's ``run``, whose rules hold: no collectives between ``hvd.init()`` and this. In an
     elastic job `DistributedOptimizer` sends none: ranks compare their arguments when this starts.
     """
-    return elastic_run(func, _finish, horovod_api)
 
+    def finish(state: Any) -> None:
+        if isinstance(state, TorchState):
+            state._finish()
 
-def _finish(state: Any) -> None:
-    if isinstance(state, TorchState):
-        state._finish()
+    return elastic_run(func, finish, horovod_api)
 
 
 class _ModelHandler(_horovod.ModelStateHandler):  # type: ignore[misc]

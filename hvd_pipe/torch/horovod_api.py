@@ -69,11 +69,7 @@ def join(device: int = -1) -> int:
 
 
 def root_of_horovods(caller: FrameType | None) -> int | None:
-    """Return the root of Horovod's own `broadcast_optimizer_state`, where that is the caller.
-
-    It begins with the optimizer's ``state_dict()`` on all ranks, and knows nothing of what is in
-    flight. A distributed optimizer that is asked for its state so has its own broadcast made.
-    """
+    """Return the root of Horovod's own `broadcast_optimizer_state`, where that is the caller."""
     if caller is None or caller.f_code is not _horovod.broadcast_optimizer_state.__code__:
         return None
     # It hands the root to nobody, and sends nothing before its first call of the optimizer. So its
@@ -82,10 +78,7 @@ def root_of_horovods(caller: FrameType | None) -> int | None:
 
 
 def broadcast_tensors(named: Iterable[tuple[str | None, torch.Tensor]], root_rank: int) -> None:
-    """Give every rank the values of ``root_rank``'s tensors, in place.
-
-    Horovod knows no bfloat16, and contiguous tensors alone.
-    """
+    """Give every rank ``root_rank``'s tensors, in place, of any dtype and memory format."""
     named, sent = list(named), []
     for name, tensor in named:
         check_has_shape(name, tensor)

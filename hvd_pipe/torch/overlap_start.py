@@ -48,12 +48,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class OverlapStart:
-    """Changes the engine of one optimizer once, then its plan.
-
-    Args:
-        memory: The parameters' `memory_of` from when they were new.
-        is_given: Whether the user has said which gradients share a message.
-    """
+    """Changes the engine once, then its plan, unless that ``is_given`` by the user."""
 
     def __init__(self, memory: dict[int, Memory], is_given: bool) -> None:
         self._is_given, self._memory = is_given, memory
@@ -95,16 +90,14 @@ class OverlapStart:
 
     def resume(self, engine: Engine, saved: SavedState | None) -> tuple[Engine, SavedState | None]:
         """Return an engine that sends as the checkpoint's plan says, and the checkpoint."""
-        text = None if saved is None else saved.counters.get("plan")
-        if saved is None or saved.strategy != engine.name or self._is_given or text is None:
-            return self._as_it_was(engine), saved
-        plan, settings = Plan.from_json(text), engine.settings
-        if (
-            engine.reduction.alone
-            or saved.workers != engine.reduction.workers
-            or set(plan.names) != set(settings.names)
-        ):
-            return self._as_it_was(engine), saved
+        settings, plan, reduction = engine.settings, None, engine.reduction
+        if saved is not None and saved.strategy == engine.name and not self._is_given:
+            text, alike = saved.counters.get("plan"), saved.workers == reduction.workers
+            plan = Plan.from_json(text) if text and alike and not reduction.alone else None
+        if plan is None or set(plan.names) != set(settings.names):
+            if self._tuner is not None:  # its plan is not the state's: the trial begins anew
+                self._try_from(engine.rounds, self._tuner)
+            return engine, saved
         self._tuner = None
         self._raced = False  # what its steps took was seen elsewhere
         self.is_over = plan.order is not None or bool(plan.tried_forward)
@@ -113,12 +106,6 @@ class OverlapStart:
         if plan.order is None:  # with the barrier, for good where others were slower
             return _with_barrier(engine, plan, self._sparse_as_dense), saved
         return self._overlapping(engine, plan, measured=True), saved
-
-    def _as_it_was(self, engine: Engine) -> Engine:
-        """Return the engine: the state says nothing of its plan, and a trial begins anew."""
-        if self._tuner is not None:
-            self._try_from(engine.rounds, self._tuner)
-        return engine
 
     def _begin(self, engine: MergedGradientEngine) -> Engine:
         """Have all ranks defer updates from the next step on, or stay as they are."""
@@ -150,7 +137,7 @@ class OverlapStart:
 
     def _overlapping(self, engine: Engine, plan: Plan, measured: bool) -> ForwardOverlapEngine:
         """Return an engine of this plan, for the same parameters, between two steps."""
-        settings = dataclasses.replace(engine.settings, passes=engine.passes, sparse_as_dense=True)
+        settings = dataclasses.replace(engine.settings, sparse_as_dense=True)
         successor = ForwardOverlapEngine(settings, plan, measured, self._memory)
         _go_on(successor, engine)
         return successor
@@ -215,16 +202,15 @@ class OverlapStart:
         engine.end_round()
         if engine.is_equal_everywhere:  # else in other steps of some ranks: not now
             tuner.seen(engine.plan)
-            self._messages += engine.message_seconds()
+            self._messages += engine.messages.seconds()
             self._take_next(engine, tuner)
 
     def _take_next(self, engine: ForwardOverlapEngine, tuner: Tuner) -> None:
         """Take the next plan to try, or the fastest."""
         plan, self.is_over = tuner.next(partial(self._propose, engine))
-        engine.take(plan)
+        engine.take(plan, measured=self.is_over)
         self._try_from(engine.rounds, tuner)
         if self.is_over:
-            engine.is_measured()
             _log.info("overlap='forward' after step %d:\n%s", engine.rounds, engine.plan)
 
     def _propose(self, engine: ForwardOverlapEngine, tried: Sequence[Trial]) -> tuple[Plan, bool]:
@@ -280,9 +266,7 @@ def refusal(engine: MergedGradientEngine) -> str | None:
 
 def _with_barrier(engine: Engine, plan: Plan, sparse_as_dense: bool) -> MergedGradientEngine:
     """Return an engine of this plan whose updates wait in ``step()``, between two steps."""
-    settings = dataclasses.replace(
-        engine.settings, passes=engine.passes, sparse_as_dense=sparse_as_dense
-    )
+    settings = dataclasses.replace(engine.settings, sparse_as_dense=sparse_as_dense)
     successor = MergedGradientEngine(settings, MergedGradient(), None)
     _go_on(successor, engine, plan=plan.to_json())
     return successor

@@ -10,10 +10,8 @@ hand, too: ``p.grad = g`` or ``p.grad.copy_(g)``, with g from ``torch.autograd.g
     the same one, or None                     nothing new
 
 A write by ``p.grad.data`` counts no version, and so cannot be seen. Gradients of one bucket share
-their version: a write to one of them is one to all.
-
-Nothing tells zeros that a user writes into all of them, as gradients, from those of
-``model.zero_grad(set_to_none=False)``. Where one rank's may all be zero, it takes ``p.grad = g``.
+their version: a write to one of them is one to all. Zeros that a user writes into all of them
+count as cleared: where one rank's may all be zero, it takes ``p.grad = g``.
 """
 
 from __future__ import annotations
@@ -154,10 +152,7 @@ class NewGradients:
         self._versions: list[int] = []
 
     def note_old(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take what is in ``p.grad`` now for old.
-
-        Every step does this, and few steps are asked about: it takes about 0.2 us a parameter.
-        """
+        """Take what is in ``p.grad`` now for old; every step does, in about 0.2 us a parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # some may be pending
             gradients = [parameter.grad for parameter in parameters]
             self._versions = [0 if g is None else g._version for g in gradients]
@@ -214,13 +209,10 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 class ModelFinder:
-    """Finds the models of an optimizer's parameters: an optimizer sees parameters only.
+    """Finds the models of an optimizer's parameters, by a hook on all modules, for some steps.
 
-    Until all have been found, and for some steps at most, a hook on all modules looks for the
-    first one called that holds some of them: the outermost. The method ``found`` is called with
-    it, about to run forward, and the identities of these parameters. Under
-    ``torch.func.functional_call`` a module has other tensors in their place; where these were
-    computed from the parameters, autograd's graph leads back.
+    ``found`` is called with the outermost one that holds some, about to run forward, and their
+    identities; ``through_graph``, also where `torch.func.functional_call` has replaced them.
     """
 
     def __init__(

@@ -44,11 +44,7 @@ class Options:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Be where ``step()`` was called, whoever needs the update.
-
-        A forward pass may run in inference mode, with autocast, in another stream, with another
-        default device, or within a transformation of torch.func.
-        """
+        """Be where ``step()`` was called: mode, stream and default device may be others by now."""
         with ExitStack() as stack:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 stack.enter_context(temporarily_clear_interpreter_stack())

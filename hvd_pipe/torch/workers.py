@@ -71,11 +71,7 @@ def finish_all() -> None:
 
 
 def refuse_join() -> None:
-    """Raise where a rank that joins would break the others: Horovod knows all-reduces only then.
-
-    Raises:
-        HvdPipeError: An optimizer sends encoded or sparse gradients, or some within a node.
-    """
+    """Raise HvdPipeError where a rank that joins would break others: it can all-reduce only."""
     if _against_join():
         gc.collect()  # an optimizer that the script has dropped may wait for that, on this rank
         if problem := _against_join():
@@ -159,10 +155,7 @@ _FOR_THREADS = ("threading", "torch.autograd.graph")  # the latter's own run hoo
 
 
 def waits_for(frames: Frames) -> Wait | None:
-    """Return what the main thread, or others that it waits for, wait for, if that is other ranks.
-
-    Others do not count otherwise: a rank that saves a checkpoint may well wait in one of them.
-    """
+    """Return what the main thread, or others that it waits for, wait for of other ranks."""
     main = threading.main_thread().ident or 0
     frame = frames.get(main)
     found = _wait_of(main, frame)

@@ -97,7 +97,7 @@ def distributed(model: nn.Module, name: str, **arguments: Any) -> Any:
         sgd(model), model.named_parameters(), strategy=strategy, **arguments
     )
     if name == "overlap":  # updates are deferred after the first step, which changes nothing
-        for _ in range(optimizer._hvd_pipe.passes):
+        for _ in range(optimizer._hvd_pipe.settings.passes):
             torch.stack(
                 [p.sum() * 0.0 for p in model.parameters() if p.requires_grad]
             ).sum().backward()

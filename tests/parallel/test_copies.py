@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 def step(model: nn.Module, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
-    for _ in range(optimizer._engine().passes):
+    for _ in range(optimizer._engine().settings.passes):
         loss_of(model, hvd.rank(), number).backward()
     optimizer.step()
 
@@ -69,7 +69,7 @@ def described(optimizer: Any) -> dict[str, Any]:
         "plan": optimizer.plan and optimizer.plan.buckets,
         "groups": settings.groups,
         "names": list(settings.names),
-        "passes": engine.passes,
+        "passes": engine.settings.passes,
         "sparse_as_dense": settings.sparse_as_dense,
         "reduction": dataclasses.replace(reduction, process_set=None, traffic=None),
         "ranks": list(reduction.process_set.ranks),
@@ -107,4 +107,4 @@ def test_a_copy_has_the_passes_of_today() -> None:
     model = make_model()
     optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum"](model), model.named_parameters())
     optimizer.set_backward_passes_per_step(3)
-    assert copy.deepcopy((model, optimizer))[1]._engine().passes == 3
+    assert copy.deepcopy((model, optimizer))[1]._engine().settings.passes == 3

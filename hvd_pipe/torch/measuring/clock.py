@@ -11,11 +11,7 @@ Moment = float | torch.cuda.Event
 
 
 class Stopwatch:
-    """Reads moments without waiting for the device.
-
-    On a CUDA device a moment is an event in its current stream, which gets its time when the
-    stream comes to it; elsewhere it is the host's clock.
-    """
+    """Reads moments: an event in a CUDA device's current stream, or the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None

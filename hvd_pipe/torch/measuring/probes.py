@@ -49,10 +49,7 @@ def measure_allreduce(
 
 
 def uses_nccl(device: torch.device) -> bool:
-    """Return whether NCCL carries messages that lie there, in a stream of their own.
-
-    Horovod's thread then negotiates the next ones meanwhile: messages are not ``blocking``.
-    """
+    """Return whether NCCL carries such messages, while Horovod's thread negotiates others."""
     return device.type == "cuda" and bool(nccl_built())
 
 

@@ -16,14 +16,16 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from horovod.torch.mpi_ops import ProcessSet
-from torch.utils.hooks import RemovableHandle
 
 from hvd_pipe.planning.choice import OwnTimes, profile_of
 from hvd_pipe.runtime.bucket_planner import RECORD_STEPS, SKIP_STEPS
@@ -51,10 +53,7 @@ class ReadyTimes:
         self._moments[index] = self._stopwatch.now()
 
     def end_step(self) -> tuple[Moment, Moment] | None:
-        """Close one backward pass, and return its first gradient's moment and its end.
-
-        A gradient that was not computed counts as ready now.
-        """
+        """Close a pass; return its first gradient's moment, and its end (of missing ones)."""
         self.steps += 1
         present = [each for each in self._moments if each is not None]
         if not present:
@@ -89,15 +88,7 @@ class Uses(NamedTuple):
 
 
 class FirstUses(ReadyTimes):
-    """Notes also when each parameter is first used, from the end of ``step()`` to its next call.
-
-    ::
-
-        end of step()                                          first gradient
-        |---- forward_s ---------------------------------------|--- backward_s ---> step()
-          a.weight   b.weight
-          needed_s of a.weight ...
-    """
+    """Notes also when each parameter is first used between the end of ``step()`` and the next."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__(len(parameters), parameters[0].device)
@@ -160,18 +151,15 @@ class JobTimes:
         self._steps: deque[tuple[Moment, list[Moment | None], Moment, Moment]] = deque(
             maxlen=MOST_STEPS
         )
-        handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(lambda *_: self._begin()),
-            optimizer.register_step_post_hook(lambda *_: self._update()),
-        ]
+        handles = ExitStack()
+        handles.callback(optimizer.register_step_pre_hook(self._begin).remove)
+        handles.callback(optimizer.register_step_post_hook(self._update).remove)
         # Parameters may outlive the optimizer, which alone keeps this.
-        self._detach = weakref.finalize(self, _remove, handles)
-        times = weakref.ref(self)
+        self._detach, times = weakref.finalize(self, handles.close), weakref.ref(self)
         for index, parameter in enumerate(parameters):
-            hook = _hook(times, index)
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            )
+            listen = parameter.register_post_accumulate_grad_hook
+            handle = listen(partial(_mark, times, index))  # type: ignore[no-untyped-call]
+            handles.callback(handle.remove)
 
     @property
     def steps(self) -> int:
@@ -212,54 +200,42 @@ class JobTimes:
         """Note that the gradient at ``index`` is ready now."""
         self._ready[index] = self._stopwatch.now()
 
-    def _begin(self) -> None:
+    def _begin(self, *_: object) -> None:
         self._begun = self._stopwatch.now()
 
-    def _update(self) -> None:
+    def _update(self, *_: object) -> None:
         self._updated = self._stopwatch.now()
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _mark(times: weakref.ref[JobTimes], index: int, _: torch.Tensor) -> None:
+    if (watching := times()) is not None:
+        watching.mark(index)
 
 
-def _hook(times: weakref.ref[JobTimes], index: int) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        watching = times()
-        if watching is not None:
-            watching.mark(index)
-
-    return hook
-
-
+@dataclass
 class JobProfile:
     """Writes a profile of the running job to a JSON file, for ``HVD_PIPE_PROFILE``."""
 
-    def __init__(
-        self, path: str, times: JobTimes, names: Sequence[str], sizes: Sequence[int]
-    ) -> None:
-        self._path, self._times, self._names, self._sizes = path, times, names, sizes
+    path: str
+    times: JobTimes
+    names: Sequence[str]
+    sizes: Sequence[int]
 
     def end_step(self) -> bool:
         """Note the end of a step; return whether more steps are wanted."""
-        self._times.end_step()
-        if self._times.steps < SKIP_STEPS + RECORD_STEPS:
+        self.times.end_step()
+        if self.times.steps < SKIP_STEPS + RECORD_STEPS:
             return True
-        own = self._times.close()
+        own = self.times.close()
         assert own is not None
-        profile = profile_of(own, self._names, self._sizes)
+        profile, path = profile_of(own, self.names, self.sizes), self.path
         try:
-            profile.save(self._path)
+            profile.save(path)
         except OSError as error:  # training is worth more than its profile
-            warnings.warn(f"{ENVIRONMENT_VARIABLE}={self._path}: {error}", stacklevel=3)
+            warnings.warn(f"{ENVIRONMENT_VARIABLE}={path}: {error}", stacklevel=3)
             return False
-        _log.info(
-            "profile of %d parameters written to %s: %.3f ms of a worker's own work a step",
-            len(self._names),
-            self._path,
-            1e3 * profile.compute_s,
-        )
+        text = "profile of %d parameters written to %s: %.3f ms of a worker's own work a step"
+        _log.info(text, len(self.names), path, 1e3 * profile.compute_s)
         return False
 
 

@@ -21,7 +21,7 @@ from horovod.torch.mpi_ops import Average, ProcessSet, Sum, allreduce_async_, gl
 from hvd_pipe.planning.comm import CODECS, CodecCost
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import spoil
 from hvd_pipe.torch.compression import Compression, codec_for
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -45,10 +45,7 @@ class Traffic:
 
 @dataclass(eq=False)
 class Feedback:
-    """The residuals of error feedback: each is added to what is encoded next.
-
-    Messages of the same layout that carry one gradient in turn share one.
-    """
+    """The residuals of error feedback, shared by messages that carry one gradient in turn."""
 
     sent: torch.Tensor
     """Lost where this rank encoded its own values; float32, of the buffer's size."""
@@ -95,14 +92,7 @@ class Message(abc.ABC):
 
     @abc.abstractmethod
     def meet(self) -> None:
-        """Wait for all ranks to call this; nothing of this message is in flight.
-
-        What is sent has the message's name and another size. Horovod compares sizes, so a rank
-        that sends the message itself instead is told, as are the ones that wait for it here.
-
-        Raises:
-            HvdPipeError: Another rank has sent the message.
-        """
+        """Wait for all ranks to call this; raises HvdPipeError where one sends the message."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +120,7 @@ class Reduction:
 
     @property
     def factor(self) -> float:
-        """What this rank's values are multiplied by, so that their plain mean is the weighted.
-
-        Horovod wants the same factors from all ranks, so each scales its message itself.
-        """
+        """What this rank scales its values by, so that their plain mean is the weighted one."""
         if self.alone or not self.weights:
             return 1.0
         own = float(self.weights[self.process_set.rank()])
@@ -286,11 +273,7 @@ class InTwo(Message):
 
 
 class CheckedMessage(Message):
-    """A message whose buffer is compared with what was sent, before the result takes its place.
-
-    ``inner`` makes the message that carries a buffer like ``flat``, which the user sees but for
-    its last ``exact`` elements.
-    """
+    """Compares a buffer with what was sent, before the result takes its place."""
 
     def __init__(
         self, flat: torch.Tensor, exact: int, inner: Callable[[torch.Tensor], Message]

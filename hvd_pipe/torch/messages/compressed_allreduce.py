@@ -10,10 +10,7 @@ same bits. Each sends ``2 (n-1)/n`` of the encoded bytes, as in a ring.
 
 One thread a process, the `communication_thread`, carries the phases behind the backward pass. It
 waits for no message before all that are queued have started, or two ranks that launch in different
-orders would wait for each other for ever::
-
-    rank 0   launch A, launch B        alltoall A ... needs rank 1's A
-    rank 1   launch B, launch A        alltoall B ... needs rank 0's B
+orders would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.timeline import NOT_SHOWN
 from hvd_pipe.runtime.watch.waits import waiting_for
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import spoil
 from hvd_pipe.torch.compression import Codec, Compression, blocks, codec_for, is_horovods
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages import pending
@@ -52,22 +49,11 @@ POLL_S = 0.0002
 class CompressedAllReduce(Message):
     """A flat buffer that is reduced by way of a codec.
 
-    With ``enc`` and ``dec`` the codec's two sides and x_i rank i's buffer, every rank gets
-    ``dec(enc(mean_i dec(enc(x_i))))``, sums in float32 in the order of ranks; for ``hvd.Sum`` the
-    same without the division. With error feedback, ``x_i + sent_i`` and ``mean + reduced`` take
-    the places of x_i and the mean, and ``sent_i`` and ``reduced`` become what encoding these has
-    lost (zero where that is not finite: a message that overflowed is not repaired by later ones).
-    ``gradient_predivide_factor`` changes nothing: a float32 sum does not overflow.
-
-    Ranks may launch them in different orders, but those that share a `Feedback` in one.
-
-    Args:
-        reduction: The operation (Average or Sum), the process set and the count of sent bytes.
-        flat: Floating dtype, one-dimensional, contiguous.
-        name: The same on all ranks, unique among what is in flight.
-        codec: How values travel.
-        exact: How many elements at the end travel as they are, in float32 (or float64).
-        feedback: What error feedback starts with; None starts with zeros.
+    Every rank gets ``dec(enc(mean_i dec(enc(x_i))))``, sums in float32 in the order of ranks. With
+    error feedback, ``x_i + sent_i`` and ``mean + reduced`` take the places of x_i and the mean,
+    and ``sent_i`` and ``reduced`` become what encoding these has lost (zero where that is not
+    finite). The last ``exact`` elements travel in float32 or float64. Ranks may launch messages in
+    different orders, but those that share a `Feedback` in one.
     """
 
     def __init__(
@@ -285,11 +271,7 @@ def message_for(
     exact: int = 0,
     feedback: Feedback | None = None,
 ) -> Message:
-    """Return the message that carries ``flat``: by a plain all-reduce, a compressor or a codec.
-
-    The last ``exact`` elements are summed as they are. What a codec has lost is kept in
-    ``feedback``, and added to the next message.
-    """
+    """Return what carries ``flat``; its last ``exact`` elements are summed as they are."""
     codec = codec_for(reduction.compression, flat.dtype)
     if codec is not None:
         return CompressedAllReduce(reduction, flat, name, codec, exact, feedback)
@@ -371,10 +353,7 @@ class CommunicationThread:
             self._changed.notify()
 
     def halt(self) -> None:
-        """End the thread before Horovod and Python do, and with it what is still in flight.
-
-        A daemon thread that is inside C++ when Python ends would end the process with an abort.
-        """
+        """End the thread, which would abort the process at its end, and what is in flight."""
         thread = self._thread
         if thread is None:
             return

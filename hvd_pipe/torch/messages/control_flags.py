@@ -108,13 +108,7 @@ COUNT = len(fields(ControlFlags))
 
 @dataclass(frozen=True)
 class Changes:
-    """What became of a round's gradients.
-
-    Args:
-        failure: Why its gradients are not whole; empty where they are.
-        left: What is in ``p.grad`` in the place of gradients that were sent, by index.
-        refused: Whether another tensor cannot be applied in the place of what was sent.
-    """
+    """What became of a round's gradients: ``left`` is in ``p.grad`` in place of those sent."""
 
     failure: str = ""
     left: dict[int, torch.Tensor | None] = field(default_factory=dict)

@@ -169,12 +169,7 @@ class Sender:
 
 
 class OrderedMessages:
-    """Makes the messages of buckets, which leave in one order.
-
-    Args:
-        order: The buckets' numbers in the order of sending; a bucket that stands there k times
-            travels in k pieces.
-    """
+    """Makes the messages of buckets; one that is k times in ``order`` travels in k pieces."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = order
@@ -189,10 +184,7 @@ class OrderedMessages:
         exact: int = 0,
         feedback: Feedback | None = None,
     ) -> OrderedMessage:
-        """Return the message of the next bucket; arguments as `compressed_allreduce.message_for`.
-
-        What is ``exact`` travels with the last piece.
-        """
+        """Return the message of the next bucket; what is ``exact`` travels with the last piece."""
         values = flat.numel() - exact
         count = min(self._order.count(len(self._made)), max(values, 1))
         codec = codec_for(reduction.compression, flat.dtype)

@@ -1,13 +1,7 @@
 """Pending operations: what this rank has sent and not yet waited for.
 
-A rank must not leave while others need what it has sent.
-
-Without this, a rank that takes its last Pipe-SGD or CoCoD step and exits shuts Horovod down under
-a slower rank that is about to send the same message:
-
-    rank 0   ... send g_t, end of script, Horovod shuts down
-    rank 1   ............................................... send g_t -> HorovodInternalError
-
+A rank must not leave while others need what it has sent: one that exits after its last Pipe-SGD or
+CoCoD step shuts Horovod down under a slower one, which is about to send the same message.
 Module-wide, because the optimizer that sent a message may be gone when the script ends.
 
 On CUDA, Horovod reduces in a stream of its own, and says when a message is done::
@@ -82,12 +76,7 @@ def has_arrived(handle: int) -> bool:
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Say why a message cannot be sent where this rank has been told so, and has not heard it yet.
-
-    Raises:
-        HvdPipeError: A message that was sent before has failed so, and nobody has waited for it.
-        HorovodInternalError: Another rank has shut Horovod down, and with it all process sets.
-    """
+    """Say why a message cannot be sent, where ranks have gone apart and nobody has heard it."""
     try:
         yield
     except (HorovodInternalError, ValueError):
@@ -129,10 +118,7 @@ def _sleep_until_arrived(handle: int) -> None:
 
 
 def known() -> tuple[int, ...]:
-    """Return the numbers of all messages that nobody has waited for to the end, also users' own.
-
-    They change whenever one leaves, and whenever a wait is over.
-    """
+    """Return the numbers of all messages that nobody has waited for, also users' own."""
     return tuple(mpi_ops._handle_map)
 
 
@@ -159,10 +145,7 @@ def complete_all(limit_s: float = float("inf")) -> None:
 
 
 def settle() -> bool:
-    """Before Horovod shuts down, give the other ranks time to send what this one has sent.
-
-    Not after an exception: the others then wait for this rank, which must go.
-    """
+    """Before Horovod shuts down, let others send what this rank has sent; not after a failure."""
     if (_handles or operations) and not is_failing():
         if not is_elastic():  # there, workers that change are no end
             warnings.warn(

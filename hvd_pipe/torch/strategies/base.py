@@ -27,8 +27,7 @@ from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.planning.plan import Plan
 from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import Description, failed
-from hvd_pipe.torch.agree import check_alike
-from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.agree import check_alike, compare_replicas
 from hvd_pipe.torch.compression import Codec
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction, of_all_ranks
@@ -74,7 +73,6 @@ class Engine(abc.ABC):
         """Tensors of a `State` that was loaded, for parameters (identities) that will join."""
         self.loaded_before: list[Message] = []
         """Where a state was loaded, what ranks that have loaded none send in a coming step."""
-        self.passes = settings.passes
         self.has_new_gradients = False
         """Whether a gradient was computed since the last step()."""
         self.synchronized = False
@@ -90,7 +88,8 @@ class Engine(abc.ABC):
         self._uncompared_steps = 0
         if check_mode.active.on:
             check_mode.active.begin(int(rank()))
-        self._passes, self._settle = _BackwardPasses(), _settle_weakly(self._settling)
+        self._passes = _BackwardPasses()
+        self._settle: Settle = partial(_settle_by, weakref.WeakMethod(self._settling))
         self._retired = False
         weakref.finalize(self, settings.hooks.end)
         self._listen(settings.parameters)
@@ -147,17 +146,11 @@ class Engine(abc.ABC):
         return State({}, {})
 
     def load(self, state: State) -> None:  # noqa: B027 - where nothing is in flight
-        """Go on from a `state`; nothing is in flight (the engine is new, or was discarded).
-
-        An index whose tensors are None belongs to a parameter that joins now.
-        """
+        """Go on from a `state`, with nothing in flight; an index without tensors joins now."""
 
     @abc.abstractmethod
     def prepare(self, shown_in: Mapping[int, torch.Tensor]) -> bool:
-        """Make the gradients what the update shall apply; return whether there is one to apply.
-
-        Tensors ``shown_in``, by index, show it: somebody has read them, or they stay pending.
-        """
+        """Make gradients, in tensors ``shown_in``, what to apply; return whether there is any."""
 
     def drain(self) -> None:  # noqa: B027 - where nothing is in flight between steps
         """Finish what is in flight when no gradient waits to be applied."""
@@ -244,11 +237,7 @@ class Engine(abc.ABC):
             self.check_position()
 
     def add_parameters(self) -> None:
-        """Take in parameters that have joined: by add_param_group, or because they train now.
-
-        All ranks do this between the same two steps, or are told: first they meet under the
-        name of a message that a rank which admits nobody is about to send.
-        """
+        """Take in parameters that have joined, between the same two steps on all ranks."""
         joining = self.settings.optimizer._joining(self.known)
         if not joining:
             return
@@ -304,14 +293,15 @@ class Engine(abc.ABC):
         done = self._passes.count(index, self.syncs)
         if self.current is None:
             return
-        if done > self.passes:
+        passes = self.settings.passes
+        if done > passes:
             raise HvdPipeError(
                 f"the gradient of {self.settings.names[index]!r} was computed {done} times before "
-                f"step(), but backward_passes_per_step is {self.passes}: to accumulate gradients "
+                f"step(), but backward_passes_per_step is {passes}: to accumulate gradients "
                 "over several backward passes, pass their number as backward_passes_per_step=, or "
                 "write `with optimizer.no_sync():` around all but the last one."
             )
-        if done == self.passes:
+        if done == passes:
             self.current.ready(index)
         gradient = self.settings.parameters[index].grad
         assert gradient is not None
@@ -538,10 +528,7 @@ class Engine(abc.ABC):
         self.synchronized = self.was_read = self.has_new_gradients = False
 
     def note_cleared(self) -> None:
-        """Take note that the script has cleared all gradients.
-
-        Those that have left are found to be dropped at the next gradient, or in ``step()``.
-        """
+        """Take note that all gradients are cleared; those that have left are dropped later."""
         if self.synchronized or self.current is None or not self.current.completed:
             self._passes.end()
             self.abandon()
@@ -553,10 +540,7 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def live_engines() -> Iterator[Engine]:
-    """Return the engines in use, each while its optimizer is kept alive; retire all others.
-
-    All ranks have them in the same order, as one may be waited for before another one sends.
-    """
+    """Yield the engines in use, in an order that all ranks share; retire all others."""
     for engine in sorted(_live, key=lambda each: each.settings.tag):
         if (_optimizer := engine.settings.owner()) is not None:
             yield engine  # whose optimizer would else go while the engine is asked
@@ -577,10 +561,9 @@ def _hook(hooks: GradientHooks) -> Callable[[torch.Tensor], None]:
 
 
 class _BackwardPasses:
-    """Counts one round's gradients, by index, and holds them: what backward passes have left.
+    """Counts one round's gradients, by index, and holds them.
 
-    Autograd numbers its passes (graph tasks) and calls back at the end of one that succeeds. A
-    pass that has begun, has not called back, and is over all the same, has raised.
+    A pass (autograd's graph task) that has begun, has not called back, and is over, has raised.
     """
 
     def __init__(self) -> None:
@@ -648,15 +631,11 @@ class _BackwardPasses:
         return held
 
 
-def _settle_weakly(method: Settle) -> Settle:
-    """Return a function that calls an engine's method; it keeps no engine alive."""
-    reference = weakref.WeakMethod(method)
-
-    def settle(gradient: torch.Tensor, func: Any, args: tuple[Any, ...]) -> None:
-        found = reference()
-        if found is None:
-            release(gradient)  # nobody is going to apply it
-        else:
-            found(gradient, func, args)
-
-    return settle
+def _settle_by(
+    method: weakref.WeakMethod[Settle], gradient: torch.Tensor, func: Any, args: tuple[Any, ...]
+) -> None:
+    settle = method()
+    if settle is None:
+        release(gradient)  # nobody is going to apply it
+    else:
+        settle(gradient, func, args)

@@ -17,7 +17,7 @@ one message after another, so the models' message delays those that are ready be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,7 @@ from hvd_pipe.runtime import check_mode
 from hvd_pipe.runtime.consensus import Description
 from hvd_pipe.runtime.process_sets import find_node
 from hvd_pipe.strategy import CoCoD
-from hvd_pipe.torch.agree import agreement, check_alike
-from hvd_pipe.torch.checking import compare_replicas
+from hvd_pipe.torch.agree import agreement, check_alike, compare_replicas
 from hvd_pipe.torch.messages.allreduce import REDUCED, SENT, Message, Reduction, Traffic
 from hvd_pipe.torch.messages.buckets import BucketSet, residuals_of, restore_residuals
 from hvd_pipe.torch.strategies.base import Engine
@@ -41,18 +40,10 @@ from hvd_pipe.torch.strategies.model_average import (
     AveragedMomenta,
     ModelAverage,
     ModelBuffers,
-    Tensors,
+    Part,
+    state_of,
 )
 from hvd_pipe.torch.strategies.settings import Settings, State
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Parameters of one dtype and fragment, by index, and what averages them."""
-
-    fragment: int
-    indices: Sequence[int]
-    average: ModelAverage
 
 
 class CoCoDEngine(Engine):
@@ -107,28 +98,20 @@ class CoCoDEngine(Engine):
         settings, strategy, reduction = self.settings, self._strategy, self._everyone
         index = settings.index
         self._fragment_of = assign_fragments(index.nbytes, strategy.fragments, self._fragment_of)
-        groups = [
-            (fragment, indices)
-            for fragment in range(strategy.fragments)
-            for indices in index.dtype_groups(
-                [i for i, own in enumerate(self._fragment_of) if own == fragment]
-            )
-        ]
-        self._parts = [
-            _Part(
-                fragment,
-                indices,
-                ModelAverage(
-                    [settings.parameters[index] for index in indices],
-                    partial(_values, settings.parameters, indices),
+        self._parts: list[Part] = []
+        for fragment in range(strategy.fragments):
+            own = [i for i, number in enumerate(self._fragment_of) if number == fragment]
+            for indices in index.dtype_groups(own):
+                same, number = [settings.parameters[i] for i in indices], len(self._parts)
+                average = ModelAverage(
+                    same,
+                    partial(_values, same),
                     reduction,
-                    f"{settings.tag}.model.{i}",
+                    f"{settings.tag}.model.{number}",
                     strategy,
-                    words=int(strategy.momentum == "average" and i == 0),
-                ),
-            )
-            for i, (fragment, indices) in enumerate(groups)
-        ]
+                    words=int(strategy.momentum == "average" and number == 0),
+                )
+                self._parts.append(Part(fragment, [(i, "") for i in indices], average))
 
     def _choose_buckets(self) -> None:
         """Have buckets while gradients are averaged: over all ranks in warm-up, over a node's."""
@@ -179,8 +162,7 @@ class CoCoDEngine(Engine):
     def drain(self) -> None:
         """Make all replicas equal: the average of the models and buffers as they are now.
 
-        With y the average in flight, mean_i (y + x_i - start_i) = mean_i x_i: without an outer
-        model or anchor it need not be added. Those stay, and act at the end of the next round.
+        Without an outer model or anchor, what is in flight need not be added; those stay.
         """
         steps = [("the number of steps", str(self.rounds))]
         reduction, tag = self.settings.reduction, self.settings.tag
@@ -202,14 +184,10 @@ class CoCoDEngine(Engine):
             compare_replicas(names, weights, [], "after synchronize()", process_set, tag)
 
     def after_join(self) -> None:
-        self._end_rounds(joining=True)
-        self.rounds = self._strategy.warmup_steps
-        self._begin()
+        self._end_rounds(joining=True, rounds=self._strategy.warmup_steps)
 
     def discard(self) -> None:
-        self._end_rounds(joining=False)
-        self.rounds = 0
-        self._begin()
+        self._end_rounds(joining=False, rounds=0)
 
     def _begin(self) -> None:
         """Be in warm-up or not, as `rounds` says, with the buckets for it."""
@@ -217,21 +195,18 @@ class CoCoDEngine(Engine):
         if was_warm != self._is_warm:
             self._choose_buckets()
 
-    def _end_rounds(self, joining: bool) -> None:
+    def _end_rounds(self, joining: bool, rounds: int) -> None:
         super().discard()
         for average in self._averages():
             average.discard(joining)
         if self._momenta is not None:
             self._momenta.unsettled = UNSETTLED
         self._pause()
+        self.rounds = rounds
+        self._begin()
 
     def state(self) -> State:
-        tensors: Tensors = {}
-        for part in self._parts:
-            for label, values in part.average.state().items():
-                whole = tensors.setdefault(label, [None] * len(self.settings.parameters))
-                for index, value in zip(part.indices, values, strict=True):
-                    whole[index] = value
+        tensors = state_of(self._all_parts(), len(self.settings.parameters))
         if self._is_warm and self.current is not None:
             tensors |= residuals_of(self.current)  # the models' own are zero until then
         counters: dict[str, Any] = {"rounds": self.rounds, "local_steps": self._local_steps}
@@ -239,7 +214,6 @@ class CoCoDEngine(Engine):
             fragments = dict(zip(self.settings.names, self._fragment_of, strict=True))
             counters["fragment_of"] = fragments
         if self._momenta is not None:
-            tensors |= self._momenta.state()
             counters["unsettled"] = self._momenta.unsettled
             # Whether some rank has told of momenta that others do not know of.
             counters["news"] = int(self._started and bool(self._parts[0].average.words))
@@ -260,7 +234,7 @@ class CoCoDEngine(Engine):
         last = self._strategy.fragments - 1
         self._turn = min(local_steps // self._strategy.turn, last)
         for part in self._parts:
-            own = {label: [values[i] for i in part.indices] for label, values in models.items()}
+            own = {label: [values[i] for i, _ in part.places] for label, values in models.items()}
             part.average.load(
                 {
                     label: values
@@ -293,8 +267,11 @@ class CoCoDEngine(Engine):
 
     def _averages(self, in_turn: bool = False) -> list[ModelAverage]:
         """What travels; in turn, a fragment, and the momenta, with which there is one fragment."""
-        parts = [p.average for p in self._parts if p.fragment == self._turn or not in_turn]
-        return parts if self._momenta is None else [*parts, *self._momenta.averages]
+        parts = self._all_parts()
+        return [p.average for p in parts if p.fragment == self._turn or not in_turn]
+
+    def _all_parts(self) -> list[Part]:
+        return self._parts if self._momenta is None else [*self._parts, *self._momenta.parts]
 
     def _start(self) -> None:
         if self._momenta is not None:
@@ -308,8 +285,8 @@ class CoCoDEngine(Engine):
         self._local_steps = self._turn = 0
 
 
-def _values(parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> list[torch.Tensor]:
-    return [parameters[index].detach() for index in indices]
+def _values(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in parameters]
 
 
 def within_node(settings: Settings, strategy: CoCoD) -> Reduction | None:

@@ -50,10 +50,7 @@ _log = logging.getLogger("hvd_pipe")
 
 
 class ForwardOverlapEngine(MergedGradientEngine):
-    """Sends in the order of a plan, and leaves updates to the first use of each parameter.
-
-    No gradient is sparse. ``memory``: the parameters' `memory_of` from when they were new.
-    """
+    """Sends in the order of a plan; leaves updates to the first use of each parameter."""
 
     ready_times: FirstUses | None
 
@@ -61,7 +58,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self, settings: Settings, plan: Plan, measured: bool, memory: dict[int, Memory]
     ) -> None:
         self._memory = memory
-        self._ordered = OrderedMessages(())
+        self.messages = OrderedMessages(())
         self._parameters = PendingParameters((), memory, self._use, self.finish_before_others)
         super().__init__(settings, MergedGradient(plan=plan), plan)
         self._measured = measured
@@ -76,18 +73,11 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self._gradients: dict[int, torch.Tensor] = {}
         self._told_of_hooks = False
 
-    def take(self, plan: Plan) -> None:
+    def take(self, plan: Plan, measured: bool) -> None:
         """Send by another plan from the next step on; all ranks call this."""
         self.end_round()
         self._replace_buckets(plan)
-
-    def is_measured(self) -> None:
-        """Note that the plan comes from measured steps: a checkpoint holds it."""
-        self._measured = True
-
-    def message_seconds(self) -> list[tuple[int, float]]:
-        """Return the bytes of each message of the plan, and how long the link was busy with it."""
-        return self._ordered.seconds()
+        self._measured = measured
 
     def watch(self) -> None:
         """Note when the next pass uses each parameter: that step's updates wait in ``step()``."""
@@ -113,14 +103,14 @@ class ForwardOverlapEngine(MergedGradientEngine):
         super().retire()
         self._is_closed = True
         self._parameters.close()
-        self._ordered.close()
+        self.messages.close()
 
     def _make_buckets(self, groups: Sequence[Sequence[int]]) -> BucketSet:
         assert self.plan is not None
-        self._ordered.close()
+        self.messages.close()
         order = self.plan.order or tuple(range(len(groups)))
-        self._ordered = OrderedMessages(order)
-        return BucketSet(self.settings, groups, "gradients", message=self._ordered.make)
+        self.messages = OrderedMessages(order)
+        return BucketSet(self.settings, groups, "gradients", message=self.messages.make)
 
     # A step.
 

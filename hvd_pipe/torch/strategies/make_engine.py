@@ -32,13 +32,8 @@ def make_engine(checked: Checked, owner: Callable[[], Any]) -> Engine:
 
 
 def switch(engine: Engine, strategy: Method) -> Engine:
-    """Return an engine of another strategy, for the same parameters, between two steps.
-
-    Nothing is in flight: the engine is synchronous, was drained, or was discarded. Gradients that
-    users can see stay as they are. The residuals of gradients go along to a
-    strategy that sends gradients.
-    """
-    settings = dataclasses.replace(engine.settings, passes=engine.passes)
+    """Return an engine of another strategy, with nothing in flight; residuals go along."""
+    settings = engine.settings
     plan = strategy.load_plan() if isinstance(strategy, MergedGradient) else None
     successor = _make(settings, strategy, plan)
     residuals = engine.state().tensors

@@ -9,12 +9,9 @@ A run with ``plan="auto"``::
     after           that plan, until gradients keep coming in another order: then the same again,
                     with the plan's buckets
 
-Any other ``plan``, or groups, are never measured. With ``bucket_bytes`` there is one trial, which
-shows in which order gradients come. Under ``auto`` there is one, too; all-reduces are measured
-after it.
-
-All ranks count the same steps, so they measure at the same time. A rank whose gradients come in
-another order sets the control flag ``reordered``; all ranks then record anew.
+Any other ``plan``, or groups, are never measured. With ``bucket_bytes``, and under ``auto``, there
+is one trial. All ranks count the same steps, so they measure at the same time. A rank whose
+gradients come in another order sets the control flag ``reordered``; all ranks then record anew.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,8 +27,7 @@ from horovod.torch.mpi_ops import broadcast_
 
 from hvd_pipe.cocod import CoCoD
 from hvd_pipe.runtime.consensus import members
-from hvd_pipe.torch.agree import check_alike, gather
-from hvd_pipe.torch.checking import spoil
+from hvd_pipe.torch.agree import check_alike, gather, spoil
 from hvd_pipe.torch.measuring import timeline
 from hvd_pipe.torch.messages.allreduce import Message, Reduction
 from hvd_pipe.torch.messages.compressed_allreduce import message_for
@@ -44,12 +44,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ModelAverage:
-    """Averages values of one dtype and device behind a round of local steps.
-
-    Float16 and bfloat16 values are averaged, and their progress is added, in float32; they are
-    rounded once a round, as they would be in an ordinary update. ``values`` returns the live ones;
-    None for one that this rank lacks, which counts as zeros.
-    """
+    """Averages ``values`` of one dtype and device behind a round; halves, in float32."""
 
     def __init__(
         self,
@@ -144,10 +139,7 @@ class ModelAverage:
         spoil(self._mean, self._start)
 
     def average_now(self) -> None:
-        """Make every value the average of all ranks' ones, bit for bit the same everywhere.
-
-        The anchor stays where it is and the next round moves it on.
-        """
+        """Make every value the average of all ranks' ones; the anchor moves in the next round."""
         self.complete()
         self.due = False
         self._take(self._mean)
@@ -159,10 +151,7 @@ class ModelAverage:
         spoil(self._mean, self._start)
 
     def discard(self, joining: bool = False) -> None:
-        """Wait for what is in flight and forget it, and all rounds before.
-
-        As ranks join, what goes on over rounds is kept for a `state`.
-        """
+        """Forget what is in flight, and all rounds before; as ranks join, keep outer models."""
         self.complete()
         self.due, self._is_left = False, joining
         self._base = None
@@ -276,6 +265,30 @@ def _copy(source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
     return source.clone() if target is None else target.copy_(source)
 
 
+Place = tuple[int, str]
+"""A parameter's index, and the key of a tensor in its optimizer's state; "" for itself."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Values of one dtype and fragment, and what averages them."""
+
+    fragment: int
+    places: Sequence[Place]
+    average: ModelAverage
+
+
+def state_of(parts: Iterable[Part], count: int) -> Tensors:
+    """Return what is in flight, when it has arrived, by the index of ``count`` parameters."""
+    tensors: Tensors = {}
+    for part in parts:
+        for label, values in part.average.state().items():
+            for (index, key), value in zip(part.places, values, strict=True):
+                name = f"{PREFIX}{label}.{key}" if key else label
+                tensors.setdefault(name, [None] * count)[index] = value
+    return tensors
+
+
 class ModelBuffers:
     """The buffers (BatchNorm statistics) of the models that have run with the parameters."""
 
@@ -329,10 +342,8 @@ PREFIX = "momenta."
 class AveragedMomenta:
     """The tensors in the optimizer's state that are averaged as the parameters are.
 
-    Which there are shows only as training goes on, and differs where a parameter has had no
-    gradient on some rank. Ranks agree on them as training starts and after the first round, when
-    they usually come up; later a rank that has others says so by a control flag of its model, and
-    all agree at the end of that round. A rank that lacks one contributes zeros.
+    A parameter without a gradient has none, so ranks agree on which there are: as training starts,
+    after the first round, and where a control flag says so. A rank that lacks one sends zeros.
 
     They travel uncompressed, as float16 would make zeros of Adam's second moments, and know no
     momentum of an anchor or an outer optimizer, which could carry these below zero.
@@ -341,9 +352,8 @@ class AveragedMomenta:
     def __init__(self, settings: Settings, reduction: Reduction, strategy: CoCoD) -> None:
         self._settings, self._rule = settings, CoCoD(pull_back=strategy.pull_back)
         self._reduction = dataclasses.replace(reduction, compression=Compression.none)
-        self._keys: list[tuple[int, str]] = []
-        self._keys_of: list[list[tuple[int, str]]] = []
-        self.averages: list[ModelAverage] = []
+        self._places: list[Place] = []
+        self.parts: list[Part] = []
         self.unsettled = UNSETTLED
         """How many more rounds start with an agreement."""
 
@@ -352,7 +362,7 @@ class AveragedMomenta:
         if self.unsettled:
             self.unsettled -= 1
             self.agree()
-        return not set(self._own()) <= set(self._keys)
+        return not set(self._own()) <= set(self._places)
 
     def agree(self) -> None:
         """Take what any rank has."""
@@ -361,16 +371,6 @@ class AveragedMomenta:
         if not reduction.alone:
             everyone = gather(everyone[0], tag, reduction.process_set)
         self._adopt(sorted({(index, key) for keys in everyone for index, key in keys}))
-
-    def state(self) -> Tensors:
-        """Return what is in flight, when it has arrived, by index."""
-        tensors: Tensors = {}
-        for keys, average in zip(self._keys_of, self.averages, strict=True):
-            for label, values in average.state().items():
-                for (index, key), value in zip(keys, values, strict=True):
-                    nobody: list[torch.Tensor | None] = [None] * len(self._settings.parameters)
-                    tensors.setdefault(f"{PREFIX}{label}.{key}", nobody)[index] = value
-        return tensors
 
     def load(self, tensors: Tensors, unsettled: int | None) -> None:
         """Go on from a `state`, which may have other entries as well."""
@@ -382,10 +382,12 @@ class AveragedMomenta:
                 here = {(index, key): v for index, v in enumerate(values) if v is not None}
                 found.setdefault(label, {}).update(here)
         self._adopt(sorted({key for one in found.values() for key in one}))
-        for keys, average in zip(self._keys_of, self.averages, strict=True):
-            average.load({label: [one[key] for key in keys] for label, one in found.items()})
+        for part in self.parts:
+            part.average.load(
+                {label: [one[place] for place in part.places] for label, one in found.items()}
+            )
 
-    def _own(self) -> list[tuple[int, str]]:
+    def _own(self) -> list[Place]:
         return [
             (index, key)
             for index, parameter in enumerate(self._settings.parameters)
@@ -400,17 +402,16 @@ class AveragedMomenta:
             return None
         return value if value.shape == parameter.shape and key not in _SCALARS else None
 
-    def _adopt(self, keys: list[tuple[int, str]]) -> None:
-        if keys == self._keys:
+    def _adopt(self, places: list[Place]) -> None:
+        if places == self._places:
             return
-        for average in self.averages:
-            average.discard()
-        parameters = self._settings.parameters
-        self._keys = keys
-        groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in keys)))
-        self._keys_of = [[key for key in keys if key[0] in group] for group in map(set, groups)]
-        self.averages = [
-            ModelAverage(
+        for part in self.parts:
+            part.average.discard()
+        parameters, self._places, self.parts = self._settings.parameters, places, []
+        groups = self._settings.index.dtype_groups(list(dict.fromkeys(i for i, _ in places)))
+        for i, group in enumerate(map(set, groups)):
+            same = [place for place in places if place[0] in group]
+            average = ModelAverage(
                 [parameters[index] for index, _ in same],
                 partial(self._tensors, same),
                 self._reduction,
@@ -418,11 +419,10 @@ class AveragedMomenta:
                 self._rule,
                 nonnegative=[key in _NONNEGATIVE for _, key in same],
             )
-            for i, same in enumerate(self._keys_of)
-        ]
+            self.parts.append(Part(0, same, average))
 
-    def _tensors(self, keys: Sequence[tuple[int, str]]) -> list[torch.Tensor | None]:
-        return [self._tensor(index, key) for index, key in keys]
+    def _tensors(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+        return [self._tensor(*place) for place in places]
 
 
 # Numbers that torch's optimizers keep as tensors: not momenta even where a parameter is one, too.

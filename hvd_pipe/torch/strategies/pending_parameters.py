@@ -9,8 +9,7 @@ torch settles it at its first use; code that Python does not see meets NaN, or c
     anything else   p.sum(), p.data, deepcopy, state_dict: settle
 
 A parameter waits only if it belongs to a module that was called, and if nobody else holds its
-memory (a kept ``p.data``, a view, an array, another process): who does would see no function
-called on it.
+memory (a kept ``p.data``, a view, an array, another process), which no function would show.
 """
 
 from __future__ import annotations
@@ -154,10 +153,7 @@ class PendingParameters:
                 self._hooks.append(module.register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
 
     def _gate(self, module: torch.nn.Module) -> set[int]:
-        """Gate a module and those in it; return what must be settled before the module is called.
-
-        No hook runs within a compiled module, so all that is in it is settled before.
-        """
+        """Gate a module and those in it; return what to settle before it (compiled: all of it)."""
         if isinstance(module, torch.jit.ScriptModule):
             return set()
         compiled = is_compiled(module)
@@ -181,10 +177,7 @@ class PendingParameters:
 
 
 def memory_of(parameters: Iterable[torch.Tensor]) -> dict[int, Memory]:
-    """Return the memory of each parameter, by its identity, and whether torch has allocated it.
-
-    Torch says so until somebody asks for an array over it.
-    """
+    """Return the memory of each parameter, by identity, and whether torch alone has it."""
     return {id(parameter): _memory(parameter) for parameter in parameters}
 
 

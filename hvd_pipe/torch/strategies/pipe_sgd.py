@@ -17,6 +17,7 @@ free, so what is in flight arrives in the buckets in which it left::
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import warnings
@@ -211,8 +212,8 @@ class PipeSGDEngine(Engine):
     def drain(self) -> None:
         """Apply the pending gradient.
 
-        A rank on which no gradient was computed takes synchronize() before step() for the end of
-        training. So ranks meet under the name of a message that a rank which has a gradient sends.
+        A rank without a gradient takes synchronize() before step() for the end of training, so
+        ranks meet under the name of a message that a rank which has a gradient sends.
         """
         self._ahead.restore()
         if self._pending is not None and not self.reduction.alone:
@@ -360,10 +361,24 @@ class Prediction:
         shown = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, guess, strict=True):
             parameter.grad = gradient if gradient is None or scale == 1.0 else gradient / scale
-        self._settings.optimizer._predict_update()
+        self._update(self._settings.optimizer)
         for parameter, gradient in zip(self._parameters, shown, strict=True):
             parameter.grad = gradient
         self._versions = self._now()
+
+    def _update(self, optimizer: Any) -> None:
+        """Make an update that moves the weights only: without hooks, on a copy of the state."""
+        kept, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
+        optimizer.state.clear()
+        for parameter, state in kept.items():
+            optimizer.state[parameter] = {key: _copied(value) for key, value in state.items()}
+        try:
+            optimizer._step_without_hooks()
+        finally:
+            optimizer.state.clear()
+            optimizer.state.update(kept)
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.update(before)
 
     def restore(self) -> None:
         """Put the true weights back; raise where somebody has changed the weights since."""
@@ -391,3 +406,7 @@ class Prediction:
 
     def _values(self) -> list[torch.Tensor]:
         return [parameter.detach() for parameter in self._parameters]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -29,10 +29,7 @@ class GradientHooks:
         self._handles: dict[int, RemovableHandle] = {}
 
     def tell(self, engine: object, parameters: Sequence[torch.Tensor], hook: Any) -> None:
-        """Tell this engine of the gradients of these parameters, from now on.
-
-        A hook that is there keeps its place among the script's own.
-        """
+        """Tell this engine of gradients; a hook that is there keeps its place among others."""
         self.engine = weakref.ref(engine)
         self.places = {id(parameter): index for index, parameter in enumerate(parameters)}
         for gone in self._handles.keys() - self.places.keys():
@@ -69,7 +66,7 @@ class Settings:
     groups: Sequence[Sequence[int]] | None
     """Gradients that the user groups by hand (indices), or None."""
     owner: Callable[[], Any]
-    """Returns the user's optimizer (an `EngineHolder`), or None where it is gone."""
+    """Returns the user's optimizer (a `DistributedMixin`), or None where it is gone."""
     sparse: set[int] = field(default_factory=set)
     """Places of the gradients that all ranks know to be sparse."""
     frozen: set[int] = field(default_factory=set)
@@ -85,10 +82,7 @@ class Settings:
         return owner
 
     def with_parameters(self, joining: Mapping[str, torch.Tensor]) -> Settings:
-        """Return the settings with more parameters, behind those that are there.
-
-        One with the name of another takes its place: the optimizer has it in place of that.
-        """
+        """Return the settings with more parameters behind, or in the place of the same name."""
         named = {**dict(zip(self.names, self.parameters, strict=True)), **joining}
         groups = self.groups
         if groups is not None:
