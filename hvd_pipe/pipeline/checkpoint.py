@@ -105,8 +105,9 @@ def resume(built: BuiltPipeline, found: dict[str, Any], layers: Iterable[str]) -
     saved = Partition.from_json(json.dumps(found["partition"]))
     same = _placed(saved, found["layers"]) == _placed(built.assignment.partition, layers)
     if same:
-        norms = (math.nan if norm is None else norm for norm in found["squared_norms"])
-        built.stage.norms.set_all(tuple(norms))
+        built.stage.norms.squared = tuple(
+            math.nan if norm is None else norm for norm in found["squared_norms"]
+        )
     return same
 
 

@@ -242,16 +242,11 @@ class Messages(ABC):
             replace(spec, dtype="bfloat16") if short and spec.dtype in _SHORTENED else spec
             for spec in specs
         ]
-        self._format = Format(
+        self.format = Format(
             tuple(spec.shape for spec in self._sent),
             tuple(ITEM_BYTES[spec.dtype] for spec in self._sent),
             stages,
         )
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the largest message."""
-        return self._format.capacity
 
     def pack(
         self,
@@ -267,12 +262,12 @@ class Messages(ABC):
             dtype = self._names.get(tensor.dtype) or str(tensor.dtype)
             spec.check(shapes[-1], dtype, self._where)
             parts.append(self._bytes(tensor, self._dtypes[sent.dtype]))
-        return self._format.pack(Header(*index, digest, squared_norms, tuple(shapes)), parts)
+        return self.format.pack(Header(*index, digest, squared_norms, tuple(shapes)), parts)
 
     # Architecture: D5
     def unpack(self, index: MicrobatchIndex, message: Buffer) -> tuple[Header, list[Any]]:
         """Return what a message holds; tensors may be views of it."""
-        header, parts = self._format.unpack(message)
+        header, parts = self.format.unpack(message)
         if (header.minibatch, header.microbatch) != index:
             raise HvdPipeError(
                 f"{self._where} waits for microbatch {index.microbatch} of minibatch "
@@ -307,8 +302,5 @@ class Boundary:
         """Places of the tensors that a gradient comes back for."""
         self.activations = make(specs)
         self.gradients = make([specs[at] for at in self.differentiated])
-
-    @property
-    def capacities(self) -> tuple[int, int]:
+        self.capacities = self.activations.format.capacity, self.gradients.format.capacity
         """Bytes of the largest activation, and of the largest gradient."""
-        return self.activations.capacity, self.gradients.capacity

@@ -129,7 +129,7 @@ class BuiltPipeline(ABC):
         )
         layout = self.assignment.layout
         firsts = (layout.rank(Worker(s, 0)) for s in range(layout.stages))
-        self.stage.norms.set_all([everyone[first]["norm"] for first in firsts])
+        self.stage.norms.squared = tuple(everyone[first]["norm"] for first in firsts)
         tally = Tally(*map(sum, zip(*(one["tally"] for one in everyone), strict=True)))
         total, compute, wait, used = zip(*(one["times"] for one in everyone), strict=True)
         return EpochStats(

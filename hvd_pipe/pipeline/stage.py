@@ -33,15 +33,6 @@ class Norms:
         before, behind = (squared, self.squared) if from_before else (self.squared, squared)
         self.squared = (*before[: self.stage], own, *behind[self.stage + 1 :])
 
-    def set_own(self, squared: float) -> None:
-        """Note the own gradient's."""
-        before, behind = self.squared[: self.stage], self.squared[self.stage + 1 :]
-        self.squared = (*before, squared, *behind)
-
-    def set_all(self, squared: Sequence[float]) -> None:
-        """Note those of all stages, as between epochs, when nothing is on its way."""
-        self.squared = tuple(squared)
-
 
 @dataclass(frozen=True)
 class Clipping:
@@ -63,7 +54,8 @@ class Clipping:
         """Return what the gradient is multiplied with, the same on all replicas of a stage."""
         if self.most is None:
             return 1.0
-        self.norms.set_own(squared())
+        known, stage = self.norms.squared, self.norms.stage
+        self.norms.squared = (*known[:stage], squared(), *known[stage + 1 :])
         # As torch.nn.utils.clip_grad_norm_ has it, for a norm that is not finite, too.
         factor = self.most / (math.sqrt(self._total()) + 1e-6)
         return 1.0 if factor >= 1.0 else factor

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import pytest
 import tensorflow as tf
 from on_ranks import gather
+from pipeline_versions import versions_of
 
 import hvd_pipe.tensorflow as hvd
-from hvd_pipe.planning.schedule import Forward, schedule
 from hvd_pipe.planning.stages import Partition, Stage
 from hvd_pipe.tensorflow.pipedream import EpochStats, PipeDream
 
@@ -33,7 +33,6 @@ keras.config.set_floatx("float64")
 Batch = tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]
 Weights = dict[str, npt.NDArray[np.float64]]
 
-METHODS = {"stash": "1f1b", "2bw": "2bw", "flush": "1f1b-flush"}
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.05),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.6),
@@ -136,28 +135,6 @@ def values_of(model: Any) -> Weights:
     return {
         each.path: np.array(each.numpy()) for each in model.variables if "seed" not in each.path
     }
-
-
-def versions_of(
-    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int, in_transit: int = 0
-) -> list[list[int]]:
-    """For each stage: the version of each minibatch."""
-    stages = len(replicas)
-    if set(replicas) == {1}:
-        late = {
-            "stash": lambda s: (1 + in_transit) * (stages - 1 - s),
-            "2bw": lambda s: 1,
-            "flush": lambda s: 0,
-        }[mode]
-        return [[max(0, b - late(s)) for b in range(minibatches)] for s in range(stages)]
-    found = [[-1] * minibatches for _ in replicas]
-    for worker, program in schedule(
-        METHODS[mode], replicas, minibatches, microbatches, in_transit
-    ).programs.items():
-        for step in program:
-            if isinstance(step, Forward):
-                found[worker.stage][step.minibatch] = step.version
-    return found
 
 
 @functools.cache

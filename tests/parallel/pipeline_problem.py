@@ -251,18 +251,6 @@ def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def _sgd(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.1)
-
-
-def _momentum(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01)
-
-
-def _adam(parameters: list[nn.Parameter]) -> Optimizer:
-    return Adam(parameters, lr=0.01)
-
-
 def _grouped(parameters: list[nn.Parameter]) -> Optimizer:
     """Groups by the number of dimensions, as for weight decay, of which a stage may lack some."""
     groups = [[p for p in parameters if p.dim() == n] for n in range(5)]
@@ -270,8 +258,8 @@ def _grouped(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": _sgd,
-    "momentum": _momentum,
-    "adam": _adam,
+    "sgd": lambda parameters: SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "adam": lambda parameters: Adam(parameters, lr=0.01),
     "grouped": _grouped,
 }

@@ -17,51 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from pipeline_versions import COALESCING, versions_of
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvd_pipe.planning.schedule import Forward, schedule
-
 Tensors = dict[str, torch.Tensor]
 Gradient = dict[str, torch.Tensor]  # only those parameters that have one
-
-METHODS = {
-    "stash": "1f1b",
-    "vertical-sync": "1f1b-vertical-sync",
-    "2bw": "2bw",
-    "flush": "1f1b-flush",
-    "gpipe": "gpipe",
-}
-COALESCING = ("2bw", "flush", "gpipe")
-
-
-def straight_version(
-    mode: str, stages: int, stage: int, minibatch: int, in_transit: int = 0
-) -> int:
-    """v_s(b) of n stages of one worker each, with k minibatches in transit between two."""
-    late = {
-        "stash": (1 + in_transit) * (stages - 1 - stage),
-        "vertical-sync": (1 + in_transit) * (stages - 1),
-        "2bw": 1,
-        "flush": 0,
-        "gpipe": 0,
-    }[mode]
-    return max(0, minibatch - late)
-
-
-def scheduled_versions(
-    mode: str, replicas: Sequence[int], minibatches: int, microbatches: int, in_transit: int = 0
-) -> list[dict[int, int]]:
-    """For each stage: the version of each minibatch, from the schedule's forward passes."""
-    found: list[dict[int, int]] = [{} for _ in replicas]
-    whole = schedule(METHODS[mode], replicas, minibatches, microbatches, in_transit)
-    for worker, program in whole.programs.items():
-        for step in program:
-            if isinstance(step, Forward):
-                version = found[worker.stage].setdefault(step.minibatch, step.version)
-                assert version == step.version, "microbatches of one minibatch at two versions"
-    return found
 
 
 class Reference:
@@ -129,10 +91,12 @@ class Reference:
         stages = range(len(self._replicas))
         self.history = [[self._copy(s)] for s in stages]
         rounds: list[list[Gradient]] = [[] for _ in stages]
-        version = self._versions(len(batches))
+        versions = versions_of(
+            self._mode, self._replicas, len(batches), self._microbatches, self._in_transit
+        )
         total = 0.0
         for b, batch in enumerate(batches):
-            at = [self.history[s][version(s, b)] for s in stages]
+            at = [self.history[s][versions[s][b]] for s in stages]
             loss, gradient = self._minibatch(b, batch, at)
             total += loss
             for s in stages:
@@ -189,14 +153,6 @@ class Reference:
             self._put([self._copy(s)])
             self._put_buffers(replicas[0])
         return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
-
-    def _versions(self, minibatches: int) -> Callable[[int, int], int]:
-        k = self._in_transit
-        if set(self._replicas) == {1}:
-            stages = len(self._replicas)
-            return lambda s, b: straight_version(self._mode, stages, s, b, k)
-        found = scheduled_versions(self._mode, self._replicas, minibatches, self._microbatches, k)
-        return lambda s, b: found[s][b]
 
     def _minibatch(
         self, b: int, batch: tuple[Any, Any], at: Sequence[Tensors]

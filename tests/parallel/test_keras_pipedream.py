@@ -14,7 +14,6 @@ import pytest
 import tensorflow as tf
 from horovod.common.process_sets import ProcessSet
 from keras_pipeline import (
-    METHODS,
     MINIBATCHES,
     OPTIMIZERS,
     STAGES,
@@ -32,6 +31,7 @@ from keras_pipeline import (
     values_of,
 )
 from on_ranks import gather, on_ranks
+from pipeline_versions import METHODS
 
 import hvd_pipe.tensorflow as hvd
 from hvd_pipe.errors import HvdPipeError

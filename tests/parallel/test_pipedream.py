@@ -11,17 +11,13 @@ import pytest
 from hops import hops_between
 from on_ranks import on_ranks
 from pipeline_problem import (
-    OPTIMIZERS,
     SKIPPING_CUTS,
     Plan,
-    make_model,
     make_random,
     plan,
-    squared,
 )
-from pipeline_reference import COALESCING, METHODS
+from pipeline_versions import COALESCING, METHODS
 from torch_pipelines import (
-    EPOCHS,
     ON,
     Case,
     Result,
@@ -151,41 +147,6 @@ def test_both_transports_carry_the_same(name: str) -> None:
     for state, same in zip(one.states, other.states, strict=True):
         for key, value in state.items():
             assert np.array_equal(value, same[key]), key
-
-
-FLUSHED = {
-    name: case
-    for name, case in CASES.items()
-    if case.mode in {"flush", "gpipe"} and case.model == "mixed" and not case.in_transit
-}
-
-
-@pytest.mark.parametrize("name", on_their_ranks(FLUSHED, DAILY))
-def test_a_flushed_pipeline_is_one_worker(name: str) -> None:
-    """Weights and losses; replicas have running statistics of their own."""
-    case, found = CASES[name], trained(name)
-    model = make_model(case.model)
-    optimizer = OPTIMIZERS[case.optimizer](list(model.parameters()))
-    losses = []
-    for number in range(EPOCHS):
-        total, batches = 0.0, case.data(number)
-        for x, target in batches:
-            optimizer.zero_grad()
-            for x_part, part in zip(
-                x.tensor_split(case.microbatches),
-                target.tensor_split(case.microbatches),
-                strict=True,
-            ):
-                loss = squared(model(x_part), part) * len(part) / len(target)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
-            optimizer.step()
-        losses.append(total / len(batches))
-    np.testing.assert_allclose(found.losses, losses, rtol=1e-12)
-    for key, p in model.named_parameters():
-        np.testing.assert_allclose(
-            found.states[-1][key], p.detach().numpy(), rtol=1e-12, atol=1e-12, err_msg=key
-        )
 
 
 @ON[3]

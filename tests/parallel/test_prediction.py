@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import hvd_pipe.torch as hvd
-from hvd_pipe.planning.stability import stable_rate
+from hvd_pipe.planning.methods import stable_rate
 
 STEPS = 16
 PREDICTIONS = ("none", "local", "previous")

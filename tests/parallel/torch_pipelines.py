@@ -14,7 +14,8 @@ import pytest
 import torch
 from on_ranks import gather, on_ranks
 from pipeline_problem import OPTIMIZERS, Batch, Plan, epoch, make_model, plan, squared
-from pipeline_reference import COALESCING, Reference
+from pipeline_reference import Reference
+from pipeline_versions import COALESCING
 from torch import nn
 
 import hvd_pipe.torch as hvd

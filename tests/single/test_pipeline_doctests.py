@@ -4,42 +4,20 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 
+import hvd_pipe
 from hvd_pipe.planning.schedule import brief
 
-MODULES = (
-    "pipeline.checkpoint",
-    "pipeline.executor",
-    "pipeline.plans",
-    "pipeline.stage",
-    "pipeline.transport",
-    "planning.advise",
-    "planning.choice",
-    "planning.cluster",
-    "planning.comm",
-    "planning.fit",
-    "planning.merge",
-    "planning.methods",
-    "planning.overlap",
-    "planning.partition",
-    "planning.pipeline_plans",
-    "planning.plan",
-    "planning.profile",
-    "planning.schedule",
-    "planning.simulate",
-    "planning.simulate_pipeline",
-    "planning.stages",
-    "planning.timing",
-    "planning.tuner",
-    "tensorflow.pipedream.graph",
-    "tensorflow.pipedream.tensors",
-    "torch.pipedream.graph",
-    "torch.pipedream.measure",
-    "torch.pipedream.tensors",
-    "torch.pipedream.weights",
-    "units",
+ROOT = Path(hvd_pipe.__file__).parent
+FILES = ("planning/*.py", "pipeline/*.py", "*/pipedream/[!p]*.py", "units.py")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for files in FILES
+    for path in ROOT.glob(files)
+    if ">>>" in path.read_text(encoding="utf-8")
 )
 
 

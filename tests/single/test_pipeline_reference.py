@@ -28,8 +28,9 @@ try:
         plan,
         squared,
     )
-    from pipeline_reference import COALESCING, METHODS, Reference, straight_version
-    from pipeline_reference import scheduled_versions as scheduled
+    from pipeline_reference import Reference
+    from pipeline_versions import COALESCING, METHODS, straight_version
+    from pipeline_versions import scheduled_versions as scheduled
 finally:
     sys.path.remove(os.fspath(PARALLEL))
 

@@ -149,33 +149,15 @@ class Passes:
         self._part, self._losses = part, losses
         self.weights = [each for each in part.variables if each.trainable]
         self.state = [each for each in part.variables if not each.trainable]
-        self._changed: list[int] = []
-        self._train = tf.function(self._training, autograph=False)
-        self._test = tf.function(self._evaluation, autograph=False)
+        self.changed: list[int] = []
+        """Places of the state that a pass in training mode changes."""
+        self.train = tf.function(self._train, autograph=False)
+        self.evaluate = tf.function(self._evaluate, autograph=False)
 
-    def newest_state(self) -> list[Any]:
-        """Return what is not trained, as it is now."""
-        return [each.value.read_value() for each in self.state]
-
-    def train(
-        self, weights: Sequence[Any], state: list[Any], inputs: Sequence[Any], targets: Any
+    def _train(
+        self, weights: tuple[Any, ...], state: list[Any], inputs: list[Any], targets: Any
     ) -> tuple[Passed, list[Any]]:
         """Run forward with these weights and this state; return the state after it, too."""
-        passed, changed = self._train(list(weights), state, list(inputs), targets)
-        return Passed(*passed), changed
-
-    def move_on(self, changed: list[Any]) -> None:
-        """Take the state that a pass has left."""
-        for place, value in zip(self._changed, changed, strict=True):
-            self.state[place].assign(value)
-
-    def evaluate(self, weights: Sequence[Any], inputs: Sequence[Any], targets: Any) -> Passed:
-        """Run forward in evaluation mode, and change nothing."""
-        return Passed(*self._test(list(weights), self.newest_state(), list(inputs), targets))
-
-    def _training(
-        self, weights: list[Any], state: list[Any], inputs: list[Any], targets: Any
-    ) -> tuple[Passed, list[Any]]:
         scope = self._scope(weights, state)
         before = [scope.get_current_value(each) for each in self.state]
         with scope:
@@ -187,18 +169,19 @@ class Passes:
                 if variable.regularizer is not None:
                     terms.append(variable.regularizer(value))
         after = [scope.get_current_value(each) for each in self.state]
-        self._changed = [place for place, value in enumerate(after) if value is not before[place]]
+        self.changed = [place for place, value in enumerate(after) if value is not before[place]]
         added = tf.add_n([tf.cast(term, terms[0].dtype) for term in terms]) if terms else None
-        return Passed(outputs, loss, metric, added), [after[place] for place in self._changed]
+        return Passed(outputs, loss, metric, added), [after[place] for place in self.changed]
 
-    def _evaluation(
-        self, weights: list[Any], state: list[Any], inputs: list[Any], targets: Any
+    def _evaluate(
+        self, weights: tuple[Any, ...], state: list[Any], inputs: list[Any], targets: Any
     ) -> Passed:
+        """Run forward in evaluation mode, and change nothing."""
         with self._scope(weights, state):
             outputs = self._part.run(inputs, training=False)
             return Passed(outputs, *self._measured(targets, outputs), None)
 
-    def _scope(self, weights: list[Any], state: list[Any]) -> Any:
+    def _scope(self, weights: tuple[Any, ...], state: list[Any]) -> Any:
         variables = [*self.weights, *self.state]
         return keras.StatelessScope(
             list(zip(variables, [*weights, *state], strict=True)), collect_losses=True
@@ -271,7 +254,9 @@ class KerasStage:
         self._tally = Tally()
         if self.passes.weights:
             optimizer.build(self.passes.weights)
-        self._apply = tf.function(self._updated, autograph=False)
+        self._apply = tf.function(
+            lambda gradient: optimizer.apply(gradient, self.passes.weights), autograph=False
+        )
 
     # A run.
 
@@ -316,8 +301,9 @@ class KerasStage:
             if passed.added is not None and self._coalesces:
                 pending.share = self._read(index).share
         else:
-            weights = self._versions[version]
-            passed = self.passes.evaluate(weights, pending.inputs, pending.targets)
+            passed = self.passes.evaluate(
+                self._versions[version], self._newest_state(), pending.inputs, pending.targets
+            )
         pending.outputs = passed.outputs
         if self._is_last:
             assert microbatch is not None
@@ -403,16 +389,17 @@ class KerasStage:
 
     def _trained(self, pending: _Pending, version: int) -> Passed:
         """Run forward, and keep what backward needs; the state moves on."""
-        pending.state = self.passes.newest_state()
+        passed: Passed
+        pending.state = self._newest_state()
         if self._recompute:
-            weights = self._versions[version]
             passed, changed = self.passes.train(
-                weights, pending.state, pending.inputs, pending.targets
+                self._versions[version], pending.state, pending.inputs, pending.targets
             )
         else:
             passed, changed = self._recorded(pending, version)
             pending.state = []
-        self.passes.move_on(changed)
+        for place, value in zip(self.passes.changed, changed, strict=True):
+            self.passes.state[place].assign(value)
         return passed
 
     def _recorded(self, pending: _Pending, version: int) -> tuple[Passed, list[Any]]:
@@ -429,15 +416,15 @@ class KerasStage:
     def _newest(self) -> tuple[Any, ...]:
         return tuple(each.value.read_value() for each in self.passes.weights)
 
+    def _newest_state(self) -> list[Any]:
+        return [each.value.read_value() for each in self.passes.state]
+
     def _take_gradient(self) -> list[Any]:
         """Return what backward passes have left, and leave nothing."""
         found, self._gradient = self._gradient, None
         if found is None:  # a replica that has had no minibatch in the last round
             return [tf.zeros(each.shape, each.dtype) for each in self.passes.weights]
         return found
-
-    def _updated(self, gradient: list[Any]) -> None:
-        self.optimizer.apply(gradient, self.passes.weights)
 
     def _read(self, index: MicrobatchIndex) -> Microbatch:
         assert self.feed is not None

@@ -54,7 +54,9 @@ def whole_state(built: TorchPipeline) -> dict[str, torch.Tensor]:
 def save(built: TorchPipeline, directory: Path, epoch: int) -> None:
     """Write a checkpoint on rank 0; all ranks take part."""
     state = whole_state(built)  # which has averaged the buffers of replicas
-    replicas = _gather({"random": _random_state(), "buffers": _buffers(built)})
+    replicas = _gather(
+        {"random": _random_state(), "buffers": dict(built.stage.module.named_buffers())}
+    )
     # Replicas of a stage have the same optimizer.
     optimizers = _gather(_training_state(built) if built.assignment.worker.replica == 0 else None)
 
@@ -98,7 +100,9 @@ def load(built: TorchPipeline, directory: Path) -> tuple[int, bool]:
         mine = stages[worker.stage]["replicas"][worker.replica]
         for name, value in mine["buffers"].items():
             built.stage.module.get_buffer(name).copy_(value)
-        _restore_random_state(mine["random"])
+        torch.set_rng_state(mine["random"]["cpu"])
+        if "cuda" in mine["random"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(mine["random"]["cuda"])
     return int(found["epoch"]), same
 
 
@@ -171,21 +175,11 @@ def _like(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _buffers(built: TorchPipeline) -> dict[str, torch.Tensor]:
-    return {name: x.detach().cpu() for name, x in built.stage.module.named_buffers()}
-
-
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _read(directory: Path, stages: int) -> list[Any]:

@@ -177,14 +177,9 @@ def _noting(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that a worker holds at the most.
+    """Bytes that a worker holds at the most: weights in all versions, gradients, optimizer state.
 
-    Args:
-        weights: Parameters, in all versions.
-        gradients: As large as the parameters that are trained.
-        optimizer: Its state.
-        activations: What forward passes keep for backward, received inputs among it, of all
-            microbatches in flight.
+    Activations are what forward passes keep, received inputs among it, of all in flight.
     """
 
     weights: int
