@@ -134,7 +134,7 @@ class WidePipeSGD:
 
 
 Baseline = Conventional | HorovodFusion | LocalSGD | WidePipeSGD
-Method = MergedGradient | PipeSGD | CoCoD | Baseline
+Method = strategy.Method | Baseline
 
 BASELINES: tuple[Method, ...] = (
     MergedGradient(plan="wfbp"),
