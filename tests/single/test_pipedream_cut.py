@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from pipedream_models import (
     MODELS,
     Attention,
@@ -516,6 +516,12 @@ def plans(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 @given(plan=plans(), seed=st.integers(0, 99), training=st.booleans())
+# A trained value is written into one that depends on no parameter, and that a stage sends.
+@example(
+    plan=[*[("linear", 0, 0)] * 2, ("in place", 1, 2), *[("linear", i, 0) for i in (2, 3, 4)]],
+    seed=0,
+    training=False,
+)
 def test_random_models_cut_at_random_places(
     plan: list[tuple[str, int, int]], seed: int, training: bool
 ) -> None:

@@ -333,10 +333,15 @@ class Run(fx.Interpreter):
             of_layer = n.target is operator.getitem and n.args[0] not in self.asks
             if not of_layer:
                 self.asks.add(n)
-        if any(_is_continuous(x) for x in tensors) and not called(n).startswith("detach"):
-            own = any(x.requires_grad for x in state_of(n, self.module))
-            if own or not self.trained.isdisjoint(n.all_input_nodes):
+        own = any(x.requires_grad for x in state_of(n, self.module))
+        depends = own or not self.trained.isdisjoint(n.all_input_nodes)
+        if depends and not called(n).startswith("detach"):
+            if any(_is_continuous(x) for x in tensors):
                 self.trained.add(n)
+            # What it has written into depends on the parameter, too, under each of its names.
+            self.trained |= {
+                u for u, m in self._memory.items() if not changed.isdisjoint(m.values())
+            }
         return result
 
 
