@@ -119,12 +119,13 @@ def predict(
         return Prediction(found, step_time(method, profile, comm, codec).total_s)
     carried = comm.compressed(codec)
     timed: Method
-    if isinstance(method, CoCoD):
-        period = fitted_period(profile, carried, profile.compute_s)
-        method = timed = replace(method, period=period)
-    else:
+    if isinstance(method, PipeSGD):
         method = fitted_buckets(method, profile, carried)
         timed = _usual_buckets(method)
+    else:
+        assert isinstance(method, CoCoD)
+        period = fitted_period(profile, carried, profile.compute_s)
+        method = timed = replace(method, period=period)
     return Prediction(method, step_time(timed, profile, comm, codec).total_s)
 
 

@@ -134,7 +134,7 @@ class WidePipeSGD:
 
 
 Baseline = Conventional | HorovodFusion | LocalSGD | WidePipeSGD
-Method = strategy.Method | Baseline
+Method = MergedGradient | PipeSGD | CoCoD | Baseline
 
 BASELINES: tuple[Method, ...] = (
     MergedGradient(plan="wfbp"),
@@ -205,7 +205,7 @@ def label(method: Method) -> str:
     return spell(method)
 
 
-def spell(method: Method) -> str:
+def spell(method: Method | strategy.Method) -> str:
     """The method's full string: of hvd_pipe's own ones, what ``strategy=`` takes.
 
     Example:

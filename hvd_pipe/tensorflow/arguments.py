@@ -11,7 +11,7 @@ from horovod.tensorflow.mpi_ops import Adasum, Average, Sum
 
 from hvd_pipe.runtime import arguments
 from hvd_pipe.runtime.consensus import Description
-from hvd_pipe.strategy import Auto, MergedGradient, Method, Strategy
+from hvd_pipe.strategy import Auto, CoCoD, MergedGradient, Method, PipeSGD, Strategy
 from hvd_pipe.tensorflow.compression import Codec
 from hvd_pipe.tensorflow.messages.buckets import Shapes
 from hvd_pipe.tensorflow.messages.reduction import Reduction
@@ -56,6 +56,11 @@ class Arguments(arguments.Arguments):
         if isinstance(strategy, Auto):
             self.candidates(strategy)
             return strategy
+        if not isinstance(strategy, MergedGradient | PipeSGD | CoCoD):
+            raise ValueError(
+                f"{strategy.name!r} has no engine for TensorFlow: use hvd_pipe.torch, or another "
+                "strategy."
+            )
         if isinstance(strategy, MergedGradient) and strategy.overlaps_forward:
             self._check_overlap(strategy)
         self.check_method(strategy)

@@ -122,6 +122,7 @@ class Session:
         elif isinstance(method, CoCoD):
             self.engine = CoCoDEngine(settings, method)
         else:
+            assert isinstance(method, MergedGradient)
             kind = ForwardOverlapEngine if method.overlaps_forward else MergedGradientEngine
             self.engine = kind(settings, method, method.load_plan())
 
