@@ -200,7 +200,8 @@ def ask(look: str, seconds: int, launcher: Sequence[str] = ()) -> Answer:
         ended = signal.Signals(-done.returncode).name
         return late if ended == "SIGALRM" else {"error": f"the process was ended by {ended}"}
     # Launchers end with a banner, so the line that tells best is seldom the last.
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    output = done.stderr or done.stdout
+    lines = [line.strip() for line in output.splitlines() if line.strip(" -*=\t")]
     telling = [line for line in lines if "error" in line.lower()]
     best = [*telling[-1:], *lines[-1:], "no output"][0]
     return {"error": f"{best[:300]} (exit status {done.returncode})"}

@@ -37,6 +37,8 @@ _FLAGS = (
     (r"versions='(\w+)' or '(\w+)'", r"--versions \1 or \2"),
     (r"versions='(\w+)'", r"--versions \1"),
     (r"straight=True", "--straight"),
+    (r"straight=False", "leave out --straight"),
+    (r"replicas = \(.*?\)", "the replicas of --plan"),
     (r"max_states( =)?", "--max-states"),
 )
 """Words of the library's messages, and those of the command's options."""

@@ -48,7 +48,7 @@ def versions_of(
     mode: str, replicas: Sequence[int], minibatches: int, microbatches: int, in_transit: int = 0
 ) -> list[dict[int, int]]:
     """For each stage: the version of each minibatch, in closed form where none has replicas."""
-    if set(replicas) != {1}:
+    if set(replicas) != {1} and mode not in ("flush", "gpipe"):  # there all are as one worker
         return scheduled_versions(mode, replicas, minibatches, microbatches, in_transit)
     stages = len(replicas)
     return [

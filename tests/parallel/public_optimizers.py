@@ -280,7 +280,9 @@ ROWS = {
             defers=True,
             tolerance=1e-7,  # it computes the norm in float32
             note="the distributed optimizer is SAM's base, and the first pass is in its "
-            "`no_sync()`: each rank moves its weights along its own gradients",
+            "`no_sync()`: each rank moves its weights along its own gradients. With "
+            "`step(closure)` both passes are sent, and under `pipe-sgd` those of the first would "
+            "be applied: call `first_step` and `second_step`",
         ),
     ]
 }

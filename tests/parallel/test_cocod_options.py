@@ -492,6 +492,16 @@ def test_an_overflow_on_one_rank_is_one_on_its_node() -> None:
 
 @four
 @pytest.mark.usefixtures("nodes")
+def test_join_does_not_go_with_process_sets() -> None:
+    model = make_model()
+    optimizer = wrap(model, Case(CoCoD(within="node")))
+    train(model, optimizer, hvd.rank(), steps=3, drains={2})
+    with pytest.raises(HvdPipeError, match=r"^hvd\.join\(\) does not go with within='node'"):
+        hvd.join()
+
+
+@four
+@pytest.mark.usefixtures("nodes")
 def test_a_parameter_that_joins_within_nodes() -> None:
     """All numbers here are exact in float64."""
     want = np.array(equation_of_joining((1.5, 3.5)))[:, hvd.rank() // PER_NODE]

@@ -1,4 +1,4 @@
-"""A rank of a Keras job is killed, stopped, raises, is interrupted or leaves early.
+"""A rank of a Keras job is stopped, raises or leaves early.
 
 The others end soon, and say why; nothing is left of the job.
 """

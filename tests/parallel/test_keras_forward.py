@@ -521,6 +521,10 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "eager": ({"compile_options": {"run_eagerly": True}}, "the model runs eagerly"),
     "one rank": ({}, "as of its own"),
     "used after": ({"made": lambda: Norm(make_model().layers)}, "a step uses"),
+    "int8": (
+        {"compression": hvd.Compression.int8},
+        "compressed messages have residuals of their own",
+    ),
     "sparse": ({}, "is sparse (sparse_as_dense=True sends a dense one)"),
 }
 
@@ -542,8 +546,9 @@ def test_the_barrier_stays_with_the_reason(name: str, monkeypatch: pytest.Monkey
     if hvd.rank() == 0:
         assert mine.said.count("updates stay in their step") == 1
         assert reason in mine.said
-    # A sum over all gradients may be in another order.
-    assert np.abs(mine.records - other.records).max() < 1e-14
+    # A sum over all gradients may be in another order, and a code has one scale a message.
+    limit = 0.05 if name == "int8" else 1e-14
+    assert np.abs(mine.records - other.records).max() < limit
 
 
 @two

@@ -169,3 +169,14 @@ def test_a_graph_has_no_notes(strategy: str, caplog: pytest.LogCaptureFixture) -
     begin()
     told = [line for line in caplog.messages if "HOROVOD_TIMELINE shows its messages" in line]
     assert len(told) == (hvd.rank() == 0)
+
+
+@two
+def test_a_variable_on_one_rank_alone_is_refused_on_all() -> None:
+    begin(**({DIRECTORY: str(place()[0] / "alone")} if hvd.rank() == 0 else {}))
+    with pytest.raises(
+        hvd.RanksDisagreeError,
+        match="ranks disagree on HVD_PIPE_TIMELINE: rank 0 has set",
+    ):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    begin()

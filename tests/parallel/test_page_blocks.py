@@ -18,7 +18,8 @@ TEXTS = {
     str(block): block.text
     for page in pages.pages()
     for block in pages.blocks(page)
-    if block.language == "python"
+    # The engine of that page is tried by test_own_strategy, in a copy of the package.
+    if block.language == "python" and block.page != "docs/own-strategy.md"
 }
 
 jobs = {

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,46 @@ def due() -> tuple[nn.Module, Any]:
 def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message is there before it is waited for: nothing is updated before it must be."""
     monkeypatch.setattr(OrderedMessage, "arrived", property(lambda message: False))
+
+
+def in_part(model: nn.Module) -> nn.Module:
+    model.get_submodule("2").compile(backend="eager")
+    return model
+
+
+def doubled(model: nn.Module) -> Any:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return model(x) * 2.0 / 2.0  # type: ignore[no-any-return]
+
+    return call
+
+
+COMPILED: dict[str, Callable[[nn.Module], Any]] = {
+    "a layer, in place": in_part,
+    "a function": lambda model: torch.compile(doubled(model), backend="eager"),
+    "the model, with autograd": lambda model: torch.compile(model, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("compile_", COMPILED.values(), ids=COMPILED)
+def test_compiled_code_meets_new_weights(compile_: Callable[[nn.Module], Any]) -> None:
+    torch.compiler.reset()
+    model = make_model()
+    optimizer = wrap(model)
+    train(model, optimizer, range(STEPS), compile_(model))
+    assert_trained(model)
+
+
+@pytest.mark.usefixtures("slow_network")
+def test_a_scripted_layer_is_updated_in_step() -> None:
+    """It reads its weights in C++; the others wait."""
+    model = make_model()
+    scripted = torch.jit.script(model[2])  # type: ignore[no-untyped-call, index]
+    model[2] = scripted  # type: ignore[operator]
+    optimizer = wrap(model)
+    pending = train(model, optimizer, range(STEPS))
+    assert pending[-1] == 4
+    assert_trained(model)
 
 
 def test_code_that_is_not_seen_meets_no_old_weight(due: tuple[nn.Module, Any]) -> None:

@@ -22,6 +22,7 @@ from pending_problem import (
 from torch import nn
 
 import hvd_pipe.torch as hvd
+from hvd_pipe.errors import HvdPipeError
 from hvd_pipe.torch.strategies import base
 
 pytestmark = on_ranks(2, init=hvd.init)
@@ -91,6 +92,22 @@ def test_plain_training_after_an_optimizer_was_dropped(strategy: str, keeps: boo
     if not keeps:
         plain = torch.optim.SGD(model.parameters(), LR)
     train(model, plain, range(STEPS, STEPS + 4 + hvd.rank()))
+
+
+@every
+@pytest.mark.usefixtures("no_collector")
+def test_a_new_optimizer_of_some_of_the_parameters(strategy: str) -> None:
+    """The old one, which had them all, heard of their gradients as well."""
+    model = make_model()
+    for first in (0, 2, 0):
+        named = list(model.named_parameters())[first:]
+        optimizer = distributed(torch.optim.SGD([p for _, p in named], LR), named, strategy)
+        for step in range(8):
+            model.zero_grad()
+            loss_of(model, step, hvd.rank()).backward()
+            optimizer.step()
+        optimizer.synchronize()
+    assert_equal_on_ranks(model)
 
 
 def three_of(model: nn.Module, wrap: Any, all_first: bool = False) -> list[Any]:
@@ -171,6 +188,27 @@ def test_ranks_send_for_other_optimizers_in_one_order() -> None:
         first, second = gather([each.settings.tag for each in base.live_engines()])
     assert first == second
     assert len(first) == 3
+
+
+@pytest.mark.parametrize("strategy", ["pipe-sgd", "merged-gradient:codec"])
+def test_optimizers_cannot_take_turns_where_averages_cannot_be_averaged(strategy: str) -> None:
+    model = make_model()
+    codec = {"compression": hvd.Int8(error_feedback=True)} if strategy.endswith("codec") else {}
+    old, *_, new = three_of(
+        model,
+        lambda one, named: hvd.DistributedOptimizer(
+            one, named, strategy=strategy.removesuffix(":codec"), **codec
+        ),
+    )
+    loss_of(model, 0, hvd.rank()).backward()
+    before = weights_of(model)
+    with pytest.raises(HvdPipeError, match="another DistributedOptimizer has as well"):
+        old.step()
+    assert torch.equal(weights_of(model), before)
+    new.step()
+    new.zero_grad()
+    new.synchronize()
+    assert_equal_on_ranks(model)
 
 
 class Points(nn.Module):

@@ -260,6 +260,33 @@ def test_a_checkpoint_of_ours_loads_into_others(strategy: str) -> None:
         assert all(torch.is_tensor(tensor) for tensor in pending.values())
 
 
+@two
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [
+        ("pipe-sgd", "merged-gradient"),
+        ("pipe-sgd", "cocod:period=4"),
+        ("merged-gradient", "pipe-sgd"),
+    ],
+)
+def test_another_strategy_starts_clean(strategy: str, other: str) -> None:
+    """It warns of what is lost, which under merged-gradient is nothing."""
+    model, optimizer = Case(strategy).start()
+    advance(model, optimizer, range(SAVED))
+    content = rank_0s(saved(model, optimizer))
+    model, optimizer = Case(other).start(seed=8)
+    warned = load(model, optimizer, content)
+    rows = advance(model, optimizer, range(SAVED, STEPS))
+    optimizer.synchronize()
+    wanted = continued(content, Case(other), 2, in_flight=False)[hvd.rank()]
+    assert_close([*rows, weights_of(model)], wanted)
+    if strategy == "merged-gradient":
+        assert warned == []
+    else:
+        assert len(warned) == 1
+        assert f"was saved under {strategy.partition(':')[0]!r}" in warned[0]
+
+
 # From two ranks to another number: a job saves, and one with other ranks goes on.
 
 

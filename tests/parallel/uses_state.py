@@ -246,7 +246,8 @@ def checkpointed(strategy: str, **arguments: Any) -> Array:
 def with_feedback(strategy: str) -> Array:
     """How far a resumed run is from the whole one, as there is no exact reference."""
     # Encoded gradients depend on the buckets, so these are given.
-    given = "merged-gradient:plan=wfbp" if strategy == MERGED else strategy
+    joint = "," if ":" in strategy else ":"
+    given = f"{strategy}{joint}plan=wfbp" if strategy.startswith(MERGED) else strategy
     whole, again = resumed(given, compression=hvd.Int8(error_feedback=True))
     return np.abs(whole - again)
 

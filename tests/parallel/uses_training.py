@@ -216,7 +216,8 @@ def with_closure(strategy: str) -> Array:
 
 
 def make_lbfgs(model: nn.Module) -> Optimizer:
-    return LBFGS(model.parameters(), lr=0.3, max_iter=4, history_size=5)
+    options = {"max_iter": 4, "history_size": 5, "line_search_fn": "strong_wolfe"}
+    return LBFGS(model.parameters(), lr=0.3, **options)  # its search compares losses
 
 
 def with_lbfgs(strategy: str) -> Array:

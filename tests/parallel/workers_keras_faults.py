@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -78,7 +77,6 @@ def compiled(strategy: str) -> Any:
 
 def main(folder: Path, strategy: str, wrong: str = "") -> None:
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     if wrong:
         end_late_over_gloo()
     hvd.init()

@@ -148,6 +148,7 @@ def test_a_crash_a_hang_and_a_mistake_are_answers(monkeypatch: pytest.MonkeyPatc
             "exit('RuntimeError: no\\n-----\\nmpirun has ended')",
             "RuntimeError: no (exit status 1)",
         ),
+        ("exit('-----\\nThere are no slots\\n-----')", "There are no slots (exit status 1)"),
         ("raise SystemExit(3)", "no output (exit status 3)"),
     ):
         assert doctor.ask("", 5, [sys.executable, "-c", program]) == {"error": error}

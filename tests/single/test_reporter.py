@@ -137,6 +137,20 @@ def test_a_rank_that_stands_still_for_a_lost_one_is_ended(rank: Rank) -> None:
 
 
 @pytest.mark.nightly  # it waits for true limits of seconds
+def test_a_rank_whose_other_thread_stands_still_is_ended(rank: Rank) -> None:
+    """Its main thread asks for Python's lock 200 times a second, and so counted as busy.
+
+    A sending thread kept the lock in a call of Horovod's, whose own thread had failed.
+    """
+    rank.do("import threading; t = threading.Thread(target=ctypes.PyDLL(None).pause)")
+    rank.do("t.start(), any(time.sleep(0.001) for _ in iter(int, 1))")
+    rank.hear(stands_still)
+    rank.tell({"lost": 7, "how": "rank 7 on h7 (pid 7) raised ValueError"})
+    rank.process.wait(SOON_S)
+    assert rank.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.nightly  # it waits for true limits of seconds
 def test_a_rank_that_computes_in_one_long_call_neither_waits_nor_is_silent(rank: Rank) -> None:
     rank.do("sum(range(1 << 60))")  # runs, and lets no other thread of Python run
     heard = rank.hear(lambda one: one.get("status", {}).get("since_s", 0) > LIMIT_S)
