@@ -24,8 +24,8 @@ def _gather_bytes(data: bytes, name: str, process_set: ProcessSet) -> list[bytes
         tensor = tf.constant(np.frombuffer(data, dtype=np.uint8))
         count = tf.constant([len(data)], dtype=tf.int64)
         counts = allgather(count, name=f"{name}.bytes", process_set=process_set).numpy()
-        whole = allgather(tensor, name=f"{name}.data", process_set=process_set).numpy()
-    return [part.tobytes() for part in np.split(whole, np.cumsum(counts)[:-1])]
+        gathered = allgather(tensor, name=f"{name}.data", process_set=process_set).numpy()
+    return [part.tobytes() for part in np.split(gathered, np.cumsum(counts)[:-1])]
 
 
 agreement = Agreement(_gather_bytes)
@@ -41,7 +41,7 @@ def largest(values: Sequence[float], name: str, process_set: ProcessSet) -> list
     return [float(value) for value in rows.max(axis=0)]
 
 
-def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
+def meet(pending: Sequence[bool], name: str, reduction: Reduction) -> None:
     """Compare the updates in flight with those of the other ranks, now.
 
     Ranks meet under the name of the message that a rank which does not come here sends next. That
@@ -52,7 +52,7 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
 
     def counts() -> tf.Tensor:
         return mpi_ops._allreduce(
-            tf.constant([mine], tf.float32),
+            tf.constant([pending], tf.float32),
             op=mpi_ops.Sum,
             name=f"HorovodAllreduce.{name}",
             ignore_name_scope=True,
@@ -61,8 +61,8 @@ def meet(mine: Sequence[bool], name: str, reduction: Reduction) -> None:
 
     with tf.init_scope(), tf.device("/cpu:0"), waiting_for(name), refused():
         # In a graph, as eager operations lose their names.
-        found = tf.function(counts, autograph=False).get_concrete_function()().numpy()
-    if (found % reduction.workers).any():
+        counted = tf.function(counts, autograph=False).get_concrete_function()().numpy()
+    if (counted % reduction.workers).any():
         raise RanksDisagreeError(_ALONE)
 
 

@@ -126,13 +126,13 @@ class Arguments(arguments.Arguments):
 def shapes_of(variables: Sequence[Any]) -> Shapes:
     """Describe variables, Keras' or TensorFlow's; names that come twice are numbered."""
     names: list[str] = []
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for each in variables:
         name = str(getattr(each, "path", each.name))
-        count = seen[name] = seen.get(name, 0) + 1
+        count = counts[name] = counts.get(name, 0) + 1
         names.append(name if count == 1 else f"{name}#{count}")
     return Shapes(
         names,
-        [tuple(each.shape) for each in variables],
-        [tf.as_dtype(each.dtype) for each in variables],
+        [tuple(variable.shape) for variable in variables],
+        [tf.as_dtype(variable.dtype) for variable in variables],
     )

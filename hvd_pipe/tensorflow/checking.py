@@ -69,7 +69,7 @@ class Replicas:
         return tf.cond(everyone, lambda: self._compare(steps, gradients), tf.no_op)
 
     def _compare(self, steps: tf.Tensor, gradients: Sequence[Any]) -> Any:
-        values = [each.read_value() for each in self._variables]
+        values = [variable.read_value() for variable in self._variables]
         described = [*values, *gradients]
         found = tf.numpy_function(_described, described, tf.float64, stateful=True)
         found = tf.ensure_shape(found, [len(described), 2])

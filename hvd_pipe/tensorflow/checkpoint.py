@@ -75,19 +75,19 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         if is_others:
             arrays = {name: each for name, each in arrays.items() if f"/{RESIDUAL}" not in name}
         # A plan, and for how many workers it is, are the same on all ranks.
-        own = [name for name in arrays if not name.endswith(("/plan", "/workers"))]
-        if is_others and own:
+        names = [name for name in arrays if not name.endswith(("/plan", "/workers"))]
+        if is_others and names:
             _log.warning(
                 "rank %d of %d goes on with what rank %d of %d had in flight; for a run that goes "
                 "on bit for bit, save and load on each rank, or call optimizer.synchronize() "
                 "on all ranks before saving",
                 *(rank(), size(), head["rank"], head["size"]),
             )
-        found: dict[int, Arrays] = {}
+        states: dict[int, Arrays] = {}
         for name, array in arrays.items():
             number, _, label = name.partition("/")
-            found.setdefault(int(number), {})[label] = array
-        self._sessions.go_back(found)
+            states.setdefault(int(number), {})[label] = array
+        self._sessions.go_back(states)
 
     def _choose(self, head: dict[str, Any]) -> None:
         """Under ``auto``, go on with the choice that the checkpoint holds, if it still stands."""
@@ -100,6 +100,6 @@ class InFlight(tf.train.experimental.PythonState):  # type: ignore[misc]
         method = parse(text)
         assert not isinstance(method, Auto)
         candidates, _ = sessions.arguments.candidates(sessions.strategy)
-        if method.name in [each.name for each in candidates]:
+        if method.name in [candidate.name for candidate in candidates]:
             _log.info("auto: goes on with %s, as chosen before", text)
             sessions.follow(method)

@@ -84,8 +84,8 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
         """Go back to the last commit; `run` calls this when a worker has failed."""
         for sessions in workers.running():
             sessions.go_back(self._in_flight.get(sessions.label))
-        for each, value in zip(self.variables, self._values, strict=True):
-            raw(each).assign(value)
+        for variable, value in zip(self.variables, self._values, strict=True):
+            raw(variable).assign(value)
         super().restore()
         _log.warning(
             "elastic: a worker has failed, back to the last commit; what was sent since then is "
@@ -95,15 +95,15 @@ class TensorFlowState(ObjectState):  # type: ignore[misc]
     def sync(self) -> None:
         """Have all ranks go on from rank 0's state; each keeps its own random numbers."""
         with _failures():
-            found = [each for each in self.variables if each.name != "seed_generator_state"]
-            broadcast_variables(found, root_rank=0)
+            shared = [each for each in self.variables if each.name != "seed_generator_state"]
+            broadcast_variables(shared, root_rank=0)
             inherit(_of_first(_in_flight()))
             self._keep()
             super().sync()
 
     def _keep(self) -> None:
         in_flight = _in_flight()  # first: where a message fails, the last commit stays whole
-        self._values = [raw(each).numpy() for each in self.variables]
+        self._values = [raw(variable).numpy() for variable in self.variables]
         self._in_flight = in_flight
 
 

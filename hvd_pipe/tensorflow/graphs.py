@@ -132,8 +132,8 @@ def call_name(name: str, layer: Any = None) -> str:
     while isinstance(getattr(graphs[-1], "outer_graph", None), func_graph.FuncGraph):
         graphs.append(graphs[-1].outer_graph)
     if layer is not None:
-        seen = _layers.setdefault(graphs[-1], weakref.WeakKeyDictionary())
-        name = f"{name}.{seen.setdefault(layer, len(seen))}"
+        counts = _layers.setdefault(graphs[-1], weakref.WeakKeyDictionary())
+        name = f"{name}.{counts.setdefault(layer, len(counts))}"
     before = sum(_calls.setdefault(graph, Counter())[name] for graph in graphs)
     _calls[graphs[0]][name] += 1
     return f"{name}.again.{before}" if before else name
@@ -141,8 +141,8 @@ def call_name(name: str, layer: Any = None) -> str:
 
 def all_finite(values: Iterable[tf.Tensor]) -> tf.Tensor:
     """Return whether all values of all tensors are finite; also where there are no tensors."""
-    found = [tf.reduce_all(tf.math.is_finite(each)) for each in values]
-    return tf.reduce_all(tf.stack([tf.constant(True), *found]))
+    are_finite = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+    return tf.reduce_all(tf.stack([tf.constant(True), *are_finite]))
 
 
 def raw(each: Any) -> Any:
@@ -150,21 +150,21 @@ def raw(each: Any) -> Any:
     return each.value if hasattr(each, "value") and not callable(each.value) else each
 
 
-def identity(each: Any) -> int:
+def identity(variable: Any) -> int:
     """Return a number that a Keras variable has in common with its ``tf.Variable`` alone."""
-    return id(raw(each))
+    return id(raw(variable))
 
 
 def by_index(state: Arrays, begin: str) -> dict[int, Any]:
     """Return what has names of this beginning, by the index that follows it."""
-    own = [name for name in state if name.startswith(begin)]
-    return {int(name.removeprefix(begin)): state[name] for name in own}
+    names = [name for name in state if name.startswith(begin)]
+    return {int(name.removeprefix(begin)): state[name] for name in names}
 
 
 def restore(variables: Mapping[str, tf.Variable], state: Arrays) -> None:
     """Give variables the arrays of their names; what is missing, or of other workers, is zero."""
     for name, each in variables.items():
-        found = state.get(name)
-        if found is None or tuple(found.shape) != tuple(each.shape):
-            found = np.zeros(each.shape)
-        each.assign(found.astype(each.dtype.as_numpy_dtype))
+        saved = state.get(name)
+        if saved is None or tuple(saved.shape) != tuple(each.shape):
+            saved = np.zeros(each.shape)
+        each.assign(saved.astype(each.dtype.as_numpy_dtype))

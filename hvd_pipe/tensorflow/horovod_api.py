@@ -67,22 +67,22 @@ def broadcast_variables(
     at_once = tf.executing_eagerly()
     if len(members(process_set)) == 1 or not process_set.included():
         return None if at_once else tf.no_op()
-    kept, tag = [raw(each) for each in variables], call_name("hvd_pipe.broadcast")
+    raws, tag = [raw(variable) for variable in variables], call_name("hvd_pipe.broadcast")
 
     def values() -> list[tf.Tensor]:
-        found = []
-        for i, each in enumerate(kept):
+        results = []
+        for i, each in enumerate(raws):
             value, name = each.read_value(), f"{tag}.{i}"
             odd = value.dtype == tf.bfloat16  # which Horovod does not know
             wire = tf.bitcast(value, tf.int16) if odd else value
             arrived = broadcast(wire, root_rank, name, True, process_set)
-            found.append(tf.bitcast(arrived, value.dtype) if odd else arrived)
-        return found
+            results.append(tf.bitcast(arrived, value.dtype) if odd else arrived)
+        return results
 
     send = values
     if at_once:  # in a graph all are under way at once; calls of it are not counted
         send = tf.function(values, autograph=False).get_concrete_function()
-    assigned = [each.assign(value) for each, value in zip(kept, send(), strict=True)]
+    assigned = [each.assign(value) for each, value in zip(raws, send(), strict=True)]
     return None if at_once else tf.group(assigned)
 
 
@@ -108,15 +108,15 @@ def grouped_allreduce(tensors: Sequence[Any], *args: Any, **options: Any) -> lis
         tensors: Tensors and ``tf.IndexedSlices``.
         args, options: As Horovod's.
     """
-    found = list(tensors)
+    reduced = list(tensors)
     for is_sparse in (False, True):
         indices = [
             i for i, x in enumerate(tensors) if isinstance(x, tf.IndexedSlices) == is_sparse
         ]
         arrived = _horovod.grouped_allreduce([tensors[i] for i in indices], *args, **options)
         for index, tensor in zip(indices, arrived, strict=True):
-            found[index] = tensor
-    return found
+            reduced[index] = tensor
+    return reduced
 
 
 def broadcast_(
@@ -126,9 +126,9 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """As Horovod's, which does not know Keras 3's variables."""
-    kept = [raw(each) for each in variables]
-    found: list[tf.Tensor] = mpi_ops.broadcast_(kept, root_rank, name, process_set)
-    return found
+    raws = [raw(variable) for variable in variables]
+    values: list[tf.Tensor] = mpi_ops.broadcast_(raws, root_rank, name, process_set)
+    return values
 
 
 def broadcast_object(
@@ -169,8 +169,8 @@ def allgather_object(
 ) -> list[Any]:
     """As Horovod's; within a ``tf.function`` at once, while that is traced."""
     with tf.init_scope():
-        found: list[Any] = _functions.allgather_object(obj, session, name, process_set)
-        return found
+        objects: list[Any] = _functions.allgather_object(obj, session, name, process_set)
+        return objects
 
 
 def BroadcastGlobalVariablesHook(  # noqa: N802 - Horovod's name

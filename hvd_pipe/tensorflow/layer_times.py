@@ -53,8 +53,8 @@ def _functional(model: Any, inputs: Sequence[tf.Tensor]) -> Functional:
     try:
         # Keras builds what it can, then takes down which layers `call` uses.
         model(inputs[0] if len(inputs) == 1 else list(inputs))
-        found = model.call(symbolic[0] if len(symbolic) == 1 else symbolic)
-        return Functional(symbolic, found)
+        outputs = model.call(symbolic[0] if len(symbolic) == 1 else symbolic)
+        return Functional(symbolic, outputs)
     except Exception as error:
         line = str(error).strip().splitlines()
         raise ValueError(
@@ -99,19 +99,19 @@ def _calls_of(
     calls: list[_Call] = []
     counts: Counter[str] = Counter()
 
-    def run(graph: Functional, made: dict[int, _Made], prefix: str) -> None:
+    def run(graph: Functional, values: dict[int, _Made], prefix: str) -> None:
         """Run a graph layer by layer, nested ones in their place, and note every call."""
         for depth in sorted(graph._nodes_by_depth, reverse=True):
             for node in graph._nodes_by_depth[depth]:
                 symbols = list(node.arguments.keras_tensors)
-                if node.is_input or any(id(symbol) not in made for symbol in symbols):
+                if node.is_input or any(id(symbol) not in values for symbol in symbols):
                     continue
                 layer = node.operation
                 path = f"{prefix}{layer.name}"
                 nested = layer if isinstance(layer, Functional) else None
                 if isinstance(layer, keras.Sequential):
                     nested = layer._functional
-                given = [made[id(symbol)] for symbol in symbols]
+                given = [values[id(symbol)] for symbol in symbols]
                 if nested is not None and len(nested.inputs) == len(given):
                     within = dict(zip(map(id, nested.inputs), given, strict=True))
                     run(nested, within, f"{path}/")
@@ -123,14 +123,14 @@ def _calls_of(
                     what = type(layer).__name__
                     calls.append(call := _Call(name, what, partial(_layer, node), given, weights))
                     results = [_Made(value, name, call.trains) for value in call.outputs]
-                made.update(zip(map(id, node.outputs), results, strict=True))
+                values.update(zip(map(id, node.outputs), results, strict=True))
 
-    made = {
+    values = {
         id(symbol): _Made(tf.cast(value, symbol.dtype), None, False)
         for symbol, value in zip(graph.inputs, inputs, strict=True)
     }
-    run(graph, made, "")
-    given = [made[id(symbol)] for symbol in graph.outputs]
+    run(graph, values, "")
+    given = [values[id(symbol)] for symbol in graph.outputs]
 
     def loss(*tensors: tf.Tensor) -> Any:
         return loss_of(keras.tree.pack_sequence_as(graph._outputs_struct, tensors))
@@ -145,8 +145,8 @@ def _layer(node: Any, *tensors: tf.Tensor) -> Any:
 
 
 def _gradients(tape: tf.GradientTape, targets: Any, sources: Any, arriving: Any = None) -> Any:
-    found = tape.gradient(targets, sources, arriving)
-    return [each for each in found if each is not None]
+    gradients = tape.gradient(targets, sources, arriving)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def measure_profile(
@@ -199,7 +199,7 @@ def measure_profile(
     if not model.trainable_variables:
         raise ValueError(f"{type(model).__name__} has no weight to train: nothing to measure.")
     clock = partial(_median_seconds, skip, steps)
-    weights = [raw(each) for each in model.trainable_variables]
+    weights = [raw(variable) for variable in model.trainable_variables]
     loss_of = partial(_checked_loss, loss or _mean_of)
 
     def whole(*tensors: tf.Tensor) -> tf.Tensor:
@@ -278,7 +278,7 @@ def _median_seconds(
 
 def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float) -> float:
     """Return what the gradients of a call take; the forward pass is not left out by its graph."""
-    floats = [each for each in call.outputs if each.dtype.is_floating]
+    floats = [output for output in call.outputs if output.dtype.is_floating]
     if not call.trains or not floats:
         return 0.0
     # Given from outside, as TensorFlow would compute with constants before the first step.
@@ -291,7 +291,7 @@ def _backward_seconds(call: _Call, clock: Callable[..., float], forward_s: float
         with tf.GradientTape() as tape:
             tape.watch(wanted)
             results = tf.nest.flatten(call.run(*tensors))
-        targets = [each for each in results if each.dtype.is_floating]
+        targets = [result for result in results if result.dtype.is_floating]
         return results, _gradients(tape, targets, [*wanted, *call.weights], arriving)
 
     return max(0.0, clock(both, [*call.tensors, *seeds]) - forward_s)
@@ -312,7 +312,7 @@ def _update_seconds(model: Any, clock: Callable[..., float]) -> float:
     def update(*gradients: tf.Tensor) -> None:
         other.apply(list(gradients), model.trainable_variables)
 
-    return clock(update, [tf.zeros_like(raw(each)) for each in model.trainable_variables])
+    return clock(update, [tf.zeros_like(raw(variable)) for variable in model.trainable_variables])
 
 
 def _scaled(seconds: Sequence[float], total: float) -> list[float]:
@@ -331,18 +331,18 @@ def _layers_of(
     """Yield the layers; a layer's gradients are complete at its first call."""
     owners: dict[int, str] = {}
     for call in calls:
-        for each in call.weights:
-            owners.setdefault(id(each), call.name)
+        for weight in call.weights:
+            owners.setdefault(id(weight), call.name)
     sizes: Counter[str | None] = Counter()
     for each in weights:
         sizes[owners.get(id(each))] += _nbytes(each)
     if None in sizes:
-        what = "weights of no layer of the model's graph"
-        yield LayerProfile("(unused)", sizes[None], 0.0, 0.0, 0, what)
+        description = "weights of no layer of the model's graph"
+        yield LayerProfile("(unused)", sizes[None], 0.0, 0.0, 0, description)
     for call, f, b in zip(calls, forward, backward, strict=True):
         activations = sum(map(_nbytes, call.outputs))
-        what = f"{call.what} {tuple(call.outputs[0].shape)}"
-        yield LayerProfile(call.name, sizes[call.name], b, f, activations, what)
+        description = f"{call.what} {tuple(call.outputs[0].shape)}"
+        yield LayerProfile(call.name, sizes[call.name], b, f, activations, description)
 
 
 def _nbytes(tensor: Any) -> int:
@@ -352,9 +352,9 @@ def _nbytes(tensor: Any) -> int:
 @contextmanager
 def _kept(variables: Sequence[Any]) -> Iterator[None]:
     """Put the variables back in the end: BatchNormalization's averages, weights, random seeds."""
-    kept = [tf.identity(raw(each)) for each in variables]
+    copies = [tf.identity(raw(variable)) for variable in variables]
     try:
         yield
     finally:
-        for each, value in zip(variables, kept, strict=True):
-            raw(each).assign(value)
+        for variable, value in zip(variables, copies, strict=True):
+            raw(variable).assign(value)

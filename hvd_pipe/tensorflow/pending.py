@@ -57,12 +57,12 @@ def _watched(cls: Any) -> Any:
 
 def watch(variables: Iterable[Any], owner: object) -> None:
     """Have an owner's updates made before one of these variables is used outside of a graph."""
-    for each in variables:
-        cls: Any = type(each)
-        handle = each.__dict__["_handle"]
+    for variable in variables:
+        cls: Any = type(variable)
+        handle = variable.__dict__["_handle"]
         setattr(handle, _OWNERS, {*getattr(handle, _OWNERS, ()), id(owner)})
         if not issubclass(cls, _Watched):
-            each.__class__ = _watched(cls)
+            variable.__class__ = _watched(cls)
 
 
 def looked_at(call: Callable[..., Any]) -> Callable[..., Any]:

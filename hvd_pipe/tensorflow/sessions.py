@@ -113,7 +113,7 @@ class Session:
         groups = None
         if arguments.groups is not None and dense:
             by_hand = user_groups(arguments.groups, mine, dense)
-            groups = [same for group in by_hand for same in shapes.dtype_groups(group)]
+            groups = [part for group in by_hand for part in shapes.dtype_groups(group)]
         momenta = self._momenta(mine) if self._momenta is not None else ()
         settings = Settings(shapes, tensors, reduction, self.tag, sparse, groups, momenta)
         self.engine: Engine
@@ -173,7 +173,7 @@ class Session:
 
     def own(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients with None for those that travel."""
-        return [each if i in self._kept else None for i, each in enumerate(gradients)]
+        return [gradient if i in self._kept else None for i, gradient in enumerate(gradients)]
 
     def warn_of_unlike_replicas(self) -> None:
         """Say so where ranks that have trained with the same gradients have other weights."""
@@ -266,7 +266,7 @@ class Session:
         shapes = shapes_of(variables)
         by_hand = self._arguments.groups
         if isinstance(by_hand, list):
-            index_of = {id(each): i for i, each in enumerate(variables)}
+            index_of = {id(variable): i for i, variable in enumerate(variables)}
             by_hand = [[index_of.get(id(each)) for each in group] for group in by_hand]
 
         def check() -> tuple[None, Description]:
@@ -280,14 +280,14 @@ class Session:
             ]
 
         checked(check, f"{self.tag}.variables", process_set)
-        mine = [
+        kinds = [
             _NONE if each is None else _SPARSE if isinstance(each, tf.IndexedSlices) else _DENSE
             for each in (gradients[index] for index in shared)
         ]
         has_local = len(shared) < len(self.variables)
         if not process_set.included():
-            return dict(zip(shared, mine, strict=True)), has_local
-        everyone = gather([has_local, mine], f"{self.tag}.gradients.layouts", process_set)
+            return dict(zip(shared, kinds, strict=True)), has_local
+        everyone = gather([has_local, kinds], f"{self.tag}.gradients.layouts", process_set)
         agreed = {}
         for index, *row in zip(shared, *(layouts for _, layouts in everyone), strict=True):
             present = set(row) - {_NONE}
@@ -469,15 +469,15 @@ class Sessions:
 
         Rank 0 alone may have loaded a checkpoint, whose variables are broadcast to the others.
         """
-        mine = {number: _summary(state) for number, state in sorted(self.states().items())}
-        if not self._are_alike(mine, f"{self.tag}.in_flight"):
+        summaries = {number: _summary(state) for number, state in sorted(self.states().items())}
+        if not self._are_alike(summaries, f"{self.tag}.in_flight"):
             self.go_back(None)
 
-    def _are_alike(self, mine: object, name: str) -> bool:
+    def _are_alike(self, summary: object, name: str) -> bool:
         process_set = self.arguments.process_set
         if not process_set.included():
             return True
-        first, *others = gather(mine, name, process_set)
+        first, *others = gather(summary, name, process_set)
         alike = all(other == first for other in others)
         if not alike and process_set.rank() == 0 and not is_elastic():
             _log.warning(
@@ -545,15 +545,15 @@ def share() -> None:
     A session of a tape that nobody uses any more is gone when this rank's collector comes, so
     only those count that each rank of their process set still has. No other will make a step.
     """
-    mine = {
+    session_of = {
         session.tag: session
         for sessions in workers.running()
         for session in sessions
         if sessions.arguments.process_set.included()
     }
-    found = gather(list(mine), "hvd_pipe.tf.shared", global_process_set)
-    holders = Counter(tag for tags in found for tag in tags)
-    for tag, session in sorted(mine.items()):
+    gathered = gather(list(session_of), "hvd_pipe.tf.shared", global_process_set)
+    holders = Counter(tag for tags in gathered for tag in tags)
+    for tag, session in sorted(session_of.items()):
         if holders[tag] == session.engine.settings.reduction.workers:
             session.engine.share()
 
@@ -561,10 +561,10 @@ def share() -> None:
 def sources_key(variables: Sequence[Any]) -> tuple[Hashable, ...]:
     """Return what tells lists of variables apart; tensors, which come anew, by dtype and shape."""
     return tuple(
-        (each.dtype.name, *each.shape)
-        if isinstance(each, tf.Tensor | tf.TensorSpec)
-        else identity(each)
-        for each in variables
+        (variable.dtype.name, *variable.shape)
+        if isinstance(variable, tf.Tensor | tf.TensorSpec)
+        else identity(variable)
+        for variable in variables
     )
 
 

@@ -87,8 +87,8 @@ def moments_of_all(layer: Any, inputs: tf.Tensor, mask: Any) -> tuple[tf.Tensor,
     # Keras' masked moments of one channel are scalars.
     n, m, v = (tf.cast(tf.reshape(part, [-1]), tf.float64) for part in (count, mean, variance))
     # A rank without any elements has no mean.
-    mine = tf.stack([n, tf.math.multiply_no_nan(m, n), tf.math.multiply_no_nan(v + m * m, n)])
-    total, first, second = tf.unstack(_sum(mine, call_name("hvd_pipe.batch_norm", layer)))
+    local = tf.stack([n, tf.math.multiply_no_nan(m, n), tf.math.multiply_no_nan(v + m * m, n)])
+    total, first, second = tf.unstack(_sum(local, call_name("hvd_pipe.batch_norm", layer)))
     mean = tf.math.divide_no_nan(first, total)
     variance = tf.maximum(tf.math.divide_no_nan(second, total) - mean * mean, 0.0)
     return tf.cast(mean, inputs.dtype), tf.cast(variance, inputs.dtype)

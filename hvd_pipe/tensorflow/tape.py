@@ -76,8 +76,8 @@ class TapeMixin(tf.GradientTape):  # type: ignore[misc]
         return tf.nest.pack_sequence_as(sources, incoming)
 
     def _hvd_pipe_session(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Session:
-        described = [_described(each) for each in sources]
-        here = [identity(each) in self._hvd_pipe_local for each in sources]
+        described = [_described(source) for source in sources]
+        here = [identity(source) in self._hvd_pipe_local for source in sources]
         pairs = zip(described, here, strict=True)
         local = {identity(each) for each, is_local in pairs if is_local}
         key = sources_key(described)
@@ -208,8 +208,8 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     layers = layers_of(local_layers)
     tape = DistributedGradientTape(gradtape, *arguments, **keywords)
     for layer in layers:
-        for each in layer.trainable_weights:
-            tape.register_local_source(each)
+        for weight in layer.trainable_weights:
+            tape.register_local_source(weight)
     return tape
 
 

@@ -172,9 +172,9 @@ def waits_for(frames: Frames) -> Wait | None:
     frame = _python(frames.get(thread.ident or 0))
     if frame is not None and module_of(frame) == "threading":  # it waits for another
         for other in threading.enumerate():
-            found = _python(frames.get(other.ident or 0))
-            if found is not None and module_of(found).startswith(_INSIDE):
-                thread, frame = other, found
+            place = _python(frames.get(other.ident or 0))
+            if place is not None and module_of(place).startswith(_INSIDE):
+                thread, frame = other, place
                 break
     if frame is None or not module_of(frame).startswith(_INSIDE):
         return None
@@ -209,7 +209,7 @@ def _is_at_work() -> bool:
         return False
     others = waits.threads(os.getpid()) - _communicating - {threading.get_native_id()}
     activities = (waits.activity(os.getpid(), number) for number in others)
-    return any(found is not None and found.state in _AT_WORK for found in activities)
+    return any(activity is not None and activity.state in _AT_WORK for activity in activities)
 
 
 def _is_sure() -> bool:

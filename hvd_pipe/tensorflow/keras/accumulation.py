@@ -41,9 +41,9 @@ _NONNEGATIVE = frozenset(
 
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     """Return all that the optimizer keeps for these variables, of whatever shape."""
-    own = {id(each) for each in optimizer.variables}
+    own = {id(variable) for variable in optimizer.variables}
     count = len(optimizer._trainable_variables)
-    indices = [optimizer._get_variable_index(each) for each in variables]
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
     return [
         slots[index]
         for name, slots in vars(optimizer).items()
@@ -55,9 +55,9 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
 
 def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
     """Return the momenta of these variables, in an order that all ranks share."""
-    own = {id(each) for each in optimizer.variables}
-    indices = [optimizer._get_variable_index(each) for each in variables]
-    found: list[Momentum] = []
+    own = {id(variable) for variable in optimizer.variables}
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    momenta: list[Momentum] = []
     for name, slots in sorted(vars(optimizer).items()):
         if name in _NO_MOMENTA or not isinstance(slots, list):
             continue
@@ -68,21 +68,21 @@ def momenta_of(optimizer: Any, variables: Sequence[Any]) -> list[Momentum]:
                 continue
             if tf.as_dtype(slot.dtype).is_floating:
                 of = str(getattr(reference, "path", reference.name))
-                found.append(Momentum(raw(slot), f"{of}.{label}", label in _NONNEGATIVE))
-    return found
+                momenta.append(Momentum(raw(slot), f"{of}.{label}", label in _NONNEGATIVE))
+    return momenta
 
 
 def statistics_of(trained: Container[int], kept: Container[int]) -> list[Any]:
     """Return the moving averages of all models that have some of the trained variables."""
-    found: dict[int, Any] = {}
+    statistics: dict[int, Any] = {}
     for model in list(trained_models):
-        if any(identity(each) in trained for each in model.trainable_variables):
+        if any(identity(variable) in trained for variable in model.trainable_variables):
             for layer in model._flatten_layers():
                 if not getattr(layer, "stateful", False):  # the states of a rank's own samples
-                    found |= {id(each): each for each in layer._non_trainable_variables}
+                    statistics |= {id(each): each for each in layer._non_trainable_variables}
     return [
         each
-        for each in found.values()
+        for each in statistics.values()
         if tf.as_dtype(each.dtype).is_floating and identity(each) not in kept
     ]
 
@@ -135,8 +135,8 @@ class Accumulation:
 
         def last() -> None:
             totals = [None if pair is None else (pair[0] + pair[1]) * share for pair in pairs]
-            for each in sums:
-                each.assign(tf.zeros(each.shape, each.dtype))
+            for total in sums:
+                total.assign(tf.zeros(total.shape, total.dtype))
             with self.suspended():
                 step(totals)
 
@@ -179,14 +179,14 @@ class Accumulation:
         named = {f"{number}.passes": passes}
         steps = optimizer.gradient_accumulation_steps
         if steps:  # Keras keeps the sums, files have them
-            kept = optimizer._accumulated_gradients
-            sums = [raw(kept[optimizer._get_variable_index(each)]) for each in variables]
+            gradients = optimizer._accumulated_gradients
+            sums = [raw(gradients[optimizer._get_variable_index(each)]) for each in variables]
         else:
             sums = [
                 variable(each.shape, each.dtype, f"hvd_pipe.sum.{number}.{i}")
                 for i, each in enumerate(variables)
             ]
-            named |= {f"{number}.sum.{i}": each for i, each in enumerate(sums)}
+            named |= {f"{number}.sum.{i}": total for i, total in enumerate(sums)}
         with tf.init_scope():
             if f"{number}.passes" in self._resumed:
                 restore(named, self._resumed)

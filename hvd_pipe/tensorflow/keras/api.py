@@ -136,8 +136,8 @@ def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
     layers = layers_of(local_layers)
     distributed = DistributedOptimizer(optimizer, *arguments, **keywords)
     for layer in layers:
-        for each in layer.weights:
-            distributed.register_local_var(each)
+        for weight in layer.weights:
+            distributed.register_local_var(weight)
     return distributed
 
 

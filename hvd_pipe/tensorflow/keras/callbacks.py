@@ -58,18 +58,18 @@ class PlanningCallback(keras.callbacks.Callback):  # type: ignore[misc]
         optimizers = _distributed(self.model)
         replans = [
             Replan.of(
-                each._hvd_pipe,
-                each._hvd_pipe_accumulation.passes,
-                Deferral(partial(problem, self.model, each), partial(finish_step, each)),
+                optimizer._hvd_pipe,
+                optimizer._hvd_pipe_accumulation.passes,
+                Deferral(partial(problem, self.model, optimizer), partial(finish_step, optimizer)),
             )
-            for each in optimizers
+            for optimizer in optimizers
         ]
         self._replans = [replan for replan in replans if replan.takes(self.params)]
         if self._replans:
             check_eagerness(self.model, optimizers)
         self._finish_step()
         wanted = [replan.begin() for replan in self._replans]
-        defers = any(each._hvd_pipe.overlaps_forward for each in optimizers)
+        defers = any(optimizer._hvd_pipe.overlaps_forward for optimizer in optimizers)
         is_watched = isinstance(self.model.train_function, WatchedStep)
         self._trace_anew([*wanted, defers and not is_watched])
 
@@ -157,7 +157,7 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
         if not self.broadcast_done:
             optimizers = optimizers_of(self.model)
             parts = [*self.model._flatten_layers(include_self=False)]
-            is_built = self.model.built or bool(parts and all(each.built for each in parts))
+            is_built = self.model.built or bool(parts and all(part.built for part in parts))
             built = [is_built, self.model.built, *(bool(each.built) for each in optimizers)]
             everyone = gather(built, "hvd_pipe.built", global_process_set)
             is_built, is_whole, *ready = map(all, zip(*everyone, strict=True))
@@ -183,15 +183,15 @@ class BroadcastGlobalVariablesCallback(PlanningCallback):
 
     def _broadcast(self, optimizers: list[Any]) -> None:
         distributed = _distributed(self.model)
-        kept = self._local | self._sent
+        skipped = self._local | self._sent
         for optimizer in distributed:
-            kept |= optimizer._hvd_pipe_local
-            kept |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
+            skipped |= optimizer._hvd_pipe_local
+            skipped |= {identity(each) for each in optimizer._hvd_pipe_local_slots()}
         variables = [*self.model.variables, *(v for each in optimizers for v in each.variables)]
         shared = [
-            each
-            for each in variables
-            if identity(each) not in kept and each.name != "seed_generator_state"
+            variable
+            for variable in variables
+            if identity(variable) not in skipped and variable.name != "seed_generator_state"
         ]
         if not shared:
             return

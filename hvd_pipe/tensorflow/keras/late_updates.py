@@ -152,8 +152,8 @@ def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
         for each in optimizers():
             begin_step(each)
         logs = plain(*arguments, **keywords)
-        for each in optimizers():
-            end_step(each)
+        for optimizer in optimizers():
+            end_step(optimizer)
         return logs
 
     attributes["train_step"] = train_step  # past Keras' tracking, for this call alone
@@ -168,11 +168,11 @@ def traced_with(model: Any, optimizers: Callable[[], list[Any]]) -> None:
 def check_eagerness(model: Any, optimizers: list[Any]) -> None:
     """Refuse steps that are graphs on some ranks alone: their messages do not meet."""
     lines = [("run_eagerly (compile the model alike on all)", str(model.run_eagerly))]
-    for each in optimizers:
-        process_set = each._hvd_pipe.arguments.process_set
+    for optimizer in optimizers:
+        process_set = optimizer._hvd_pipe.arguments.process_set
         if process_set.included():
-            check_alike(lines, f"{each._hvd_pipe.tag}.eager", process_set)
-            meet(each)
+            check_alike(lines, f"{optimizer._hvd_pipe.tag}.eager", process_set)
+            meet(optimizer)
 
 
 _METHODS = (
@@ -204,7 +204,7 @@ def problem(model: Any, optimizer: Any) -> str | None:
     known = [optimizer._iterations, optimizer._learning_rate]
     known += slots_of(optimizer, optimizer._trainable_variables)
     indices = set(map(id, known))
-    others = [each.name for each in optimizer.variables if id(each) not in indices]
+    others = [variable.name for variable in optimizer.variables if id(variable) not in indices]
     return f"{own.__name__} has {others[0]!r}, a state of all variables" if others else None
 
 
@@ -215,14 +215,14 @@ def step_before(optimizer: Any, engine: Engine) -> Iterator[None]:
         yield
         return
     iterations, rate = (each.read_value() for each in engine.noted.values())
-    kept = {name: optimizer.__dict__[name] for name in ("_iterations", "_learning_rate")}
+    attributes = {name: optimizer.__dict__[name] for name in ("_iterations", "_learning_rate")}
     rate = tf.cast(rate, keras.ops.convert_to_tensor(optimizer.learning_rate).dtype)
-    past = Past(tf.cast(iterations, kept["_iterations"].dtype))
+    past = Past(tf.cast(iterations, attributes["_iterations"].dtype))
     optimizer.__dict__.update(_iterations=past, _learning_rate=lambda: rate)
     try:
         yield
     finally:
-        optimizer.__dict__.update(kept)
+        optimizer.__dict__.update(attributes)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
             engine.compare_replicas(due.gradients)
         access: OptimizerAccess | None = None
         if engine.predicts:
-            state = [raw(each) for each in self.variables]
+            state = [raw(variable) for variable in self.variables]
             access = OptimizerAccess(state, self._hvd_pipe_update_of(session))
         engine.after_step(access)
 
@@ -164,9 +164,9 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
     def _hvd_pipe_apply_own(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply what does not travel, alone; counters and moving averages stay."""
         slots = {id(each) for each in slots_of(self, self._trainable_variables)}
-        every = [raw(each) for each in self.variables if id(each) not in slots]
+        every = [raw(variable) for variable in self.variables if id(variable) not in slots]
         counters = [each for each in every if each.shape.rank == 0]
-        before = [each.read_value() for each in counters]
+        before = [counter.read_value() for counter in counters]
         averages, self.use_ema = self.use_ema, False  # type: ignore[has-type]
         try:
             self._hvd_pipe_apply_there(gradients, variables)
@@ -212,7 +212,7 @@ class DistributedMixin(keras.optimizers.Optimizer):  # type: ignore[misc]
         process_set = self._hvd_pipe.arguments.process_set
         if not local or not process_set.included():
             return
-        trained = {identity(each) for session in local for each in session.variables}
+        trained = {identity(variable) for session in local for variable in session.variables}
         statistics = statistics_of(trained, self._hvd_pipe_local | self._hvd_pipe_kept)
         shapes = shapes_of(statistics)
         lines = [

@@ -89,7 +89,7 @@ class ReadyTimes:
     def updated(self, variables: Sequence[tf.Variable]) -> None:
         """Note when all variables have been written; a read waits for the writes before it."""
         if self._own:
-            some = [tf.reshape(each.read_value(), [-1])[:1] for each in variables]
+            some = [tf.reshape(variable.read_value(), [-1])[:1] for variable in variables]
             tf.numpy_function(self._note_update, some, tf.int32, stateful=True)
 
     def _note_update(self, *some: Any) -> Any:
@@ -142,10 +142,10 @@ def noted(tensors: Sequence[tf.Tensor], note: Callable[[], None]) -> list[tf.Ten
         note()
         return np.int32(0)
 
-    some = [tf.reshape(each, [-1])[:1] for each in tensors]
+    some = [tf.reshape(tensor, [-1])[:1] for tensor in tensors]
     zero = tf.numpy_function(call, some, tf.int32, stateful=False)
     zero.set_shape([])
-    return [each + tf.cast(zero, each.dtype) for each in tensors]
+    return [tensor + tf.cast(zero, tensor.dtype) for tensor in tensors]
 
 
 def measure_comm(largest_bytes: int, process_set: ProcessSet, tag: str) -> CommModel:

@@ -72,8 +72,8 @@ class Reduction:
         """What this rank's buffers are multiplied by, so that a plain mean is the weighted one."""
         if not self.weights or self.alone:
             return 1.0
-        mine = self.weights[self.process_set.rank()]
-        return float(mine * len(self.weights) / sum(self.weights))
+        weight = self.weights[self.process_set.rank()]
+        return float(weight * len(self.weights) / sum(self.weights))
 
     @cached_property
     def codec(self) -> Codec | None:
@@ -188,10 +188,10 @@ class Reduction:
             code, name=name, ignore_name_scope=True, process_set=self.process_set
         )
         received = tf.ensure_shape(received, code.shape)
-        own = fold(tf.add, tf.unstack(codec.decode(received)))  # in the order of ranks
+        local_sum = fold(tf.add, tf.unstack(codec.decode(received)))  # in the order of ranks
         if self.op == Average:
-            own = own / workers
-        reply = _encode(codec, own[None], None if feedback is None else feedback.reduced)
+            local_sum = local_sum / workers
+        reply = _encode(codec, local_sum[None], None if feedback is None else feedback.reduced)
         gathered = mpi_ops.allgather(
             reply, f"{name}.reduced", ignore_name_scope=True, process_set=self.process_set
         )
@@ -210,7 +210,7 @@ def _encode(codec: Codec, rows: tf.Tensor, lost: tf.Variable | None) -> tf.Tenso
         return codec.encode(rows)
     rows = rows + lost
     code = codec.encode(rows)
-    rest = rows - codec.decode(code)
+    residual = rows - codec.decode(code)
     # A message that overflowed is not repaired by later ones.
-    lost.assign(tf.where(tf.math.is_finite(rest), rest, tf.zeros_like(rest)))
+    lost.assign(tf.where(tf.math.is_finite(residual), residual, tf.zeros_like(residual)))
     return code

@@ -239,8 +239,8 @@ class ModelAverage:
             names = [f"{self._label}{kind}.{i}" for i in numbers]
             arrays = [state[name] for name in names if name in state]
             # One of other sizes means nothing here.
-            is_ours = [each.size for each in arrays] == self.packing.sizes
-            return [tf.constant(each) for each in arrays] if is_ours else []
+            is_ours = [array.size for array in arrays] == self.packing.sizes
+            return [tf.constant(array) for array in arrays] if is_ours else []
 
         self._base = flats("base")
         self._anchor, self._velocity = map(flats, self._strategy.kept or ("", ""))
@@ -301,18 +301,18 @@ def _momenta_part(settings: Settings, strategy: CoCoD) -> ModelAverage:
     """
 
     def check() -> tuple[None, Description]:
-        names = ", ".join(each.name for each in settings.momenta)
+        names = ", ".join(momentum.name for momentum in settings.momenta)
         return None, [("the optimizer's momenta, which are averaged", names or "none")]
 
     checked(check, f"{settings.tag}.momenta.names", settings.reduction.process_set)
-    variables = [each.variable for each in settings.momenta]
+    variables = [momentum.variable for momentum in settings.momenta]
     shapes = shapes_of(variables)
     groups, clamped = [], []
     for nonnegative in (False, True):
         indices = [i for i, m in enumerate(settings.momenta) if m.nonnegative == nonnegative]
-        same = shapes.dtype_groups(indices)
-        groups += same
-        clamped += [nonnegative] * len(same)
+        of_dtype = shapes.dtype_groups(indices)
+        groups += of_dtype
+        clamped += [nonnegative] * len(of_dtype)
     return ModelAverage(
         variables,
         Packing(shapes, groups),

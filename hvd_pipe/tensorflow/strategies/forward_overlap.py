@@ -100,10 +100,10 @@ class MergedGradientEngine(Engine):
             gradients = self.times.watched(gradients)
         flats = self._packing.pack(gradients)
         reduced = reduction.reduce_all(flats, f"{tag}.gradients", self._residuals.each)
-        found = self._packing.unpack(reduced)
+        averages = self._packing.unpack(reduced)
         for index in self.settings.sparse:
-            found[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
-        return Due(found if self.times is None else self.times.arrived(found))
+            averages[index] = reduction.gather(gradients[index], f"{tag}.sparse.{index}")
+        return Due(averages if self.times is None else self.times.arrived(averages))
 
     def after_step(self, access: OptimizerAccess | None = None) -> None:
         if self.times is not None:
@@ -270,7 +270,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         if not trace.begins:
             check = tf.debugging.Assert(tf.logical_not(self._is_pending), [_PENDING])
             with tf.control_dependencies([check]):
-                gradients = {i: same(each) for i, each in gradients.items()}
+                gradients = {i: same(gradient) for i, gradient in gradients.items()}
             return super().exchange(gradients)
         trace.begins, trace.leaves = False, True
         if self.times is not None:
@@ -315,7 +315,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """
         trace = self._traced()
         if trace.updated is not None:
-            handles = [each.handle for each in self.settings.variables]
+            handles = [variable.handle for variable in self.settings.variables]
             for index in used_since(trace.graph(), trace.updated, handles):
                 name = self.settings.shapes.names[index]
                 self._obstacle = self._obstacle or f"a step uses {name!r} after its update"
@@ -357,9 +357,9 @@ class ForwardOverlapEngine(MergedGradientEngine):
         """Compare what is in flight with the other ranks; all come here before they go on."""
         self.was_loaded = False
         first = f"late.{self._first_late}" if self.defers else "gradients.0"
-        mine = [index in self.held for index in range(len(self.settings.shapes))]
-        mine.append(bool(self._is_pending.numpy()))
-        meet(mine, f"{self.settings.tag}.{first}", self.settings.reduction)
+        is_held = [index in self.held for index in range(len(self.settings.shapes))]
+        is_held.append(bool(self._is_pending.numpy()))
+        meet(is_held, f"{self.settings.tag}.{first}", self.settings.reduction)
 
     def drain(self, update: Update) -> None:
         if self.was_loaded:
@@ -416,7 +416,7 @@ class ForwardOverlapEngine(MergedGradientEngine):
         self.held, self._held_weights = {}, {}
         gradients, weights = by_index(state, "gradient."), by_index(state, "weight.")
         if all(i < len(shapes) and list(each.shape) == shapes[i] for i, each in gradients.items()):
-            self.held = {i: tf.constant(each, dtypes[i]) for i, each in gradients.items()}
+            self.held = {i: tf.constant(gradient, dtypes[i]) for i, gradient in gradients.items()}
             self._held_weights = {i: tf.constant(each, dtypes[i]) for i, each in weights.items()}
             self.was_loaded |= bool(gradients)
         else:

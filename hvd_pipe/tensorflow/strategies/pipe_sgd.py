@@ -77,7 +77,7 @@ class PipeSGDEngine(Engine):
     def exchange(self, gradients: Gradients) -> Due:
         with tf.control_dependencies(data_of_step()):
             fresh = self._packing.pack(gradients)
-            outgoing = [each.read_value() for each in self._pending]
+            outgoing = [pending.read_value() for pending in self._pending]
             was_pending = self._is_pending.read_value()
             warm: tf.Tensor | None = None
             if self._warmup_steps:
@@ -89,8 +89,8 @@ class PipeSGDEngine(Engine):
                 ]
             arrived = self._reduce(outgoing)
             with tf.control_dependencies(arrived):
-                for each, flat in zip(self._pending, fresh, strict=True):
-                    each.assign(flat)
+                for pending, flat in zip(self._pending, fresh, strict=True):
+                    pending.assign(flat)
             self._is_pending.assign(True if warm is None else tf.logical_not(warm))
             self._rounds.assign_add(1)
             when = was_pending if warm is None else tf.logical_or(warm, was_pending)
@@ -127,8 +127,8 @@ class PipeSGDEngine(Engine):
             return
         self._is_pending.assign(False)
         due = self._packing.unpack(self._reduce([each.read_value() for each in self._pending]))
-        for each in self._pending:  # a tape's next step returns what is here, and it is applied
-            each.assign(tf.zeros_like(each))
+        for pending in self._pending:  # a tape's next step returns what is here, and it is applied
+            pending.assign(tf.zeros_like(pending))
         if due:
             update(due)
 
@@ -137,18 +137,18 @@ class PipeSGDEngine(Engine):
         if not self._is_pending.numpy():
             return
         reduction, tag = self.settings.reduction.lossless(), self.settings.tag
-        for i, each in enumerate(self._pending):
-            arrived = reduction.reduce(each.read_value(), f"{tag}.shared.{i}")
-            each.assign(arrived / reduction.workers if reduction.op == Sum else arrived)
+        for i, pending in enumerate(self._pending):
+            arrived = reduction.reduce(pending.read_value(), f"{tag}.shared.{i}")
+            pending.assign(arrived / reduction.workers if reduction.op == Sum else arrived)
 
     def is_ahead(self) -> bool:
         return bool(self._is_pending.numpy())
 
     def state(self) -> Arrays:
         """Return what is in flight: the gradient by variable, so that other buckets take it."""
-        gradients = self._packing.unpack([each.read_value() for each in self._pending])
+        gradients = self._packing.unpack([pending.read_value() for pending in self._pending])
         return {
-            **{f"gradient.{index}": each.numpy() for index, each in gradients.items()},
+            **{f"gradient.{index}": gradient.numpy() for index, gradient in gradients.items()},
             **{name: each.numpy() for name, each in self._named.items()},
         }
 
@@ -162,8 +162,8 @@ class PipeSGDEngine(Engine):
             )
             state = {**state, "is_pending": np.array(False)}
         restore(self._named, state)
-        for i, each in enumerate(self._pending):
-            each.assign(tf.zeros_like(each) if flats is None else flats[i])
+        for i, pending in enumerate(self._pending):
+            pending.assign(tf.zeros_like(pending) if flats is None else flats[i])
 
     def _flats_of(self, state: Arrays) -> list[npt.NDArray[Any]] | None:
         """Return a state's gradient in the buckets of here; None where it does not fit."""
@@ -184,7 +184,7 @@ class PipeSGDEngine(Engine):
         sizes = self._packing.sizes
         flats = [state[name] for i in range(len(sizes)) if (name := f"pending.{i}") in state]
         is_whole = f"pending.{len(sizes)}" not in state
-        return flats if is_whole and [each.size for each in flats] == sizes else None
+        return flats if is_whole and [flat.size for flat in flats] == sizes else None
 
 
 class Prediction:
@@ -204,7 +204,7 @@ class Prediction:
             variable(each.shape, each.dtype, f"{tag}.true.{i}") for i, each in enumerate(weights)
         ]
         self._is_predicted = variable([], tf.bool, f"{tag}.leads")
-        true = {f"true.{i}": each for i, each in enumerate(self._true)}
+        true = {f"true.{i}": weight for i, weight in enumerate(self._true)}
         self.named = {"leads": self._is_predicted, **true}
         """The variables, by the names that they have in a checkpoint."""
 
@@ -222,8 +222,8 @@ class Prediction:
         """Move the weights as an update does, and leave all else as it is."""
         for weight, true in zip(self._weights, self._true, strict=True):
             true.assign(weight)
-        kept = [each.read_value() for each in state]
+        before = [each.read_value() for each in state]
         update()
-        for each, value in zip(state, kept, strict=True):
+        for each, value in zip(state, before, strict=True):
             each.assign(value)
         self._is_predicted.assign(True)

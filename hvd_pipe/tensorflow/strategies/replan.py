@@ -154,15 +154,15 @@ class Replan:
 
     def after_step(self) -> bool:
         """Note that a batch has been trained; return whether the step must be traced anew."""
-        engines = [each.engine for each in self._sessions]
-        merged = [each for each in engines if isinstance(each, MergedGradientEngine)]
+        engines = [session.engine for session in self._sessions]
+        merged = [engine for engine in engines if isinstance(engine, MergedGradientEngine)]
         if not (self._open and merged):  # a checkpoint has brought a choice, where there are none
             self._open = False
             return self._stale()
         self._batches += 1
         chooses = isinstance(self._sessions.strategy, Auto) and self._sessions.chosen is None
         if self._batches == SKIP_STEPS:
-            if self._given or all(getattr(each, "has_saved_plan", False) for each in merged):
+            if self._given or all(getattr(engine, "has_saved_plan", False) for engine in merged):
                 self._open = False
                 return self._permitted_anew()
             for engine in merged:
@@ -202,14 +202,14 @@ class Replan:
         if not engine.settings.dense or engine.plan is None:
             return None
         steps, waits = [0.0], [math.inf] * TRIAL_STEPS
-        mine = [0.0] * (1 + len(engine.settings.shapes))
+        local = [0.0] * (1 + len(engine.settings.shapes))
         if times is not None and times.steps:
             steps = times.step_s or steps
             waits = [*waits, *times.waits][-TRIAL_STEPS:]
-            mine = [1.0, *times.seconds()]
+            local = [1.0, *times.seconds()]
         tuner = self._tuner(engine)
-        found, *ready = tuner.seen(engine.plan, steps, waits, mine)
-        if found:
+        is_measured, *ready = tuner.seen(engine.plan, steps, waits, local)
+        if is_measured:
             return ready
         tuner.tried.pop()
         return None
@@ -252,22 +252,22 @@ class Replan:
 
     def _permitted_anew(self) -> bool:
         """Return whether steps leave messages now and did not before, or the other way round."""
-        engines = [each.engine for each in self._sessions]
+        engines = [session.engine for session in self._sessions]
         wanting = [
             each
             for each in engines
             if isinstance(each, ForwardOverlapEngine)
             if not (each.settings.reduction.alone or each.plan is None or each.plan.order is None)
         ]
-        before = [each.may_defer for each in wanting]
-        return [self._permit(each) for each in wanting] != before
+        before = [engine.may_defer for engine in wanting]
+        return [self._permit(engine) for engine in wanting] != before
 
     def _permit(self, engine: ForwardOverlapEngine) -> bool:
         """Let updates be deferred unless some rank has found that they cannot be."""
         problem = engine.problem() or (self._deferral and self._deferral.problem())
         process_set = engine.settings.reduction.process_set
-        found = gather(problem, f"{engine.settings.tag}.defers", process_set)
-        problems = [each for each in found if each is not None]
+        gathered = gather(problem, f"{engine.settings.tag}.defers", process_set)
+        problems = [each for each in gathered if each is not None]
         engine.may_defer = self._deferral is not None and not problems
         if problems and process_set.rank() == 0 and problems[0] != self._said:
             self._said = problems[0]
@@ -279,19 +279,19 @@ class Replan:
         assert isinstance(engine, ForwardOverlapEngine)
         assert self._deferral is not None
         assert engine.plan is not None
-        barrier = kept = self._barriers.pop(engine.settings.tag)
+        barrier = plan = self._barriers.pop(engine.settings.tag)
         if found and self._permit(engine):
             *before, last = tuner.tried
             if last.step_s < min(each.step_s for each in before):
-                kept = replace(engine.plan, predicted_s=last.step_s, exposed_s=None)
-            seen = ((len(engine.plan.order or ()), last.step_s),)
-            kept = replace(kept, tried=barrier.tried, tried_forward=seen)
-        if kept.order is None:
+                plan = replace(engine.plan, predicted_s=last.step_s, exposed_s=None)
+            tried = ((len(engine.plan.order or ()), last.step_s),)
+            plan = replace(plan, tried=barrier.tried, tried_forward=tried)
+        if plan.order is None:
             self._deferral.finish()
             engine.may_defer = False
-            engine.adopt(kept)
+            engine.adopt(plan)
         else:
-            engine.plan = kept
+            engine.plan = plan
         _log.info("overlap='forward' after step %d:\n%s", self._batches, engine.plan)
         return True
 
@@ -322,20 +322,20 @@ class Replan:
     def _choose(self, merged: Sequence[MergedGradientEngine]) -> None:
         sessions, engine = self._sessions, merged[0]
         assert isinstance(sessions.strategy, Auto)
-        own = None if engine.times is None else engine.times.own()
-        comm, *more = [self._measured(each) for each in merged]
+        times = None if engine.times is None else engine.times.own()
+        comm, *others = [self._measured(engine) for engine in merged]
         candidates, left_out = sessions.arguments.candidates(sessions.strategy)
         process_set, tag = sessions.arguments.process_set, f"{sessions.tag}.auto"
         log = _log.info if process_set.rank() == 0 else _log.debug
         for name, why in left_out.items():
             log("auto: %s is left out: %s", name, why)
         shapes, dense = engine.settings.shapes, engine.settings.dense
-        mine = [0.0] * (3 + len(shapes))
-        if own is not None:
-            mine = [1.0, own.before_s, own.update_s, *own.ready_s]
-        found, before, update, *ready = largest(mine, f"{tag}.own", process_set)
-        if not found or comm is None or more:
-            why = "gradients come in several parts" if more else "no step could be measured"
+        local = [0.0] * (3 + len(shapes))
+        if times is not None:
+            local = [1.0, times.before_s, times.update_s, *times.ready_s]
+        is_measured, before, update, *ready = largest(local, f"{tag}.own", process_set)
+        if not is_measured or comm is None or others:
+            why = "gradients come in several parts" if others else "no step could be measured"
             least = least_of(candidates)
             log("auto: %s: goes on with %s", why, spell(least))
             sessions.follow(least)
