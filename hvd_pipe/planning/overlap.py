@@ -102,7 +102,7 @@ def plan_overlap(
                 "overlap",
                 predicted_s=seconds,
                 exposed_s=max(0.0, seconds - compute),
-                order=tuple(each.bucket for each in sent),
+                order=tuple(message.bucket for message in sent),
             )
             best = seconds, plan
     assert best is not None
@@ -216,9 +216,9 @@ def timed_messages(
 
 def _order(messages: Sequence[TimedMessage]) -> list[int]:
     return send_order(
-        [each.ready_s for each in messages],
-        [each.needed_s for each in messages],
-        [each.seconds for each in messages],
+        [message.ready_s for message in messages],
+        [message.needed_s for message in messages],
+        [message.seconds for message in messages],
     )
 
 

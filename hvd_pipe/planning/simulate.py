@@ -543,8 +543,8 @@ def _trace_step(
 
 def _overlapped(run: _Run, work: Pass, sent: Sequence[TimedMessage], comm: CommModel) -> None:
     """Steps in which every worker waits at each gate for messages of the step before."""
-    ready = np.array([each.ready_s for each in sent])
-    carried = [comm(each.bytes) for each in sent]
+    ready = np.array([message.ready_s for message in sent])
+    carried = [comm(message.bytes) for message in sent]
     names = _names(sent)
     gates = _gates(sent)
     arrived = [0.0] * len(sent)
@@ -577,7 +577,7 @@ def _gates(sent: Sequence[TimedMessage]) -> list[int]:
 
 def _names(sent: Sequence[TimedMessage]) -> list[str]:
     """What messages are called: the bucket, and the piece's number where it travels in pieces."""
-    buckets = [each.bucket for each in sent]
+    buckets = [message.bucket for message in sent]
     return [
         f"bucket {bucket}" + (f"-{buckets[:i].count(bucket)}" if buckets.count(bucket) > 1 else "")
         for i, bucket in enumerate(buckets)

@@ -143,7 +143,7 @@ def next_given(plans: Sequence[Plan], tried: Sequence[Trial]) -> tuple[Plan, boo
     if len(tried) < len(plans):
         return plans[len(tried)], False
     best = min(tried, key=lambda each: each.step_s)
-    as_good = [each for each in tried if not _is_faster(best, each)]
+    as_good = [trial for trial in tried if not _is_faster(best, trial)]
     kept = min(as_good, key=lambda each: (len(each.plan.buckets), each.step_s))
     return replace(kept.plan, tried=_seen(tried)), True
 
@@ -237,8 +237,8 @@ def fitted_to_waits(tried: Sequence[Trial], gradients: Gradients) -> CommModel:
         >>> round(line.latency, 1), round(line(200), 1)
         (1.0, 3.0)
     """
-    chains = [_Chain.of(gradients.messages(each.plan)) for each in tried]
-    waits = np.array([each.wait_s for each in tried])
+    chains = [_Chain.of(gradients.messages(trial.plan)) for trial in tried]
+    waits = np.array([trial.wait_s for trial in tried])
     latencies = [0.0]
     if len(tried) > 1:
         latencies += (waits[0] * np.geomspace(1e-4, 1.0, _LATENCIES)).tolist()
@@ -261,8 +261,8 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, messages: Sequence[_Message]) -> _Chain:
-        ready = np.array([each.ready_s for each in messages])
-        sizes = np.array([each.bytes for each in messages])
+        ready = np.array([message.ready_s for message in messages])
+        sizes = np.array([message.bytes for message in messages])
         counts = np.arange(len(messages), 0, -1, dtype=np.float64)
         return cls(ready - ready[-1], counts, np.cumsum(sizes[::-1])[::-1])
 
@@ -301,20 +301,20 @@ def _with_fewer(plan: Plan, comm: CommModel, gradients: Gradients, find: Find) -
         kept = min(
             options, key=lambda each: _Chain.of(each).wait_s(comm.latency, float(comm.slopes[0]))
         )
-    return Plan(tuple(each.names for each in kept), plan.method)
+    return Plan(tuple(message.names for message in kept), plan.method)
 
 
 def _is_tried(plan: Plan, tried: Sequence[Trial]) -> bool:
     buckets = set(map(frozenset, plan.buckets))
-    return any(set(map(frozenset, each.plan.buckets)) == buckets for each in tried)
+    return any(set(map(frozenset, trial.plan.buckets)) == buckets for trial in tried)
 
 
 def _kept(trial: Trial, tried: Sequence[Trial], gradients: Gradients) -> Plan:
     messages = gradients.messages(trial.plan)
     finish = float(gradients.ready_s.max()) + trial.wait_s
-    names = tuple(each.names for each in messages)
+    names = tuple(message.names for message in messages)
     return Plan(names, trial.plan.method, finish, trial.wait_s, tried=_seen(tried))
 
 
 def _seen(tried: Sequence[Trial]) -> tuple[tuple[int, float], ...]:
-    return tuple((len(each.plan.buckets), each.step_s) for each in tried)
+    return tuple((len(trial.plan.buckets), trial.step_s) for trial in tried)
